@@ -14,7 +14,8 @@ from qcut.config import ACTIVATIONS
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
-from qcut.models.modules import WEIGHT_DTYPES, FusedActivation, dtype_name, replace_modules
+from qcut.models.fusion import fuse, fused_activations, key_before
+from qcut.models.modules import WEIGHT_DTYPES, dtype_name, replace_modules
 from qcut.storage import schema
 
 _LAYER = schema.record(
@@ -57,8 +58,7 @@ class Description(NamedTuple):
             CheckpointError: an embedding is tied to a layer that is not in the model.
         """
         layers = {name: _describe(m) for name, m in model.named_modules() if isinstance(m, Linear)}
-        fused = {name: m.activation for name, m in model.named_modules() if isinstance(m, FusedActivation)}
-        return cls(layers, _embeddings(model), fused, dict(tied))
+        return cls(layers, _embeddings(model), fused_activations(model), dict(tied))
 
 
 def _describe(layer: Linear) -> dict[str, Any]:
@@ -99,7 +99,8 @@ class Skeleton(NamedTuple):
         """Replace the model's modules."""
         replace_modules(model, {id(model.get_submodule(name)): new for name, new in self.modules.items()})
         for name, (parent, activation) in self.activations.items():
-            parent._modules[name.rpartition(".")[2]] = FusedActivation(activation)
+            key = name.rpartition(".")[2]
+            fuse(parent, key, parent._modules.get(key_before(parent, key)), activation).apply()
 
 
 def skeleton_of(saved: Description, model: nn.Module, dtype: torch.dtype | None, path: Path) -> Skeleton:
@@ -119,7 +120,7 @@ def skeleton_of(saved: Description, model: nn.Module, dtype: torch.dtype | None,
     modules: dict[str, nn.Module] = {name: layer for name, layer in layers.items() if name not in own_tables}
     for name, spec in saved.embeddings.items():
         modules[name] = empty_embedding(name, spec, layers, model, dtype, path)
-    parents = {name: activation_parent(name, model, path) for name in saved.fused}
+    parents = {name: activation_parent(name, model, saved.layers, path) for name in saved.fused}
     return Skeleton(layers, modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
 
 

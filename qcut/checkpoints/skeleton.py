@@ -14,6 +14,7 @@ from qcut.config import scheme_from_json
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
+from qcut.models.fusion import is_fusible_place, key_before
 from qcut.models.modules import is_linear, weight_nk
 from qcut.storage.safetensors_file import TensorFile, TensorHeader
 
@@ -91,15 +92,36 @@ def empty_embedding(
     return embedding
 
 
-def activation_parent(name: str, model: nn.Module, path: Path) -> nn.Module:
-    """The module that holds an activation which a quantized layer has taken over."""
+def activation_parent(name: str, model: nn.Module, layers: Mapping[str, Any], path: Path) -> nn.Module:
+    """The module that holds an activation which a quantized layer has taken over.
+
+    Args:
+        name: of the activation.
+        model: that holds it.
+        layers: what is saved of the quantized layers, by name.
+        path: for messages.
+
+    Raises:
+        CheckpointError: there is no activation, or none that a layer may take over.
+    """
     try:
         activation = model.get_submodule(name)
     except AttributeError as exc:
         raise CheckpointError(f"{path}: fused activation {name!r}: {exc}") from exc
     if any(True for _ in activation.parameters()) or any(True for _ in activation.children()):
         raise CheckpointError(f"{path}: fused activation {name!r}: the model has a {type(activation).__name__} there")
-    return model.get_submodule(name.rpartition(".")[0])
+    outer, _, key = name.rpartition(".")
+    parent = model.get_submodule(outer)
+    if not is_fusible_place(parent, key):
+        raise CheckpointError(
+            f"{path}: fused activation {name!r}: a {type(parent).__name__} does not call the layer before it and the "
+            "activation as one; quantize the model anew"
+        )
+    if isinstance(parent, nn.Sequential):
+        before = f"{outer}.{key_before(parent, key)}".removeprefix(".")
+        if before not in layers:
+            raise CheckpointError(f"{path}: fused activation {name!r}: layer {before!r} before it is not quantized")
+    return parent
 
 
 def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tuple[dict[str, Tensor], set[str]]:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from qcut.config import StaticRange
 from qcut.conversion.observed import run_observed
+from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import forward, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, find_layers
-from qcut.models.tracing import NormPair, trace_norms
+from qcut.models.tracing import NormPair, NormTracer
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
 from qcut.storage import schema
@@ -34,7 +35,9 @@ METHODS: tuple[Method, ...] = get_args(Method)
 SAMPLE_SIZE = 1 << 18
 """Values kept per layer by default: 1 MB in float32."""
 _MSE_VALUES = 1 << 14
-_FORMAT, _VERSION = "qcut-calibration", 1
+_FORMAT, _VERSION = "qcut-calibration", 2
+_FIRST_BATCH_ALONE = 1
+"""The version whose pairs are those that the first batch showed: other batches may have had other readers."""
 _INDEX = "calibration.json"
 _PARTS = ("lo", "hi", "sample")
 _SIZE = schema.integer(1)
@@ -100,6 +103,9 @@ class Calibration:
     quantile: float = 0.9999
     pairs: list[NormPair] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+
+    batch: Any = field(default=None, repr=False)
+    """A small batch of those that were seen, on which `qcut.quantize` holds the model to the float one; not saved."""
 
     def __post_init__(self) -> None:
         self._ranges: dict[tuple[str, str], StaticRange] = {}
@@ -244,12 +250,16 @@ class Calibration:
                 if problem := stats.problem():
                     raise CalibrationError(f"{file.path}: tensor '{name}.{problem[0]}': {problem[1]}")
         pairs = [NormPair(pair["norm"], tuple(pair["layers"])) for pair in data["pairs"]]
-        return cls(layers, data["method"], data["quantile"], pairs, data["refused"])
+        refused = dict(data["refused"])
+        if data["version"] == _FIRST_BATCH_ALONE:
+            refused |= {pair.norm: "its readers were looked for in one batch alone; calibrate anew" for pair in pairs}
+            pairs = []
+        return cls(layers, data["method"], data["quantile"], pairs, refused)
 
 
 def _checked(data: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
     """The index's data, and the name of the data file."""
-    if data.get("format") != _FORMAT or data.get("version") != _VERSION:
+    if data.get("format") != _FORMAT or data.get("version") not in (_FIRST_BATCH_ALONE, _VERSION):
         raise CalibrationError(
             f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "
             f"{_FORMAT!r} version {_VERSION} is needed"
@@ -375,7 +385,7 @@ def calibrate(
     """Observe the inputs of a model's linear layers over real batches.
 
     Statistics live on the CPU: ``sample_size + 2 K`` float32 values per layer, whatever the number of batches. The
-    first batch is also traced to find the norms that smoothing can rescale. Every row of a layer's input counts,
+    batches are also traced to find the norms that smoothing can rescale. Every row of a layer's input counts,
     padding included: pass unpadded text.
 
     Args:
@@ -412,24 +422,27 @@ def calibrate(
         partial(module.register_forward_pre_hook, _observe(observers[name], counter), with_kwargs=True)
         for name, module in chosen.items()
     )
-    pairs: list[NormPair] = []
-    refused: dict[str, str] = {}
+    tracer = NormTracer(model)
+
+    shown: list[Any] = []
 
     def run(batch: Any) -> None:
-        if counter[0] == 0:
-            found = trace_norms(model, partial(forward, model, batch))
-            pairs.extend(found[0])
-            refused.update(found[1])
-        else:
-            forward(model, batch)
+        if not shown:
+            shown.append(excerpt(batch))
+        tracer.run(partial(forward, model, batch))
         counter[0] += 1
 
-    with torch.no_grad():
-        run_observed(model, batches, hooks, run, "calibrate", progress)
+    try:
+        with torch.no_grad():
+            run_observed(model, batches, hooks, run, "calibrate", progress)
+    finally:
+        tracer.remove()
+    pairs, refused = tracer.verdict()
     idle = [name for name, observer in observers.items() if observer.tokens == 0]
     if idle:
         raise CalibrationError(
             f"layer {idle[0]!r} saw no token in {counter[0]} batches (nor did {len(idle) - 1} others); "
             "pass data that reaches it, or leave it out with skip=[...]"
         )
-    return Calibration({name: o.stats() for name, o in observers.items()}, method, quantile, pairs, refused)
+    stats = {name: observer.stats() for name, observer in observers.items()}
+    return Calibration(stats, method, quantile, pairs, refused, shown[0])

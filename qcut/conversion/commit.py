@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qcut.models.modules import FusedActivation
+from qcut.models.fusion import Change, fuse, key_before
 
 
-class Change(NamedTuple):
-    """An assignment and its reverse; the reverse does no harm where the assignment was not made."""
+def commit(changes: Iterable[Change], check: Callable[[], object] = lambda: None) -> None:
+    """Makes all changes in order, and runs a check.
 
-    apply: Callable[[], None]
-    undo: Callable[[], None]
-
-
-def commit(changes: Iterable[Change]) -> None:
-    """Makes all changes in order. If one raises, an interrupt included, undoes them and raises the exception again."""
+    If one of them raises, an interrupt included, undoes all changes and raises the exception again.
+    """
     undo: list[Callable[[], None]] = []
     try:
         for change in changes:
             undo.append(change.undo)
             change.apply()
+        check()
     except BaseException:
         for restore in reversed(undo):
             restore()
@@ -66,8 +63,10 @@ def changes_of(
             if buffer is not None and moved[id(buffer)] is not buffer:
                 changes.append(_item(module._buffers, key, moved[id(buffer)]))
     for name, activation in fused.items():
-        parent, _, key = name.rpartition(".")
-        changes.append(_item(model.get_submodule(parent)._modules, key, FusedActivation(activation)))
+        path, _, key = name.rpartition(".")
+        parent = model.get_submodule(path)
+        layer = parent._modules.get(key_before(parent, key))
+        changes.append(fuse(parent, key, replacements.get(id(layer)), activation))
     for parameter, value in updates:
         data = parameter.data
         changes.append(Change(partial(setattr, parameter, "data", value), partial(setattr, parameter, "data", data)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from qcut.conversion.report import LayerReport, Report, weight_error
 from qcut.conversion.smoothing import Smoothing, migrations_for, norm_updates, rescale, scaled_weight
 from qcut.conversion.tables import classifier_tasks, quantized_table, table_report
 from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
+from qcut.conversion.verification import MOST_BYTES, Recording, check_layer
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
+from qcut.models.fusion import fusible_activations
 from qcut.models.listeners import announce
-from qcut.models.modules import as_given, fusible_activations, keep_hooks, tensor_key, weight_nk, weight_of
+from qcut.models.modules import as_given, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.process.progress import with_progress
@@ -47,6 +50,7 @@ def quantize(
     fuse: bool = True,
     allow_growth: bool = False,
     prebuild: Sequence[int] = (64, 512, 4096),
+    verify: Any = None,
     progress: bool = True,
 ) -> Report:
     """Replace linear layers (``nn.Linear``, transformers' ``Conv1D``) by `qcut.Linear`, in place.
@@ -86,12 +90,15 @@ def quantize(
             leaves them as they are otherwise. Tables of positions stay.
         device: device of the model afterwards; None leaves the model where it is.
         fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
-            activations are those of `qcut.models.modules.fusible_activations`.
+            activations are those of `qcut.models.fusion.fusible_activations`.
         allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more: those of
             few rows or columns. A plan, and ``embeddings``, do so in any case.
         prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel; those that take nvcc
             half a minute each are built in the background, unless ``QCUT_BUILD`` is ``wait``, and others serve until
             then. Other kernels are built at their first use. Of no effect on the CPU.
+        verify: a batch, as `qcut.calibrate` takes them, on which the quantized model is held to the float one; see
+            `qcut.conversion.verification`. None takes a small one that the calibration has seen, if there is one;
+            False leaves the proof out. Costs two forward passes, and the memory of all layers' results on the batch.
         progress: show a progress bar.
 
     Returns:
@@ -101,7 +108,8 @@ def quantize(
         ConfigError: an unknown scheme, ``fp16`` for the whole model, calibration missing or contradicting a plan, a
             group that the rotation cannot take, a scheme that tables cannot have, or float32 weights where kernels
             take 16-bit tokens (layer named).
-        QuantizationError: no layer to quantize, or a weight that cannot be (layer named), or no table of tokens.
+        QuantizationError: no layer to quantize, or a weight that cannot be (layer named), or no table of tokens; or
+            the quantized model fails the proof of ``verify`` (layer named). The model is then as it was.
         UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
             not (named).
         DtypeError: the model is no ``nn.Module``, or a weight is of another dtype than float16, bfloat16, float32 and
@@ -121,8 +129,9 @@ def quantize(
     target = None if device is None else torch.device(device)
     before = model_bytes(model)
     prebuild_layers(work.tasks, target, prebuild, progress)
+    recording = _recording(model, work, calibration, verify)
 
-    layers, reports = _make_layers(work.tasks, calibration, target, progress)
+    layers, reports = _make_layers(work.tasks, calibration, target, progress, recording)
     tables = _make_tables(work, layers, embeddings, target)
     for name, module in work.tables.items():
         error = weight_error(module.weight, tables[name].dequantized_weight())
@@ -132,9 +141,23 @@ def quantize(
     replacements |= {id(module): tables[name] for name, module in work.tables.items()}
     updates = _float_updates(model, smoothing, layers) if smoothing else []
     parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
-    commit(changes_of(model, replacements, work.fused, updates, target))
+    changes, calls = changes_of(model, replacements, work.fused, updates, target), 0
+    if recording is not None and recording.complete:
+        calls, scales = len(recording), {} if smoothing is None else smoothing.scales
+        commit(changes, lambda: recording.check(model, {**layers, **tables}, scales))
+    else:
+        commit(changes)
     announce(model)
-    return Report(tuple(reports), work.skipped, before, model_bytes(model), parameters, already, smoothing)
+    return Report(tuple(reports), work.skipped, before, model_bytes(model), parameters, already, smoothing, calls)
+
+
+def _recording(model: nn.Module, work: Work, calibration: Calibration | None, verify: Any) -> Recording | None:
+    """What the float model computes on the batch of a proof; None without one."""
+    batch = verify if verify is not None else None if calibration is None else calibration.batch
+    if batch is None or verify is False:
+        return None
+    layers = {name: task.module for name, task in work.tasks.items()} | work.tables
+    return Recording(model, batch, layers, MOST_BYTES if verify is None else math.inf)
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -210,7 +233,11 @@ def prepare(
 
 
 def _make_layers(
-    tasks: dict[str, Task], calibration: Calibration | None, device: torch.device | None, progress: bool
+    tasks: dict[str, Task],
+    calibration: Calibration | None,
+    device: torch.device | None,
+    progress: bool,
+    recording: Recording | None,
 ) -> tuple[dict[str, Linear], list[LayerReport]]:
     """The quantized layers by name, those of one weight tied, and their reports."""
     layers: dict[str, Linear] = {}
@@ -229,6 +256,10 @@ def _make_layers(
         owner = owners.setdefault(tensor_key(weight_of(task.module)), name)
         tied_to = None if owner == name else owner
         reports.append(_report(name, task, source, layer, calibration, tied_to))
+        if recording is not None and name in recording.samples:
+            x = recording.samples[name]
+            x = x if task.scale is None else x / task.scale.to(x.device)
+            check_layer(name, source, layer, x, reports[-1].weight_error, task.second_moment is not None)
         if tied_to is not None:
             layer.tie_to(layers[tied_to])
         keep_hooks(task.module, layer)

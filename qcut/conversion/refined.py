@@ -43,7 +43,7 @@ class RefinedLayer:
 
     def __init__(self, layer: CodebookLinear, weight: Tensor | None, codes: bool) -> None:
         *before, q = layer.passes
-        self.q, self.activation = q, layer.activation
+        self.q, self.activation = q, "none" if layer.apart else layer.activation
         self.bias = None if layer.bias is None else layer.bias.detach().clone().requires_grad_(True)
         self.fixed = dequantize(before) if before else None
         device, k = q.indices.device, q.indices.shape[1]

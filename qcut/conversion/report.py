@@ -59,6 +59,7 @@ class Report:
             were quantized, those that had been before, and by what they are all that stay in floating point.
         already: layers that were quantized before.
         smoothing: the smoothing that was applied, or None.
+        verified: calls of layers on which the model was held to the float one; 0 without that proof.
     """
 
     layers: tuple[LayerReport, ...]
@@ -68,6 +69,7 @@ class Report:
     parameters: dict[str, int] = field(default_factory=dict)
     already: tuple[str, ...] = ()
     smoothing: Smoothing | None = field(default=None, repr=False)
+    verified: int = 0
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -89,6 +91,7 @@ class Report:
             "bytes_after": self.bytes_after,
             "parameters": self.parameters,
             "already": list(self.already),
+            "verified": self.verified,
             "smoothed": [m.norm for m in self.smoothing.migrations] if self.smoothing else [],
         }
 
@@ -115,6 +118,8 @@ class Report:
             f"{len(self.layers)} layers quantized; model {self.bytes_before / 1e6:.2f} -> "
             f"{self.bytes_after / 1e6:.2f} MB ({ratio:.2f}x smaller)"
         )
+        if self.verified:
+            lines.append(f"verified: {self.verified} calls of layers on a batch, and the output, are the float model's")
         if self.parameters:
             lines.append(self._shares())
         return "\n".join(lines)

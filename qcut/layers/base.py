@@ -7,6 +7,7 @@ One subclass computes one scheme, or all schemes of one class, and names them wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -235,6 +236,10 @@ class Linear(Quantized):
 
         Exactness: see the class of the layer.
         """
+        return self._without_activation().forward_fused(x) if self.apart else self.forward_fused(x)
+
+    def forward_fused(self, x: Tensor) -> Tensor:
+        """Applies the layer, its activation included, as `forward` does where the layer is not `apart`."""
         if x.shape[-1:] != (self.in_features,):
             raise ShapeError(
                 f"{layer_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]"
@@ -250,6 +255,24 @@ class Linear(Quantized):
             result = inference_only(y, x, who)
             return result
         return self._product(x)
+
+    def quantized_tokens(self, x: Tensor) -> Tensor | None:
+        """The tokens that the product reads in place of x, dequantized; for checks, not for speed.
+
+        Args:
+            x: ``[M, K]``, as `forward` takes it.
+
+        Returns:
+            float32 ``[M, K]``; x itself where tokens are not quantized, or to int16 by their own largest magnitudes.
+            None where they are quantized after a rotation.
+        """
+        return x.float()
+
+    def _without_activation(self) -> Self:
+        """This layer, in the memory of this one, without its activation."""
+        plain = copy(self)
+        plain.activation, plain.apart = "none", False
+        return plain
 
     @property
     def weight(self) -> Tensor:

@@ -323,6 +323,10 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """
         return self._multiplied(blocks, scale, rows, dtype)
 
+    def quantized_tokens(self, x: Tensor) -> Tensor | None:
+        """See `Linear.quantized_tokens`."""
+        return None if self.int8 else x.float()
+
     def _product(self, x: Tensor) -> Tensor:
         return self._fused(x) if _by_kernels(x.device) else self._explicit(x, self.activation)
 

@@ -116,6 +116,11 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
 
     k_max = K_MAX
 
+    def quantized_tokens(self, x: Tensor) -> Tensor:
+        """See `Linear.quantized_tokens`."""
+        q, scale = numerics.quantize_per_token_ref(x, x.shape[1])
+        return q.float() * scale[:, None]
+
     def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype, absmax: Tensor | None = None) -> Tensor:
         """Applies the layer to tokens that were quantized before.
 
@@ -324,6 +329,11 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
         self.colsum = numerics.colsum_ref(self.qweight)
         self._read = Reading(self._buffers, self._range, (scale, zero_point))
 
+    def quantized_tokens(self, x: Tensor) -> Tensor:
+        """See `Linear.quantized_tokens`."""
+        scale, zero_point = self.input_qparams
+        return (numerics.quantize_per_tensor_ref(x, scale, zero_point, x.shape[1]).float() - zero_point) * scale
+
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         scale, zero_point = self.input_qparams
@@ -387,6 +397,10 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
         self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
         self.col_scale = self.input_scale * self.weight_scale
         self._read = Reading(self._buffers, self._range, scale)
+
+    def quantized_tokens(self, x: Tensor) -> Tensor:
+        """See `Linear.quantized_tokens`."""
+        return int16.quantize_tensor_ref(x, self.input_qparams, x.shape[1]).float() * self.input_qparams
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qcut.config import StaticRange, padded_k
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.readings import Reading
+from qcut.models.classes import activation_of, all_calls_are_watched, computes_its_own, is_exactly, is_unwatched
 from qcut.models.modules import float_bias, float_weight, is_linear
 from qcut.numerics import int8, int16
 from qcut.numerics import integers as numerics
@@ -262,7 +263,8 @@ class IntegerChain(nn.Module):
             A chain on the module's device, with its training flag.
 
         Raises:
-            UnsupportedError: another kind of module in the chain.
+            UnsupportedError: another kind of module in the chain, a subclass that computes something of its own, or
+                hooks.
             ConfigError: other bits, or no linear layer.
             CalibrationError: no batches, an empty one, or values that are not finite.
             QuantizationError: see `IntegerLinear.from_float`.
@@ -395,27 +397,53 @@ _Step = tuple[str, nn.Module, bool]
 
 
 def _steps(module: nn.Sequential) -> list[_Step]:
-    """The linear layers of a chain, with their names, and whether a ReLU follows."""
-    if not isinstance(module, nn.Sequential):
-        raise UnsupportedError(f"IntegerChain: cannot quantize a {type(module).__name__}; allowed: nn.Sequential")
+    """The linear layers of a chain, with their names, and whether a ReLU follows.
+
+    Raises:
+        UnsupportedError: the chain, or a module in it, computes or shows something else than its class says.
+    """
+    _check_chain(module)
     steps: list[_Step] = []
     for name, child in module._modules.items():  # a ReLU may stand in several places
         assert child is not None
-        if isinstance(child, (nn.Identity, nn.Dropout)):
+        if not is_unwatched(child):
+            raise UnsupportedError(
+                f"{layer_prefix(name)}it has hooks or a forward of its own, which integers leave out; allowed: none"
+            )
+        if is_exactly(child, nn.Identity) or is_exactly(child, nn.Dropout):
             continue
+        is_relu = activation_of(child) == "relu"
         if is_linear(child):
             steps.append((name, child, False))
-        elif isinstance(child, nn.ReLU) and steps:
+        elif is_relu and steps:
             steps[-1] = (*steps[-1][:2], True)
         else:
-            where = "before the first linear layer" if isinstance(child, nn.ReLU) else "in a chain"
+            where = "before the first linear layer" if is_relu else "in a chain"
             raise UnsupportedError(
-                f"{layer_prefix(name)}found a {type(child).__name__} {where}; allowed: nn.Linear or Conv1D, nn.ReLU "
-                "behind one, nn.Identity, nn.Dropout"
+                f"{layer_prefix(name)}found a {type(child).__name__} {where}; allowed: nn.Linear or Conv1D, torch's "
+                "nn.ReLU behind one, nn.Identity, nn.Dropout"
             )
     if not steps:
         raise ConfigError("IntegerChain: found no linear layer; allowed: one or more")
     return steps
+
+
+def _check_chain(module: nn.Module) -> None:
+    """Check that a module calls its children one after the other, and does nothing else."""
+    cls = type(module)
+    if not isinstance(module, nn.Sequential):
+        raise UnsupportedError(f"IntegerChain: cannot quantize a {cls.__name__}; allowed: nn.Sequential")
+    inherited = all(getattr(cls, key) is getattr(nn.Sequential, key) for key in ("forward", "__call__", "__iter__"))
+    if not inherited or not computes_its_own(nn.Sequential):
+        raise UnsupportedError(
+            f"IntegerChain: {cls.__module__}.{cls.__qualname__} computes something of its own; allowed: nn.Sequential "
+            "with the forward of torch"
+        )
+    if not is_unwatched(module) or all_calls_are_watched():
+        raise UnsupportedError(
+            f"IntegerChain: the {cls.__name__} has hooks or a forward of its own, which integers leave out; "
+            "allowed: none"
+        )
 
 
 @torch.no_grad()

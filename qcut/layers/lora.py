@@ -38,7 +38,7 @@ def wrapper_class() -> type[nn.Module]:
 
         def __init__(self, base_layer: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
             layer = _base(base_layer)
-            if layer is not None and layer.activation != "none":
+            if layer is not None and layer.activation != "none" and not layer.apart:
                 raise UnsupportedError(
                     f"{layer_prefix(layer.name)}it computes its activation ({layer.activation}), and an adapter's "
                     "product is added before that; quantize with fuse=False, or leave the layer out of target_modules"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -23,6 +22,7 @@ from qcut.errors import (
     layer_prefix,
 )
 from qcut.models.affine import is_affine
+from qcut.models.classes import computes_its_own, conv1d_class
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
@@ -30,11 +30,23 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is transformers' ``Conv1D``, a linear layer whose weight is stored as ``[K, N]``."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return type(module) is conv1d_class()
 
 
 class Quantized(nn.Module):
-    """The base of `qcut.Linear`, by which this folder knows layers that are quantized."""
+    """The base of `qcut.Linear`, by which this folder knows layers that are quantized.
+
+    Attributes:
+        activation: that the layer computes after its bias.
+        apart: whether ``forward`` leaves the activation to the module behind, and `forward_fused` alone computes it.
+    """
+
+    activation: str
+    apart: bool = False
+
+    def forward_fused(self, x: Tensor) -> Tensor:
+        """Applies the layer, its activation included."""
+        raise NotImplementedError
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -62,11 +74,21 @@ def own_ways(module: nn.Module) -> str | None:
         return f"its weight is {dtype_name(weight.dtype)}; {weight_dtype_names()} can be quantized"
     if weight.numel() == 0:
         return f"its weight is empty: {list(weight.shape)}"
+    return own_forward(module)
+
+
+def own_forward(module: nn.Module) -> str | None:
+    """Why a module that looks linear may compute something else than ``x @ W.T + b``, or None where it does not."""
+    cls = type(module)
     if "forward" in vars(module):
         return "a forward of its own was set on the layer itself"
     if cls.__call__ is not nn.Module.__call__:
         return f"a subclass with its own __call__ (class {cls.__module__}.{cls.__qualname__})"
-    if isinstance(module, nn.Linear) and cls.forward is not nn.Linear.forward and not is_affine(module):
+    if not isinstance(module, nn.Linear):
+        return None if computes_its_own(cls) else f"{cls.__qualname__}.forward is not that of transformers"
+    if not (cls.forward is nn.Linear.forward and computes_its_own(nn.Linear)) and not is_affine(module):
+        if cls is nn.Linear:
+            return "nn.Linear.forward is not that of torch"
         return f"a subclass with its own forward (class {cls.__module__}.{cls.__qualname__})"
     return None
 
@@ -81,11 +103,12 @@ def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
     """The weight of a layer to quantize as ``[N, K]``, a view without gradient, for either storage order.
 
     Args:
-        module: ``nn.Linear`` or ``Conv1D``, subclasses with a forward of their own included.
+        module: ``nn.Linear`` or ``Conv1D``.
         name: name of the layer, for error messages.
 
     Raises:
-        UnsupportedError: the module is of another kind, or its weight is on the meta device.
+        UnsupportedError: the module is of another kind or has a forward of its own, or its weight is on the meta
+            device.
         DtypeError: the weight's dtype is not one of `WEIGHT_DTYPES`.
     """
     where = layer_prefix(name)
@@ -94,6 +117,8 @@ def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
         raise UnsupportedError(
             f"{where}cannot quantize a {type(module).__name__}; allowed: nn.Linear, transformers' Conv1D"
         )
+    if (reason := own_forward(module)) is not None:
+        raise UnsupportedError(f"{where}cannot quantize it: {reason}; allowed: a layer that computes x @ W.T + b")
     if weight.is_meta:
         raise UnsupportedError(f"{where}the weight is on the meta device; load the model first")
     if weight.dtype not in WEIGHT_DTYPES:
@@ -297,66 +322,3 @@ def keep_hooks(old: nn.Module, new: nn.Module) -> None:
         for extra in ("", "_with_kwargs", "_always_called"):
             if hooks + extra in vars(old):
                 setattr(new, hooks + extra, getattr(old, hooks + extra))
-
-
-class FusedActivation(nn.Identity):
-    """Takes the place of an activation that the linear layer before it computes."""
-
-    def __init__(self, activation: str = "none") -> None:
-        super().__init__()
-        self.activation = activation
-
-    def extra_repr(self) -> str:
-        """The activation's name, for ``print(model)``."""
-        return self.activation
-
-
-def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Activations whose only input is the result of one linear layer, by the name of that layer.
-
-    Two places are known: the MLP of GPT-2 (``c_fc``, then ``act``), and neighbours in an ``nn.Sequential``.
-
-    Returns:
-        By layer name: the name of the activation module, and its function's name in `qcut.config.ACTIVATIONS`.
-    """
-    fusible = {}
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if type(module).__name__ == "GPT2MLP":
-            pairs = [("c_fc", "act")]
-        elif isinstance(module, nn.Sequential):
-            keys = list(module._modules)
-            pairs = list(pairwise(keys))
-        else:
-            continue
-        for first, second in pairs:
-            layer, function = module._modules.get(first), module._modules.get(second)
-            activation = _activation_name(function)
-            # A hook between the two sees what lies between them.
-            hooked = _hooked(layer) or _hooked(function)
-            if layer is not None and is_linear(layer) and activation is not None and not hooked:
-                fusible[prefix + first] = (prefix + second, activation)
-    return fusible
-
-
-def _hooked(module: nn.Module | None) -> bool:
-    return module is not None and bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def _activation_name(module: nn.Module | None) -> str | None:
-    if isinstance(module, nn.GELU):
-        return "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
-    return _ACTIVATIONS.get(type(module).__name__)
-
-
-_ACTIVATIONS = {
-    "ReLU": "relu",
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu_erf",
-    "NewGELUActivation": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-}
-"""Classes of torch and transformers by name, and the function of `qcut.config.ACTIVATIONS` that each computes."""

@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError
+from qcut.models.class_questions import layers_asked
 from qcut.models.modules import Quantized, looks_linear, own_ways
+from qcut.models.reached import modules_inside
 from qcut.models.weight_reads import layers_read
 
 DEFAULT_SKIP = ("lm_head",)
@@ -19,6 +21,8 @@ DEFAULT_SKIP = ("lm_head",)
 
 _WRAPPED = ("base_layer", "original_module")
 """What adapters call the layer that they wrap."""
+_REGISTERED = frozenset(vars(nn.Module()))
+"""Attributes of every module, among them those where modules are registered."""
 _SHELLS = ("base_model", "model")
 """What PEFT's models call the model that they wrap."""
 
@@ -73,6 +77,8 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
     looking = {name: module for name, module in model.named_modules() if name and looks_linear(module)}
     adapters = _adapters(model)
     read = layers_read(model, looking.values())
+    asked = layers_asked(model, [module for module in looking.values() if id(module) not in read])
+    held = _held_elsewhere(model, looking.values())
     layers: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in looking.items():
@@ -83,6 +89,10 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
             left[name] = f"{read[id(module)]} reads its weight itself, without calling the layer"
         elif reason is not None:
             left[name] = reason
+        elif id(module) in asked:
+            left[name] = f"{asked[id(module)]} asks for its class, and would do something else with a quantized layer"
+        elif id(module) in held:
+            left[name] = f"it is also held outside of the model's modules ({held[id(module)]})"
         else:
             layers[name] = module
     return layers, left
@@ -148,6 +158,19 @@ def _adapters(model: nn.Module) -> dict[int, str]:
                 if child is not None and key not in kept and not (of_peft and key in _SHELLS):
                     found |= {id(part): type(module).__name__ for part in child.modules()}
     # A shared module may hang from an adapter and from the model: what a wrapper wraps is no adapter.
+    return found
+
+
+def _held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
+    """Layers, by id, that a module holds as plain data too, where no replacement reaches them, and the class's name."""
+    candidates = {id(layer) for layer in layers}
+    found: dict[int, str] = {}
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key not in _REGISTERED:
+                for part in modules_inside(value):
+                    if id(part) in candidates:
+                        found.setdefault(id(part), f"{type(module).__name__}.{key}")
     return found
 
 

@@ -1,13 +1,14 @@
 """Finds norms whose output channels can be rescaled without changing the model.
 
 A norm can be rescaled where (1) its output is proportional to its weight and bias, and (2) linear layers are the only
-readers of that output. The tracer watches one forward call for both, and goes by no names: any plain PyTorch model
-will do, and a Gemma-style ``(1 + w)`` norm fails the first test by measurement.
+readers of that output. The tracer watches forward calls for both, and goes by no names: any plain PyTorch model
+will do, and a Gemma-style ``(1 + w)`` norm fails the first test by measurement. What no call has come to is looked up
+in the code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from qcut.models.branches import conditional_reads
+from qcut.models.classes import is_unwatched
 from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
+from qcut.models.weight_reads import layers_read
 
 
 @dataclass(frozen=True)
@@ -31,44 +35,57 @@ class NormPair:
         return {"norm": self.norm, "layers": list(self.layers)}
 
 
-def trace_norms(model: nn.Module, call: Callable[[], Any]) -> tuple[list[NormPair], dict[str, str]]:
-    """Run one forward call and find the norms that may be rescaled.
+def trace_norms(model: nn.Module, *calls: Callable[[], Any]) -> tuple[list[NormPair], dict[str, str]]:
+    """Run forward calls and find the norms that may be rescaled; see `NormTracer`.
+
+    Args:
+        model: in evaluation mode.
+        calls: each runs the model once, under ``torch.no_grad()``.
+
+    Returns:
+        See `NormTracer.verdict`.
+    """
+    tracer = NormTracer(model)
+    try:
+        for call in calls:
+            tracer.run(call)
+    finally:
+        tracer.remove()
+    return tracer.verdict()
+
+
+class NormTracer(TorchFunctionMode):
+    """Watches forward calls of a model for the readers of its norms.
 
     A norm here is a childless module with a one-dimensional ``weight`` of K values whose output ends in K channels.
     Readers are recognized by the identity of the tensor: every torch function that takes the norm's output, outside a
     linear layer it was passed to, is another reader (a residual, a view, an unquantized module), unless the
-    function returns no tensor (``x.shape``). The model's caller is a reader too, of all that the model returns.
+    function returns no tensor (``x.shape``). The model's caller is a reader too, of all that the model returns, and so
+    is a hook.
+
+    What no call comes to may read the output as well. A norm is refused where a module near it and its readers never
+    ran, and where code reads its output in a branch that other inputs may take.
 
     Args:
-        model: in evaluation mode.
-        call: runs the model once, under ``torch.no_grad()``.
-
-    Returns:
-        The norms that may be rescaled, with their readers, in the order the norms ran; and by name the reason why
-        another norm may not.
+        model: in evaluation mode while it runs; hooks are on its modules until `remove`.
     """
-    tracer = _Tracer(model)
-    try:
-        with tracer:
-            output = call()
-    finally:
-        tracer.remove()
-    return tracer.verdict(output)
 
-
-class _Tracer(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.model = model
         self.outputs: dict[int, tuple[str, Tensor]] = {}
         """Norm outputs by id; the reference keeps the id from being used again."""
         self.layers: dict[str, list[str]] = {}
         self.reasons: dict[str, str] = {}
         self.sources: dict[str, set[str | None]] = {}
         """Of every linear layer: the norms (or None) its inputs came from."""
+        self.ran: set[int] = set()
+        """Ids of the modules that ran."""
         self.depth = 0
         self.probing = False
         self.holders = weight_holders(model)
         self.modules = dict(model.named_modules())
+        self.watched = {name for name, module in self.modules.items() if not is_unwatched(module)}
         self.handles: list[Any] = []
         for name, module in self.modules.items():
             if is_linear(module):
@@ -76,8 +93,20 @@ class _Tracer(TorchFunctionMode):
                 self.handles.append(module.register_forward_hook(self._leave, always_call=True))
             elif _looks_like_norm(module):
                 self.handles.append(module.register_forward_hook(self._norm(name), with_kwargs=True))
+            elif module._parameters:
+                self.handles.append(module.register_forward_pre_hook(self._note))
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Watch one forward call."""
+        with self:
+            output = call()
+        for leaf in [*pytree.tree_leaves(output), *pytree.tree_leaves(getattr(output, "__dict__", None))]:
+            if id(leaf) in self.outputs:
+                self.reasons.setdefault(self.outputs[id(leaf)][0], "its output is part of the model's output")
+        self.outputs.clear()
 
     def remove(self) -> None:
+        """Take the hooks off the model."""
         for handle in self.handles:
             handle.remove()
 
@@ -93,6 +122,7 @@ class _Tracer(TorchFunctionMode):
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.depth += 1
+            self.ran.add(id(module))
             source = None
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if id(leaf) in self.outputs:
@@ -106,8 +136,12 @@ class _Tracer(TorchFunctionMode):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self.depth -= 1
 
+    def _note(self, module: nn.Module, args: Any) -> None:
+        self.ran.add(id(module))
+
     def _norm(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.ran.add(id(module))
             if self.probing or not isinstance(output, Tensor) or output.shape[-1:] != module.weight.shape:  # type: ignore[union-attr]
                 return
             if name not in self.layers:
@@ -126,17 +160,36 @@ class _Tracer(TorchFunctionMode):
 
         return hook
 
-    def verdict(self, output: Any) -> tuple[list[NormPair], dict[str, str]]:
-        leaves = [*pytree.tree_leaves(output), *pytree.tree_leaves(getattr(output, "__dict__", None))]
-        for leaf in leaves:
-            if id(leaf) in self.outputs:
-                self.reasons.setdefault(self.outputs[id(leaf)][0], "its output is part of the model's output")
+    def verdict(self) -> tuple[list[NormPair], dict[str, str]]:
+        """What the calls have shown.
+
+        Returns:
+            The norms that may be rescaled, with their readers, in the order the norms ran first; and by name the reason
+            why another norm may not.
+        """
+        idle = {name: m for name, m in self.modules.items() if m._parameters and id(m) not in self.ran}
+        read = layers_read(self.model, idle.values())  # by modules that call functions with the weights
+        idle = {name: module for name, module in idle.items() if id(module) not in read}
+        branches = conditional_reads(self.model)
         for norm, layers in self.layers.items():
-            reason = self._unsafe(norm, layers)
+            reason = self._unsafe(norm, layers) or self._unknown(norm, layers, idle)
+            reason = reason or branches.get(id(self.modules[norm]))
             if reason:
                 self.reasons.setdefault(norm, reason)
         pairs = [NormPair(norm, tuple(layers)) for norm, layers in self.layers.items() if norm not in self.reasons]
         return pairs, {norm: self.reasons[norm] for norm in self.layers if norm in self.reasons}
+
+    def _unknown(self, norm: str, layers: list[str], idle: Iterable[str]) -> str | None:
+        """Who else may read the norm's output, as far as the calls that were watched do not tell."""
+        for name in (norm, *layers):
+            if name in self.watched:
+                return f"{name!r} has hooks or a forward of its own, which may read its output"
+        paths = [name.split(".")[:-1] for name in (norm, *layers)]
+        common = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), None)
+        prefix = ".".join(min(paths, key=len) if common is None else paths[0][:common])
+        below = (name for name in idle if not prefix or name.startswith(f"{prefix}."))
+        found = next(below, None)
+        return None if found is None else f"{found!r} did not run with these batches, and may read its output"
 
     def _unsafe(self, norm: str, layers: list[str]) -> str | None:
         if not layers:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qcut.conversion.commit import Change, changes_of, commit
+from qcut.conversion.commit import changes_of, commit
+from qcut.models.fusion import Change
 from tests.support.zoo import same, snapshot, tiny_lm
 
 

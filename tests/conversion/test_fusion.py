@@ -10,7 +10,7 @@ from torch import nn
 
 import qcut
 from qcut.errors import CheckpointError
-from qcut.models.modules import FusedActivation, fusible_activations
+from qcut.models.fusion import FusedActivation, FusedSequential, fusible_activations
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +46,8 @@ def test_neighbours_in_a_sequential_compute_the_same(module, name):
     qcut.quantize(fused, "w8a16", progress=False)
     assert apart[0].activation == "none"
     assert fused[0].activation == name
-    assert isinstance(fused[1], FusedActivation)
+    assert isinstance(fused, FusedSequential)
+    assert dict(fused.fused()) == {"1": name}
     torch.testing.assert_close(fused(x), apart(x), rtol=0, atol=2e-6)
 
 

@@ -24,14 +24,13 @@ SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static")
 RANGE = StaticRange(-3.0, 4.0)
 
 
-class Conv1D(nn.Module):
-    """Shaped like transformers' own: the weight is [K, N]."""
-
-    def __init__(self, nf: int, nx: int) -> None:
-        super().__init__()
-        self.nf = nf
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.randn(nf))
+def conv1d(n: int, k: int) -> nn.Module:
+    """transformers' own: the weight is [K, N]."""
+    conv: nn.Module = pytest.importorskip("transformers.pytorch_utils").Conv1D(n, k)
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.normal_()
+    return conv
 
 
 def quantized(scheme: str, n: int = 33, k: int = 21, bias: bool = True, **options) -> tuple[nn.Linear, Linear]:
@@ -97,7 +96,7 @@ def test_close_to_the_float_layer(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_conv1d_is_the_transposed_linear(scheme):
-    conv = Conv1D(33, 21)
+    conv = conv1d(33, 21)
     module = nn.Linear(21, 33)
     module.weight.data, module.bias.data = conv.weight.data.t().contiguous(), conv.bias.data
     static_range = RANGE if scheme.endswith("_static") else None

@@ -29,7 +29,7 @@ from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.int8 import W8A8Linear
 from qcut.numerics import int8 as numerics
-from tests.layers.test_base import Conv1D, same_state
+from tests.layers.test_base import conv1d, same_state
 from tests.support.oracles import FLOATS, INF, NAN
 
 SCHEMES = (
@@ -149,7 +149,7 @@ def test_identity_tokens_give_the_weight():
 
 
 def test_conv1d_is_the_transposed_linear():
-    conv = Conv1D(33, 64)
+    conv = conv1d(33, 64)
     module = nn.Linear(64, 33)
     module.weight.data, module.bias.data = conv.weight.data.t().contiguous(), conv.bias.data
     got, want = (Linear.from_float(m, "codebook4") for m in (conv, module))

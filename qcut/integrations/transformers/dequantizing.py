@@ -12,7 +12,8 @@ from qcut.errors import UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.layers.parts import refuse_parts
-from qcut.models.modules import FusedActivation, is_conv1d
+from qcut.models.fusion import FusedActivation, unfuse
+from qcut.models.modules import is_conv1d
 
 
 def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
@@ -48,6 +49,7 @@ def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
     for name, module in new.items():
         parent, _, key = name.rpartition(".")
         model.get_submodule(parent)._modules[key] = module.train(model.training)
+    unfuse(model)
     return model
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 import qcut
 from qcut.errors import CheckpointError, ConfigError, QuantizationError
 from qcut.layers.base import Linear
-from qcut.models.modules import FusedActivation
+from qcut.models.fusion import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
 from tests.support.alive import watch_float_weights
 from tests.support.tensors import write_tensors

@@ -1,0 +1,286 @@
+"""Holds a quantized model to the float one on a batch: what each layer computes, and how the layers are put together.
+
+Two proofs, each with a bound that no scheme's own error comes near:
+
+1. **Each layer.** The layer's result on tokens of the batch is that of the weight and the tokens that its scheme stands
+   for, to rounding; and that weight is as near to the float one as its bits allow. See `check_layer`.
+2. **The model.** The float model runs once, and the result of every layer that will be quantized is kept. In the
+   quantized model each layer then answers with the result that it had in the float model: whatever the scheme costs is
+   gone, and the calls, their order, their inputs and the model's output must be those of the float model, to rounding.
+   An activation that was lost, a norm rescaled for one reader alone or a branch that another class takes is none of
+   that, under 2 bits as under 16. See `Recording`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qcut.config import Codebook
+from qcut.errors import QuantizationError
+from qcut.layers.base import Linear
+from qcut.models.modules import as_given, evaluating, forward, input_ids_of, model_device, to_device, weight_nk
+from qcut.numerics.int8 import apply_activation
+
+SAMPLE_ROWS = 16
+"""Tokens of each layer's input that the layer is checked on."""
+MOST_TOKENS = 64
+"""Tokens of a sequence that `excerpt` keeps."""
+MOST_BYTES = 1 << 30
+"""Bytes of layers' results that a proof nobody asked for may take."""
+_INPUT_VALUES = 256
+_ROTATED_INT8 = 0.15
+"""What int8 tokens that are quantized after a rotation may add, of a result of that size; 0.8 % is usual."""
+
+
+def excerpt(batch: Any) -> Any:
+    """A part of a batch that the model takes too: of token ids one sequence of `MOST_TOKENS`; other batches are whole."""
+    ids = input_ids_of(batch)
+    if ids is None:
+        return batch
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if any(t.shape != ids.shape for t in tensors):
+        return batch
+    return pytree.tree_map_only(Tensor, lambda t: t[:1, :MOST_TOKENS].clone(), batch)
+
+
+def check_layer(
+    name: str, source: nn.Module, layer: Linear, x: Tensor, error: float, fitted: bool = False
+) -> None:
+    """Hold a quantized layer to its own weight, and that weight to the float one.
+
+    With W the float weight, Ŵ the dequantized one and x̂ the tokens as the scheme rounds them, the layer's result must
+    be ``act(x̂ @ Ŵ.T + b)`` to 0.1 % of ``max(‖x̂ @ Ŵ.T‖, ‖x̂‖ ‖Ŵ‖ / sqrt(K))``, 3 % where tokens or results have 16
+    bits, and ``‖W - Ŵ‖ / ‖W‖`` at most eight times what the scheme's bits cost.
+
+    Args:
+        name: of the layer, for messages.
+        source: the float layer.
+        layer: the quantized layer.
+        x: ``[M, K]`` tokens.
+        error: ``‖W - Ŵ‖ / ‖W‖``.
+        fitted: whether the weight was fitted to second moments, for which it may go farther from the float one.
+
+    Raises:
+        QuantizationError: the layer is beyond a bound (named, with what was found).
+    """
+    allowed = _weight_bound(source, layer, fitted)
+    if error > allowed:
+        raise QuantizationError(
+            f"verify: the {layer.scheme.name} weight is {error:.1%} off the float one; allowed: {allowed:.1%}", name
+        )
+    given = as_given(x, source)
+    tokens = layer.quantized_tokens(given)
+    exact = tokens is not None
+    tokens = given.float() if tokens is None else tokens
+    weight = layer.dequantized_weight()
+    product = nn.functional.linear(tokens, weight)
+    bias = layer.bias
+    wanted = apply_activation(product if bias is None else product + bias, layer.activation)
+    scale = max(product.norm().item(), tokens.norm().item() * weight.norm().item() / math.sqrt(weight.shape[1]))
+    least = 1e-3 if given.dtype is torch.float32 and not weight.is_cuda else 0.03
+    allowed = max(least, 0 if exact else _ROTATED_INT8) * scale + least * wanted.norm().item()
+    found = (layer(given).float() - wanted).norm().item()
+    if not found <= allowed and math.isfinite(allowed):
+        raise QuantizationError(
+            f"verify: its result is {found / max(scale, 1e-30):.1%} off that of its own weight; allowed: "
+            f"{allowed / max(scale, 1e-30):.1%}",
+            name,
+        )
+
+
+def _weight_bound(source: nn.Module, layer: Linear, fitted: bool) -> float:
+    """The most that a weight may be off."""
+    if isinstance(layer.scheme, Codebook):
+        bits = layer.scheme.bits + (layer.scheme.residual_bits or 0)
+        return min(1.2, (24 if fitted else 8) * 2.0**-bits + 0.01)
+    weight = weight_nk(source).float()
+    steps = weight.abs().amax(1) / 254
+    return 1.05 * math.sqrt(weight.shape[1]) * steps.norm().item() / max(weight.norm().item(), 1e-30) + 1e-6
+
+
+class _Call(NamedTuple):
+    """One call of a layer in the float model: some values of its input, and its result."""
+
+    name: str
+    values: Tensor
+    result: Any
+
+
+class Recording:
+    """What the layers of a float model computed on a batch.
+
+    Args:
+        model: the float model; run once, in evaluation mode. Buffers and plain attributes are afterwards as before.
+        batch: what it is called on.
+        layers: those whose results are kept, by name.
+        most_bytes: of results to keep.
+
+    Attributes:
+        samples: some tokens of each layer's first input, float32 ``[M, K]``.
+        complete: whether all results fit; else there is nothing to hold a model to.
+
+    Raises:
+        ConfigError: the model fails on the batch.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, layers: Mapping[str, nn.Module], most_bytes: float) -> None:
+        self.batch = batch
+        self.samples: dict[str, Tensor] = {}
+        self.complete = True
+        self._calls: list[_Call] = []
+        self._bytes, self._most = 0, most_bytes
+        self._output = _run(model, batch, {name: (layer, self._note(name)) for name, layer in layers.items()})
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def _note(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            x = _input(args, kwargs)
+            if isinstance(x, Tensor) and x.is_floating_point() and name not in self.samples and x.numel():
+                self.samples[name] = x.detach().reshape(-1, x.shape[-1])[:SAMPLE_ROWS].float().clone()
+            self._bytes += sum(t.nbytes for t in pytree.tree_leaves(output) if isinstance(t, Tensor))
+            if self._bytes > self._most:
+                self.complete = False
+                self._calls.clear()
+            if self.complete:
+                result = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), output)
+                self._calls.append(_Call(name, _values(x, None), result))
+
+        return hook
+
+    def check(self, model: nn.Module, layers: Mapping[str, nn.Module], scales: Mapping[str, Tensor]) -> None:
+        """Run the quantized model while its layers answer with the float model's results.
+
+        Args:
+            model: the quantized model, run once in evaluation mode; state as above.
+            layers: the quantized layers, by the names under which the float ones were recorded.
+            scales: per layer, what smoothing divided its input's channels by.
+
+        Raises:
+            QuantizationError: the model is put together in another way than the float one (layer named).
+        """
+        done = [0]
+        moved = model_device(model)
+
+        def substitute(name: str) -> Callable[..., Any]:
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+                at = done[0]
+                done[0] += 1
+                if at >= len(self._calls) or self._calls[at].name != name:
+                    wanted = self._calls[at].name if at < len(self._calls) else "no layer"
+                    raise QuantizationError(
+                        f"verify: the quantized model calls it where the float model calls {wanted}; code asks for "
+                        "what layers are, or calls them by another way. Leave such layers in float with skip=[...]",
+                        name,
+                    )
+                call = self._calls[at]
+                found, wanted = _values(_input(args, kwargs), scales.get(name)), call.values
+                if _distance(found, wanted) > self._tolerance(found, moved):
+                    raise QuantizationError(
+                        f"verify: its input in call {at} is {_distance(found, wanted):.1%} off the float model's though "
+                        "all layers before it answer as in float; something between them reads or computes something "
+                        "else. Leave the layers before it in float with skip=[...]",
+                        name,
+                    )
+                result = pytree.tree_map_only(Tensor, lambda t: t.to(_device_of(output, t.device)), call.result)
+                fused = isinstance(module, Linear) and module.activation != "none" and not module.apart
+                if not fused or not isinstance(result, Tensor):
+                    return result
+                return apply_activation(result.float(), module.activation).to(result.dtype)
+
+            return hook
+
+        output = _run(model, self.batch, {name: (layer, substitute(name)) for name, layer in layers.items()})
+        if done[0] < len(self._calls):
+            raise QuantizationError(
+                "verify: the quantized model does not call it where the float model does; leave such layers in float "
+                "with skip=[...]",
+                self._calls[done[0]].name,
+            )
+        for found, wanted in zip(output, self._output, strict=False):
+            if found.shape != wanted.shape or _distance(found, wanted) > self._tolerance(found, moved):
+                off = f"{_distance(found, wanted):.1%}" if found.shape == wanted.shape else "of another shape"
+                last = self._calls[-1].name if self._calls else None
+                raise QuantizationError(
+                    f"verify: the model's output is off the float model's by {off} though all layers answer as in "
+                    "float; something behind this layer, the last that is called, reads or computes something else",
+                    last,
+                )
+
+    def _tolerance(self, found: Tensor, device: torch.device) -> float:
+        """What rounding may do: results of fused activations are rounded once instead of twice."""
+        eps = max([torch.finfo(t.dtype).eps for t in self._output if t.is_floating_point()], default=0.0)
+        eps = max(eps, torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0)
+        return max(0.01 if device.type != "cpu" else 1e-3, 4 * eps)
+
+
+def _run(model: nn.Module, batch: Any, hooks: Mapping[str, tuple[nn.Module, Callable[..., Any]]]) -> list[Tensor]:
+    """The tensors of a model's output, with hooks on its layers meanwhile, and its state as before."""
+    handles = []
+    try:
+        with evaluating(model), _state_kept(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for layer, hook in hooks.values():
+                handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+            output = forward(model, to_device(batch, model_device(model)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    leaves = [*pytree.tree_leaves(output), *pytree.tree_leaves(getattr(output, "__dict__", None))]
+    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return [leaf.detach().clone() for leaf in unique.values()]
+
+
+@contextmanager
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Give a model's buffers and plain attributes their values back: a call may count, or cache."""
+    modules = [module for module in model.modules() if not isinstance(module, Linear)]
+    buffers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
+    plain = (bool, int, float, str, type(None))
+    values = [(vars(m), key, v) for m in modules for key, v in vars(m).items() if isinstance(v, plain)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for state, key, value in values:
+            state[key] = value
+
+
+def _input(args: Any, kwargs: Any) -> Any:
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def _values(x: Any, scale: Tensor | None) -> Tensor:
+    """Some values of a layer's input, on the CPU, as they were before smoothing divided them."""
+    if not isinstance(x, Tensor) or x.numel() == 0:
+        return torch.zeros(0)
+    rows = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
+    step = max(1, rows.shape[0] // max(1, _INPUT_VALUES // rows.shape[1]))
+    rows = rows[::step][: max(1, -(-_INPUT_VALUES // rows.shape[1]))].cpu()
+    return rows.reshape(-1) if scale is None else (rows.float() * scale.cpu()).to(rows.dtype).reshape(-1)
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    """``‖found - wanted‖ / ‖wanted‖``; values that are not finite in both count as equal."""
+    if found.shape != wanted.shape:
+        return math.inf
+    a, b = found.double().cpu(), wanted.double().cpu()
+    both = a.isfinite() & b.isfinite()
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return math.inf
+    a, b = a[both], b[both]
+    return (a - b).norm().item() / max(b.norm().item(), 1e-30) if not torch.equal(a, b) else 0.0
+
+
+def _device_of(output: Any, default: torch.device) -> torch.device:
+    return next((t.device for t in pytree.tree_leaves(output) if isinstance(t, Tensor)), default)
