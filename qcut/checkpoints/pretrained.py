@@ -20,6 +20,8 @@ from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.process import versions
+from qcut.process.text import check_decoder, start_process, text_ids
+from qcut.process.text_worker import is_failure
 from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
 
 _Stored = dict[str, tuple[str, list[int]]]
@@ -87,6 +89,8 @@ def _load(
     without = local and not has_tokenizer(folder)
     if without and (class_of is causal_class or _is_causal(folder)):
         raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(DATA_FILES)}); {_SAVE_TOKENIZER}")
+    if not without:
+        start_process()
     with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
         if local and (_is_quantized(folder) or reader_of(folder)):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
@@ -121,7 +125,8 @@ def _tokenizer(name: str, local: bool, model: Any) -> Any:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
             )
-            tokenizer("a")  # Some of what a tokenizer's files state is looked at when it is used.
+            check_decoder(tokenizer)
+            text_ids(tokenizer, "a")  # Some of what a tokenizer's files state is looked at when it is used.
             empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     except CheckpointError:
         if local or getattr(model, "main_input_name", "input_ids") == "input_ids":
@@ -237,9 +242,7 @@ def _as_checkpoint_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # transformers, tokenizers, safetensors and the hub have dozens of kinds
-        # A panic in the Rust of tokenizers is no Exception.
-        foreign = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
-        if not foreign or isinstance(error, QcutError):
+        if not is_failure(error) or isinstance(error, QcutError) and not isinstance(error, ConfigError):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{what}: {text[:_MOST_CHARACTERS]}") from error
@@ -256,8 +259,8 @@ def token_ids(tokenizer: Any, text: str, what: str) -> list[int]:
     """
     try:
         text.encode()
-        return [int(token) for token in tokenizer(text, verbose=False)["input_ids"]]
-    except Exception as error:
+        return text_ids(tokenizer, text)
+    except (UnicodeError, ConfigError) as error:
         raise ConfigError(f"{what} is no text that the tokenizer takes: {error}") from error
 
 
