@@ -83,6 +83,8 @@ _MOST_PARTS = 1 << 16
 """Most layers, heads, … of a kind, and modules and tensors of a model whose number of stored tensors is not known."""
 
 _DEPTH = 16
+_MOST_VALUES = 1 << 16
+"""Values of a configuration: more than the names of 21,000 classes, in both directions."""
 
 
 def model_of(name: Any, config: Any, where: str, *, tensors: int | None = None, generation: Any = None) -> nn.Module:
@@ -214,8 +216,16 @@ def plain_config(config: Any, where: str, key: str = "config") -> dict[str, Any]
     """
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: {key} is a {type(config).__name__}; an object is needed")
+    if (count := _count(config)) > _MOST_VALUES:
+        raise CheckpointError(f"{where}: {key} has {count} values; allowed: {_MOST_VALUES}")
     plain: dict[str, Any] = _plain(config, where, key, 0)
     return plain
+
+
+def _count(value: Any) -> int:
+    """Values in an object or list, those of the objects and lists in it included."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(inner) + sum(_count(one) for one in inner if isinstance(one, (dict, list)))
 
 
 def _plain(value: Any, where: str, key: str, depth: int) -> Any:

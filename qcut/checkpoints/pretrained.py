@@ -242,7 +242,7 @@ def _as_checkpoint_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # transformers, tokenizers, safetensors and the hub have dozens of kinds
-        if not is_failure(error) or isinstance(error, QcutError) and not isinstance(error, ConfigError):
+        if not is_failure(error) or (isinstance(error, QcutError) and not isinstance(error, ConfigError)):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{what}: {text[:_MOST_CHARACTERS]}") from error

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from qcut.errors import ConfigError
 from qcut.process import text_worker
@@ -170,7 +170,7 @@ def _is_foreign(tokenizer: Any) -> bool:
 class _Key:
     """A tokenizer as it is now, by a number that processes know it under."""
 
-    _numbers: weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, _Key]]] = weakref.WeakKeyDictionary()
+    _numbers: ClassVar[weakref.WeakKeyDictionary[Any, dict[str, tuple[Any, _Key]]]] = weakref.WeakKeyDictionary()
     _last = 0
     _lock = Lock()
 
