@@ -158,6 +158,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse the files of an adapter beside a model: transformers applies them unasked, and other readers do not.
+
+    Raises:
+        CheckpointError: there are such files (named).
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
+        if (folder / name).exists() and (folder / "config.json").exists():
+            raise CheckpointError(
+                f"{folder / name}: an adapter beside a model; allowed: the model in a folder of its own, over which "
+                "PeftModel.from_pretrained(model, folder) loads the adapter, or the two merged and saved anew"
+            )
+
+
 def causal_class(config: Mapping[str, Any], where: str) -> str:
     """Name of the causal language model that transformers itself has for a configuration's ``model_type``.
 

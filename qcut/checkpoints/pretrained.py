@@ -15,7 +15,15 @@ from torch import nn
 
 from qcut.checkpoints import pretrained_format, qcut_format
 from qcut.checkpoints.foreign.reader import reader_of
-from qcut.checkpoints.huggingface import causal_class, is_causal_name, read_config, skeleton_model, stated_class
+from qcut.checkpoints.huggingface import (
+    causal_class,
+    is_causal_name,
+    read_config,
+    refuse_adapter,
+    skeleton_model,
+    stated_class,
+)
+from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
@@ -85,6 +93,8 @@ def _load(
     local = bool(name) and folder.is_dir()
     if not local and (not name or name.startswith((".", "/", "~")) or folder.exists()):
         raise CheckpointError(f"{name!r}: not a directory" if not name else f"{name}: not a directory")
+    if local:
+        refuse_adapter(folder)
     tensors = _check_folder(folder) if local else {}
     without = local and not has_tokenizer(folder)
     if without and (class_of is causal_class or _is_causal(folder)):
@@ -126,7 +136,9 @@ def _tokenizer(name: str, local: bool, model: Any) -> Any:
                 name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
             )
             check_decoder(tokenizer)
-            text_ids(tokenizer, "a")  # Some of what a tokenizer's files state is looked at when it is used.
+            # Some of what a tokenizer's files state is looked at when it is used.
+            text_ids(tokenizer, "a")
+            _ = 1 > tokenizer.model_max_length
             empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     except CheckpointError:
         if local or getattr(model, "main_input_name", "input_ids") == "input_ids":
@@ -191,9 +203,7 @@ def _check_sizes(skeleton: nn.Module, tensors: _Stored, name: str) -> None:
             raise CheckpointError(
                 f"{name}: tensor {key!r}: found {tensors[key][1]}, the configuration asks for {list(parameter.shape)}"
             )
-        code, _ = tensors.get(key, ("", []))
-        if parameter.is_floating_point() and code.startswith(("I", "U", "BOOL")):
-            raise CheckpointError(f"{name}: tensor {key!r}: found {code}, a floating dtype is needed")
+    check_kinds(skeleton, {key: code for key, (code, _) in tensors.items()}, name)
     wanted = sum(parameter.numel() for parameter in skeleton.parameters())
     stored = sum(math.prod(shape) for _, shape in tensors.values())
     if wanted > 2 * stored + _FEW_VALUES:  # a tied tensor may be stored once and counted twice

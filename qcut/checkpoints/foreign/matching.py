@@ -127,10 +127,10 @@ def _without_computed(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[s
 
 
 _COMPUTED = re.compile(
-    r"(?:^|\.)(?:rotary_emb\.(?:original_)?inv_freq|rotary_emb\._?(?:cos|sin)_cached|attn\.masked_bias|"
-    r"(?:self_)?attention\.masked_bias|embeddings\.position_ids)$"
+    r"(?:^|\.)(?:rotary_emb\.(?:original_)?inv_freq|rotary_emb\._?(?:cos|sin)_cached|\w*(?:attn|attention)\.masked_bias|"
+    r"embeddings\.position_ids)$"
 )
-_MASK = re.compile(r"(?:^|\.)(?:attn|(?:self_)?attention)\.bias$")
+_MASK = re.compile(r"(?:^|\.)\w*(?:attn|attention)\.bias$")
 """A causal mask ``[1, 1, n, n]`` goes by the name of a bias."""
 
 
@@ -200,9 +200,7 @@ def _held(model: nn.Module, layers: Mapping[str, Parts], rest: Mapping[str, Stor
         for name in found:
             stored = rest[name]
             dtype = TENSOR_DTYPES.get(stored.code)
-            ok = dtype is not None and (
-                dtype.is_floating_point if tensor.is_floating_point() else dtype == tensor.dtype
-            )
+            ok = stored.code in (*FLOATS, "F64") if tensor.is_floating_point() else dtype == tensor.dtype
             if not ok or list(stored.shape) != list(tensor.shape):
                 raise CheckpointError(
                     f"{where}: tensor {name!r}: found {stored.code} {list(stored.shape)}; {tensor.dtype} "
