@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from qcut.errors import ConfigError, DtypeError, QcutError, ShapeError
+from qcut.errors import ConfigError, DtypeError, ShapeError
+from qcut.process.text import chat_ids, check_decoder, text_ids
 
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``."""
@@ -19,10 +20,12 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Check what is given as tokenizer.
 
     Raises:
-        ConfigError: no tokenizer of transformers.
+        ConfigError: no tokenizer of transformers, or one whose decoder may take any time; see
+            `qcut.process.text.check_decoder`.
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
         raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}; allowed: a tokenizer of transformers, or None")
+    check_decoder(tokenizer)
 
 
 def as_ids(prompts: Any, tokenizer: Any, vocabulary: int) -> Any:
@@ -76,9 +79,9 @@ def _text_ids(tokenizer: Any, text: str, index: int, vocabulary: int) -> list[in
         raise ShapeError(f"prompt {index} is an empty string; allowed: text of 1 character and more")
     try:
         text.encode()  # half of a surrogate pair is no text
-        found = tokenizer(text, verbose=False)["input_ids"]
-    except Exception as error:  # of whatever kinds tokenizers raise
-        raise ConfigError(f"prompt {index} is no text that the tokenizer takes: {_line(error)}") from error
+        found = text_ids(tokenizer, text)
+    except (UnicodeError, ConfigError) as error:
+        raise ConfigError(f"prompt {index} is no text that the tokenizer takes: {error}") from error
     return _checked(found, tokenizer, index, vocabulary)
 
 
@@ -95,18 +98,14 @@ def _chat_ids(tokenizer: Any, chat: Chat, index: int, vocabulary: int) -> list[i
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("prompts are a chat, and the tokenizer has no chat template; allowed: text or token ids")
     try:
-        found = tokenizer.apply_chat_template(
-            [dict(message) for message in chat], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except QcutError:
-        raise
-    except Exception as error:  # of jinja2, or whatever a template raises
-        raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {_line(error)}") from error
+        found = chat_ids(tokenizer, chat)
+    except ConfigError as error:
+        raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {error}") from error
     return _checked(found, tokenizer, index, vocabulary)
 
 
 def _checked(found: Any, tokenizer: Any, index: int, vocabulary: int) -> list[int]:
-    ids = [int(token) for token in found]
+    ids = list(found)
     if not ids:
         raise ShapeError(f"prompt {index} has no tokens by the tokenizer; allowed: 1 token and more")
     if max(ids) >= vocabulary:
@@ -115,7 +114,3 @@ def _checked(found: Any, tokenizer: Any, index: int, vocabulary: int) -> list[in
             "knows. Is the tokenizer the model's?"
         )
     return ids
-
-
-def _line(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
