@@ -25,12 +25,16 @@ async function call(path, key, options = {}) {
 async function* lines(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const {done, value} = await reader.read();
-    if (done) return;
-    const all = (rest + value).split("\n");
-    rest = all.pop();
-    yield* all;
+  try {
+    for (;;) {
+      const {done, value} = await reader.read();
+      if (done) return;
+      const all = (rest + value).split("\n");
+      rest = all.pop();
+      yield* all;
+    }
+  } finally {
+    reader.cancel().catch(() => {});  // who stops reading lets the connection go
   }
 }
 

@@ -34,7 +34,7 @@ class View {
     this.reason = make("p", "error");
     this.figures = make("span", "figures");
     this.copy = button("copy", "Copy");
-    const foot = make("div", "foot", this.copy, button("last", "Try again", () => start(turn)),
+    const foot = make("div", "foot", this.copy, button("last", "Try again", () => { start(turn); rest(); }),
       button("last", "Edit", () => edit(turn)), this.figures);
     this.whole = make("section", "turn", this.asked, this.answer, this.reason, foot);
     for (const [part, label] of [[this.asked, "Message"], [this.answer, "Answer"]]) {
@@ -204,8 +204,12 @@ function save() {
 
 const changed = () => { isChanged = true; };
 const leave = () => { if (isChanged || run) save(); };
-addEventListener("pagehide", leave);
 document.addEventListener("visibilitychange", () => { if (document.hidden) leave(); });
+addEventListener("pagehide", () => {
+  leave();
+  run = null;  // the browser ends its connection: that is no answer that broke off
+});
+addEventListener("pageshow", event => { if (event.persisted) location.reload(); });
 
 // ── input ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,6 +218,11 @@ function fit() {
   const field = $("text");
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight}px`;
+}
+
+/** Put the focus where one goes on: a screen's keyboard would cover the answer. */
+function rest() {
+  (matchMedia("(pointer: coarse)").matches ? talk : $("text")).focus({preventScroll: true});
 }
 
 function open(isOpen) {
@@ -249,6 +258,7 @@ $("form").addEventListener("submit", event => {
   const turn = turnOf(text);
   chat.turns.push(turn);
   start(turn);
+  rest();
 });
 $("text").addEventListener("keydown", event => {
   if (event.isComposing || event.keyCode === 229) return;  // 229: Safari's end of a composition
@@ -267,10 +277,10 @@ document.addEventListener("keydown", event => {
 $("text").addEventListener("input", () => { changed(); fit(); });
 $("settings").addEventListener("input", changed);
 $("settings").addEventListener("submit", event => event.preventDefault());
-$("stop").addEventListener("click", () => { stop(); $("text").focus(); });
-$("clear").addEventListener("click", () => { clear(); save(); $("text").focus(); });
+$("stop").addEventListener("click", () => { stop(); rest(); });
+$("clear").addEventListener("click", () => { clear(); save(); rest(); });
 $("more").addEventListener("click", () => open(!$("side").classList.contains("open")));
-$("newest").addEventListener("click", () => { toEnd(); $("text").focus(); });
+$("newest").addEventListener("click", () => { toEnd(); rest(); });
 $("forget").addEventListener("click", () => {
   clear();
   $("settings").reset();

@@ -185,13 +185,13 @@ class Tab:
 
     def text(self, kind: str, number: int = 0) -> str:
         """The text of the n-th part of a kind, when it is to be seen."""
-        found = self.page.locator(f"#talk .{kind}:not([hidden])").nth(number)
+        found = self.page.locator(f"#talk .{kind}:not([hidden]):not(:empty)").nth(number)
         found.wait_for()
         return str(found.text_content())
 
     def idle(self) -> None:
         """Wait until no answer is under way."""
-        self.page.wait_for_selector("#send:not([hidden])")
+        self.page.wait_for_selector("#send:not([hidden]):not(:empty)")
 
     def answer(self, number: int = 0) -> str:
         """The source of the n-th answer, when it is whole."""
