@@ -17,8 +17,8 @@ async function call(path, key, options = {}) {
   let found = null;
   try { found = (await answer.json()).error; } catch { /* the status says it */ }
   const message = found?.message || `The server answers with status ${answer.status}.`;
-  const isTooLong = answer.status === 413 || found?.code === "context_length_exceeded" || /maximum context length/i.test(message);
-  throw Object.assign(new Error(message), {isTooLong});
+  const isBeyond = found?.code === "context_length_exceeded" || /maximum context length/i.test(message);
+  throw Object.assign(new Error(message), {isTooLong: isBeyond || answer.status === 413});
 }
 
 /** Lines of a stream. */
@@ -62,25 +62,22 @@ const size = (system, turns) =>
 /** The turns that are sent from an index on: those with an answer, and the last one. */
 const sent = (turns, from) => turns.filter((turn, i) => i === turns.length - 1 || (i >= from && turn.answer));
 
-let density = 0.3;  // tokens per character, until the server has counted some
-
-/** The oldest turn that is sent, from an index on: of a chat that grows too long, the beginning is dropped. */
-function oldest(turns, from, system, tokens) {
-  const isTooLong = most => density * size(system, sent(turns, from)) > most;
-  if (!isTooLong(tokens)) return from;
+/** Drop a chat's oldest turns where those that are sent have more tokens than there is room for. */
+function drop(chat, system, room) {
+  const isTooLong = most => chat.density * size(system, sent(chat.turns, chat.from)) > most;
+  if (!isTooLong(room)) return;
   // More than has to go goes at once: the beginning stays the same for a while, and the server has read it already.
-  while (from < turns.length - 1 && isTooLong(tokens * 3 / 4)) from++;
-  return from;
+  while (chat.from < chat.turns.length - 1 && isTooLong(room * 3 / 4)) chat.from++;
 }
 
 /** The pieces of an answer to a chat's last turn; moves the chat's beginning on where the whole has no room. */
 async function* ask(model, key, chat, settings, signal) {
-  const {system, ...sampling} = settings, last = chat.turns.length - 1, turn = chat.turns[last];
+  const {system, ...sampling} = settings, {from} = chat, turn = chat.turns.at(-1);
   const room = model.max_model_len - Math.min(sampling.max_tokens ?? Infinity, model.max_model_len / 4);
   const shared = {model: model.id, ...sampling, stream: true, stream_options: {include_usage: true}};
   const ahead = system ? [{role: "system", content: system}] : [];
   let path = "v1/completions", body = {...shared, prompt: turn.asked}, turns = [turn], answer;
-  if (model.chat) chat.from = oldest(chat.turns, chat.from, system, room);
+  if (model.chat) drop(chat, system, room);
   while (!answer) {
     if (model.chat) {
       turns = sent(chat.turns, chat.from);
@@ -93,14 +90,16 @@ async function* ask(model, key, chat, settings, signal) {
       const headers = {"Content-Type": "application/json"};
       answer = await call(path, key, {method: "POST", headers, body: JSON.stringify(body), signal});
     } catch (error) {
+      if (error.isTooLong && turns.length === 1) chat.from = from;  // a shorter message may have room beside the others
       if (!error.isTooLong || turns.length === 1) throw error;
-      density *= 1.25;
-      chat.from = oldest(chat.turns, chat.turns.indexOf(turns[1]), system, room);
+      chat.density *= 1.25;
+      chat.from = chat.turns.indexOf(turns[1]);
+      drop(chat, system, room);
     }
   }
   const characters = size(system, turns);
   for await (const piece of pieces(answer)) {
-    if (piece.usage) density = piece.usage.prompt_tokens / characters;
+    if (piece.usage) chat.density = piece.usage.prompt_tokens / characters;
     yield piece;
   }
 }

@@ -2,7 +2,7 @@
 // Markdown as DOM nodes: CommonMark's blocks and emphasis, GitHub's tables and struck text. HTML stays text.
 
 const DEEPEST = 12;  // lists and quotes inside one another; deeper ones are text
-const MOST_MARKS = 400;  // runs of emphasis in a paragraph; further ones are text
+const MOST_MARKS = 400, LONGEST_MARK = 10;  // runs of emphasis in a paragraph; further and longer ones are text
 
 /** An element with a class and children, or lists of children; strings become text. */
 function make(tag, name, ...children) {
@@ -64,10 +64,11 @@ const closesFence = (line, mark) =>
 
 /** The line after what a quote or an item takes: its own lines, and those that go on with its last paragraph. */
 function bodyEnd(lines, i, text, own) {
-  let fence = FENCE.exec(text)?.[2] ?? null;
+  let fence = FENCE.exec(text)?.[2] ?? null, isText = !BLANK.test(text);  // whether the line before is text
   while (++i < lines.length) {
     const inner = own(lines[i]);
-    if (inner === null && (fence || BLANK.test(lines[i - 1]) || begins(lines, i) || item(lines[i]))) break;
+    if (inner === null && (fence || !isText || BLANK.test(lines[i]) || begins(lines, i) || item(lines[i]))) break;
+    isText = !BLANK.test(inner ?? lines[i]);
     if (inner === null) continue;
     if (fence === null) fence = FENCE.exec(inner)?.[2] ?? null;
     else if (closesFence(inner, fence)) fence = null;
@@ -195,10 +196,12 @@ function blockNode(block) {
 }
 
 const SPECIAL = new RegExp([
-  /\\[!-\/:-@[-`{-~\n]/, /`+/, /!?\[/, /\]/, /[*_]+/, /~~/, /<https?:\/\/[^\s<>]{1,2000}>/, /<br {0,3}\/?>/,
+  /\\[!-\/:-@[-`{-~\n]/, /`+/, /!?\[/, /\]/, /\*+/, /_+/, /~~/, /<https?:\/\/[^\s<>]{1,2000}>/, /<br {0,3}\/?>/,
   /https?:\/\/[^\s<>[\]`|"]{1,2000}/, /&(?:#\d{1,7}|#x[\da-f]{1,6}|amp|lt|gt|quot|apos|nbsp);/, /\n/,
 ].map(one => one.source).join("|"), "gi");
-const TARGET = /\(\s{0,9}(?:<([^<>\n]{1,2000})>|([^\s()<>]{1,2000}(?:\([^\s()]{0,500}\)[^\s()]{0,500}){0,9}))(?:\s{1,9}(?:"[^"]{0,500}"|'[^']{0,500}'))?\s{0,9}\)/y;
+const ADDRESS = /<([^<>\n]{1,2000})>|([^\s()<>]{1,2000}(?:\([^\s()]{0,500}\)[^\s()]{0,500}){0,9})/;
+const TITLE = /"[^"]{0,500}"|'[^']{0,500}'/;
+const TARGET = new RegExp(`\\(\\s{0,9}(?:${ADDRESS.source})(?:\\s{1,9}(?:${TITLE.source}))?\\s{0,9}\\)`, "y");
 const NAMED = {amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0"};
 const MARKUP = /[\p{P}\p{S}]/u;
 
@@ -273,7 +276,8 @@ function inline(text) {
         continue;
       }
       const code = text.slice(special.lastIndex, end).replaceAll("\n", " ");
-      items.push(make("code", "", code.startsWith(" ") && code.endsWith(" ") && code.trim() ? code.slice(1, -1) : code));
+      const isPadded = code.startsWith(" ") && code.endsWith(" ") && code.trim();
+      items.push(make("code", "", isPadded ? code.slice(1, -1) : code));
       special.lastIndex = end + token.length;
     } else if (kind === "[" || kind === "!") {
       plain(token);
@@ -282,31 +286,33 @@ function inline(text) {
       const bracket = brackets.pop();
       TARGET.lastIndex = special.lastIndex;
       const target = bracket && TARGET.exec(text);
-      const made = target && link(target[1] ?? target[2]);
-      if (!made) {
+      const address = target && (target[1] ?? target[2]);
+      if (!target || !link(address)) {
         plain(token);
         continue;
       }
       pair(items, bracket.index + 1);
       const inside = nodes(items.splice(bracket.index)).slice(1);
-      const label = inside.length ? inside : [made.href];
-      items.push(link(made.href, bracket.isImage ? "Image: " : "", label));
+      const label = inside.length ? inside : address;
+      items.push(link(address, bracket.isImage ? "Image: " : "", label));
       special.lastIndex = TARGET.lastIndex;
     } else if (kind === "<") items.push(link(token.slice(1, -1), token.slice(1, -1)) ?? token);
     else if (/^h/i.test(kind)) {
       let address = token.replace(/[.,;:!?'*_~]{1,9}$/, "");
-      while (address.endsWith(")") && address.split(")").length > address.split("(").length) address = address.slice(0, -1);
+      const over = () => address.endsWith(")") && address.split(")").length > address.split("(").length;
+      while (over()) address = address.slice(0, -1);
       items.push(link(address, address) ?? address);
       special.lastIndex = found.index + address.length;
-    } else if (marks < MOST_MARKS && token.length < 4) {
+    } else if (marks < MOST_MARKS && token.length < LONGEST_MARK) {
       marks++;
       const left = text[found.index - 1] ?? " ", right = text[special.lastIndex] ?? " ";
       const opens = !/\s/.test(right) && (!MARKUP.test(right) || /\s/.test(left) || MARKUP.test(left));
       const closes = !/\s/.test(left) && (!MARKUP.test(left) || /\s/.test(right) || MARKUP.test(right));
-      const isWord = kind === "_";
+      const isFree = kind !== "_";  // within a word, too
       items.push({
         mark: kind, count: token.length, length: token.length,
-        opens: opens && (!isWord || !closes || MARKUP.test(left)), closes: closes && (!isWord || !opens || MARKUP.test(right)),
+        opens: opens && (isFree || !closes || MARKUP.test(left)),
+        closes: closes && (isFree || !opens || MARKUP.test(right)),
       });
     } else plain(token);
   }

@@ -10,9 +10,12 @@ const turnOf = asked => ({asked, answer: "", state: "open", reason: "", figures:
 
 const words = value => typeof value === "string" ? value : "";
 
-/** What was kept; what is not as it should be is left out, whatever wrote it. */
+/** What was kept, or a new chat; what is not as it should be is left out, whatever wrote it.
+ *
+ * `from` is the first turn that is sent, `density` how many tokens a character has: a guess until the server counts.
+ */
 function recalled() {
-  const chat = {turns: [], from: 0, draft: "", settings: {}};
+  const chat = {turns: [], from: 0, density: 0.3, draft: "", settings: {}};
   let kept = null;
   try {
     kept = JSON.parse(localStorage.getItem(KEPT));
@@ -29,6 +32,7 @@ function recalled() {
     chat.turns.push(turn);
   }
   if (Number.isInteger(kept.from)) chat.from = Math.min(Math.max(0, kept.from), chat.turns.length);
+  if (kept.density > 0 && kept.density < 10) chat.density = kept.density;
   chat.draft = words(kept.draft);
   return chat;
 }

@@ -1,5 +1,5 @@
 "use strict";
-// The page: turns on the screen, the message under way, settings, and the server's figures.
+// The page: turns on the screen, the message under way, memory and input.
 
 const $ = id => document.getElementById(id);
 let model = null;  // as /v1/models says
@@ -7,16 +7,27 @@ let chat = recalled();
 let run = null;  // the answer under way; another one, or none, makes what still comes of it nobody's
 let isChanged = false;
 
-const say = text => { $("said").textContent = text; };
+// A new element is read aloud even if its text is not new.
+const say = text => $("said").replaceChildren(make("span", "", text));
 const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
 // ── turns ──────────────────────────────────────────────────────────────────────────────────────
 
 const talk = $("talk"), note = make("p", "note");
 const isAtEnd = () => talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
-const toEnd = () => { talk.scrollTop = talk.scrollHeight; };
-const seen = () => { $("newest").hidden = isAtEnd(); };
-const views = new WeakMap();
+let follows = true;  // whether the end of the text was in sight when one last scrolled
+
+function toEnd() {
+  follows = true;
+  talk.scrollTop = talk.scrollHeight;
+}
+
+function keepEnd() {
+  if (follows) toEnd();
+  $("newest").hidden = isAtEnd();
+}
+
+const views = new WeakMap();  // by turn
 
 function button(name, label, act) {
   const made = make("button", name, label);
@@ -56,7 +67,7 @@ class View {
   /** Show what is there, and follow the end of the text if it is in sight. */
   draw() {
     clearTimeout(this.timer);
-    const {turn} = this, follows = isAtEnd(), since = performance.now(), isOpen = turn.state === "open";
+    const {turn} = this, since = performance.now(), isOpen = turn.state === "open";
     this.whole.dataset.state = turn.state;
     this.answer.ariaBusy = isOpen;
     this.answer.classList.toggle("plain", turn.isPlain);
@@ -67,8 +78,7 @@ class View {
     this.reason.textContent = turn.reason;
     this.reason.hidden = !turn.reason;
     this.figures.textContent = turn.figures;
-    if (follows) toEnd();
-    seen();
+    keepEnd();
     this.cost = performance.now() - since;
     this.timer = 0;
   }
@@ -90,21 +100,22 @@ function show() {
   $("send").hidden = run !== null;
   $("stop").hidden = run === null;
   $("hint").hidden = chat.turns.length > 0;
-  if (model) $("hint").textContent = model.chat ? `A chat with ${model.id}.`
+  if (model) $("hint").textContent = model.chat ? `Chat with ${model.id}`
     : "This model has no template for chats: it continues what you write, each message by itself.";
   chat.turns.forEach((turn, i) => {
     const {whole} = viewOf(turn);
     whole.classList.toggle("past", i < chat.from);
     if (whole.parentNode !== talk) talk.append(whole);
   });
-  for (const whole of talk.querySelectorAll("section")) {
-    if (!chat.turns.some(turn => viewOf(turn).whole === whole)) whole.remove();
-  }
+  const shown = new Set(chat.turns.map(turn => viewOf(turn).whole));
+  for (const whole of talk.querySelectorAll("section")) if (!shown.has(whole)) whole.remove();
   note.remove();
-  if (!model || !chat.from || chat.from >= chat.turns.length) return;
-  note.textContent = `The context holds ${count(model.max_model_len, "token")}. ` +
-    (chat.from === 1 ? "The turn above no longer fits and is not sent." : `The ${chat.from} turns above no longer fit and are not sent.`);
-  viewOf(chat.turns[chat.from]).whole.before(note);
+  if (model && chat.from && chat.from < chat.turns.length) {
+    const above = chat.from > 1 ? `${chat.from} turns above no longer fit and are` : "turn above no longer fits and is";
+    note.textContent = `The context holds ${count(model.max_model_len, "token")}. The ${above} not sent.`;
+    viewOf(chat.turns[chat.from]).whole.before(note);
+  }
+  keepEnd();
 }
 
 // ── the message under way ──────────────────────────────────────────────────────────────────────
@@ -122,16 +133,17 @@ function settings() {
 
 function figuresOf(usage, ended, begun, since, most) {
   const now = performance.now(), tokens = usage.completion_tokens;
-  const rate = tokens > 1 ? (tokens - 1) / (now - begun) * 1000 : 0;
-  const cut = ended === "length" ? `, cut off at ${tokens === most ? "the most tokens" : "the end of the context"}` : "";
-  return `${count(tokens, "token")}, ${rate.toFixed(0)} a second, the first after ${((begun || now) - since).toFixed(0)} ms${cut}`;
+  const rate = tokens > 1 ? ` ${((tokens - 1) / (now - begun) * 1000).toFixed(0)} a second,` : "";
+  const end = tokens === most ? "the most tokens" : "the end of the context";
+  const cut = ended === "length" ? `, cut off at ${end}` : "";
+  return `${count(tokens, "token")},${rate} the first after ${((begun || now) - since).toFixed(0)} ms${cut}`;
 }
 
 /** Get the answer to the last turn. */
 async function start(turn) {
   if (run) return;
-  const mine = run = new AbortController(), before = {...turn}, view = viewOf(turn), of = chat;
-  const since = performance.now();
+  const mine = run = new AbortController(), former = {...turn}, asking = chat;
+  const view = viewOf(turn), since = performance.now();
   Object.assign(turn, turnOf(turn.asked));
   view.begin();
   show();
@@ -143,13 +155,15 @@ async function start(turn) {
     mine.signal.throwIfAborted();
     turn.isPlain = !model.chat;
     let begun = 0, ended = null;
-    for await (const piece of ask(model, $("key").value, of, given, mine.signal)) {
-      const choice = piece.choices[0], added = choice?.delta?.content ?? choice?.text ?? "";
+    for await (const piece of ask(model, $("key").value, asking, given, mine.signal)) {
+      const choice = piece.choices?.[0], added = choice?.delta?.content ?? choice?.text ?? "";
       ended = choice?.finish_reason ?? ended;
       if (piece.usage) turn.figures = figuresOf(piece.usage, ended, begun, since, given.max_tokens);
       if (!added) continue;
-      if (!begun) show();
-      begun ||= performance.now();
+      if (!begun) {
+        begun = performance.now();
+        show();  // what is sent may begin elsewhere now
+      }
       turn.answer += added;
       view.soon();
     }
@@ -158,9 +172,12 @@ async function start(turn) {
   } catch (error) {
     turn.state = mine.signal.aborted ? "stopped" : "failed";
     turn.reason = mine.signal.aborted ? "Stopped." : error.message;
-    if (!turn.answer) for (const name of ["answer", "figures", "isPlain"]) turn[name] = before[name];
+    if (!turn.answer && former.answer) {
+      for (const name of ["answer", "figures", "isPlain"]) turn[name] = former[name];
+      view.begin();
+    }
   }
-  view.begin();
+  view.draw();
   if (run !== mine) return;
   run = null;
   show();
@@ -190,7 +207,6 @@ function clear() {
   run = null;
   chat = {...chat, turns: [], from: 0};
   show();
-  seen();
 }
 
 // ── memory ─────────────────────────────────────────────────────────────────────────────────────
@@ -198,7 +214,7 @@ function clear() {
 function save() {
   isChanged = false;
   const kept = Object.fromEntries(SETTINGS.map(name => [name, $(name).value]));
-  const isKept = keep({turns: chat.turns, from: chat.from, draft: $("text").value, settings: kept});
+  const isKept = keep({...chat, draft: $("text").value, settings: kept});
   $("unkept").textContent = isKept ? "" : "This browser keeps nothing: the chat ends with this page.";
 }
 
@@ -225,9 +241,10 @@ function rest() {
   (matchMedia("(pointer: coarse)").matches ? talk : $("text")).focus({preventScroll: true});
 }
 
+/** Show figures and settings on a narrow screen, where they cover the rest. */
 function open(isOpen) {
   $("side").classList.toggle("open", isOpen);
-  $("more").ariaExpanded = isOpen;
+  $("more").ariaExpanded = talk.inert = $("form").inert = isOpen;
 }
 
 async function copy(text, from) {
@@ -280,6 +297,7 @@ $("settings").addEventListener("submit", event => event.preventDefault());
 $("stop").addEventListener("click", () => { stop(); rest(); });
 $("clear").addEventListener("click", () => { clear(); save(); rest(); });
 $("more").addEventListener("click", () => open(!$("side").classList.contains("open")));
+matchMedia("(max-width: 48rem)").addEventListener("change", () => open(false));
 $("newest").addEventListener("click", () => { toEnd(); rest(); });
 $("forget").addEventListener("click", () => {
   clear();
@@ -292,7 +310,11 @@ $("forget").addEventListener("click", () => {
   say("Everything is forgotten.");
 });
 $("key").addEventListener("change", () => { keepKey($("key").value); model = null; wake(); });
-talk.addEventListener("scroll", seen);
+talk.addEventListener("scroll", () => {
+  follows = isAtEnd();
+  $("newest").hidden = follows;
+});
+new ResizeObserver(keepEnd).observe(talk);
 talk.addEventListener("click", event => {
   const from = event.target.closest("button.copy");
   if (!from) return;
@@ -300,70 +322,7 @@ talk.addEventListener("click", event => {
   copy(block ? block.querySelector("code").textContent : turn.answer, from);
 });
 
-// ── the server ─────────────────────────────────────────────────────────────────────────────────
-
-const LOOK_MS = 1000, SILENT_MS = 5000;
-const rates = [];
-let before = null, wake = () => {};
-const bytes = value => value >= 2 ** 30 ? `${(value / 2 ** 30).toFixed(1)} GiB` : `${(value / 2 ** 20).toFixed(0)} MiB`;
-
-/** Ask for the model. */
-async function meet() {
-  const answer = await call("v1/models", $("key").value, {signal: AbortSignal.timeout(SILENT_MS)});
-  model = (await answer.json()).data[0];
-  $("model").textContent = document.title = model.id;
-  $("context").textContent = count(model.max_model_len, "token");
-  $("system-label").hidden = !model.chat;
-  show();
-}
-
-function tell(state, text) {
-  document.body.dataset.server = state;
-  if ($("state").textContent !== text) $("state").textContent = $("state").title = text;
-}
-
-async function look() {
-  try {
-    if (!model) await meet();
-    const answer = await call("metrics", $("key").value, {signal: AbortSignal.timeout(SILENT_MS)});
-    const found = {};
-    for (const line of (await answer.text()).split("\n")) {
-      const [name, value] = line.split(" ");
-      if (name && !name.startsWith("#")) found[name] = Number(value);
-    }
-    const now = performance.now(), tokens = found.qcut_new_tokens_total;
-    if (before && tokens >= before.tokens) {
-      rates.push((tokens - before.tokens) / (now - before.now) * 1000);
-      if (rates.length > 61) rates.shift();
-      $("rate").textContent = rates.at(-1).toFixed(0);
-      const most = Math.max(1, ...rates), first = 61 - rates.length;
-      $("curve").setAttribute("points", rates.map((rate, i) => `${first + i},${(98 - 96 * rate / most).toFixed(1)}`).join(" "));
-    }
-    before = {now, tokens};
-    $("running").textContent = `${found.qcut_sequences_running} of ${found.qcut_sequences_most}`;
-    $("waiting").textContent = found.qcut_requests_waiting + found.qcut_prompts_reading;
-    $("cache").textContent = bytes(found.qcut_cache_bytes);
-    $("memory-kind").textContent = found.qcut_gpu_bytes ? "GPU memory" : "Memory";
-    $("memory").textContent = bytes(found.qcut_gpu_bytes ?? found.process_resident_memory_bytes);
-    tell("ready", "Ready");
-  } catch (error) {
-    const isSilent = error.isSilent || error.name === "TimeoutError" || error instanceof TypeError;
-    if (isSilent) model = null;  // another one may answer next
-    before = null;
-    for (const id of ["rate", "running", "waiting", "cache", "memory"]) $(id).textContent = "–";
-    tell(isSilent ? "silent" : "refusing", isSilent ? SILENT : error.message);
-  }
-}
-
-async function watch() {
-  for (;;) {
-    if (!document.hidden) await look();
-    await new Promise(resolve => {
-      wake = resolve;
-      setTimeout(resolve, LOOK_MS);
-    });
-  }
-}
+// ── the start ──────────────────────────────────────────────────────────────────────────────────
 
 for (const name of SETTINGS) if (name in chat.settings) $(name).value = chat.settings[name];
 $("key").value = recalledKey();

@@ -312,8 +312,8 @@ def test_enter_shift_enter_and_compositions(browser: Any, scripted: Scripted) ->
 def test_refused_length_drops_turns(browser: Any, scripted: Scripted, words: str) -> None:
     scripted.context = 4000
     scripted.answers = [["y" * 300]] * 6
-    tab = Tab(browser, scripted.url)
-    tab.page.fill("#system", "system")
+    tab = Tab(browser, scripted.url, viewport={"width": 390, "height": 844})
+    tab.page.evaluate("$('system').value = 'system'")
     for number in range(6):
         tab.send(str(number) + "x" * 299)
         tab.text("figures", number)
@@ -333,6 +333,7 @@ def test_refused_length_drops_turns(browser: Any, scripted: Scripted, words: str
         r"The context holds 4,000 tokens. The \d+ turns above no longer fit and are not sent.", tab.text("note")
     )
     assert tab.page.locator("#talk .past").count() == kept(tab)["from"] > 0
+    assert tab.page.evaluate("isAtEnd() && $('newest').hidden")
     tab.page.reload()
     assert "The context holds" in tab.text("note")
     tab.page.close()
@@ -364,6 +365,7 @@ def test_one_message_beyond_the_context(browser: Any, scripted: Scripted) -> Non
     assert tab.page.input_value("#text") == "x" * 200
     tab.send("y")
     tab.text("figures", 1)
+    assert contents(scripted.bodies[-1]) == ["short", "ok", "y"]
     tab.page.close()
 
 
@@ -425,6 +427,8 @@ def test_figures_fold_away_on_a_phone(browser: Any, scripted: Scripted) -> None:
     assert page.is_visible("#rate")
     assert page.is_visible("#temperature")
     assert page.get_attribute("#more", "aria-expanded") == "true"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "temperature"
     page.keyboard.press("Escape")
     assert not page.is_visible("#rate")
     assert page.evaluate("document.activeElement.id") == "more"

@@ -36,6 +36,7 @@ CASES = {
     "*a* **b** ***c*** _d_ __e__ ~~f~~": f"<p>{MARKS}</p>",
     "snake_case_name 2*3*4 * no *": "<p>snake_case_name 2<em>3</em>4 * no *</p>",
     "**bold *both* bold**": "<p><strong>bold <em>both</em> bold</strong></p>",
+    "_**a**_ _** ****b****": "<p><em><strong>a</strong></em> _** <strong><strong>b</strong></strong></p>",
     "**open and `a*b`": "<p>**open and <code>a*b</code></p>",
     "`` a`b `` `` ` `` `x": "<p><code>a`b</code> <code>`</code> `x</p>",
     r"\*no\* \_ \\ \a": r"<p>*no* _ \ \a</p>",
@@ -58,6 +59,7 @@ CASES = {
     "```js\nopen `` \n``\n": code("js", "open `` \n``\n"),
     "a\n\n    code\n\n      more\nb": "<p>a</p>" + code("text", "code\n\n  more") + "<p>b</p>",
     "> a\n> - b\nlazy\n\nc": "<blockquote><p>a</p><ul><li>b\nlazy</li></ul></blockquote><p>c</p>",
+    "> a\n\n> b\n>\nc": "<blockquote><p>a</p></blockquote><blockquote><p>b</p></blockquote><p>c</p>",
     "> > deep\n> less": "<blockquote><blockquote><p>deep\nless</p></blockquote></blockquote>",
     "| a | b |\n|---|:-:|\n| `x` | **y** |\n| 1 \\| 2 |\n\nc": table(
         HEAD + '<th class="middle" scope="col">b</th>',
