@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import time
-from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib import resources
-from re import DOTALL, search
+from functools import cached_property
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -30,6 +26,7 @@ from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Prompt, Scheduler
 from qcut.errors import QcutError
+from qcut.server import page
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form, Scored, finish_reason, usage
 from qcut.server.bodies import Body, ChatBody, CompletionBody, parsed
 from qcut.server.guards import Hosts, Key, body
@@ -122,7 +119,8 @@ class Service:
 
     async def page(self, request: HTTPRequest) -> Response:
         """The page to chat with the model."""
-        return HTMLResponse(*_page())
+        text, headers = page.document()
+        return HTMLResponse(text, headers=headers)
 
     async def health(self, request: HTTPRequest) -> Response:
         """Whether requests are served."""
@@ -370,20 +368,3 @@ async def _cancelled_with(receive: Receive, stream: Stream) -> AsyncIterator[Non
 def _sent(value: JSON) -> bytes:
     """A server-sent event."""
     return f"data: {_encode(value)}\n\n".encode(errors="replace")
-
-
-@cache
-def _page() -> tuple[str, int, dict[str, str]]:
-    """The page, its status, and headers that let it load nothing from elsewhere."""
-    text = resources.files("qcut.server").joinpath("page.html").read_text(encoding="utf-8")
-    allowed = {}
-    for kind in ("style", "script"):
-        found = search(f"<{kind}>(.*?)</{kind}>", text, DOTALL)
-        assert found is not None
-        allowed[kind] = b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{allowed['style']}'; script-src 'sha256-{allowed['script']}'; "
-        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-    return text, 200, headers
