@@ -43,6 +43,7 @@ from qcut.layers.stored import StateEntry
 from qcut.models.listeners import announce
 from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import progress_bar, with_progress
 from qcut.storage import schema
 from qcut.storage.safetensors_file import TensorFile
@@ -209,6 +210,7 @@ def _beside(
     return files
 
 
+@in_plain_state
 def load(
     directory: str | Path,
     *,

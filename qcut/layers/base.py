@@ -21,6 +21,7 @@ from qcut.layers.stored import StateEntry
 from qcut.models.guards import described, refuse_foreign_saving
 from qcut.models.modules import Quantized, float_bias, float_weight
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.gradients import inference_only
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ class Linear(Quantized):
         self.register_buffer("bias", torch.empty(out_features, dtype=torch.float32, device=device) if bias else None)
 
     @classmethod
+    @in_plain_state
     def from_float(
         cls,
         module: nn.Module,
@@ -345,7 +347,7 @@ class Linear(Quantized):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         super()._apply(keep_dtype, recurse)
-        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype, device="cpu")).dtype
         return self
 
 

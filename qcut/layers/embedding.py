@@ -176,7 +176,7 @@ class Embedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Embedding:
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         return self
 
 

@@ -21,6 +21,7 @@ from qcut.integrations.transformers.placing import keep_present_ties, tie_parame
 from qcut.layers.base import state_dtype
 from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 
 
 class ForeignLoading:
@@ -62,6 +63,7 @@ class ForeignLoading:
         kind = set if isinstance(self._ignored, set) else list  # older versions of transformers add a list to it
         model._keys_to_ignore_on_load_unexpected = kind((*(self._ignored or ()), *own))
 
+    @in_plain_state
     def finish(self, model: Any) -> None:
         """Read the quantized layers, one after another, and put them in place.
 
@@ -80,7 +82,9 @@ class ForeignLoading:
                 continue  # a buffer that the model's class computes
             if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
                 raise CheckpointError(f"{where}: tensor {names[0]!r}: found {found}; finite values are needed")
-        floats = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        floats = next(
+            (p for p in model.parameters() if p.is_floating_point()), torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         with self._open:
             new = self._matched.make(floats.device, floats.dtype, is_progress_bar_enabled())
         replace_modules(model, new)

@@ -163,7 +163,7 @@ class StoredMethod(QcutMethod):
         elif "qweight" in shapes and not self.split:
             shapes["qweight"] = [self.n, padded_k(self.k)], torch.int8
         for key, (shape, dtype) in shapes.items():
-            param = Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            param = Parameter(torch.empty(shape, dtype=dtype, device=torch.get_default_device()), requires_grad=False)
             cut = dict(zip(("output_dim", "input_dim"), CUT.get(key, ()), strict=False))
             set_weight_attrs(param, {**cut, "weight_loader": loader if cut else _one_for_all(self.name, key)})
             layer.register_parameter(key, param)
