@@ -39,6 +39,7 @@ from qcut.checkpoints.tokenizers import copy_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear, state_dtype
+from qcut.layers.frozen import float_dtype
 from qcut.layers.stored import StateEntry
 from qcut.models.listeners import announce
 from qcut.models.modules import dtype_name
@@ -278,8 +279,7 @@ def load(
         check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
         skeleton.put_into(model)
         _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress, verify=verify)
-    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-    state_dtype(model, dtype or next(floats, torch.float32))
+    state_dtype(model, dtype or float_dtype(model))
     announce(model)
     return model.eval()
 

@@ -215,6 +215,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             if bias.shape != (n,):
                 raise ShapeError(f"{layer_prefix(name)}bias has shape {list(bias.shape)}; allowed: [{n}]")
             layer.bias = float_bias(bias, name).to(device)
+        layer._settle(torch.float32)
         return layer.eval()
 
     @property
@@ -503,6 +504,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             return
         if self.bias is not None:
             self.bias = given["bias"].to(device) if assign else given["bias"].detach().to(device, copy=True)
+        self._settle(self.weight_dtype)
 
 
 def _reader(

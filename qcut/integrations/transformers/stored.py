@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
@@ -18,6 +17,7 @@ from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
 from qcut.integrations.transformers.placing import keep_present_ties, without_weight
 from qcut.layers.base import state_dtype
+from qcut.layers.frozen import FrozenWeight, float_dtype
 from qcut.numerics.checks import out_of_range
 from qcut.storage.safetensors_file import TensorFile, TensorHeader
 
@@ -71,15 +71,17 @@ class StoredLoading:
         self._skeleton.put_into(model)
         tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
         for name, parameter in model.named_parameters():
+            if isinstance(parameter, FrozenWeight):
+                continue
             arrived = getattr(parameter, "_is_hf_initialized", False)
             if not arrived and not _may_miss(model, name):
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if found := out_of_range(_own(parameter.detach())):
                 raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
-        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-        state_dtype(model, next(floats, torch.float32))
+        dtype = float_dtype(model)
+        state_dtype(model, dtype)
         for name in self._saved.embeddings:
-            model.get_submodule(name).dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+            model.get_submodule(name).dtype = dtype
 
     def _fill(self, model: Any) -> None:
         """Make the layers of the skeleton."""
