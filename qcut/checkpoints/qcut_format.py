@@ -24,6 +24,7 @@ from qcut.checkpoints.description import (
     tie_layers,
 )
 from qcut.checkpoints.foreign.reader import reader_of
+from qcut.checkpoints.marks import mark
 from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.skeleton import (
     as_like,
@@ -120,6 +121,8 @@ def save(
             apart = passing_buffers(model) if huggingface else set()
             weight_map = _write_shards(files, tensors, apart, max_shard_bytes, progress)
             described = Description.of(model, tied)
+            marks = mark(described.layers, described.embeddings) if huggingface else {}
+            marked = dict.fromkeys(marks, files.add(marks)) if marks else {}
             files.commit(
                 {
                     "format": _FORMAT,
@@ -129,7 +132,7 @@ def save(
                     **described._asdict(),
                     "weight_map": weight_map,
                 },
-                _beside(model, huggingface, tied, tensors, weight_map),
+                _beside(model, huggingface, tied, tensors, weight_map, marked),
             )
         copy_tokenizer(tokenizer, model, directory)
     except (OSError, ValueError, TypeError) as exc:
@@ -193,6 +196,7 @@ def _beside(
     tied: dict[str, str],
     tensors: dict[str, StateEntry],
     weight_map: dict[str, str],
+    marked: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
     """The files by which transformers finds the same tensors, by name."""
     if not huggingface:
@@ -203,8 +207,8 @@ def _beside(
         config["quantization_config"] = entry
     passing = passing_buffers(model)
     listed = {name: file for name, file in weight_map.items() if name not in passing}
-    size = sum(tensors[name].nbytes for name in listed)
-    index = {"metadata": {"total_size": size}, "weight_map": listed}
+    size = sum(tensors[name].nbytes for name in listed) + len(marked)
+    index = {"metadata": {"total_size": size}, "weight_map": {**listed, **marked}}
     files = {"config.json": config, "model.safetensors.index.json": index}
     if "generation_config" in huggingface:
         files["generation_config.json"] = huggingface["generation_config"]

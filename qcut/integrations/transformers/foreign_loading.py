@@ -17,7 +17,7 @@ from qcut.checkpoints.foreign.parts import Stored
 from qcut.checkpoints.foreign.reader import format_of, stored_in
 from qcut.checkpoints.skeleton import check_no_meta
 from qcut.errors import CheckpointError
-from qcut.integrations.transformers.placing import keep_present_ties, tie_parameters, without_weight
+from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, tie_parameters, without_weight
 from qcut.layers.base import state_dtype
 from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
@@ -59,9 +59,7 @@ class ForeignLoading:
                 module.__dict__["bias"] = None
         keep_present_ties(model)
         self._ignored = model._keys_to_ignore_on_load_unexpected
-        own = [rf"(^|\.){re.escape(name)}\." for name in self._matched.layers]
-        kind = set if isinstance(self._ignored, set) else list  # older versions of transformers add a list to it
-        model._keys_to_ignore_on_load_unexpected = kind((*(self._ignored or ()), *own))
+        ignore_unexpected(model, [rf"(^|\.){re.escape(name)}\." for name in self._matched.layers])
 
     @in_plain_state
     def finish(self, model: Any) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.marks import marks_pattern
 from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_layer_sizes
 from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
-from qcut.integrations.transformers.placing import keep_present_ties, without_weight
+from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, without_weight
 from qcut.layers.base import state_dtype
 from qcut.layers.frozen import FrozenWeight, float_dtype
 from qcut.numerics.checks import out_of_range
@@ -45,10 +46,14 @@ class StoredLoading:
     def __init__(self, model: Any, stored: Mapping[str, Any], files: list[Path]) -> None:
         where = files[0].parent / _WHERE if files else _WHERE
         self._where = where
-        self._saved = _renamed(description_of(stored, f"{where}: quantization_config"), model, where)
-        headers = _headers(files)
+        whole = description_of(stored, f"{where}: quantization_config")
+        self._saved = _renamed(whole, model, where)
+        marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
+        headers = {name: header for name, header in _headers(files).items() if not re.search(marks, name)}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
+        self._ignored = model._keys_to_ignore_on_load_unexpected
+        ignore_unexpected(model, [marks])
         self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
         self._keys: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
@@ -67,6 +72,7 @@ class StoredLoading:
         Raises:
             CheckpointError: a tensor did not arrive, or holds what quantizing never gives (named).
         """
+        model._keys_to_ignore_on_load_unexpected = self._ignored
         self._fill(model)
         self._skeleton.put_into(model)
         tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
