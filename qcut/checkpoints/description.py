@@ -16,6 +16,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.fusion import fuse, fused_activations, key_before
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, replace_modules
+from qcut.numerics.plain_state import in_plain_state
 from qcut.storage import schema
 
 _LAYER = schema.record(
@@ -124,6 +125,7 @@ def skeleton_of(saved: Description, model: nn.Module, dtype: torch.dtype | None,
     return Skeleton(layers, modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
 
 
+@in_plain_state
 def fill_layer(layer: Linear, state: dict[str, Tensor], where: str) -> None:
     """Give a layer the tensors of its state dict, through its own door, which may lay tensors out anew.
 

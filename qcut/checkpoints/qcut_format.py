@@ -25,6 +25,7 @@ from qcut.checkpoints.description import (
 )
 from qcut.checkpoints.foreign.reader import reader_of
 from qcut.checkpoints.huggingface import refuse_adapter
+from qcut.checkpoints.marks import mark
 from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.skeleton import (
     as_like,
@@ -40,10 +41,12 @@ from qcut.checkpoints.tokenizers import copy_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear, state_dtype
+from qcut.layers.frozen import float_dtype
 from qcut.layers.stored import StateEntry
 from qcut.models.listeners import announce
 from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import progress_bar, with_progress
 from qcut.storage import schema
 from qcut.storage.safetensors_file import TensorFile
@@ -119,6 +122,8 @@ def save(
             apart = passing_buffers(model) if huggingface else set()
             weight_map = _write_shards(files, tensors, apart, max_shard_bytes, progress)
             described = Description.of(model, tied)
+            marks = mark(described.layers, described.embeddings) if huggingface else {}
+            marked = dict.fromkeys(marks, files.add(marks)) if marks else {}
             files.commit(
                 {
                     "format": _FORMAT,
@@ -128,7 +133,7 @@ def save(
                     **described._asdict(),
                     "weight_map": weight_map,
                 },
-                _beside(model, huggingface, tied, tensors, weight_map),
+                _beside(model, huggingface, tied, tensors, weight_map, marked),
             )
         copy_tokenizer(tokenizer, model, directory)
     except (OSError, ValueError, TypeError) as exc:
@@ -192,6 +197,7 @@ def _beside(
     tied: dict[str, str],
     tensors: dict[str, StateEntry],
     weight_map: dict[str, str],
+    marked: dict[str, str],
 ) -> dict[str, dict[str, Any]]:
     """The files by which transformers finds the same tensors, by name."""
     if not huggingface:
@@ -202,14 +208,15 @@ def _beside(
         config["quantization_config"] = entry
     passing = passing_buffers(model)
     listed = {name: file for name, file in weight_map.items() if name not in passing}
-    size = sum(tensors[name].nbytes for name in listed)
-    index = {"metadata": {"total_size": size}, "weight_map": listed}
+    size = sum(tensors[name].nbytes for name in listed) + len(marked)
+    index = {"metadata": {"total_size": size}, "weight_map": {**listed, **marked}}
     files = {"config.json": config, "model.safetensors.index.json": index}
     if "generation_config" in huggingface:
         files["generation_config.json"] = huggingface["generation_config"]
     return files
 
 
+@in_plain_state
 def load(
     directory: str | Path,
     *,
@@ -278,8 +285,7 @@ def load(
         check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
         skeleton.put_into(model)
         _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress, verify=verify)
-    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-    state_dtype(model, dtype or next(floats, torch.float32))
+    state_dtype(model, dtype or float_dtype(model))
     announce(model)
     return model.eval()
 

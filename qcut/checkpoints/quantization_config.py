@@ -15,7 +15,9 @@ from qcut.layers.base import Linear
 from qcut.storage import schema
 
 QUANT_METHOD = "qcut"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1 had no `qcut.checkpoints.marks`."""
+READ_VERSIONS = (1, FORMAT_VERSION)
 _SCHEMA = schema.record(
     {"quant_method": schema.anything(), "format_version": schema.anything(), "layers": LAYERS},
     {
@@ -52,10 +54,10 @@ def description_of(data: Mapping[str, Any], where: str) -> Description:
         CheckpointError: it is of another method, of a newer version, or has unknown keys or values of a wrong type
             (named).
     """
-    if data.get("quant_method") != QUANT_METHOD or data.get("format_version") != FORMAT_VERSION:
+    if data.get("quant_method") != QUANT_METHOD or data.get("format_version") not in READ_VERSIONS:
         raise CheckpointError(
             f"{where}: found quant_method {data.get('quant_method')!r}, format_version "
-            f"{data.get('format_version')!r}; {QUANT_METHOD!r} and {FORMAT_VERSION} are needed"
+            f"{data.get('format_version')!r}; {QUANT_METHOD!r} and one of {READ_VERSIONS} are needed"
         )
     checked = schema.conform(dict(data), _SCHEMA, where, CheckpointError)
     return Description(**{name: checked[name] for name in Description._fields})

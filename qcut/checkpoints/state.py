@@ -43,7 +43,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, StateEntry]]:
     """Parameters first, then buffers, those of quantized layers as the layers store them."""
     modules = [(f"{name}." if name else "", m) for name, m in model.named_modules(remove_duplicate=False)]
     for prefix, module in modules:
-        yield from ((prefix + key, tensor) for key, tensor in _plain(module._parameters, prefix).items())
+        if not isinstance(module, Linear):
+            yield from ((prefix + key, tensor) for key, tensor in _plain(module._parameters, prefix).items())
     for prefix, module in modules:
         stored = module.stored() if isinstance(module, Linear) else _plain(module._buffers, prefix)
         yield from ((prefix + key, tensor) for key, tensor in stored.items())

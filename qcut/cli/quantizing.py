@@ -134,7 +134,7 @@ def cut_text(
         window = min(_WINDOW, limit or _WINDOW)
     if window < 2 or (limit is not None and window > limit):
         raise ConfigError(f"--window {window}: allowed: 2 to {limit or 'any number'}, the model's context")
-    tokens = torch.tensor(token_ids(tokenizer, text, what), dtype=torch.int64)
+    tokens = torch.tensor(token_ids(tokenizer, text, what), dtype=torch.int64, device="cpu")
     if len(tokens) < window:
         raise ConfigError(
             f"{what}: found {len(tokens)} tokens, fewer than one window of {window}; give a longer text, or --window"

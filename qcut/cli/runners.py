@@ -142,7 +142,7 @@ class TransformersRunner:
             tokens.append(token)
             show(token)
 
-        prompt = torch.tensor([list(ids)], device=self.device)
+        prompt = torch.tensor([list(ids)], device=self.device, dtype=torch.int64)
         penalty = sampling.repetition_penalty
         options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": penalty}
         if sampling.temperature > 0:

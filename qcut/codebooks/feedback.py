@@ -57,9 +57,9 @@ def by_columns(
         return values[torch.searchsorted(edges, numbers, out_int32=True)]
 
     # Transposed, so that a column of the weight is contiguous.
-    error = torch.zeros(w.shape[1], w.shape[0], device=w.device)
+    error = torch.zeros(w.shape[1], w.shape[0], device=w.device, dtype=torch.float32)
     indices = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    scales = torch.empty((len(w), len(parts)), device=w.device)
+    scales = torch.empty((len(w), len(parts)), device=w.device, dtype=torch.float32)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
         fed, scale = begin_group(w, factor, error, group, rounded if refit else None)
@@ -103,8 +103,8 @@ def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, values: T
     divisor = torch.where(columns > 0, columns, 1.0)
     indices = torch.empty(n * k, dtype=torch.uint8, device=w.device)
     u, v = u.triu(1).flip(0), v.triu(1).flip(0)  # rows in the order in which a step's places need them
-    from_columns = torch.zeros(n, k, device=w.device)
-    from_rows = torch.zeros(k, n, device=w.device)
+    from_columns = torch.zeros(n, k, device=w.device, dtype=torch.float32)
+    from_rows = torch.zeros(k, n, device=w.device, dtype=torch.float32)
     for s in range(n + k - 1):
         low, high = max(0, s - k + 1), min(n - 1, s) + 1  # the rows of this step
         left = s - high + 1  # its first column

@@ -116,7 +116,7 @@ def fit(
     forms = pair_feedback.metrics(h, u) if in_pairs else None
     indices = torch.empty((n, k), dtype=torch.uint8, device=device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
-    root = torch.tensor([d**0.5 for _, d in parts], device=device)
+    root = torch.tensor([d**0.5 for _, d in parts], device=device, dtype=torch.float32)
     # With an output moment, rows are not independent.
     for rows in row_chunks(n, k, _CHUNK_ELEMENTS if g is None else n * k):
         rotated = rotation.rotate_groups(rows_left(weight, before, rows, layer), kind, group_size, seed)

@@ -88,12 +88,12 @@ class Geometry:
 
     def columns(self, device: torch.device | str | None = None) -> Tensor:
         """int64 ``[K]``: the place in memory of each column."""
-        column = torch.arange(self.k, device=device)
+        column = torch.arange(self.k, device=device, dtype=torch.int64)
         return column // self.full * self.padded_group + column % self.full
 
     def slot_groups(self, device: torch.device | str | None = None) -> Tensor:
         """int64 ``[k_padded / slot]``: the group of each slot; slots that are all padding belong to the last group."""
-        slots = torch.arange(self.k_padded // self.slot, device=device)
+        slots = torch.arange(self.k_padded // self.slot, device=device, dtype=torch.int64)
         return (slots * self.slot // self.padded_group).clamp(max=self.groups - 1)
 
 
@@ -279,7 +279,7 @@ def pack_offsets(packed_norms: Tensor, offsets: Tensor, geometry: Geometry) -> T
         float16 ``[row_tiles(N), units, slots per unit, 8, 4]``: the norms of rows g and g + 8, and their offsets;
         padding is 0.
     """
-    ones = torch.ones(len(offsets), device=offsets.device)
+    ones = torch.ones(len(offsets), device=offsets.device, dtype=torch.float32)
     packed = [pack_norms(part, ones, geometry) for part in offsets.split(geometry.groups, 1)]
     return torch.cat((packed_norms, torch.cat(packed, 1)), -1)
 
@@ -310,7 +310,7 @@ def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
     Exactness: two float32 operations, an exact product and a division rounded once.
     """
     largest = unpack_norms(packed_norms).float().amax(1) * values.float().abs().max()
-    scale = torch.full((), 127.0, device=largest.device) / largest
+    scale = torch.full((), 127.0, device=largest.device, dtype=torch.float32) / largest
     return torch.where(largest > 0, scale, 0.0)
 
 
@@ -350,7 +350,7 @@ def rotated_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tenso
 
 def token_order(columns: int, dtype: torch.dtype) -> Tensor:
     """int64 ``[columns]``: the column at each place in a row of tokens, before the swizzle."""
-    place = torch.arange(columns)
+    place = torch.arange(columns, dtype=torch.int64, device="cpu")
     if dtype is not torch.int8:
         return place
     inside = place % 16
@@ -373,7 +373,7 @@ def to_blocks(x: Tensor) -> Tensor:
     rows[:m] = x[:, token_order(k, x.dtype).to(x.device)]
     chunks = rows.view(-1, 8, k // per_block, 8, per_block // 8)
     swizzled = torch.empty_like(chunks)
-    place = torch.arange(8)
+    place = torch.arange(8, dtype=torch.int64, device="cpu")
     for r in range(8):
         swizzled[:, r, :, place ^ r] = chunks[:, r]
     return swizzled.permute(2, 0, 1, 3, 4).flatten(3).contiguous()
@@ -384,7 +384,7 @@ def from_blocks(blocks: Tensor, m: int) -> Tensor:
     kb, m8, _, per_block = blocks.shape
     swizzled = blocks.view(kb, m8, 8, 8, per_block // 8).permute(1, 2, 0, 3, 4)
     chunks = torch.empty_like(swizzled)
-    place = torch.arange(8)
+    place = torch.arange(8, dtype=torch.int64, device="cpu")
     for r in range(8):
         chunks[:, r] = swizzled[:, r][:, :, place ^ r]
     rows = chunks.reshape(m8 * 8, kb * per_block)[:m]

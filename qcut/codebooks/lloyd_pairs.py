@@ -48,11 +48,11 @@ def solve(seed: int = SEED) -> tuple[Tensor, float]:
     generator = torch.Generator().manual_seed(seed)
 
     def noise() -> Tensor:
-        return torch.randn(POINTS, 2, generator=generator, dtype=torch.float64)
+        return torch.randn(POINTS, 2, generator=generator, dtype=torch.float64, device="cpu")
 
     points = (1.35 * noise()).abs()
     for i in range(_NOISY_STEPS):
-        shift = float(torch.rand((), generator=generator, dtype=torch.float64))
+        shift = float(torch.rand((), generator=generator, dtype=torch.float64, device="cpu"))
         means, _ = centroids(points, _FEW_LINES, shift)
         means = torch.where(means.isfinite(), means, noise().abs())  # a cell without area starts anew
         size = _NOISE * max(0.0, 1 - i / (0.7 * _NOISY_STEPS)) * (0.5 + means.norm(dim=1, keepdim=True) / 4)
@@ -94,7 +94,7 @@ def centroids(points: Tensor, lines: int = _LINES, shift: float = 0.5) -> tuple[
         The mean of each point's cell under the normal distribution, ``[P, 2]``, and the mean squared error of one of
         the two values.
     """
-    y = (torch.arange(lines, dtype=torch.float64) + shift) * (_TOP / lines)
+    y = (torch.arange(lines, dtype=torch.float64, device="cpu") + shift) * (_TOP / lines)
     weight = _density(y)
     weight /= weight.sum()
     near = (points[None] - points[:, None]).square().sum(2).topk(_NEIGHBOURS + 1, largest=False).indices[:, 1:]

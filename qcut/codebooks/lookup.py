@@ -11,6 +11,7 @@ from torch import Tensor
 from qcut.codebooks import layout, pairs, rotation
 from qcut.codebooks.constants import outside_capture
 from qcut.codebooks.layout import Geometry
+from qcut.numerics.plain_state import in_plain_state
 from qcut.process.locks import once
 
 
@@ -37,15 +38,18 @@ def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: 
 
 
 @once  # for good, and one for all threads: a CUDA graph may read them
+@in_plain_state
 def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     geometry = Geometry(k, group_size)
     parts = rotation.groups(k, geometry.full)
     with outside_capture(device):
         places = geometry.columns(device)
-        groups = rotation.per_column(torch.arange(len(parts), device=device), parts)
+        groups = rotation.per_column(torch.arange(len(parts), device=device, dtype=torch.int64), parts)
         turns = rotation.back_operands(k, kind, geometry.full, seed, device)
         # The copy to the device comes last and waits for the stream: from now on other streams may find all of them.
-        sizes = torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device)
+        sizes = torch.tensor(
+            [1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device, dtype=torch.float32
+        )
     return Lookup(places, groups, sizes, turns)
 
 

@@ -51,9 +51,9 @@ def by_columns(
         return values[nearest.int()].flatten(1).t()
 
     # Transposed, so that a column of the weight is contiguous.
-    error = torch.zeros(w.shape[1], w.shape[0], device=w.device)
+    error = torch.zeros(w.shape[1], w.shape[0], device=w.device, dtype=torch.float32)
     indices = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    scales = torch.empty((len(w), len(parts)), device=w.device)
+    scales = torch.empty((len(w), len(parts)), device=w.device, dtype=torch.float32)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
         fed, scale = feedback.begin_group(w, factor, error, group, rounded if refit else None)
@@ -98,12 +98,15 @@ def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, forms: Te
     scale = columns[:, ::2].contiguous().flatten()
     indices = torch.empty(n * count, dtype=torch.uint8, device=w.device)
     # Rows in the order in which a step's pairs need them; a pair's own two columns are left out.
-    later = torch.arange(k, device=w.device) >= 2 * torch.arange(1, count + 1, device=w.device)[:, None]
+    later = (
+        torch.arange(k, device=w.device, dtype=torch.int64)
+        >= 2 * torch.arange(1, count + 1, device=w.device, dtype=torch.int64)[:, None]
+    )
     first, second = (torch.where(later, u[e::2], 0.0).flip(0) for e in (0, 1))
     within, forms = u.diagonal(1)[::2].flip(0), forms.flip(0)
     v = v.triu(1).flip(0)
-    from_columns = torch.zeros(n, k, device=w.device)
-    from_rows = torch.zeros(2, count, n, device=w.device)
+    from_columns = torch.zeros(n, k, device=w.device, dtype=torch.float32)
+    from_rows = torch.zeros(2, count, n, device=w.device, dtype=torch.float32)
     for s in range(n + count - 1):
         low, high = max(0, s - count + 1), min(n - 1, s) + 1  # the rows of this step
         left = s - high + 1  # its first pair

@@ -44,7 +44,7 @@ def pack_book(values: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
             raise ConfigError(f"a codebook of pairs; allowed: {pairs.SYMMETRIC}")
         quadrant = values[: pairs.POINTS].detach().cpu().to(dtype).contiguous()
         return tuple(quadrant.view(torch.int32).flatten().tolist())
-    padded = torch.zeros(16, dtype=dtype)
+    padded = torch.zeros(16, dtype=dtype, device="cpu")
     padded[: len(values)] = values.detach().cpu().to(dtype)
     return tuple(padded.view(torch.int32).tolist())
 
@@ -183,7 +183,7 @@ def codebook_linear_ref(
     """
     m, k = x.shape
     n, geometry = len(norms), Geometry(k, group_size)
-    v = torch.zeros((m, n), device=x.device)
+    v = torch.zeros((m, n), device=x.device, dtype=torch.float32)
     for p, seed in enumerate(seeds):
         tokens = x.float() if kind == NO_ROTATION else rotation.rotate_groups(x, kind, group_size, seed)
         i = p if len(units) > 1 else 0

@@ -108,7 +108,9 @@ def quantize(
         rotated = rotation.rotate_groups(
             left / per_column(torch.where(exact > 0, exact, 1.0), parts), kind, group_size, seed
         )
-        rotated *= per_column(torch.tensor([d**0.5 for _, d in parts], device=weight.device), parts)
+        rotated *= per_column(
+            torch.tensor([d**0.5 for _, d in parts], device=weight.device, dtype=torch.float32), parts
+        )
         nearest = nearest_indices(rotated, values)
         if refit:
             chosen = pairs.look_up(values, nearest)
@@ -160,14 +162,18 @@ def quantize_plain(
     n, k = weight.shape
     parts, half = rotation.groups(k, group_size), 1 << (bits - 1)
     device = weight.device
-    values = torch.arange(-half, half, device=device).float() if uniform else lloyd_max.codebook(bits, device)
+    values = (
+        torch.arange(-half, half, device=device, dtype=torch.int64).float()
+        if uniform
+        else lloyd_max.codebook(bits, device)
+    )
     indices = torch.empty((n, k), dtype=torch.uint8, device=device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
     for rows in row_chunks(n, k):
         w = rows_left(weight, before, rows, layer)
         for g, (first, d) in enumerate(parts):
             group = w[:, first : first + d]
-            largest = torch.full((), half - 1.0, device=device)
+            largest = torch.full((), half - 1.0, device=device, dtype=torch.float32)
             scale = group.abs().amax(1) / largest if uniform else group.square().mean(1).sqrt()
             norms[rows, g] = stored_norms(scale, norm_dtype, layer)
             step = norms[rows, g].float()[:, None]
@@ -194,7 +200,7 @@ def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
     for one in passes:
         _check_tensors(one)
     n, k = passes[0].indices.shape
-    out = torch.empty((n, k), device=passes[0].indices.device)
+    out = torch.empty((n, k), device=passes[0].indices.device, dtype=torch.float32)
     for rows in row_chunks(n, k):
         out[rows] = dequantize_rows(passes[0], rows)
         for one in passes[1:]:
@@ -223,7 +229,7 @@ def column_scales(norms: Tensor, k: int, group_size: int, kind: Kind) -> Tensor:
     parts = rotation.groups(k, group_size)
     scales = norms.float()
     if kind != NO_ROTATION:
-        scales = scales * torch.tensor([d**-0.5 for _, d in parts], device=norms.device)
+        scales = scales * torch.tensor([d**-0.5 for _, d in parts], device=norms.device, dtype=torch.float32)
     return per_column(scales, parts)
 
 

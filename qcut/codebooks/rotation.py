@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
 from qcut.numerics.hadamard import walsh_hadamard as walsh_hadamard
+from qcut.numerics.plain_state import in_plain_state
 from qcut.process.locks import Lock
 
 Kind = Literal["hadamard", "qr", "none"]
@@ -74,6 +75,7 @@ def check_group_size(k: int, group_size: int, kind: str, layer: str | None = Non
             )
 
 
+@in_plain_state
 def haar(d: int, seed: int) -> Tensor:
     """A random rotation of Haar measure, float32 ``[d, d]``: Q of a Gaussian matrix's QR, with R's diagonal positive.
 
@@ -88,7 +90,7 @@ def haar(d: int, seed: int) -> Tensor:
         if rotation is not None:
             _haar_cache[d, seed] = rotation  # the dictionary's last entry is the matrix used last
             return rotation
-    gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed))
+    gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     q, r = torch.linalg.qr(gaussian)
     rotation = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
     with _haar_lock:
@@ -102,9 +104,16 @@ def haar(d: int, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
+@in_plain_state
 def signs(d: int, seed: int) -> Tensor:
     """Random signs +1 and -1, float32 ``[d]``. Calls share the tensor, which must not be written to."""
-    return torch.randint(0, 2, (d,), generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
+    return (
+        torch.randint(
+            0, 2, (d,), generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu"
+        ).float()
+        * 2
+        - 1
+    )
 
 
 def rotate(x: Tensor, kind: Kind, seed: int) -> Tensor:
@@ -122,7 +131,7 @@ def rotate(x: Tensor, kind: Kind, seed: int) -> Tensor:
     d = x.shape[-1]
     _check_kind(kind)
     if kind == "qr":
-        return x @ haar(d, seed).to(x).t()
+        return _product(x, haar(d, seed).to(x).t())
     return walsh_hadamard(x * signs(d, seed).to(x)) * d**-0.5
 
 
@@ -132,7 +141,7 @@ def rotate_back(x: Tensor, kind: Kind, seed: int) -> Tensor:
     d = x.shape[-1]
     _check_kind(kind)
     if kind == "qr":
-        return x @ haar(d, seed).to(x)
+        return _product(x, haar(d, seed).to(x))
     return walsh_hadamard(x) * signs(d, seed).to(x) * d**-0.5
 
 
@@ -209,7 +218,7 @@ def back_operands(
     """
     parts = groups(k, group_size)
     if kind == "hadamard":
-        factors = torch.tensor([d**-0.5 for _, d in parts], dtype=dtype)
+        factors = torch.tensor([d**-0.5 for _, d in parts], dtype=dtype, device="cpu")
         return ((group_signs(k, group_size, seed) * per_column(factors, parts)).to(device),)
     if kind == "qr":
         matrices = [haar(d, seed + first).to(dtype) for first, d in parts]
@@ -238,9 +247,14 @@ def rotate_groups_back_by(x: Tensor, kind: Kind, group_size: int, operands: tupl
         matrices, last_matrix = operands
         d = matrices.shape[1]
         whole = x.shape[1] // d * d
-        out = (x[:, :whole].unflatten(1, (-1, d)).transpose(0, 1) @ matrices).transpose(0, 1).flatten(1)
-        return out if whole == x.shape[1] else torch.cat((out, x[:, whole:] @ last_matrix), 1)
+        out = _product(x[:, :whole].unflatten(1, (-1, d)).transpose(0, 1), matrices).transpose(0, 1).flatten(1)
+        return out if whole == x.shape[1] else torch.cat((out, _product(x[:, whole:], last_matrix)), 1)
     return x
+
+
+@in_plain_state
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
 
 
 def group_signs(k: int, group_size: int, seed: int) -> Tensor:
@@ -250,7 +264,7 @@ def group_signs(k: int, group_size: int, seed: int) -> Tensor:
 
 def per_column(per_group: Tensor, parts: list[tuple[int, int]]) -> Tensor:
     """Repeat a value per group ``[..., G]`` at each column of the group: ``[..., K]``. ``parts`` are the `groups`."""
-    sizes = torch.tensor([d for _, d in parts], device=per_group.device)
+    sizes = torch.tensor([d for _, d in parts], device=per_group.device, dtype=torch.int64)
     return per_group.repeat_interleave(sizes, -1, output_size=parts[-1][0] + parts[-1][1])
 
 

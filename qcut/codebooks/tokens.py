@@ -24,6 +24,7 @@ from qcut.codebooks.layout import Geometry
 from qcut.codebooks.rotation import Kind
 from qcut.errors import ConfigError, DtypeError, ShapeError
 from qcut.numerics.int8 import quantize_per_token_ref
+from qcut.numerics.plain_state import in_plain_state
 
 _INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 _OUTPUTS = (*_INPUTS, torch.int8)
@@ -87,6 +88,7 @@ def operand_layout(
     return (matrices,), (passes, geometry.groups, side, side)
 
 
+@in_plain_state
 def operands(
     kind: Kind,
     group_size: int,
@@ -121,15 +123,15 @@ def operands(
     if kind == "none":
         return torch.empty(0, dtype=torch.int32, device=device)
     if kind == "hadamard":
-        negative = torch.zeros(len(seeds), geometry.k_padded, dtype=torch.int64)
+        negative = torch.zeros(len(seeds), geometry.k_padded, dtype=torch.int64, device="cpu")
         for number, seed in enumerate(seeds):
             negative[number, geometry.columns()] = (rotation.group_signs(k, group_size, seed) < 0).long()
-        words = (negative.view(len(seeds), -1, 32) << torch.arange(32)).sum(-1)
+        words = (negative.view(len(seeds), -1, 32) << torch.arange(32, dtype=torch.int64, device="cpu")).sum(-1)
         return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(device)
     if dtype not in (torch.float16, torch.bfloat16):
         raise DtypeError(f"matrices of {dtype}; allowed: float16, bfloat16")
     side = -(-geometry.full // _TILE) * _TILE
-    matrices = torch.zeros(len(seeds), len(parts), side, side, dtype=dtype)
+    matrices = torch.zeros(len(seeds), len(parts), side, side, dtype=dtype, device="cpu")
     for number, seed in enumerate(seeds):
         for group, (first, d) in enumerate(parts):
             scaled = rotation.haar(d, seed + first).double() * math.sqrt(geometry.full / d)

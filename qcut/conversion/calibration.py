@@ -26,6 +26,7 @@ from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.models.tracing import NormPair, NormTracer
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
+from qcut.numerics.plain_state import in_plain_state
 from qcut.storage import schema
 from qcut.storage.tensors import TensorFiles, read_index
 
@@ -291,7 +292,7 @@ def _check_quantile(quantile: float) -> float:
 def _quantile_range(sample: Tensor, p: float) -> list[float]:
     """The quantiles ``1 - p`` and ``p``, linear between order statistics (torch.quantile stops at 2**24 values)."""
     ordered = sample.flatten().double().sort().values
-    at = torch.tensor([1 - p, p], dtype=torch.float64) * (ordered.numel() - 1)
+    at = torch.tensor([1 - p, p], dtype=torch.float64, device="cpu") * (ordered.numel() - 1)
     return torch.lerp(ordered[at.floor().long()], ordered[at.ceil().long()], at.frac()).tolist()
 
 
@@ -299,7 +300,9 @@ def _mse_range(sample: Tensor, low: float, high: float) -> tuple[float, float]:
     """See `Calibration.range`. The first candidate is the range itself; only a strict improvement replaces it."""
     values = sample.flatten().sort().values
     if values.numel() > _MSE_VALUES:
-        values = values[torch.linspace(0, values.numel() - 1, _MSE_VALUES, dtype=torch.float64).round().long()]
+        values = values[
+            torch.linspace(0, values.numel() - 1, _MSE_VALUES, dtype=torch.float64, device="cpu").round().long()
+        ]
     row = values[None]
 
     def error(f: float, g: float) -> float:
@@ -333,9 +336,12 @@ class _Observer:
     def __init__(self, name: str, rows: int, columns: int, seed: int) -> None:
         self.name, self.tokens = name, 0
         self.generator = torch.Generator().manual_seed(seed)
-        self.keys = torch.full((rows,), torch.inf, dtype=torch.float64)
-        self.sample = torch.empty(rows, columns)
-        self.lo, self.hi = torch.full((columns,), torch.inf), torch.full((columns,), -torch.inf)
+        self.keys = torch.full((rows,), torch.inf, dtype=torch.float64, device="cpu")
+        self.sample = torch.empty(rows, columns, dtype=torch.float32, device="cpu")
+        self.lo, self.hi = (
+            torch.full((columns,), torch.inf, dtype=torch.float32, device="cpu"),
+            torch.full((columns,), -torch.inf, dtype=torch.float32, device="cpu"),
+        )
 
     def __call__(self, x: Tensor, batch: int) -> None:
         x = x.detach().reshape(-1, x.shape[-1])
@@ -351,10 +357,10 @@ class _Observer:
         self.lo, self.hi = torch.minimum(self.lo, lo), torch.maximum(self.hi, hi)
         self.tokens += x.shape[0]
         rows = len(self.keys)
-        keys = torch.rand(x.shape[0], generator=self.generator, dtype=torch.float64)
+        keys = torch.rand(x.shape[0], generator=self.generator, dtype=torch.float64, device="cpu")
         least = torch.cat([self.keys, keys]).argsort()[:rows]
         fresh = least[least >= rows] - rows
-        free = torch.ones(rows, dtype=torch.bool)
+        free = torch.ones(rows, dtype=torch.bool, device="cpu")
         free[least[least < rows]] = False
         self.keys[free] = keys[fresh]
         self.sample[free] = x[fresh.to(x.device)].float().cpu()
@@ -370,6 +376,7 @@ def _observe(observer: _Observer, counter: list[int]) -> Callable[..., None]:
     return hook
 
 
+@in_plain_state
 def calibrate(
     model: nn.Module,
     batches: Iterable[Any],

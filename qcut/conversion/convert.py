@@ -30,12 +30,14 @@ from qcut.models.listeners import announce
 from qcut.models.modules import as_given, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
+from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import with_progress
 
 _ERROR_ROWS = 64
 """Calibration tokens that a layer's output error is measured on."""
 
 
+@in_plain_state
 def quantize(
     model: nn.Module,
     scheme: str | Scheme | Plan = "w8a8",

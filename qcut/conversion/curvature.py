@@ -15,6 +15,7 @@ from qcut.conversion.observed import run_observed
 from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import forward, model_device, output_tensor, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, find_layers
+from qcut.numerics.plain_state import in_plain_state
 
 Loss = Literal["tokens", "outputs"]
 
@@ -24,6 +25,7 @@ OUTPUT_LIMIT = 8192
 _SCALE = 256.0  # of the derivatives, which float16 would lose otherwise; moments are fitted up to a factor
 
 
+@in_plain_state
 def collect_curvature(
     model: nn.Module,
     batches: Iterable[Any],
@@ -71,7 +73,10 @@ def collect_curvature(
     if loss not in ("tokens", "outputs", None):
         raise ConfigError(f"loss: found {loss!r}; allowed: tokens, outputs or None")
     chosen = find_layers(model, layers, skip)
-    generator, anchor = torch.Generator().manual_seed(seed), torch.zeros((), device=model_device(model))
+    generator, anchor = (
+        torch.Generator().manual_seed(seed),
+        torch.zeros((), device=model_device(model), dtype=torch.float32),
+    )
     anchor.requires_grad_(True)
     sums = {name: _Sums(name, *weight_nk(module).shape) for name, module in chosen.items()}
     hooks = (
@@ -92,8 +97,8 @@ class _Sums:
     """Running sums of one layer."""
 
     def __init__(self, name: str, n: int, k: int) -> None:
-        self.name, self.tokens, self.inputs = name, 0, torch.zeros(())
-        self.outputs: Tensor | None = torch.zeros(()) if n <= OUTPUT_LIMIT else None
+        self.name, self.tokens, self.inputs = name, 0, torch.zeros((), dtype=torch.float32, device="cpu")
+        self.outputs: Tensor | None = torch.zeros((), dtype=torch.float32, device="cpu") if n <= OUTPUT_LIMIT else None
 
     @torch.no_grad()
     def add(self, x: Tensor, g: Tensor) -> None:
@@ -143,11 +148,13 @@ def _differentiate(output: Any, loss: Loss | None, generator: torch.Generator) -
     with torch.no_grad():
         if loss == "tokens":
             slope = result.float().softmax(-1)
-            drawn = torch.rand(slope.shape[:-1], generator=generator).to(slope.device)
+            drawn = torch.rand(slope.shape[:-1], generator=generator, dtype=torch.float32, device="cpu").to(
+                slope.device
+            )
             labels = torch.searchsorted(slope.cumsum(-1), drawn[..., None]).clamp_(max=slope.shape[-1] - 1)
             slope.scatter_add_(-1, labels, torch.full_like(drawn, -1.0)[..., None])
         else:
-            slope = torch.randn(result.shape, generator=generator).to(result.device)
+            slope = torch.randn(result.shape, generator=generator, dtype=torch.float32, device="cpu").to(result.device)
         slope *= _SCALE
     try:
         result.backward(slope.to(result.dtype))

@@ -42,6 +42,7 @@ def count_parameters(model: nn.Module, chosen: Container[int]) -> dict[str, int]
             first = next(module.buffers())
             bias = 0 if module.bias is None else module.out_features
             kinds[tensor_key(first)] = (KINDS.index(ALREADY), module.out_features * module.in_features + bias)
+            continue
         kind = QUANTIZED if id(module) in chosen else _kind(module)
         # What a layer's weight is computed from, as in weight norm, is of the layer's kind.
         whole = kind in ("embeddings", "convolutions", "linear layers")

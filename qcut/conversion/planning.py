@@ -16,10 +16,12 @@ from qcut.conversion.plan import Plan
 from qcut.conversion.survey import Measure, Survey
 from qcut.errors import ConfigError
 from qcut.models.selection import DEFAULT_SKIP
+from qcut.numerics.plain_state import in_plain_state
 
 __all__ = ["Plan", "plan"]
 
 
+@in_plain_state
 def plan(
     model: nn.Module,
     batches: Iterable[Any],

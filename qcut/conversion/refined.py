@@ -48,13 +48,15 @@ class RefinedLayer:
         self.fixed = dequantize(before) if before else None
         device, k = q.indices.device, q.indices.shape[1]
         self.parts = rotation.groups(k, q.group_size)
-        self.scales = q.norms.float() * torch.tensor([d**-0.5 for _, d in self.parts], device=device)
+        self.scales = q.norms.float() * torch.tensor(
+            [d**-0.5 for _, d in self.parts], device=device, dtype=torch.float32
+        )
         self.spacing = pairs.spacing(q.values) if pairs.are_pairs(q.values) else float(q.values.diff().min())
         self.back = rotation.back_operands(k, q.rotation, q.group_size, q.seed, device)
         d = self.parts[0][1]
         dense = q.rotation == "hadamard" and k % d == 0 and d <= _DENSE
-        self.turn = walsh_hadamard(torch.eye(d, device=device)) if dense else None
-        self.growth = torch.zeros(q.norms.shape, device=device, requires_grad=True)
+        self.turn = walsh_hadamard(torch.eye(d, device=device, dtype=torch.float32)) if dense else None
+        self.growth = torch.zeros(q.norms.shape, device=device, requires_grad=True, dtype=torch.float32)
         self.numbers = self._start(weight).requires_grad_(True) if codes else None
         self.values = None if codes else pairs.look_up(q.values, q.indices)
 
@@ -94,7 +96,7 @@ class RefinedLayer:
         if pairs.are_pairs(q.values):
             wanted = wanted.unflatten(1, (-1, 2))
             return pairs.toward(pairs.join(q.indices), wanted, q.values, 1 - _EDGE).flatten(1)
-        far = torch.full((1,), torch.inf, device=chosen.device)
+        far = torch.full((1,), torch.inf, device=chosen.device, dtype=torch.float32)
         borders = lloyd_max.boundaries(q.values)
         low, high = torch.cat((-far, borders)), torch.cat((borders, far))
         low, high = (q.values + (1 - _EDGE) * (border - q.values) for border in (low, high))

@@ -29,6 +29,7 @@ from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import evaluating, forward, model_device, output_tensor, tensor_key, to_device, weight_nk
 from qcut.models.selection import check_model, linear_layers, matches
+from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import with_progress
 
 CODE_RATE = 2e-3
@@ -63,6 +64,7 @@ class Refinement:
         return f"Refinement: {steps}, {self.changed:.1%} of codes changed"
 
 
+@in_plain_state
 def refine(
     model: nn.Module,
     reference: nn.Module,
@@ -203,7 +205,9 @@ def _computes_in_float16(model: nn.Module) -> bool:
 
 def _order(count: int, steps: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    rounds = [torch.randperm(count, generator=generator) for _ in range(-(-steps // count))]
+    rounds = [
+        torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu") for _ in range(-(-steps // count))
+    ]
     order: list[int] = torch.cat(rounds)[:steps].tolist()
     return order
 

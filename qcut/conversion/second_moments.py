@@ -13,9 +13,11 @@ from qcut.conversion.observed import run_observed
 from qcut.errors import CalibrationError
 from qcut.models.modules import forward
 from qcut.models.selection import DEFAULT_SKIP, find_layers
+from qcut.numerics.plain_state import in_plain_state
 
 
 @torch.no_grad()
+@in_plain_state
 def collect_second_moments(
     model: nn.Module,
     batches: Iterable[Any],

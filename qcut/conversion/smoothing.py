@@ -17,6 +17,7 @@ from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import weight_nk, weight_of
 from qcut.models.selection import check_model
 from qcut.models.tracing import NormPair
+from qcut.numerics.plain_state import in_plain_state
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def norm_updates(model: nn.Module, migration: Migration) -> list[tuple[nn.Parame
     ]
 
 
+@in_plain_state
 def smooth(model: nn.Module, calibration: Calibration, alpha: float = 0.5, *, exact: bool = True) -> Smoothing:
     """Move outlier channels from activations into weights, in place.
 

@@ -50,9 +50,7 @@ def excerpt(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t[:1, :MOST_TOKENS].clone(), batch)
 
 
-def check_layer(
-    name: str, source: nn.Module, layer: Linear, x: Tensor, error: float, fitted: bool = False
-) -> None:
+def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: float, fitted: bool = False) -> None:
     """Hold a quantized layer to its own weight, and that weight to the float one.
 
     With W the float weight, Ŵ the dequantized one and x̂ the tokens as the scheme rounds them, the layer's result must

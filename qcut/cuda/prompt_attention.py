@@ -102,7 +102,10 @@ def _in_torch(call: PromptAttention) -> Tensor:
     sequences = len(q) // length
     starts = call.starts.clamp(0, context)
     lengths = torch.minimum(call.lengths.clamp(0, length), context - starts)
-    places, tokens = torch.arange(context, device=q.device), torch.arange(length, device=q.device)
+    places, tokens = (
+        torch.arange(context, device=q.device, dtype=torch.int64),
+        torch.arange(length, device=q.device, dtype=torch.int64),
+    )
     held = (places < (starts + lengths)[:, None])[:, None, :, None]
     turned = cache.has_turned_keys or cache.has_turned_values
     dtype = torch.float32 if turned else q.dtype  # what is turned is not rounded before it is turned back

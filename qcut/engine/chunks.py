@@ -84,13 +84,15 @@ class Chunk:
             span: what of the prompts to read.
         """
         # Memory of its own for each copy: the device may be about to read the last one.
-        host = torch.zeros(self._given.shape, dtype=torch.int64, pin_memory=self._given.is_cuda)
+        host = torch.zeros(self._given.shape, dtype=torch.int64, pin_memory=self._given.is_cuda, device="cpu")
         ids, befores, lengths = self._parts(host)
         for row, prompt, first, count in zip(ids, prompts, *span, strict=False):
             row[:count] = prompt[first : first + count]
         n = len(prompts)
-        befores[:n] = torch.tensor([start + first for start, first in zip(starts, span.firsts, strict=True)])
-        lengths[:n] = torch.tensor(span.counts)
+        befores[:n] = torch.tensor(
+            [start + first for start, first in zip(starts, span.firsts, strict=True)], dtype=torch.int64, device="cpu"
+        )
+        lengths[:n] = torch.tensor(span.counts, dtype=torch.int64, device="cpu")
         self._given.copy_(host, non_blocking=True)
 
     def places(self) -> tuple[Tensor, Tensor]:

@@ -210,7 +210,7 @@ class Fetched:
         if tokens.is_cuda:
             from qcut.cuda.streams import recorded_event
 
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True, device="cpu")
             self._tokens.copy_(tokens, non_blocking=True)
             self._event = recorded_event(tokens.device)
 
@@ -232,7 +232,7 @@ class _Told:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.memory = torch.zeros((_TURNS, size), dtype=torch.int64, pin_memory=True)
+        self.memory = torch.zeros((_TURNS, size), dtype=torch.int64, pin_memory=True, device="cpu")
         self.turn = torch.zeros(size, dtype=torch.int32, device=device)
         self._device, self._steps = device, 0
         self._event: torch.cuda.Event | None = None

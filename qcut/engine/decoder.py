@@ -569,7 +569,7 @@ class Decoder:
     def rotary_tables(self, context: int) -> tuple[Tables, ...]:
         """Cosines and sines ``[context, D]`` of each layer in the model's dtype, by its own modules."""
         example = torch.empty(0, dtype=self.dtype, device=self.device)
-        places = torch.arange(context, device=self.device)[None]
+        places = torch.arange(context, device=self.device, dtype=torch.int64)[None]
 
         @cache
         def tables(rotary: Rotary | None) -> Tables:

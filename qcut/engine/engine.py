@@ -31,6 +31,7 @@ from qcut.engine.text.pieces import Detokenizer
 from qcut.engine.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.engine.text.transcript import Transcript
 from qcut.errors import ConfigError, ContextError, ShapeError
+from qcut.numerics.plain_state import each_in_plain_state, in_plain_state, plain_state
 from qcut.numerics.sampling import History, Sampling, sample
 from qcut.process import versions
 
@@ -111,6 +112,7 @@ class Engine:
 
     prompt_rows = 8192
 
+    @in_plain_state
     def __init__(
         self,
         model: nn.Module,
@@ -197,6 +199,7 @@ class Engine:
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
+    @in_plain_state
     @torch.no_grad()
     def prefill(self, prompts: Prompts, *, keep: Keep = False) -> Tensor:
         """Read a prompt for each sequence, from the start or after tokens that the cache holds.
@@ -231,6 +234,7 @@ class Engine:
         self.fill(ids, kept)
         return self.logits[: len(ids)].clone()
 
+    @in_plain_state
     @torch.no_grad()
     def score(self, prompts: Prompts) -> list[Tensor]:
         """Empty the cache, read a prompt for each sequence, and score its tokens. Logits of a chunk are in memory.
@@ -255,6 +259,7 @@ class Engine:
         self._lengths = [len(row) for row in ids]
         return [torch.cat(found) for found in scores]
 
+    @in_plain_state
     @torch.no_grad()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Read one more token for each sequence.
@@ -284,6 +289,7 @@ class Engine:
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
+    @in_plain_state
     def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
         """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
 
@@ -305,16 +311,17 @@ class Engine:
             if not is_whole(count) or not 1 <= count <= most:
                 raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
             if what == "length":
-                self.generate(torch.zeros(sequences, count, dtype=torch.int64), 1)
+                self.generate(torch.zeros(sequences, count, dtype=torch.int64, device="cpu"), 1)
                 self.capture_steps(sequences)
         self._lengths = []
 
     def capture_steps(self, sequences: int) -> None:
         """Capture the steps of so many sequences of all lengths, unless they are; what they had to read is lost."""
-        self.loop_from(torch.zeros(sequences, dtype=torch.int64), [0] * sequences).capture()
+        self.loop_from(torch.zeros(sequences, dtype=torch.int64, device="cpu"), [0] * sequences).capture()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
+    @in_plain_state
     @torch.no_grad()
     def generate(
         self,
@@ -385,8 +392,11 @@ class Engine:
             As `generate`. The generator raises ConfigError where the engine has served another call since.
         """
         check_top(top, self.decoder.vocabulary)
-        running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
-        return self._continued(running, ids, sampling or Sampling(), self._lengths, top)
+        with plain_state():
+            running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
+        events = self._continued(running, ids, sampling or Sampling(), self._lengths, top)
+        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        return each_in_plain_state(events) if autocast else events
 
     def _begun(
         self,
@@ -448,7 +458,10 @@ class Engine:
                     history.start(row, prompt)
             chooses = not options.greedy or history is not None
             if chooses:
-                sequences, positions = torch.arange(n, device=device), torch.tensor(lengths, device=device)
+                sequences, positions = (
+                    torch.arange(n, device=device, dtype=torch.int64),
+                    torch.tensor(lengths, device=device, dtype=torch.int64),
+                )
                 first = sample(self.logits[:n], options, sequences, positions, history)
             loop = self.loop_from(first, lengths)
             found = likelihoods(self.logits[:n], first, [top] * n)
@@ -499,7 +512,7 @@ class Engine:
         else:
             self._graphs.refresh()
             loop = self._graphs.get(("steps", size), make)
-        loop.start(tokens, torch.tensor(lengths, dtype=torch.int32))
+        loop.start(tokens, torch.tensor(lengths, dtype=torch.int32, device="cpu"))
         return loop
 
     def take_step(self, loop: DecodeLoop) -> Tensor:

@@ -56,7 +56,7 @@ class Watch:
         if norms is not None:
             q, k = norms(q, k)
         lengths = self.inner.lengths
-        places = torch.arange(len(q) // len(lengths), device=q.device)
+        places = torch.arange(len(q) // len(lengths), device=q.device, dtype=torch.int64)
         real = (places < lengths[:, None]).flatten()[:, None, None]
         rows = torch.where(real, q, 0).double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         self.moments.append(rows.transpose(1, 2) @ rows)
@@ -84,11 +84,16 @@ class Reader(Protocol):
 
 def drawn(reader: Reader, vocabulary: int) -> list[Tensor]:
     """Text of the model's own: ids of as many sequences as the reader takes, each of its whole context."""
-    first = torch.randint(vocabulary, (reader.batch, 1), generator=torch.Generator().manual_seed(SEED))
+    first = torch.randint(
+        vocabulary, (reader.batch, 1), generator=torch.Generator().manual_seed(SEED), dtype=torch.int64, device="cpu"
+    )
     if reader.context == 1:
         return list(first)
     found = reader.generate(first, reader.context - 1, sampling=Sampling(temperature=1.0, seed=SEED))
-    return [torch.tensor([*start.tolist(), *each.tokens]) for start, each in zip(first, found, strict=True)]
+    return [
+        torch.tensor([*start.tolist(), *each.tokens], dtype=torch.int64, device="cpu")
+        for start, each in zip(first, found, strict=True)
+    ]
 
 
 def guides_of(reader: Reader, prompts: list[Tensor], tables: Sequence[Tables]) -> list[Tensor]:
@@ -128,7 +133,11 @@ def _anywhere(rows: Tensor, rotary: tuple[Tensor, Tensor], *, placed: bool = Fal
     evenly over the context, and fall in step with no wavelength.
     """
     context, device = len(rotary[0]), rows.device
-    places = (torch.arange(PLACES).double() * ((5**0.5 - 1) / 2) % 1 * context).long().to(device)
+    places = (
+        (torch.arange(PLACES, dtype=torch.int64, device="cpu").double() * ((5**0.5 - 1) / 2) % 1 * context)
+        .long()
+        .to(device)
+    )
     shape = (PLACES, *(1,) * (rows.dim() - 1 - placed), -1)
     c, s = (table[places].double().view(shape) for table in rotary)
     low, high = rows.chunk(2, -1)

@@ -30,7 +30,7 @@ class Prefixes:
 
     def __init__(self, cache: KVCache | None, rows: int, context: int) -> None:
         self._cache = cache
-        self._ids = torch.full((rows, context), -1, dtype=torch.int64)
+        self._ids = torch.full((rows, context), -1, dtype=torch.int64, device="cpu")
         self._lengths = [0] * rows
         self._used = [0] * rows
         self._clock = 0

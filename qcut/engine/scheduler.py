@@ -400,7 +400,7 @@ class Scheduler:
             if settings.greedy and history is None:
                 first = reader.likeliest[row : row + 1].clone()
             else:
-                places = torch.tensor([[sequence.index], [len(prompt.ids)]])
+                places = torch.tensor([[sequence.index], [len(prompt.ids)]], dtype=torch.int64, device="cpu")
                 index, position = places.to(logits.device, non_blocking=True)
                 first = sample(logits, settings, index, position, None if history is None else history.of(n))
             sequence.read, sequence.chosen = len(prompt.ids), 1
@@ -434,7 +434,9 @@ class Scheduler:
             if not all(s.greedy and not s.penalizes for s in settings):
                 device = self._next.device
                 self._settings = Rows.of(settings, device)
-                places = torch.tensor([[sequence.index for sequence in running], lengths])
+                places = torch.tensor(
+                    [[sequence.index for sequence in running], lengths], dtype=torch.int64, device="cpu"
+                )
                 indices, positions = places.to(device, non_blocking=True)
                 self._places = indices, positions
         logits = self.engine.take_step(self._loop)
@@ -460,7 +462,9 @@ class Scheduler:
         row, sequence.row, cache = sequence.row, None, self.engine.cache
         if row is None:
             return
-        known = torch.tensor([*sequence.request.prompt, *sequence.request.tokens])[: sequence.read]
+        known = torch.tensor([*sequence.request.prompt, *sequence.request.tokens], dtype=torch.int64, device="cpu")[
+            : sequence.read
+        ]
         self._prefixes.keep(known, cache, row)
         last = self._running.pop()
         if last is not sequence:

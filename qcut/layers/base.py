@@ -6,7 +6,8 @@ One subclass computes one scheme, or all schemes of one class, and names them wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.codebooks.curvature import Curvature
 from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, check_activation, parse_scheme
-from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
+from qcut.errors import ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
+from qcut.layers.frozen import FrozenWeight
 from qcut.layers.gradients import InputGradient
 from qcut.layers.stored import StateEntry
-from qcut.models.guards import described, refuse_foreign_saving
+from qcut.models.guards import described, is_described, refuse_foreign_saving
 from qcut.models.modules import Quantized, float_bias, float_weight
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.gradients import inference_only
 
 if TYPE_CHECKING:
@@ -74,7 +77,6 @@ class Linear(Quantized):
 
     bias: Tensor | None
 
-    weight_dtype: torch.dtype = torch.float32
     input_gradients: bool = False
     parts: int = 1
     k_max: ClassVar[int | None] = None
@@ -145,8 +147,10 @@ class Linear(Quantized):
         for key, tensor in self._empty_buffers(device).items():
             self.register_buffer(key, tensor)
         self.register_buffer("bias", torch.empty(out_features, dtype=torch.float32, device=device) if bias else None)
+        self._settle(torch.float32)
 
     @classmethod
+    @in_plain_state
     def from_float(
         cls,
         module: nn.Module,
@@ -195,7 +199,7 @@ class Linear(Quantized):
         n, k = weight.shape
         layer = cls(k, n, bias is not None, scheme, activation, "meta", name)
         layer._quantize(weight, Known(static_range, second_moment, row_absmax))
-        layer.weight_dtype = weight.dtype
+        layer._settle(weight.dtype)
         if bias is not None:
             layer.bias = float_bias(bias, name)
         return layer.train(module.training)
@@ -275,6 +279,17 @@ class Linear(Quantized):
         return plain
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the float weight that the layer stands for."""
+        held = self._parameters["weight"]
+        assert held is not None
+        return held.dtype
+
+    @weight_dtype.setter
+    def weight_dtype(self, dtype: torch.dtype) -> None:
+        self._settle(dtype)
+
+    @property
     def weight(self) -> Tensor:
         """``[N, K]`` for what model code asks of it: its shape, its device, and the float weight's dtype.
 
@@ -333,6 +348,7 @@ class Linear(Quantized):
             mine = self._buffers.get(name)
             if buffer is not None and mine is not None and torch.equal(buffer, mine):
                 self._buffers[name] = buffer
+        self._parameters["weight"] = owner._parameters["weight"]
 
     def extra_repr(self) -> str:
         """Sizes, bias, scheme and activation, for ``print(model)``."""
@@ -354,9 +370,48 @@ class Linear(Quantized):
         """int8 ``[N, K]`` on the layer's device, in memory of the layer."""
         raise NotImplementedError
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse another weight; one that the layer holds already, as ``tie_weights()`` gives it, changes nothing.
+
+        Raises:
+            UnsupportedError: another weight than the layer's own.
+        """
+        if name != "weight":
+            super().register_parameter(name, param)
+        elif param is not self._parameters["weight"] and not is_described(param, self._stand_in()):
+            raise UnsupportedError(
+                f"{layer_prefix(self.name)}its weight is quantized, and another was assigned to it; quantize the float "
+                "layer that has the new weight"
+            )
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         refuse_foreign_saving(self.name)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        with self._without_parameter():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._without_parameter():
+            super()._load_from_state_dict(*args, **kwargs)
+        self._settle(self.weight_dtype)
+
+    @contextmanager
+    def _without_parameter(self) -> Iterator[None]:
+        held = self._parameters.pop("weight")
+        try:
+            yield
+        finally:
+            self._parameters["weight"] = held
+
+    def _settle(self, dtype: torch.dtype) -> None:
+        """Let the parameter be of a dtype, and where the buffers are."""
+        device = next(self.buffers()).device
+        held = self._parameters.get("weight")
+        if held is not None and held.device.type == device.type:
+            held.data = held.data.to(device, dtype)
+        else:
+            self._parameters["weight"] = FrozenWeight(
+                (self.out_features, self.in_features), self._buffers, dtype, device
+            )
 
     def _product(self, x: Tensor) -> Tensor:
         """Compute `forward` for x with K columns."""
@@ -367,8 +422,9 @@ class Linear(Quantized):
             moved = fn(t)
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
-        super()._apply(keep_dtype, recurse)
-        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
+        with self._without_parameter():
+            super()._apply(keep_dtype, recurse)
+        self._settle(fn(torch.empty(0, dtype=self.weight_dtype, device="cpu")).dtype)
         return self
 
 

@@ -34,6 +34,7 @@ from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import apply_activation
+from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.codebook import can_rotate
 from qcut.ops.paths import path
 
@@ -174,6 +175,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         self._set_passes(passes, weight.device)
 
     @classmethod
+    @in_plain_state
     def from_passes(
         cls,
         passes: Sequence[RotatedCodebook],
@@ -213,6 +215,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             if bias.shape != (n,):
                 raise ShapeError(f"{layer_prefix(name)}bias has shape {list(bias.shape)}; allowed: [{n}]")
             layer.bias = float_bias(bias, name).to(device)
+        layer._settle(torch.float32)
         return layer.eval()
 
     @property
@@ -220,6 +223,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """The weight as it was quantized, indices unpacked; new memory."""
         return [self._pass(p) for p in range(len(self.scheme.widths))]
 
+    @in_plain_state
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: the sum of the passes, rotated back."""
         return dequantize(self.passes)
@@ -274,7 +278,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
                 continue
             if out_of_range(book) or not bool((book.diff() > 0).all()):
                 return values, f"found {book.tolist()}; finite values, ascending, are allowed"
-            steps = torch.arange(len(book), device=book.device) - len(book) // 2
+            steps = torch.arange(len(book), device=book.device, dtype=torch.int64) - len(book) // 2
             if self.scheme.uniform and not torch.equal(book, steps.to(book.dtype)):
                 return values, f"found {book.tolist()}; {self.scheme.name} has {steps.tolist()}"
         first, second = PASS_KEYS[0][2], PASS_KEYS[1][2]
@@ -452,6 +456,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             self.scheme.seeds[p],
         )
 
+    @in_plain_state
     def _set_passes(self, passes: Sequence[RotatedCodebook], device: torch.device) -> None:
         """Put quantized passes in the buffers, as new tensors on a device."""
         g = self.geometry
@@ -503,6 +508,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             return
         if self.bias is not None:
             self.bias = given["bias"].to(device) if assign else given["bias"].detach().to(device, copy=True)
+        self._settle(self.weight_dtype)
 
 
 def _reader(

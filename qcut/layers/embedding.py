@@ -174,9 +174,16 @@ class Embedding(nn.Module):
             f"dtype={dtype_name(self.dtype)}" + (", tied" if self.tied else "")
         )
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See `Linear.register_parameter`."""
+        if name == "weight":
+            self.linear.register_parameter(name, param)
+        else:
+            super().register_parameter(name, param)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Embedding:
         super()._apply(fn, recurse)
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         return self
 
 

@@ -116,7 +116,7 @@ def _weight(layer: Linear, like: Tensor, dtype: torch.dtype | None = None) -> Te
     n, k = layer.out_features, layer.in_features
     weight = like.new_empty((n, k), dtype=dtype)
     for rows in row_chunks(n, k):
-        weight[rows] = layer.rows(torch.arange(rows.start, rows.stop, device=like.device))
+        weight[rows] = layer.rows(torch.arange(rows.start, rows.stop, device=like.device, dtype=torch.int64))
     return weight
 
 

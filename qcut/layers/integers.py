@@ -18,6 +18,7 @@ from qcut.models.modules import float_bias, float_weight, is_linear
 from qcut.numerics import int8, int16
 from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.quantize import flat
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class IntegerLinear(nn.Module):
         self.register_buffer("zero_point", zero_point)
 
     @classmethod
+    @in_plain_state
     def from_float(
         cls,
         module: nn.Module,
@@ -248,6 +250,7 @@ class IntegerChain(nn.Module):
         self._read: Reading[tuple[float, int]] | None = None
 
     @classmethod
+    @in_plain_state
     def from_float(cls, module: nn.Sequential, batches: Iterable[Tensor], *, bits: int = 8) -> Self:
         """Quantizes an ``nn.Sequential`` of linear layers, each with a ReLU behind it or none; it is left alone.
 

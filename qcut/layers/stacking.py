@@ -109,7 +109,8 @@ class Stacker:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {key: t for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+    parameters = {} if isinstance(module, Linear) else module._parameters
+    return {key: t for key, t in (*parameters.items(), *module._buffers.items()) if t is not None}
 
 
 def _rows(module: nn.Module) -> dict[str, Tensor]:
@@ -172,6 +173,7 @@ def _module(siblings: Sequence[nn.Module], tensors: dict[str, Tensor]) -> nn.Mod
         name = " + ".join(str(cast(Linear, module).name) for module in siblings) if first.name else None
         made = type(first)(k, n, first.bias is not None, first.scheme, first.activation, "meta", name)
         made._buffers.update({**first._buffers, **tensors})
+        made.weight_dtype = first.weight_dtype
         made.input_gradients = all(cast(Linear, module).input_gradients for module in siblings)
     else:
         made = nn.Linear(k, n, "bias" in tensors, device="meta")

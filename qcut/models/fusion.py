@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from qcut.models.classes import activation_of, all_calls_are_watched, is_exactly, is_unwatched, library_class
 from qcut.models.modules import Quantized, is_linear

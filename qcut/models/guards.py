@@ -30,6 +30,7 @@ class _Described(Tensor):
 
     owner: str
     stated: torch.dtype
+    _is_param = True  # isinstance(layer.weight, nn.Parameter), as of a float layer
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,6 +80,11 @@ def described(tensor: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
     view = tensor.as_subclass(_Described)
     view.owner, view.stated = layer_prefix(name), dtype
     return view
+
+
+def is_described(tensor: Any, memory: Tensor) -> bool:
+    """Whether this is what `described` makes of a tensor in the same memory."""
+    return isinstance(tensor, _Described) and tensor.data_ptr() == memory.data_ptr()
 
 
 def refuse_foreign_saving(name: str | None) -> None:

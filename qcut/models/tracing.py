@@ -225,7 +225,7 @@ def _harmless(func: Any, tensor: Tensor, result: Any) -> bool:
 
 def _proportional(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> bool:
     """Whether scaling weight and bias scales every channel of the output alike (to 1 %: half precision may round)."""
-    factor = 2.0 ** (1 + torch.arange(output.shape[-1], device=output.device) % 2)
+    factor = 2.0 ** (1 + torch.arange(output.shape[-1], device=output.device, dtype=torch.int64) % 2)
     held = {k: p for k, p in module._parameters.items() if p is not None}
     if set(held) - {"weight", "bias"} or any(p.shape != factor.shape for p in held.values()):
         return False

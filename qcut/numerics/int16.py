@@ -49,7 +49,7 @@ def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     x = x.float()
     absmax = x.abs().amax(1)
     # On CUDA torch multiplies by the rounded reciprocal of a Python scalar.
-    scale = (absmax / torch.full((), float(LARGEST), device=x.device)).clamp_(min=SMALLEST_SCALE)
+    scale = (absmax / torch.full((), float(LARGEST), device=x.device, dtype=torch.float32)).clamp_(min=SMALLEST_SCALE)
     scale = scale.masked_fill_(absmax == 0, 1.0).masked_fill_(~absmax.isfinite(), math.nan)
     inverse = torch.ones_like(scale) / scale
     q = torch.zeros(x.shape[0], k_padded, dtype=torch.int16, device=x.device)
@@ -73,10 +73,10 @@ def static_scale(lo: float, hi: float) -> float:
     Exactness: bitwise.
     """
     StaticRange(lo, hi)  # raises
-    largest = torch.tensor(max(-lo, hi), dtype=torch.float32)
+    largest = torch.tensor(max(-lo, hi), dtype=torch.float32, device="cpu")
     if not largest.isfinite():
         raise ConfigError(f"static range [{lo}, {hi}] is too wide for float32")
-    scale = (largest / torch.full((), float(LARGEST))).clamp(min=SMALLEST_SCALE)
+    scale = (largest / torch.full((), float(LARGEST), dtype=torch.float32, device="cpu")).clamp(min=SMALLEST_SCALE)
     return 1.0 if largest == 0 else float(scale)
 
 
@@ -95,7 +95,9 @@ def quantize_tensor_ref(x: Tensor, scale: float, k_padded: int) -> Tensor:
 
     Exactness: bitwise.
     """
-    inverse = torch.ones((), device=x.device) / torch.full((), scale, device=x.device)
+    inverse = torch.ones((), device=x.device, dtype=torch.float32) / torch.full(
+        (), scale, device=x.device, dtype=torch.float32
+    )
     q = torch.zeros(x.shape[0], k_padded, dtype=torch.int16, device=x.device)
     q[:, : x.shape[1]] = (x.float() * inverse).round_().nan_to_num_(nan=0.0).clamp_(-LARGEST, LARGEST)
     return q

@@ -53,7 +53,7 @@ def _signs(d: int) -> Tensor:
         h = column * 0x9E3779B1 & 0xFFFFFFFF
         h = (h ^ h >> 15) * 0x85EBCA6B & 0xFFFFFFFF
         found.append(-1.0 if (h ^ h >> 13) & 1 else 1.0)
-    return torch.tensor(found)
+    return torch.tensor(found, dtype=torch.float32, device="cpu")
 
 
 def check_head(d: int) -> None:
@@ -158,7 +158,7 @@ def _moved(codes: Tensor, steps: Tensor, guide: _Guide) -> Tensor:
     heads, d, _ = guide.directions.shape
     shape = (-1, heads, d)
     c, e = codes.reshape(shape).double(), steps.reshape(shape).double()
-    u, column = guide.directions.double(), torch.arange(d, device=codes.device)
+    u, column = guide.directions.double(), torch.arange(d, device=codes.device, dtype=torch.int64)
     for _ in range(MOVES):
         p = torch.einsum("rhd,hdk->rhk", e, u)  # integers below 2 ** 26, as those that follow: float64 is exact
         q = (p.float() * guide.strengths).round().clamp(-32767, 32767).double()
@@ -222,13 +222,15 @@ def guide_of(moments: Tensor, mean: Tensor) -> Tensor:
     moments, mean = moments.double().cpu(), mean.double().cpu()
     heads, d, _ = moments.shape
     known = moments.isfinite().flatten(1).all(1)
-    values, vectors = torch.linalg.eigh(torch.where(known[:, None, None], moments, torch.eye(d, dtype=torch.float64)))
+    values, vectors = torch.linalg.eigh(
+        torch.where(known[:, None, None], moments, torch.eye(d, dtype=torch.float64, device="cpu"))
+    )
     rest = values[:, : d - DIRECTIONS].mean(1, keepdim=True).clamp(min=1e-6 * values[:, -1:].clamp(min=1e-30))
     over = (values[:, d - DIRECTIONS :] / rest - 1).clamp(0, 4095)
     directions = vectors[:, :, d - DIRECTIONS :] * over.sqrt()[:, None]
     unit = directions.abs().amax(1, keepdim=True) / 127
     u = torch.where(unit > 0, directions / unit, 0.0).round()
-    guide = torch.zeros(heads, d + 2, 4, dtype=torch.int32)
+    guide = torch.zeros(heads, d + 2, 4, dtype=torch.int32, device="cpu")
     guide[:, :d, :2] = u.to(torch.int8).contiguous().view(torch.int32)
     centered = torch.where(mean.isfinite().all(1, keepdim=True), mean, 0.0)
     guide[:, :d, 2] = centered.float().contiguous().view(torch.int32)

@@ -168,7 +168,7 @@ def static_qparams(lo: float, hi: float) -> tuple[float, int]:
     Exactness: bitwise.
     """
     StaticRange(lo, hi)  # raises
-    low, high = torch.tensor([lo, hi], dtype=torch.float32).unbind()
+    low, high = torch.tensor([lo, hi], dtype=torch.float32, device="cpu").unbind()
     scale = _divide(high - low, 255.0)
     if not scale.isfinite():
         raise ConfigError(f"static range [{lo}, {hi}] is too wide for float32")
@@ -489,7 +489,7 @@ def matmul_s8(a: Tensor, b: Tensor) -> Tensor:
         a, b = (q.reshape(-1).view(q.shape) for q in (a, b))
         return torch._int_mm(a, b.t())
     # Sums of 1024 products are at most 2**24, so float32 holds every partial sum in any order.
-    acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32)
+    acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32, device="cpu")
     with torch.autocast("cpu", enabled=False):  # it would multiply in bfloat16
         for a_k, b_k in zip(a.split(1024, 1), b.split(1024, 1), strict=True):
             acc += (a_k.float() @ b_k.float().t()).to(torch.int32)
@@ -501,8 +501,8 @@ def _int_mm_is_exact() -> bool:
     """Whether this CPU's int8 product is fast and exact: without VNNI, pairs of products saturate."""
     if not getattr(torch.cpu, "_is_vnni_supported", lambda: False)():
         return False
-    a = torch.full((33, 256), -128, dtype=torch.int8)
-    b = torch.full((16, 256), -128, dtype=torch.int8)
+    a = torch.full((33, 256), -128, dtype=torch.int8, device="cpu")
+    b = torch.full((16, 256), -128, dtype=torch.int8, device="cpu")
     b[::2] = 127
     expected = (a.double() @ b.double().t()).to(torch.int32)
     return all(torch.equal(torch._int_mm(a[:m], b.t()), expected[:m]) for m in (1, 33))

@@ -115,10 +115,10 @@ class Rows(NamedTuple):
     def of(cls, settings: Sequence[Sampling], device: torch.device) -> Rows:
         """The settings of rows, one each, on a device, which nobody waits for."""
         host = (
-            torch.tensor([_float_values(s) for s in settings], dtype=torch.float32).view(-1, 4),
-            torch.tensor([_whole_values(s) for s in settings], dtype=torch.int64).view(-1, 3),
+            torch.tensor([_float_values(s) for s in settings], dtype=torch.float32, device="cpu").view(-1, 4),
+            torch.tensor([_whole_values(s) for s in settings], dtype=torch.int64, device="cpu").view(-1, 3),
             key_words([s.seed for s in settings], torch.device("cpu")),
-            torch.tensor([s.greedy for s in settings], dtype=torch.bool),
+            torch.tensor([s.greedy for s in settings], dtype=torch.bool, device="cpu"),
         )
         return cls(tuple(settings), *(part.to(device, non_blocking=True) for part in host))
 
@@ -195,7 +195,9 @@ def argmax(logits: Tensor) -> Tensor:
     x, columns = logits.detach().float(), logits.shape[1]
     largest = x.masked_fill(x.isnan(), -math.inf).amax(1, keepdim=True)
     # torch's own argmax prefers NaN. In a row of NaN alone no element equals the largest: `columns` becomes 0.
-    return torch.arange(columns, device=x.device).masked_fill(x != largest, columns).amin(1) % columns
+    return (
+        torch.arange(columns, device=x.device, dtype=torch.int64).masked_fill(x != largest, columns).amin(1) % columns
+    )
 
 
 def penalized(logits: Tensor, settings: Sampling | Rows, history: History) -> Tensor:
@@ -282,7 +284,7 @@ def sample(
     finite = x[:, :1].isfinite()
     weights = _weights((x - x[:, :1]).masked_fill_(~finite, 0.0) / temperature)
     if len({s.top_k for s in given}) > 1:
-        weights.masked_fill_(torch.arange(x.shape[1], device=x.device) >= top_k, 0)
+        weights.masked_fill_(torch.arange(x.shape[1], device=x.device, dtype=torch.int64) >= top_k, 0)
     if any(s.min_p for s in given):
         weights.masked_fill_(weights < min_p << 16, 0)
     sums = weights.cumsum(1)

@@ -144,7 +144,11 @@ class AppendKv(NamedTuple):
             k = _rotated(k, cos, sin, self.interleaved)
         if cache.has_turned_keys:
             q.copy_(int4.turn(q))
-        sequences, places, v = torch.arange(len(q), device=q.device) // self.length, tokens.slots.long(), tokens.v
+        sequences, places, v = (
+            torch.arange(len(q), device=q.device, dtype=torch.int64) // self.length,
+            tokens.slots.long(),
+            tokens.v,
+        )
         if self.ring:
             kept = places < self.ring
             sequences, places, k, v = sequences[kept], places[kept] % context, k[kept], v[kept]
@@ -242,7 +246,9 @@ class DecodeAttention(NamedTuple):
         longest = int(positions.max()) + 1 if len(q) else 0
         if self.ring:
             cache = unrolled(cache, longest)
-        mask = seen(torch.arange(longest, device=q.device), positions[:, None], self.window)[:, None, None]
+        mask = seen(torch.arange(longest, device=q.device, dtype=torch.int64), positions[:, None], self.window)[
+            :, None, None
+        ]
         y = attended(q[:, :, None], cache, 0, len(q), longest, mask, self.scale, self.softcap)
         return y[:, :, 0]
 

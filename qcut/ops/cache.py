@@ -88,7 +88,7 @@ def check_ring(op: str, ring: int, context: int, read: int, window: int | None =
 
 def unrolled(cache: Cache, places: int) -> Cache:
     """The first places of a cache that is a ring, each where it would be without; those overwritten hold others."""
-    rows = torch.arange(places, device=cache.keys.device) % cache.keys.shape[2]
+    rows = torch.arange(places, device=cache.keys.device, dtype=torch.int64) % cache.keys.shape[2]
     return Cache(*(None if part is None else part[:, :, rows] for part in cache))  # type: ignore[arg-type]
 
 

@@ -112,7 +112,7 @@ class PromptAttention(NamedTuple):
                 )
             if tokens == 0:
                 continue
-            places = torch.arange(end, device=q.device)
+            places = torch.arange(end, device=q.device, dtype=torch.int64)
             mask = seen(places, places[start:, None], self.window)
             rows = q[first : first + tokens].transpose(0, 1)[None]
             mixed = attended(rows, cache, b, 1, end, mask, self.scale, self.softcap)

@@ -166,6 +166,7 @@ def operator(
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, on_cpu, "CPU")
         library.impl(name, on_cpu if composed else on_cuda, "CUDA")
+        _keep_from_autocast(name)
         torch.library.register_fake(f"qcut::{name}", fake, lib=library)
         if native:
             library.define(f"_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -173,6 +174,18 @@ def operator(
         return call
 
     return register
+
+
+def _keep_from_autocast(name: str) -> None:
+    """Compute an operator inside autocast as outside: of its arguments' types, what is composed in it included."""
+    for device in ("CPU", "CUDA"):
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+
+        def run(*args: Any, _keys: torch._C.DispatchKeySet = keys, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_keys):
+                return getattr(torch.ops.qcut, name).default(*args, **kwargs)
+
+        library.impl(name, run, f"Autocast{device}")
 
 
 def _is_written(hint: Any) -> bool:

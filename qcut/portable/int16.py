@@ -45,7 +45,9 @@ def quantized_by(x: Tensor, scale: float, k_padded: int) -> Tensor:
     m, k = x.shape
     q = x.new_empty((int16.rows_of_blocks(m), k_padded), dtype=torch.int8)
     block = min(max(128, 1 << (k_padded - 1).bit_length()), 2048)
-    inverse = float(torch.ones(()) / torch.full((), scale))
+    inverse = float(
+        torch.ones((), dtype=torch.float32, device="cpu") / torch.full((), scale, dtype=torch.float32, device="cpu")
+    )
     with runtime.on(x.device):
         kernels.quantize_to_halves_by[(m, -(-k_padded // block))](
             x, q, x.stride(0), k, k_padded, inverse, BLOCK=block, enable_fp_fusion=False

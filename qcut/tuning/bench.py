@@ -66,9 +66,9 @@ class Operands:
             return cls._of_16_bits(a, b, task)
         zero_point = torch.randint(-128, 128, (m,), dtype=torch.int32, device="cuda", generator=generator)
         colsum = b_nk.sum(1, dtype=torch.int32)
-        row_scale = torch.rand(m, device="cuda", generator=generator) * 1e-2
-        col_scale = torch.rand(n, device="cuda", generator=generator) * 1e-2
-        bias = torch.randn(n, device="cuda", generator=generator)
+        row_scale = torch.rand(m, device="cuda", generator=generator, dtype=torch.float32) * 1e-2
+        col_scale = torch.rand(n, device="cuda", generator=generator, dtype=torch.float32) * 1e-2
+        bias = torch.randn(n, device="cuda", generator=generator, dtype=torch.float32)
         expected = numerics.gemm_s8_ref(
             a_mk,
             b_nk,
@@ -95,9 +95,9 @@ class Operands:
 
         q = ints(torch.int16, -(2**15), int16.LARGEST, m)
         b = [ints(torch.int8, -128, 127, n) for _ in range(min(MAX_COPIES, timing.rotation(n * k)))]
-        row_scale = torch.rand(m, device="cuda", generator=generator) * 1e-4
-        col_scale = torch.rand(n, device="cuda", generator=generator) * 1e-2
-        bias = torch.randn(n, device="cuda", generator=generator)
+        row_scale = torch.rand(m, device="cuda", generator=generator, dtype=torch.float32) * 1e-4
+        col_scale = torch.rand(n, device="cuda", generator=generator, dtype=torch.float32) * 1e-2
+        bias = torch.randn(n, device="cuda", generator=generator, dtype=torch.float32)
         expected = numerics.epilogue_ref(
             (q.double() @ b[0].double().t()).float(),
             row_scale=row_scale,
@@ -114,8 +114,8 @@ class Operands:
         """Tokens of small integers, whose sums are below ``2**24``: exact in float32 in any order."""
         limit = max(1, min(8, (2**24 - 1) // (128 * task.k)))
         a = a.remainder(2 * limit + 1) - limit
-        col_scale = torch.rand(task.n, device="cuda") * 1e-2
-        bias = torch.randn(task.n, device="cuda")
+        col_scale = torch.rand(task.n, device="cuda", dtype=torch.float32) * 1e-2
+        bias = torch.randn(task.n, device="cuda", dtype=torch.float32)
         expected = numerics.gemm_s8_ref(a, b[0], col_scale=col_scale, bias=bias, out_dtype=_OUT[task.out])
         lds = (task.k, task.k, task.n)
         return cls(a.half(), b, [col_scale, bias], lds, torch.empty_like(expected), expected)

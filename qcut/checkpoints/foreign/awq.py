@@ -53,7 +53,7 @@ class Awq(Words):
 
     def _integers(self, qweight: Tensor) -> Tensor:
         stored = unpack_words(qweight, 4, 1).view(len(qweight), -1, 8)
-        return stored.index_select(2, torch.tensor(_PLACES)).flatten(1)
+        return stored.index_select(2, torch.tensor(_PLACES, dtype=torch.int64, device="cpu")).flatten(1)
 
     def _zero_points(self, qzeros: Tensor) -> Tensor:
         return self._integers(qzeros)

@@ -147,7 +147,7 @@ def _four_bits(parts: Parts) -> Linear:
     indices = torch.stack((packed >> 4, packed & 15), 1).view(n, k)
     values = parts.read_scales("weight.quant_map")
     levels, place = values.unique(return_inverse=True)  # ascending; fp4 has 0 twice
-    unused = levels[-1] + torch.arange(1.0, 17.0 - len(levels))
+    unused = levels[-1] + torch.arange(1.0, 17.0 - len(levels), dtype=torch.float32, device="cpu")
     indices = place.to(torch.uint8)[indices.int()]
     levels = torch.cat((levels, unused))
     negative = scales < 0
@@ -181,7 +181,7 @@ def _scales(parts: Parts, state: dict[str, Any], blocks: int) -> Tensor:
     parts.require(_NESTED[0], ("F32",), [-(-blocks // size)])
     outer, values = (parts.read_scales(key) for key in _NESTED)
     inner = values[parts.read("weight.absmax").int()]
-    offset = torch.tensor(state["nested_offset"], dtype=torch.float32)
+    offset = torch.tensor(state["nested_offset"], dtype=torch.float32, device="cpu")
     return inner * outer.repeat_interleave(size)[:blocks] + offset
 
 

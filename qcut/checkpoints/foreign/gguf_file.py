@@ -121,7 +121,7 @@ class GgufFile:
             CheckpointError: the file has become shorter.
         """
         place = self.tensors[name]
-        data = torch.empty(place.nbytes, dtype=torch.uint8)
+        data = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
         self._file.seek(place.start)
         if read_into(self._file, data.numpy().data) < place.nbytes:
             raise CheckpointError(f"{self.path}: tensor {name!r}: the file ends in it")

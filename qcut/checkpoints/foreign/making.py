@@ -33,7 +33,7 @@ def int8_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: W8A8 | W8A16) -> 
     bias = parts.read_bias()
     try:
         layer = Linear(parts.k, parts.n, bias is not None, scheme, device="meta", name=parts.name)
-        padded = torch.zeros((parts.n, padded_k(parts.k)), dtype=torch.int8)
+        padded = torch.zeros((parts.n, padded_k(parts.k)), dtype=torch.int8, device="cpu")
         padded[:, : parts.k] = q
         scale = scale.to(torch.float32)
         empty = scale == 0
@@ -97,7 +97,11 @@ def integer_layer(
     Exactness: ``dequantized_weight`` is exact where scales have 16 bits; with float32 scales it rounds to float32.
     """
     norms = stored_scales(scales)
-    zeros = torch.full(norms.shape, 8, dtype=torch.int32) if zero_points is None else zero_points.to(torch.int32)
+    zeros = (
+        torch.full(norms.shape, 8, dtype=torch.int32, device="cpu")
+        if zero_points is None
+        else zero_points.to(torch.int32)
+    )
     negative = norms < 0
     if bool(negative.any()):
         size = parts.k if group_size is None else group_size
@@ -107,7 +111,9 @@ def integer_layer(
         norms = norms.abs()
     centred = bool(((zeros == 8) | (norms == 0)).all())
     offsets = None if centred else torch.where(norms == 0, 0, 8 - zeros).half()
-    book = RotatedCodebook(q, norms, torch.arange(-8.0, 8.0), group_size or parts.k, NO_ROTATION, 0)
+    book = RotatedCodebook(
+        q, norms, torch.arange(-8.0, 8.0, dtype=torch.float32, device="cpu"), group_size or parts.k, NO_ROTATION, 0
+    )
     scheme = Codebook(group_size=group_size, rotation="none", uniform=True)
     return codebook_layer(parts, [book], scheme, offsets, order)
 
@@ -139,13 +145,17 @@ def byte_layer(
 
     Exactness: that of `integer_layer`.
     """
-    zeros = torch.full(scales.shape, 128, dtype=torch.int32) if zero_points is None else zero_points.to(torch.int32)
+    zeros = (
+        torch.full(scales.shape, 128, dtype=torch.int32, device="cpu")
+        if zero_points is None
+        else zero_points.to(torch.int32)
+    )
     if scales.shape[1] == 1 and bool((zeros == 128).all()):
         return int8_layer(parts, centred(u), scales[:, 0], W8A16())
     norms = stored_scales(scales)
     if norms.dtype is torch.float16 and float(norms.abs().max()) * 16 > torch.finfo(torch.float16).max:
         norms = norms.float()
-    book, size = torch.arange(16) - 7.5, group_size or parts.k
+    book, size = torch.arange(16, dtype=torch.float32, device="cpu") - 7.5, group_size or parts.k
     passes = [
         RotatedCodebook(indices, part, book, size, NO_ROTATION, 0)
         for indices, part in ((u >> 4, norms * 16), (u & 15, norms))
@@ -214,7 +224,7 @@ def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | Non
     groups = parts.read(key)
     size = group_size or parts.k
     order = torch.argsort(groups, stable=True)
-    expected = torch.arange(parts.k) // size
+    expected = torch.arange(parts.k, dtype=torch.int64, device="cpu") // size
     found = groups[order]
     if not torch.equal(found.long(), expected):
         at = int((found != expected).nonzero()[0])
@@ -222,7 +232,7 @@ def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | Non
             f"{parts.where}: tensor '{parts.name}.{key}': found group {int(found[at])} at place {at} of the columns in "
             f"the order of their groups; groups of {size} columns, the last of which may have fewer, are served"
         )
-    return None if torch.equal(order, torch.arange(parts.k)) else order.to(torch.int32)
+    return None if torch.equal(order, torch.arange(parts.k, dtype=torch.int64, device="cpu")) else order.to(torch.int32)
 
 
 def _placed(exc: QcutError, parts: Parts) -> QcutError:

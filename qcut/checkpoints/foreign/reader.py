@@ -26,6 +26,7 @@ from qcut.checkpoints.huggingface import causal_class, model_of, read_config
 from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear, state_dtype
+from qcut.layers.frozen import float_dtype
 from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.storage import schema
@@ -112,8 +113,7 @@ class Reader:
             if self.method == "gguf" and dtype is None:
                 dtype = torch.float16
             _fill(model, opened, torch.device(device), dtype, progress)
-        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-        state_dtype(model, dtype or next(floats, torch.float32))
+        state_dtype(model, dtype or float_dtype(model))
         return model.eval()
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ from qcut.config import W8A8
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.frozen import float_dtype
 from qcut.layers.int8 import Int8Linear
 from qcut.models.modules import dtype_name, is_conv1d, looks_linear, tensor_key
 from qcut.numerics.checks import out_of_range
@@ -167,7 +168,7 @@ def _shards(tensors: dict[str, Reading], limit: int) -> Iterator[list[str]]:
 def _texts(model: nn.Module, layers: dict[str, Int8Linear]) -> dict[str, Any]:
     config: Any = model.config
     described = json.loads(config.to_json_string(use_diff=False))
-    floats = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    floats = float_dtype(model)
     floating = [name for name, module in model.named_modules() if looks_linear(module) and name not in layers]
     described |= {
         "architectures": [type(model).__name__],

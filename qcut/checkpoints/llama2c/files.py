@@ -29,6 +29,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 from qcut.process.versions import require
 from qcut.storage.files import write_bytes
 from qcut.storage.reading import file_size, read_into, read_up_to, reading
@@ -105,6 +106,7 @@ class _Header:
             yield _Entry("wcls", "lm_head", table)
 
 
+@in_plain_state
 def load_llama2c(
     path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> LlamaForCausalLM:

@@ -227,7 +227,7 @@ def quantize(
             norms = torch.empty((n, len(parts)), dtype=torch.float32, device=device)
             results.append(RotatedCodebook(indices, norms, codebook(bits, device), size, kind, seed))
             edges.append(torch.tensor(_iterate(bits)[1], dtype=torch.float32, device=device))
-    sizes = torch.tensor([d for _, d in parts], device=device)
+    sizes = torch.tensor([d for _, d in parts], device=device, dtype=torch.int64)
     for rows in row_chunks(n, k):
         left = finite_rows(weight, rows, layer)
         for q, midpoints in zip(results, edges, strict=True):

@@ -26,6 +26,7 @@ from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
+from qcut.layers.frozen import FrozenWeight
 from qcut.models.modules import is_conv1d, replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.process.progress import with_progress
@@ -184,7 +185,8 @@ def _quantized(layers: dict[str, CodebookLinear], stems: dict[str, str]) -> tupl
 def _rest(model: nn.Module, layers: dict[str, CodebookLinear]) -> dict[str, Tensor]:
     """Every other parameter and buffer by its first name."""
     inside = {id(buffer) for layer in layers.values() for buffer in layer.buffers()}
-    named = (*model.named_parameters(), *model.named_buffers())
+    floats = (item for item in model.named_parameters() if not isinstance(item[1], FrozenWeight))
+    named = (*floats, *model.named_buffers())
     rest: dict[str, Tensor] = {}
     for name, tensor in named:
         if tensor.is_meta:

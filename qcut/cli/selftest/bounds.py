@@ -57,8 +57,8 @@ def codebook(exact: Tensor, sizes: Tensor, tokens: Tensor, columns: int, dtype: 
         columns: terms of a sum.
         dtype: type of tokens and result.
     """
-    weight = half_ulp(torch.tensor(1.0, dtype=torch.float64), dtype)
-    smallest = half_ulp(torch.tensor(0.0, dtype=torch.float64), dtype)
+    weight = half_ulp(torch.tensor(1.0, dtype=torch.float64, device="cpu"), dtype)
+    smallest = half_ulp(torch.tensor(0.0, dtype=torch.float64, device="cpu"), dtype)
     slack = sizes * (weight + (columns + 8) * 2.0**-23) + tokens * smallest
     return Near.rounded(exact, slack, dtype)
 
@@ -129,7 +129,10 @@ def attention(
     """
     dtype, (_, heads, head), kv_heads = q.dtype, q.shape, keys.shape[1]
     half = dtype is not torch.float32
-    exact, within = torch.empty(q.shape, dtype=torch.float64), torch.empty(q.shape, dtype=torch.float64)
+    exact, within = (
+        torch.empty(q.shape, dtype=torch.float64, device="cpu"),
+        torch.empty(q.shape, dtype=torch.float64, device="cpu"),
+    )
     for b, position in enumerate(positions.tolist()):
         mine = q[b].view(kv_heads, heads // kv_heads, head).double()
         k, v = (t[b, :, : position + 1].double() for t in (keys, values))
@@ -143,12 +146,14 @@ def attention(
         share = share + 2.0**-20 + 1.25 * (position + 64) * 2.0**-23
         slack = 2 * share * (weights @ v.abs())
         if half:
-            slack = slack + 2 * half_ulp(torch.tensor(1.0, dtype=torch.float64), dtype) * (weights @ v.abs())
+            slack = slack + 2 * half_ulp(torch.tensor(1.0, dtype=torch.float64, device="cpu"), dtype) * (
+                weights @ v.abs()
+            )
             steps = v.abs().sum(1, keepdim=True)
             if value_scales is not None:
                 largest = value_scales[b, :, : position + 1].double().amax(1)[:, None, None]
                 steps = largest * stored.abs().sum(1, keepdim=True)
-            step = half_ulp(torch.tensor(0.0, dtype=torch.float64), dtype)
+            step = half_ulp(torch.tensor(0.0, dtype=torch.float64, device="cpu"), dtype)
             slack = slack + step * (steps + (position + 1) * want.abs())
         near = Near.rounded(want, slack, dtype)
         exact[b], within[b] = near.exact.view(heads, head), near.within.view(heads, head)

@@ -70,11 +70,15 @@ def all_checks() -> list[Check]:
 
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu").to(
+        dtype
+    )
 
 
 def _integers(low: int, high: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.int8) -> Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randint(
+        low, high, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int64, device="cpu"
+    ).to(dtype)
 
 
 def _on(device: torch.device, *values: Any) -> tuple[Any, ...]:
@@ -145,7 +149,10 @@ def _decoder() -> Iterator[Check]:
     single = gate.float()
     yield _near("gelu_tanh", "7x1000 float32", lambda: bounds.gelu_tanh(single), OPS.gelu_tanh, single)
 
-    ids, positions = torch.tensor([0, 36, 5, 5]), torch.tensor([1, 0, 8, 2], dtype=torch.int32)
+    ids, positions = (
+        torch.tensor([0, 36, 5, 5], dtype=torch.int64, device="cpu"),
+        torch.tensor([1, 0, 8, 2], dtype=torch.int32, device="cpu"),
+    )
     table, scale, places = _integers(-127, 128, 37, 320), _random(37).abs(), _random(9, 320, seed=1, dtype=HALF)
     yield _same("embed", "4 of 37x320 int8", OPS.embed_rows, ids, table, scale, positions, places, HALF)
 
@@ -157,7 +164,10 @@ def _decoder() -> Iterator[Check]:
         OPS.advance(*given, 64)
         return given[1:]
 
-    state = torch.zeros(5, dtype=torch.int64), *(torch.full((5,), 63 + i, dtype=torch.int32) for i in range(2))
+    state = (
+        torch.zeros(5, dtype=torch.int64, device="cpu"),
+        *(torch.full((5,), 63 + i, dtype=torch.int32, device="cpu") for i in range(2)),
+    )
     yield _same("advance", "5x50257 float16", advance, logits, *state)
 
 
@@ -175,12 +185,15 @@ def _cache(batch: int, kv_heads: int, context: int, head: int, dtype: torch.dtyp
 
 def _attention() -> Iterator[Check]:
     head, context, kv_heads = 64, 300, 2
-    angles = torch.outer(torch.arange(context), torch.arange(head // 2) / head).repeat(1, 2)
+    angles = torch.outer(
+        torch.arange(context, dtype=torch.float32, device="cpu"),
+        torch.arange(head // 2, dtype=torch.float32, device="cpu") / head,
+    ).repeat(1, 2)
     tables = angles.cos().to(HALF), angles.sin().to(HALF)
     for quantized in (False, True):
         kind = "int8" if quantized else "float16"
         rows = [_random(3, n, head, seed=i, dtype=HALF) for i, n in enumerate((6, kv_heads, kv_heads))]
-        slots = torch.tensor([0, 299, 100], dtype=torch.int32)
+        slots = torch.tensor([0, 299, 100], dtype=torch.int32, device="cpu")
         cache = _cache(3, kv_heads, context, head, HALF, quantized)
 
         def append(*given: Any) -> Results:
@@ -203,7 +216,7 @@ def _attention() -> Iterator[Check]:
     ):
         q = _random(batch, heads, head, seed=1, dtype=dtype)
         cache = _cache(batch, kv_heads, context, head, dtype, quantized)
-        positions = context - 1 - torch.arange(batch, dtype=torch.int32) % 50
+        positions = context - 1 - torch.arange(batch, dtype=torch.int32, device="cpu") % 50
         scale = head**-0.5
         name = str(dtype).removeprefix("torch.") + (", int8 cache" if quantized else "")
         yield _near(
@@ -226,11 +239,11 @@ def _prompts() -> Iterator[Check]:
         (HALF, 5, 6, 6, 80, False),
         (HALF, 40, 2, 1, 256, True),
     ):
-        starts, scale = torch.tensor([0, 150], dtype=torch.int32), head**-0.5
+        starts, scale = torch.tensor([0, 150], dtype=torch.int32, device="cpu"), head**-0.5
         lengths = torch.full_like(starts, length)
         q = _random(2 * length, heads, head, seed=length, dtype=dtype)
         cache = _cache(2, kv_heads, 220, head, dtype, quantized)
-        positions = (starts[:, None] + torch.arange(length, dtype=torch.int32)).flatten()
+        positions = (starts[:, None] + torch.arange(length, dtype=torch.int32, device="cpu")).flatten()
         # For each token its sequence's cache.
         keys, values, *scales = (None if t is None else t.repeat_interleave(length, 0) for t in cache)
         assert keys is not None
@@ -246,13 +259,18 @@ def _step() -> Check:
     """A step's rotary positions, its cache's new rows, its attention, and the largest magnitudes of the result."""
     batch, heads, kv_heads, head, context, scale = 3, 8, 2, 64, 700, 0.125
     q, k, v = (_random(batch, n, head, seed=n + i, dtype=HALF) for i, n in enumerate((heads, kv_heads, kv_heads)))
-    angles = torch.outer(torch.arange(context), 1 / (1 + torch.arange(head // 2))).repeat(1, 2)
+    angles = torch.outer(
+        torch.arange(context, dtype=torch.float32, device="cpu"),
+        1 / (1 + torch.arange(head // 2, dtype=torch.float32, device="cpu")),
+    ).repeat(1, 2)
     tables = angles.cos().to(HALF), angles.sin().to(HALF)
-    slots = torch.tensor([0, 699, 350], dtype=torch.int32)
+    slots = torch.tensor([0, 699, 350], dtype=torch.int32, device="cpu")
     cache = _cache(batch, kv_heads, context, head, HALF, True)
 
     def run(device: torch.device) -> Results:
-        *given, absmax = _on(device, q, k, v, *tables, slots, slots, *cache, torch.zeros(batch))
+        *given, absmax = _on(
+            device, q, k, v, *tables, slots, slots, *cache, torch.zeros(batch, dtype=torch.float32, device="cpu")
+        )
         y = OPS.append_attention(*given, scale, None, absmax)
         return y, *given[-4:], absmax
 
@@ -260,7 +278,7 @@ def _step() -> Check:
         given = _on(torch.device("cpu"), q, k, v, *tables, slots, slots, *cache)
         OPS.append_kv(*given)
         turned, after = given[0], given[-4:]
-        largest = torch.zeros(batch)
+        largest = torch.zeros(batch, dtype=torch.float32, device="cpu")
         int8.raise_absmax(largest, got[0])
         near = bounds.attention(turned, after[0], after[1], after[2], after[3], slots, scale)
         return near, *after, largest
@@ -293,7 +311,7 @@ def _gemm_stream() -> Iterator[Check]:
     multiplier, shift = (_integers(*ends, n, dtype=torch.int32) for ends in ((2**23, 2**24), (34, 38)))
     for m, (low, high, dtype) in product((3, 40), ((-128, 128, torch.int8), (-32_639, 32_640, torch.int16))):
         tokens_of = _integers(low, high, m, k, dtype=dtype)
-        zero_point = torch.tensor([-3], dtype=torch.int32) if dtype is torch.int8 else None
+        zero_point = torch.tensor([-3], dtype=torch.int32, device="cpu") if dtype is torch.int8 else None
         scaled = bias_at_sums, multiplier, shift if zero_point is not None else shift + 1, zero_point
         name = f"integers{8 * dtype.itemsize}"
         yield _same(name, f"{m}x{n}x{k}", OPS.integer_linear, tokens_of, weight, *scaled, True)

@@ -91,4 +91,4 @@ def column_order(heads: Heads, turned: int, starts: Sequence[int], device: torch
     for i, start in enumerate(starts):
         columns = [*lows, *highs] if i < heads.queries + heads.keys else range(size)
         order += [start + column for column in columns]
-    return None if order == [*range(len(order))] else torch.tensor(order, device=device)
+    return None if order == [*range(len(order))] else torch.tensor(order, device=device, dtype=torch.int64)

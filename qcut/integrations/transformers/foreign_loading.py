@@ -17,10 +17,11 @@ from qcut.checkpoints.foreign.parts import Stored
 from qcut.checkpoints.foreign.reader import format_of, stored_in
 from qcut.checkpoints.skeleton import check_no_meta
 from qcut.errors import CheckpointError
-from qcut.integrations.transformers.placing import keep_present_ties, tie_parameters, without_weight
+from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, tie_parameters, without_weight
 from qcut.layers.base import state_dtype
 from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.plain_state import in_plain_state
 
 
 class ForeignLoading:
@@ -58,10 +59,9 @@ class ForeignLoading:
                 module.__dict__["bias"] = None
         keep_present_ties(model)
         self._ignored = model._keys_to_ignore_on_load_unexpected
-        own = [rf"(^|\.){re.escape(name)}\." for name in self._matched.layers]
-        kind = set if isinstance(self._ignored, set) else list  # older versions of transformers add a list to it
-        model._keys_to_ignore_on_load_unexpected = kind((*(self._ignored or ()), *own))
+        ignore_unexpected(model, [rf"(^|\.){re.escape(name)}\." for name in self._matched.layers])
 
+    @in_plain_state
     def finish(self, model: Any) -> None:
         """Read the quantized layers, one after another, and put them in place.
 
@@ -80,7 +80,9 @@ class ForeignLoading:
                 continue  # a buffer that the model's class computes
             if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
                 raise CheckpointError(f"{where}: tensor {names[0]!r}: found {found}; finite values are needed")
-        floats = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        floats = next(
+            (p for p in model.parameters() if p.is_floating_point()), torch.empty(0, dtype=torch.float32, device="cpu")
+        )
         with self._open:
             new = self._matched.make(floats.device, floats.dtype, is_progress_bar_enabled())
         replace_modules(model, new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,13 @@ def keep_present_ties(model: Any) -> None:
         for target, source in getattr(model, "all_tied_weights_keys", {}).items()
         if target in present and source in present
     }
+
+
+def ignore_unexpected(model: Any, patterns: Sequence[str]) -> None:
+    """Keep transformers from warning of tensors of these names, which it does not load."""
+    ignored = model._keys_to_ignore_on_load_unexpected
+    kind = set if isinstance(ignored, set) else list  # older versions of transformers add a list to it
+    model._keys_to_ignore_on_load_unexpected = kind((*(ignored or ()), *patterns))
 
 
 def without_weight(module: nn.Module) -> None:

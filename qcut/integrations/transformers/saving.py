@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from qcut.checkpoints.description import Description
+from qcut.checkpoints.marks import mark
 from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.state import passing_buffers, stored_tensors
 from qcut.integrations.transformers.config import QcutConfig
@@ -21,6 +23,8 @@ def describe(model: Any) -> None:
 
 def state_of(model: Any) -> dict[str, Tensor]:
     """The tensors to save, by name, tied ones once."""
-    tensors, _ = stored_tensors(model)
+    tensors, tied = stored_tensors(model)
     passing = passing_buffers(model)
-    return {name: entry.read().detach() for name, entry in tensors.items() if name not in passing}
+    described = Description.of(model, tied)
+    state = {name: entry.read().detach() for name, entry in tensors.items() if name not in passing}
+    return mark(described.layers, described.embeddings) | state

@@ -8,16 +8,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.marks import marks_pattern
 from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_kinds, check_layer_sizes
 from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
-from qcut.integrations.transformers.placing import keep_present_ties, without_weight
+from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, without_weight
 from qcut.layers.base import state_dtype
+from qcut.layers.frozen import FrozenWeight, float_dtype
 from qcut.numerics.checks import out_of_range
 from qcut.storage.safetensors_file import TensorFile, TensorHeader
 
@@ -45,10 +46,14 @@ class StoredLoading:
     def __init__(self, model: Any, stored: Mapping[str, Any], files: list[Path]) -> None:
         where = files[0].parent / _WHERE if files else _WHERE
         self._where = where
-        self._saved = _renamed(description_of(stored, f"{where}: quantization_config"), model, where)
-        headers = headers_of(files)
+        whole = description_of(stored, f"{where}: quantization_config")
+        self._saved = _renamed(whole, model, where)
+        marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
+        headers = {name: header for name, header in headers_of(files).items() if not re.search(marks, name)}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
+        self._ignored = model._keys_to_ignore_on_load_unexpected
+        ignore_unexpected(model, [marks])
         self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
         self._keys: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
@@ -67,19 +72,22 @@ class StoredLoading:
         Raises:
             CheckpointError: a tensor did not arrive, or holds what quantizing never gives (named).
         """
+        model._keys_to_ignore_on_load_unexpected = self._ignored
         self._fill(model)
         self._skeleton.put_into(model)
         tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
         for name, parameter in model.named_parameters():
+            if isinstance(parameter, FrozenWeight):
+                continue
             arrived = getattr(parameter, "_is_hf_initialized", False)
             if not arrived and not _may_miss(model, name):
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if found := out_of_range(_own(parameter.detach())):
                 raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
-        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-        state_dtype(model, next(floats, torch.float32))
+        dtype = float_dtype(model)
+        state_dtype(model, dtype)
         for name in self._saved.embeddings:
-            model.get_submodule(name).dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+            model.get_submodule(name).dtype = dtype
 
     def _fill(self, model: Any) -> None:
         """Make the layers of the skeleton."""

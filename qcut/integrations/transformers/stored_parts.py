@@ -14,6 +14,7 @@ from torch import Tensor, device
 from qcut.checkpoints.description import fill_layer
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
+from qcut.integrations.transformers.placing import ignore_unexpected
 from qcut.integrations.transformers.stored import StoredLoading
 from qcut.storage.safetensors_file import TensorFile
 
@@ -64,14 +65,10 @@ class StoredPartsLoading(StoredLoading):
                 self._place(self._saved.tied.get(full, full))
                 module._buffers.pop(key, None)
             module.__dict__.setdefault("bias", None)
-        self._ignored = model._keys_to_ignore_on_load_unexpected
-        own = [rf"(^|\.){re.escape(name.removeprefix(self._base))}\." for name in self._keys]
-        kind = set if isinstance(self._ignored, set) else list
-        model._keys_to_ignore_on_load_unexpected = kind((*(self._ignored or ()), *own))
+        ignore_unexpected(model, [rf"(^|\.){re.escape(name.removeprefix(self._base))}\." for name in self._keys])
 
     def finish(self, model: Any) -> None:
         """Read the layers, put the parts in place, and transformers' hooks around them; errors as `StoredLoading`."""
-        model._keys_to_ignore_on_load_unexpected = self._ignored
         super().finish(model)
         self._parallel.install()
 

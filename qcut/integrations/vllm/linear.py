@@ -21,6 +21,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
 from qcut.checkpoints.foreign.parts import Parts, Stored
+from qcut.checkpoints.marks import KEYS
 from qcut.config import Scheme, StaticRange, padded_k
 from qcut.conversion.prebuild import prebuild_layer
 from qcut.errors import CheckpointError, UnsupportedError
@@ -163,15 +164,20 @@ class StoredMethod(QcutMethod):
         elif "qweight" in shapes and not self.split:
             shapes["qweight"] = [self.n, padded_k(self.k)], torch.int8
         for key, (shape, dtype) in shapes.items():
-            param = Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            param = Parameter(torch.empty(shape, dtype=dtype, device=torch.get_default_device()), requires_grad=False)
             cut = dict(zip(("output_dim", "input_dim"), CUT.get(key, ()), strict=False))
             set_weight_attrs(param, {**cut, "weight_loader": loader if cut else _one_for_all(self.name, key)})
+            layer.register_parameter(key, param)
+        for key in () if self.format else KEYS:
+            param = Parameter(torch.empty(1, dtype=torch.uint8, device=torch.get_default_device()), requires_grad=False)
+            set_weight_attrs(param, {"weight_loader": _ignore})
             layer.register_parameter(key, param)
 
     def make(self, tensors: Mapping[str, Tensor]) -> Linear:
         """See `QcutMethod.make`."""
         if self.format is None:
-            return part_layer(self.scheme, self.n, self.k, tensors, self.name)
+            stated = {key: tensor for key, tensor in tensors.items() if key not in KEYS}
+            return part_layer(self.scheme, self.n, self.k, stated, self.name)
         stored = {key: Stored.of(tensor) for key, tensor in tensors.items()}
         return self.format.layer(Parts(self.stored_name, "checkpoint", self.n, self.k, stored))
 
@@ -182,6 +188,10 @@ def _token_counts() -> list[int]:
     most = config.scheduler_config.max_num_batched_tokens
     captured = config.compilation_config.cudagraph_capture_sizes or ()
     return sorted({*captured, most, *(1 << i for i in range(most.bit_length()))})
+
+
+def _ignore(param: Parameter, loaded_weight: Tensor, shard: Any = None) -> None:
+    """A loader of `qcut.checkpoints.marks`, which hold nothing."""
 
 
 def _one_for_all(name: str, key: str) -> Any:

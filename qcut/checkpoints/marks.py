@@ -1,0 +1,37 @@
+"""Tensors by which transformers refuses a quantized model's folder where qcut was not imported.
+
+transformers skips quantization methods that it does not know, with a warning: it would draw all quantized weights at
+random. Each quantized layer has two marks in the files. One has the name of the float weight and a shape that the float
+layer refuses, so that ``from_pretrained`` raises. The other has a name that says what to do, which the report above
+that error shows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ADVICE = "import_qcut_before_from_pretrained"
+"""The name of the second mark."""
+KEYS = ("weight", ADVICE)
+
+
+def mark(layers: Iterable[str], embeddings: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The marks of a model, by name; one byte each.
+
+    Args:
+        layers: names of the quantized layers, tables of embeddings among them.
+        embeddings: names of the quantized embeddings, in whose places float models have their tables.
+    """
+    names = sorted({*layers, *embeddings} - {f"{name}.table" for name in embeddings})
+    return {f"{name}.{key}": torch.zeros(1, dtype=torch.uint8, device="cpu") for name in names for key in KEYS}
+
+
+def marks_pattern(layers: Iterable[str], embeddings: Mapping[str, Any]) -> str:
+    """A regular expression for the names of `mark`, with any prefix."""
+    names = "|".join(map(re.escape, sorted({*layers, *embeddings})))
+    return rf"(^|\.)({names})\.({'|'.join(KEYS)})$"

@@ -1,0 +1,96 @@
+"""What a program has switched on in torch changes neither what quantizing gives nor what quantized layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qcut
+
+SCHEMES = (
+    *("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static", "codebook4", "codebook3", "codebook2"),
+    *("codebook4+4", "codebook4+2", "codebook4_int8", "codebook4_pairs", "codebook4_g64_qr", "int4", "codebook3_none"),
+)
+
+
+@contextmanager
+def _switched(switch: Callable[[], object], back: Callable[[], object]) -> Iterator[None]:
+    switch()
+    try:
+        yield
+    finally:
+        back()
+
+
+def _default_dtype(dtype: torch.dtype) -> object:
+    return _switched(lambda: torch.set_default_dtype(dtype), lambda: torch.set_default_dtype(torch.float32))
+
+
+STATES: dict[str, Callable[[], object]] = {
+    "default dtype bfloat16": lambda: _default_dtype(torch.bfloat16),
+    "default dtype float16": lambda: _default_dtype(torch.float16),
+    "default dtype float64": lambda: _default_dtype(torch.float64),
+    "default device": lambda: torch.device("meta"),
+    "autocast bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast float16": lambda: torch.autocast("cpu", torch.float16),
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "deterministic algorithms": lambda: _switched(
+        lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)
+    ),
+    "short float32 products": lambda: _switched(
+        lambda: torch.set_float32_matmul_precision("medium"), lambda: torch.set_float32_matmul_precision("highest")
+    ),
+    "denormals flushed": lambda: _switched(
+        lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)
+    ),
+}
+
+
+def _data() -> tuple[nn.Linear, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    layer = nn.Linear(128, 48)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(48, 128, generator=generator) / 11)
+        layer.bias.copy_(torch.randn(48, generator=generator))
+    return layer, torch.randn(5, 128, generator=generator)
+
+
+def _made(layer: nn.Linear, scheme: str) -> qcut.Linear:
+    with_range = qcut.StaticRange(-3.5, 4.25) if "static" in scheme else None
+    return qcut.Linear.from_float(layer, scheme, static_range=with_range)
+
+
+@cache
+def _plain(scheme: str) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
+    layer, x = _data()
+    made = _made(layer, scheme)
+    return made.state_dict(), made(x), made.dequantized_weight(), made.rows(torch.tensor([4, 0]))
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_are_the_same_in_any_state(scheme: str, state: str) -> None:
+    wanted, y, weight, rows = _plain(scheme)
+    (layer, x), ids = _data(), torch.tensor([4, 0])
+    before = torch.get_rng_state()
+    with STATES[state]():  # type: ignore[attr-defined]
+        made = _made(layer, scheme)
+        found, made_weight, made_rows, held = made(x), made.dequantized_weight(), made.rows(ids), made.state_dict()
+        again = qcut.Linear(128, 48, True, scheme, device="cpu")
+        again.load_state_dict(held)
+        read = again(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert held.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert held[key].dtype == tensor.dtype, key
+        assert torch.equal(held[key], tensor), key
+    for one, other in ((found, y), (read, y), (made(x), y), (made_weight, weight), (made_rows, rows)):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert not any(buffer.is_inference() for buffer in made.buffers())
