@@ -32,6 +32,7 @@ from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
+from qcut.engine.fidelity import base_of
 from qcut.engine.folding import FoldedBlocks, check_foldable
 from qcut.engine.generated import Event, Generated, LogProbability, Running
 from qcut.engine.generation_settings import GenerationSettings
@@ -68,7 +69,8 @@ class Engine:
     thread.
 
     Args:
-        model: of a type in `qcut.engine.families.FAMILIES`.
+        model: of a type in `qcut.engine.families.FAMILIES`, computing what transformers' own class does
+            (`qcut.engine.fidelity`); or one of these in a `PeftModel`, with adapters of LoRA, IA3 or AdaLoRA.
         tokenizer: the model's, of transformers; with it prompts may be text and chats, stops strings, and results have
             text. Token ids are taken as without.
         batch: most sequences at once.
@@ -108,8 +110,9 @@ class Engine:
             be changed between calls.
 
     Raises:
-        UnsupportedError: another architecture, which the message names; a setting of the model's generation_config that
-            changes greedy tokens and that the engine does not have; or transformers is too old.
+        UnsupportedError: another architecture; a module that computes otherwise than transformers' own; a setting of the
+            model's generation_config that changes greedy tokens and that the engine does not have. The message names
+            it. Or transformers is too old.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0, norms
             that cannot be folded, another kind of cache, a 4-bit one that the model's heads or type do not go with, or
             a tokenizer that is none.
@@ -139,6 +142,7 @@ class Engine:
         fold_norms: bool = False,
     ) -> None:
         versions.require("transformers")
+        model = base_of(model)
         decoder = decoder_of(model)
         limit = decoder.context
         context = min(limit, DEFAULT_CONTEXT) if context is None else context
