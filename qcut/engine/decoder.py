@@ -309,8 +309,14 @@ class SelfAttention:
         return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax), onto=onto)
 
 
-_KERNELS_STAND_FOR = {False: ("NewGELUActivation", "GELUTanh"), True: ("SiLUActivation", "SiLU")}
-"""By ``MLP.gated``: names of activation classes that the kernels ``gelu_tanh`` and ``silu_mul`` compute."""
+@cache
+def kernel_activations(gated: bool) -> frozenset[type[nn.Module]]:
+    """By ``MLP.gated``: classes of activations that the kernels ``gelu_tanh`` and ``silu_mul`` compute."""
+    from transformers import activations
+
+    names = ("SiLUActivation",) if gated else ("NewGELUActivation", "GELUTanh")
+    found = {getattr(activations, name) for name in names if hasattr(activations, name)}
+    return frozenset({nn.SiLU, *found} if gated else found)
 
 
 @dataclass(frozen=True)
@@ -332,7 +338,7 @@ class MLP:
     @property
     def activated_by_kernel(self) -> bool:
         """Whether a kernel computes the activation."""
-        return type(self.activation).__name__ in _KERNELS_STAND_FOR[self.gated]
+        return type(self.activation) in kernel_activations(self.gated)
 
     @property
     def activated_by_projection(self) -> bool:

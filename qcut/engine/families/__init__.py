@@ -9,6 +9,7 @@ from torch import nn
 
 from qcut.engine.decoder import Decoder
 from qcut.engine.families import gemma, gpt2, gpt_neox, llama, olmo2, phi3, starcoder2
+from qcut.engine.fidelity import check_model
 from qcut.errors import UnsupportedError
 from qcut.layers.parts import refuse_parts
 
@@ -31,8 +32,8 @@ def decoder_of(model: nn.Module) -> Decoder:
         model: of a type in `FAMILIES`; its linear layers and embeddings quantized or not.
 
     Raises:
-        UnsupportedError: another architecture, or a part of one that is not built here, or a model that is cut across
-            processes; the message names it.
+        UnsupportedError: another architecture, or a part of one that is not built here; a model that is cut across
+            processes; or one that computes otherwise than transformers' own (`check_model`). The message names it.
     """
     model_type, name = getattr(getattr(model, "config", None), "model_type", None), type(model).__name__
     if model_type not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
@@ -40,4 +41,5 @@ def decoder_of(model: nn.Module) -> Decoder:
             f"{name}: a model of type {model_type!r}; allowed: causal language models of type {', '.join(FAMILIES)}"
         )
     refuse_parts(model, "decoding by qcut")
+    check_model(model)
     return FAMILIES[model_type](model)

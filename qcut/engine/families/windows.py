@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+_BY_CONFIGURATION = ("mistral", "phi3", "starcoder2")
+"""Models whose windows are in their configurations alone; others without windows of layers pass an entry there over."""
+
 
 def window_of(attention: Any) -> int:
     """Places that a token of a layer sees, its own the last; 0: all.
@@ -11,5 +14,7 @@ def window_of(attention: Any) -> int:
     Args:
         attention: transformers' module. Its own window counts, then that of its configuration.
     """
-    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    window = getattr(attention, "sliding_window", None)
+    if window is None and attention.config.model_type in _BY_CONFIGURATION:
+        window = attention.config.sliding_window
     return 0 if window is None else int(window)
