@@ -15,9 +15,9 @@ from torch import nn
 
 from qcut.checkpoints import pretrained_format, qcut_format
 from qcut.checkpoints.foreign.reader import reader_of
-from qcut.checkpoints.huggingface import causal_class, is_causal_name, read_config, skeleton_model, stated_class
+from qcut.checkpoints.headers import QCUT_CONFIG, is_turboquant, read_config
+from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
-from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.process import versions
 from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
@@ -100,8 +100,8 @@ def _load(
 
 def _is_quantized(folder: Path) -> bool:
     """Whether `qcut.load` reads the folder."""
-    saved = (folder / qcut_format.CONFIG_NAME).exists() or pretrained_format.is_saved(folder, qcut_format.CONFIG_NAME)
-    return saved or turboquant_reader.is_turboquant(folder)
+    saved = (folder / QCUT_CONFIG).exists() or pretrained_format.is_saved(folder, QCUT_CONFIG)
+    return saved or is_turboquant(folder)
 
 
 _SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one beside the model"

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from qcut.checkpoints.huggingface import check_class, model_of, plain_config, read_config
+from qcut.checkpoints.headers import read_config
+from qcut.checkpoints.huggingface import check_class, model_of, plain_config
 from qcut.checkpoints.quantization_config import QUANT_METHOD, entry_of
 from qcut.errors import CheckpointError, QcutError
 from qcut.process import versions

@@ -100,7 +100,7 @@ def _stored_dtype(name: str) -> Any:
     """The floating dtype of a model's files, as its configuration states it; float32 where it does not."""
     import torch
 
-    from qcut.checkpoints.huggingface import read_config
+    from qcut.checkpoints.headers import read_config
     from qcut.process import versions
 
     folder = Path(name)

@@ -295,6 +295,16 @@ finally:
     assert (result.returncode, result.stderr.strip()) == (0, "False")
 
 
+def test_info_reads_headers_without_torch():
+    code = """
+import sys
+from qcut.cli.main import main
+assert main(["info", "models/gpt2-5m"]) == 0
+print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+    assert run(code).splitlines()[-1] == "False False"
+
+
 def test_public_names():
     assert dir(qcut) == qcut.__all__
     for name in qcut.__all__:
