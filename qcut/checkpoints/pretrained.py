@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from qcut.checkpoints import pretrained_format, qcut_format
+from qcut.checkpoints import hub, pretrained_format, qcut_format
 from qcut.checkpoints.foreign.reader import reader_of
 from qcut.checkpoints.headers import QCUT_CONFIG, is_turboquant, read_config
 from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
@@ -78,11 +78,10 @@ def _load(
     quantization: Any,
     progress: bool,
 ) -> tuple[Any, Any]:
-    versions.transformers()
     folder = Path(name)
     local = bool(name) and folder.is_dir()
-    if not local and (not name or name.startswith((".", "/", "~")) or folder.exists()):
-        raise CheckpointError(f"{name!r}: not a directory" if not name else f"{name}: not a directory")
+    on_disk = local or not hub.answers(name)
+    versions.transformers()
     tensors = _check_folder(folder) if local else {}
     without = local and not has_tokenizer(folder)
     if without and (class_of is causal_class or _is_causal(folder)):
@@ -91,9 +90,9 @@ def _load(
         if local and (_is_quantized(folder) or reader_of(folder)):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
         else:
-            model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization)
+            model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization, on_disk)
     with _no_progress_bars():
-        tokenizer = None if without else _tokenizer(name, local, model)
+        tokenizer = None if without else _tokenizer(name, local, model, on_disk)
     with _as_checkpoint_errors(f"{name}: the model cannot be put on {device}"):
         return model.to(device).eval(), tokenizer
 
@@ -113,13 +112,13 @@ def _is_causal(folder: Path) -> bool:
     return not path.is_file() or is_causal_name(stated_class(read_config(path), str(path)))
 
 
-def _tokenizer(name: str, local: bool, model: Any) -> Any:
+def _tokenizer(name: str, local: bool, model: Any, on_disk: bool) -> Any:
     """The tokenizer; None for a model of the hub that reads images or sound, and has none."""
     transformers = versions.transformers()
     try:
         with _as_checkpoint_errors(f"{name}: its tokenizer cannot be read"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
+                name, local_files_only=on_disk, trust_remote_code=False, config=getattr(model, "config", None)
             )
             tokenizer("a")  # Some of what a tokenizer's files state is looked at when it is used.
             empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
@@ -139,6 +138,7 @@ def _huggingface(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Any,
+    on_disk: bool,
 ) -> nn.Module:
     """A model whose weights transformers reads, from a directory or the hub, of a configuration that is checked.
 
@@ -153,7 +153,7 @@ def _huggingface(
     else:
         where = f"{name}: config.json"
         with _as_checkpoint_errors(name):
-            config, _ = transformers.PretrainedConfig.get_config_dict(name)
+            config, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=on_disk)
     stored = None if tensors is None else len(tensors)
     skeleton: Any = skeleton_model(class_of(config, where), config, where, stored)
     if tensors is not None:
@@ -166,7 +166,7 @@ def _huggingface(
             name,
             config=skeleton.config,
             dtype=dtype,
-            local_files_only=local,
+            local_files_only=on_disk,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -264,10 +264,10 @@ def token_ids(tokenizer: Any, text: str, what: str) -> list[int]:
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Switch the bars of transformers and of its hub off for a block, and back to what they were."""
-    import huggingface_hub.utils as hub
+    from huggingface_hub import utils
     from transformers import logging
 
-    shown, shown_by_hub = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    shown, shown_by_hub = logging.is_progress_bar_enabled(), not utils.are_progress_bars_disabled()
     logging.disable_progress_bar()  # the hub's too
     try:
         yield
@@ -275,9 +275,9 @@ def _no_progress_bars() -> Iterator[None]:
         if shown:
             logging.enable_progress_bar()
         if shown_by_hub and not shown:
-            hub.enable_progress_bars()
+            utils.enable_progress_bars()
         if shown and not shown_by_hub:
-            hub.disable_progress_bars()
+            utils.disable_progress_bars()
 
 
 def device_of(name: str) -> torch.device:

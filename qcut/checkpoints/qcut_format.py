@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints import pretrained_format
+from qcut.checkpoints import hub, pretrained_format
 from qcut.checkpoints.description import (
     EMBEDDINGS,
     FUSED,
@@ -253,7 +253,7 @@ def load(
     path = directory / QCUT_CONFIG
     if model is None and pretrained_format.is_saved(directory, QCUT_CONFIG):
         return pretrained_format.load(str(directory), device=device, dtype=dtype)
-    if model is None and not directory.parent.exists() and pretrained_format.may_be_hub_name(name):
+    if model is None and "/" in name and hub.is_name(name):
         return pretrained_format.load(name, device=device, dtype=dtype)
     if not path.exists() and (foreign := reader_of(directory)):
         return foreign.load(model=model, device=device, dtype=dtype, progress=progress)
