@@ -137,7 +137,7 @@ def test_a_silent_hub_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, monkeypatch)
         start = time.monotonic()
-        with pytest.raises(CheckpointError, match="nobody/nothing: not a directory here.*of the hub"):
+        with pytest.raises(CheckpointError, match=r"nobody/nothing: not a directory here.*of the hub"):
             hub.answers("nobody/nothing")
         assert time.monotonic() - start < hub.ASK_S + 2
 
