@@ -2,7 +2,7 @@
 
 A process of its own, with an empty kernel cache, makes a model with random weights, quantizes it, and continues a
 prompt of 256 tokens. Times are by the wall clock. Kernels of nvcc follow in the background; the benchmark then goes on
-with prompts until they have taken over.
+with prompts until they have taken over. ``--starts`` measures the CPU time of processes that only start instead.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,14 @@ PROMPT, NEW = 256, 16
 SHAPES = {"gpt2-large": (1280, 36, 20, 50257, 1024), "tiny": (64, 2, 2, 96, 512)}
 """Width, blocks, heads, vocabulary and positions of a GPT-2."""
 REPEATS = 5
+STARTS = {
+    "import torch": "import torch",
+    "qcut.Linear": "import qcut; qcut.Linear",
+    "quantize and forward on the CPU": "import torch, qcut; m = torch.nn.Sequential(torch.nn.Linear(64, 64)).eval(); "
+    "qcut.quantize(m, 'w8a8', progress=False); m(torch.zeros(1, 64))",
+}
+"""Programs of ``--starts``; all are compared with the first."""
+START_ROUNDS = 7
 
 
 class Clock:
@@ -129,6 +138,37 @@ def in_a_process(options: argparse.Namespace, mode: str) -> dict[str, float]:
     return found
 
 
+def cpu_seconds(program: str) -> float:
+    """User and system time of a Python process that runs a program."""
+    process = subprocess.Popen([sys.executable, "-c", program], env=_with_bytecode(), cwd=harness.ROOT)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, program)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _with_bytecode() -> dict[str, str]:
+    """The environment of a process that reads compiled modules, as an installation does."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def starts() -> str:
+    """The table of ``--starts``: the programs take turns, after a round that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in STARTS}
+    for turn in range(START_ROUNDS + 1):
+        for name in sorted(STARTS, reverse=bool(turn % 2)):
+            seconds = cpu_seconds(STARTS[name])
+            if turn:
+                times[name].append(seconds)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    base = next(iter(medians.values()))
+    rows = [
+        [name, f"{median:.2f}", f"{min(times[name]):.2f}", f"{median / base:.2f}"] for name, median in medians.items()
+    ]
+    return harness.table(["process", "CPU s", "least", "x torch"], rows)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; a CPU does too, where there is nothing to build."""
     parser = harness.parser(__doc__ or "")
@@ -139,10 +179,14 @@ def main(arguments: list[str] | None = None) -> int:
         "--settle", type=float, default=300.0, help="most seconds to wait for kernels in the background"
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--starts", action="store_true", help="CPU time of processes that import qcut, on any machine")
     parser.add_argument("--child", metavar="DEVICE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
         print(json.dumps(first_use(options.shape, options.scheme, options.child, options.settle)))
+        return 0
+    if options.starts:
+        print(starts())
         return 0
     import torch
 

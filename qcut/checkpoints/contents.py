@@ -6,19 +6,24 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from qcut.checkpoints.huggingface import read_config
-from qcut.checkpoints.qcut_format import CONFIG_NAME
-from qcut.checkpoints.skeleton import check_layer_sizes, read_headers
-from qcut.checkpoints.turboquant import reader as turboquant
+from qcut.checkpoints.headers import (
+    QCUT_CONFIG,
+    TURBOQUANT_CONFIG,
+    TURBOQUANT_TENSORS,
+    check_layer_sizes,
+    is_turboquant,
+    read_config,
+    read_headers,
+)
 from qcut.config import parse_scheme, scheme_from_json
 from qcut.errors import CheckpointError, ConfigError
 from qcut.storage import schema
 from qcut.storage.reading import read_json
-from qcut.storage.safetensors_file import TensorFile, TensorHeader
-from qcut.storage.tensors import plain_name
+from qcut.storage.safetensors_header import HeaderFile, TensorHeader, plain_name
 
 _INDEX = "model.safetensors.index.json"
 _PACKED = ("I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2")
@@ -102,19 +107,19 @@ class Contents:
     tensors: tuple[StoredTensor, ...]
     files: dict[str, int]
 
-    @property
+    @cached_property
     def float_parameters(self) -> int:
         """Floating-point values outside of quantized layers."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.is_float)
 
-    @property
+    @cached_property
     def parameters(self) -> int | None:
         """Floating-point values and quantized weights, shared ones once; None where a layer's size is not known."""
         weights = [layer.weights for layer in self.layers if layer.tied_to is None]
         known = [count for count in weights if count is not None]
         return None if len(known) < len(weights) else self.float_parameters + sum(known)
 
-    @property
+    @cached_property
     def percent_float(self) -> float | None:
         """Of the parameters, the per cent that is in floating point."""
         return None if not self.parameters else 100 * self.float_parameters / self.parameters
@@ -135,8 +140,8 @@ def contents(directory: str | Path) -> Contents:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory")
     with ExitStack() as opened:
-        if (directory / CONFIG_NAME).exists():
-            path = directory / CONFIG_NAME
+        if (directory / QCUT_CONFIG).exists():
+            path = directory / QCUT_CONFIG
             index = read_json(path, CheckpointError)
             where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
             files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
@@ -145,8 +150,8 @@ def contents(directory: str | Path) -> Contents:
             return _contents(directory, "qcut", str(index.get("model_class") or ""), layers, headers, files)
         config = _config(directory)
         model = _model_name(config)
-        if turboquant.is_turboquant(directory):
-            files, headers = _all_of(directory, (turboquant.QUANTIZED_NAME, turboquant.REST_NAME), opened)
+        if is_turboquant(directory):
+            files, headers = _all_of(directory, TURBOQUANT_TENSORS, opened)
             layers = _turboquant_layers(directory, headers)
             return _contents(directory, "turboquant-model", model, layers, headers, files)
         files, headers = _headers(directory, opened)
@@ -171,7 +176,7 @@ def _model_name(config: Mapping[str, Any]) -> str:
     return first if isinstance(first, str) else ""
 
 
-def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
+def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, HeaderFile], dict[str, TensorHeader]]:
     """The files of a folder of transformers, and their tensors."""
     path = directory / _INDEX
     if path.exists():
@@ -187,18 +192,18 @@ def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile],
 
 def _all_of(
     directory: Path, names: Iterable[str], opened: ExitStack
-) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
+) -> tuple[dict[str, HeaderFile], dict[str, TensorHeader]]:
     """Files, and all tensors in them."""
     files = _open(directory, names, opened)
     return files, {name: header for file in files.values() for name, header in file.headers.items()}
 
 
-def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str, TensorFile]:
-    return {name: opened.enter_context(TensorFile(directory / name, CheckpointError)) for name in sorted(names)}
+def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str, HeaderFile]:
+    return {name: opened.enter_context(HeaderFile(directory / name, CheckpointError)) for name in sorted(names)}
 
 
 def _own_layers(
-    index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, TensorFile], path: Path
+    index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, HeaderFile], path: Path
 ) -> list[StoredLayer]:
     """The layers that qcut's own index describes."""
     specs = schema.conform(index.get("layers", {}), _LAYERS, path, CheckpointError)
@@ -234,7 +239,7 @@ def _tied_tables(index: Mapping[str, Any], layers: Mapping[str, StoredLayer], pa
 
 def _turboquant_layers(directory: Path, headers: Mapping[str, TensorHeader]) -> list[StoredLayer]:
     """The layers of the turboquant-model package, whose indices take half a byte at any width."""
-    config = read_json(directory / turboquant.CONFIG_NAME, CheckpointError)
+    config = read_json(directory / TURBOQUANT_CONFIG, CheckpointError)
     widths = (config.get("bit_width"), config.get("residual_bit_width"))
     scheme = "codebook" + "+".join(str(bits) for bits in widths if bits)
     layers = []
@@ -274,7 +279,7 @@ def _contents(
     model: str,
     layers: list[StoredLayer],
     headers: Mapping[str, TensorHeader],
-    files: Mapping[str, TensorFile],
+    files: Mapping[str, HeaderFile],
 ) -> Contents:
     quantized = {layer.name for layer in layers}
     tensors = tuple(_outside(quantized, headers))

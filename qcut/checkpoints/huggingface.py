@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ from torch.nn.modules import module as registration
 
 from qcut.errors import CheckpointError
 from qcut.process import versions
-from qcut.storage.reading import JSON_BYTES, check_extent, read_bytes
 
 _HEADS = (
     "",
@@ -131,45 +128,6 @@ def check_class(name: Any, where: str) -> Any:
             "encoder-decoder model"
         )
     return getattr(transformers, name)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a configuration of transformers, which may hold Infinity and whole numbers of any size.
-
-    Raises:
-        CheckpointError: the file is missing, not JSON, or no object; or it holds NaN.
-    """
-
-    def refuse_nan(text: str) -> float:
-        if text == "NaN":
-            raise CheckpointError(f"{path}: found NaN")
-        return float(text)
-
-    data = read_bytes(path, JSON_BYTES, CheckpointError)
-    check_extent(data, path, CheckpointError)
-    try:
-        config = json.loads(data, parse_constant=refuse_nan)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: found a JSON {type(config).__name__}, an object is needed")
-    return config
-
-
-def refuse_adapter(folder: Path) -> None:
-    """Refuse the files of an adapter beside a model: transformers applies them unasked, and other readers do not.
-
-    Raises:
-        CheckpointError: there are such files (named).
-    """
-    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
-        if (folder / name).exists() and (folder / "config.json").exists():
-            raise CheckpointError(
-                f"{folder / name}: an adapter beside a model; allowed: the model in a folder of its own, over which "
-                "PeftModel.from_pretrained(model, folder) loads the adapter, or the two merged and saved anew"
-            )
 
 
 def causal_class(config: Mapping[str, Any], where: str) -> str:

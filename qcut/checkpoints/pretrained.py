@@ -13,19 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from qcut.checkpoints import pretrained_format, qcut_format
+from qcut.checkpoints import hub, pretrained_format, qcut_format
 from qcut.checkpoints.foreign.reader import reader_of
-from qcut.checkpoints.huggingface import (
-    causal_class,
-    is_causal_name,
-    read_config,
-    refuse_adapter,
-    skeleton_model,
-    stated_class,
-)
+from qcut.checkpoints.headers import QCUT_CONFIG, is_turboquant, read_config, refuse_adapter
+from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
 from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
-from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.process import versions
 from qcut.process.text import check_decoder, start_process, text_ids
@@ -88,13 +81,12 @@ def _load(
     quantization: Any,
     progress: bool,
 ) -> tuple[Any, Any]:
-    versions.transformers()
     folder = Path(name)
     local = bool(name) and folder.is_dir()
-    if not local and (not name or name.startswith((".", "/", "~")) or folder.exists()):
-        raise CheckpointError(f"{name!r}: not a directory" if not name else f"{name}: not a directory")
     if local:
         refuse_adapter(folder)
+    on_disk = local or not hub.answers(name)
+    versions.transformers()
     tensors = _check_folder(folder) if local else {}
     without = local and not has_tokenizer(folder)
     if without and (class_of is causal_class or _is_causal(folder)):
@@ -105,17 +97,17 @@ def _load(
         if local and (_is_quantized(folder) or reader_of(folder)):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
         else:
-            model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization)
+            model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization, on_disk)
     with _no_progress_bars():
-        tokenizer = None if without else _tokenizer(name, local, model)
+        tokenizer = None if without else _tokenizer(name, local, model, on_disk)
     with _as_checkpoint_errors(f"{name}: the model cannot be put on {device}"):
         return model.to(device).eval(), tokenizer
 
 
 def _is_quantized(folder: Path) -> bool:
     """Whether `qcut.load` reads the folder."""
-    saved = (folder / qcut_format.CONFIG_NAME).exists() or pretrained_format.is_saved(folder, qcut_format.CONFIG_NAME)
-    return saved or turboquant_reader.is_turboquant(folder)
+    saved = (folder / QCUT_CONFIG).exists() or pretrained_format.is_saved(folder, QCUT_CONFIG)
+    return saved or is_turboquant(folder)
 
 
 _SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one beside the model"
@@ -127,13 +119,13 @@ def _is_causal(folder: Path) -> bool:
     return not path.is_file() or is_causal_name(stated_class(read_config(path), str(path)))
 
 
-def _tokenizer(name: str, local: bool, model: Any) -> Any:
+def _tokenizer(name: str, local: bool, model: Any, on_disk: bool) -> Any:
     """The tokenizer; None for a model of the hub that reads images or sound, and has none."""
     transformers = versions.transformers()
     try:
         with _as_checkpoint_errors(f"{name}: its tokenizer cannot be read"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
+                name, local_files_only=on_disk, trust_remote_code=False, config=getattr(model, "config", None)
             )
             check_decoder(tokenizer)
             # Some of what a tokenizer's files state is looked at when it is used.
@@ -156,6 +148,7 @@ def _huggingface(
     dtype: torch.dtype,
     device: torch.device,
     quantization: Any,
+    on_disk: bool,
 ) -> nn.Module:
     """A model whose weights transformers reads, from a directory or the hub, of a configuration that is checked.
 
@@ -170,7 +163,7 @@ def _huggingface(
     else:
         where = f"{name}: config.json"
         with _as_checkpoint_errors(name):
-            config, _ = transformers.PretrainedConfig.get_config_dict(name)
+            config, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=on_disk)
     stored = None if tensors is None else len(tensors)
     skeleton: Any = skeleton_model(class_of(config, where), config, where, stored)
     if tensors is not None:
@@ -183,7 +176,7 @@ def _huggingface(
             name,
             config=skeleton.config,
             dtype=dtype,
-            local_files_only=local,
+            local_files_only=on_disk,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -277,10 +270,10 @@ def token_ids(tokenizer: Any, text: str, what: str) -> list[int]:
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Switch the bars of transformers and of its hub off for a block, and back to what they were."""
-    import huggingface_hub.utils as hub
+    from huggingface_hub import utils
     from transformers import logging
 
-    shown, shown_by_hub = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
+    shown, shown_by_hub = logging.is_progress_bar_enabled(), not utils.are_progress_bars_disabled()
     logging.disable_progress_bar()  # the hub's too
     try:
         yield
@@ -288,9 +281,9 @@ def _no_progress_bars() -> Iterator[None]:
         if shown:
             logging.enable_progress_bar()
         if shown_by_hub and not shown:
-            hub.enable_progress_bars()
+            utils.enable_progress_bars()
         if shown and not shown_by_hub:
-            hub.disable_progress_bars()
+            utils.disable_progress_bars()
 
 
 def device_of(name: str) -> torch.device:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from qcut.checkpoints.huggingface import check_class, model_of, plain_config, read_config
+from qcut.checkpoints import hub
+from qcut.checkpoints.headers import read_config
+from qcut.checkpoints.huggingface import check_class, model_of, plain_config
 from qcut.checkpoints.quantization_config import QUANT_METHOD, entry_of
 from qcut.errors import CheckpointError, QcutError
 from qcut.process import versions
 from qcut.storage.safetensors_file import TensorFile
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 
 
 def is_saved(folder: Path, index: str) -> bool:
@@ -43,11 +42,6 @@ def is_saved(folder: Path, index: str) -> bool:
     return True
 
 
-def may_be_hub_name(name: str) -> bool:
-    """Whether a name can be one of the hub."""
-    return _HUB_NAME.fullmatch(name) is not None and ".." not in name and "--" not in name
-
-
 def _stored_tensors(folder: Path) -> int:
     """Number of tensors in a folder's safetensors files."""
     count = 0
@@ -70,11 +64,16 @@ def load(name: str, *, device: torch.device | str, dtype: torch.dtype | None) ->
             weights from elsewhere, or a class that transformers does not have.
         UnsupportedError: transformers is missing, or too old.
     """
-    transformers = versions.transformers()
     local = Path(name).is_dir()
+    on_disk = local or not hub.answers(name)
+    transformers = versions.transformers()
     where = str(Path(name) / "config.json") if local else f"{name}: config.json"
     try:
-        config = read_config(Path(where)) if local else transformers.PretrainedConfig.get_config_dict(name)[0]
+        config = (
+            read_config(Path(where))
+            if local
+            else transformers.PretrainedConfig.get_config_dict(name, local_files_only=on_disk)[0]
+        )
         entry = config.pop("quantization_config", None)
         if not isinstance(entry, dict) or entry.get("quant_method") != QUANT_METHOD:
             raise CheckpointError(f"{where}: found no quantization_config of qcut; quantize the float model")
@@ -89,7 +88,7 @@ def load(name: str, *, device: torch.device | str, dtype: torch.dtype | None) ->
             name,
             dtype=dtype or "auto",
             device_map={"": str(device)} if torch.device(device).type != "cpu" else None,
-            local_files_only=local,
+            local_files_only=on_disk,
             use_safetensors=True,
             trust_remote_code=False,
         )

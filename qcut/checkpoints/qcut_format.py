@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints import pretrained_format
+from qcut.checkpoints import hub, pretrained_format
 from qcut.checkpoints.description import (
     EMBEDDINGS,
     FUSED,
@@ -24,17 +24,15 @@ from qcut.checkpoints.description import (
     tie_layers,
 )
 from qcut.checkpoints.foreign.reader import reader_of
-from qcut.checkpoints.huggingface import refuse_adapter
+from qcut.checkpoints.headers import QCUT_CONFIG, check_layer_sizes, is_turboquant, read_headers, refuse_adapter
 from qcut.checkpoints.marks import mark
 from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.skeleton import (
     as_like,
     check_headers,
-    check_layer_sizes,
     check_no_meta,
     expected_tensors,
     from_huggingface,
-    read_headers,
 )
 from qcut.checkpoints.state import passing_buffers, stored_tensors
 from qcut.checkpoints.tokenizers import copy_tokenizer
@@ -52,7 +50,6 @@ from qcut.storage import schema
 from qcut.storage.safetensors_file import TensorFile
 from qcut.storage.tensors import TensorFiles, read_index
 
-CONFIG_NAME = "qcut_config.json"
 _FORMAT, _VERSION = "qcut", 1
 _SCHEMA = schema.record(
     {
@@ -116,7 +113,7 @@ def save(
         if found := out_of_range(parameter.detach()):
             raise CheckpointError(f"{directory}: tensor {name!r}: found {found}; finite parameters can be saved")
     try:
-        with TensorFiles(directory, "model", CONFIG_NAME) as files:
+        with TensorFiles(directory, "model", QCUT_CONFIG) as files:
             huggingface = _huggingface(model)
             # transformers makes buffers outside the state dict itself, and would warn of those in files it reads.
             apart = passing_buffers(model) if huggingface else set()
@@ -203,7 +200,7 @@ def _beside(
     if not huggingface:
         return {}
     config = dict(huggingface["config"])
-    entry = quantization_config(model, tied, CONFIG_NAME)
+    entry = quantization_config(model, tied, QCUT_CONFIG)
     if entry["layers"]:
         config["quantization_config"] = entry
     passing = passing_buffers(model)
@@ -260,15 +257,15 @@ def load(
     Exactness: tensors come back bit by bit, but for ``dtype``.
     """
     name, directory = str(directory), Path(directory)
-    path = directory / CONFIG_NAME
+    path = directory / QCUT_CONFIG
     refuse_adapter(directory)
-    if model is None and pretrained_format.is_saved(directory, CONFIG_NAME):
+    if model is None and pretrained_format.is_saved(directory, QCUT_CONFIG):
         return pretrained_format.load(str(directory), device=device, dtype=dtype)
-    if model is None and not directory.parent.exists() and pretrained_format.may_be_hub_name(name):
+    if model is None and "/" in name and hub.is_name(name):
         return pretrained_format.load(name, device=device, dtype=dtype)
     if not path.exists() and (foreign := reader_of(directory)):
         return foreign.load(model=model, device=device, dtype=dtype, progress=progress)
-    if not path.exists() and turboquant_reader.is_turboquant(directory):
+    if not path.exists() and is_turboquant(directory):
         return turboquant_reader.load(
             directory, model=model, device=device, dtype=dtype, progress=progress, verify=verify
         )

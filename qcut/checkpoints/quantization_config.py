@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from qcut.checkpoints.description import EMBEDDINGS, FUSED, LAYERS, TIED, Description
-from qcut.checkpoints.huggingface import read_config
+from qcut.checkpoints.headers import read_config
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear
 from qcut.storage import schema

@@ -17,7 +17,8 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.fusion import is_fusible_place, key_before
 from qcut.models.modules import is_linear, weight_nk
-from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile, TensorHeader
+from qcut.storage.safetensors_file import TENSOR_DTYPES
+from qcut.storage.safetensors_header import TensorHeader
 
 
 def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
@@ -32,20 +33,6 @@ def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
     return model_of(
         info.get("class"), info.get("config"), str(path), tensors=names, generation=info.get("generation_config")
     )
-
-
-def check_layer_sizes(layers: Mapping[str, Mapping[str, Any]], stored_bytes: int, path: Path) -> None:
-    """Hold the sizes of quantized layers to what is stored: two bits a weight at least.
-
-    Raises:
-        CheckpointError: a layer has more weights than the files can hold.
-    """
-    for name, spec in layers.items():
-        n, k = spec["out_features"], spec["in_features"]
-        if n * k > 4 * stored_bytes:
-            raise CheckpointError(
-                f"{path}: layer {name!r}: saved with (K, N) = {k, n}; the data files have {stored_bytes} bytes"
-            )
 
 
 def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:
@@ -142,23 +129,6 @@ def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tu
     return wanted, quantized
 
 
-def read_headers(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], path: Path) -> dict[str, TensorHeader]:
-    """What the data files' headers say of every stored tensor.
-
-    Args:
-        files: by name.
-        weight_map: the file of each tensor.
-        path: where the map stands, for messages.
-
-    Raises:
-        CheckpointError: a file lacks a tensor.
-    """
-    for name, file in weight_map.items():
-        if name not in files[file].headers:
-            raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")
-    return {name: files[file].headers[name] for name, file in weight_map.items()}
-
-
 def check_headers(
     wanted: dict[str, Tensor],
     exact: set[str],
@@ -188,7 +158,7 @@ def check_headers(
         )
     for name, tensor in wanted.items():
         header = headers[tied.get(name, name)]
-        dtype, shape = header.dtype, header.shape
+        dtype, shape = TENSOR_DTYPES[header.code], header.shape
         # Outside quantized layers floating tensors may be of any precision: a skeleton does not know which.
         free = name not in exact and tensor.is_floating_point()
         ok = dtype in _FLOATS if free else dtype == tensor.dtype

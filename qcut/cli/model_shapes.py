@@ -48,7 +48,8 @@ def layer_shapes(model: str, skip: tuple[str, ...] = ("lm_head",)) -> list[tuple
 
 
 def _meta_layers(directory: Path) -> dict[str, tuple[int, int]]:
-    from qcut.checkpoints.huggingface import causal_model, read_config
+    from qcut.checkpoints.headers import read_config
+    from qcut.checkpoints.huggingface import causal_model
 
     path = directory / "config.json"
     model = causal_model(read_config(path), str(path))

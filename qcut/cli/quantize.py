@@ -100,7 +100,8 @@ def _stored_dtype(name: str) -> Any:
     """The floating dtype of a model's files, as its configuration states it; float32 where it does not."""
     import torch
 
-    from qcut.checkpoints.huggingface import read_config
+    from qcut.checkpoints import hub
+    from qcut.checkpoints.headers import read_config
     from qcut.process import versions
 
     folder = Path(name)
@@ -108,10 +109,11 @@ def _stored_dtype(name: str) -> Any:
     if folder.is_dir():
         if (folder / "config.json").is_file():
             config = read_config(folder / "config.json")
-    elif name and not name.startswith((".", "/", "~")) and not folder.exists():
+    else:
+        on_disk = not hub.answers(name)
         transformers = versions.transformers()
         try:
-            config, _ = transformers.PretrainedConfig.get_config_dict(name)
+            config, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=on_disk)
         except Exception as error:  # the hub's, of dozens of kinds
             raise CheckpointError(f"{name}: {' '.join(str(error).split())[:600]}") from error
     stated = config.get("dtype") or config.get("torch_dtype")

@@ -53,9 +53,12 @@ def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: tor
     return Lookup(places, groups, sizes, turns)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _traced(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     return _cached(kind, group_size, k, seed, device)
+
+
+# What torch.compiler.assume_constant_result sets. That decorator imports the compiler.
+_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def look_up_rows(

@@ -241,10 +241,9 @@ class Calibration:
                 parts = {}
                 for part, shape in zip(_PARTS, ([columns], [columns], [rows, columns]), strict=True):
                     header = file.headers[f"{name}.{part}"]
-                    if header.dtype is not torch.float32 or header.shape != shape:
+                    if header.code != "F32" or header.shape != shape:
                         raise CalibrationError(
-                            f"{file.path}: {name}.{part}: found {header.dtype} {header.shape}, "
-                            f"torch.float32 {shape} is needed"
+                            f"{file.path}: {name}.{part}: found {header.code} {header.shape}, F32 {shape} is needed"
                         )
                     parts[part] = file.read(f"{name}.{part}", verify=verify)
                 stats = layers[name] = LayerStats(tokens=sizes["tokens"], **parts)

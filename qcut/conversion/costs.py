@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qcut.config import Codebook, Scheme, parse_scheme
-from qcut.dispatch.gpus import target_named
 from qcut.layers.base import Linear
 
 
@@ -109,6 +108,8 @@ class StepCost:
 
     def __call__(self, layer: LayerSize, scheme: str) -> float:
         """The time of the layer under the scheme: of siblings' product, the share of the layer's rows."""
+        from qcut.dispatch.gpus import target_named
+
         parsed, n, k = parse_scheme(scheme), layer.out_features, layer.in_features
         start, rate = _step_line(parsed)
         machine = target_named(self.gpu).machine

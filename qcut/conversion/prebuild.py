@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.models.modules import weight_nk
 from qcut.ops import paths
+
+if TYPE_CHECKING:
+    from qcut.cuda.prebuild import LayerCall
 
 
 def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: Sequence[int], progress: bool) -> None:
@@ -26,8 +30,6 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         ConfigError: float32 weights of a layer whose kernels take 16-bit tokens.
         BuildError: the first kernel that does not compile.
     """
-    from qcut.cuda.prebuild import LayerCall, prebuild
-
     calls: dict[int, set[LayerCall]] = {}
     for name, task in tasks.items():
         weight, scheme = weight_nk(task.module), task.scheme
@@ -50,6 +52,8 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
                 describe(scheme, dtype=weight.dtype, rows=m, n=n, k=k, bias=bias, activation=task.activation)
             )
     for index, wanted in calls.items():
+        from qcut.cuda.prebuild import prebuild  # at the first layer on a GPU: the CPU needs nothing of the kernel side
+
         prebuild(sorted(wanted, key=str), index, progress)
 
 
@@ -69,7 +73,7 @@ def prebuild_layer(layer: Linear, dtype: torch.dtype, rows: Sequence[int]) -> No
     device = next(layer.buffers()).device
     if device.type != "cuda" or device.index in paths.refusals():
         return
-    from qcut.cuda.prebuild import LayerCall, prebuild
+    from qcut.cuda.prebuild import prebuild
     from qcut.jit.background import waiting
 
     n, k, bias, wanted = layer.out_features, layer.in_features, layer.bias is not None, set[LayerCall]()

@@ -157,6 +157,9 @@ def _rotate(spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor
     return result
 
 
-@torch.compiler.assume_constant_result
 def _constant_operands(spec: RotationSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
     return rotation_for(spec).operands(dtype, device)
+
+
+# What torch.compiler.assume_constant_result sets. That decorator imports the compiler.
+_constant_operands._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-from qcut.dispatch.gpus import target_for
 from qcut.errors import ConfigError, PathWarning, UnsupportedError
 from qcut.process.locks import Lock
 
@@ -82,6 +81,8 @@ def refusals() -> dict[int, str]:
 
 
 def _refusal(device: int) -> str | None:
+    from qcut.dispatch.gpus import target_for  # where there is a GPU: the CPU needs nothing of the kernel side
+
     gpu = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return f"GPU {gpu.name} is AMD's; qcut's CUDA kernels run on NVIDIA's"

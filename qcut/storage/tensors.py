@@ -29,6 +29,7 @@ from qcut.storage.digests import HEX, json_digest
 from qcut.storage.files import json_bytes, replacing, writing
 from qcut.storage.reading import JSON_BYTES, parse_json, read_bytes
 from qcut.storage.safetensors_file import TensorFile, write_tensors
+from qcut.storage.safetensors_header import plain_name
 
 _INTEGRITY = schema.record(
     {}, {"digest": (schema.text(most=HEX), None), "headers": (schema.table(schema.text(most=HEX)), {})}, more=True
@@ -201,12 +202,3 @@ def _has_changed(path: Path, text: bytes, error: type[QcutError]) -> bool:
         return read_bytes(path, JSON_BYTES, error) != text
     except QcutError:
         return False
-
-
-def plain_name(name: object, path: Path, error: type[QcutError]) -> str:
-    """Return a file name read from JSON, or raise ``error`` where the name could lead out of the directory."""
-    plain = isinstance(name, str) and len(name.encode("utf-8", "replace")) <= 255 and "\0" not in name
-    if not plain or Path(name).name != name or not name.endswith(".safetensors"):  # type: ignore[arg-type,union-attr]
-        shown = name[:80] if isinstance(name, str) else name
-        raise error(f"{path}: found the file name {shown!r}; a .safetensors file in the same directory is needed")
-    return name  # type: ignore[return-value]

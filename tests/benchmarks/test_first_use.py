@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,10 @@ def test_a_process_of_its_own_reports_every_time(tmp_path: Path, capsys: pytest.
     assert float(row["prompt_s"]) <= float(row["longest_wait_s"]) + 0.005
     assert (row["build"], row["scheme"]) == ("background", "w8a8")
     assert "longest_wait_s" in capsys.readouterr().out
+
+
+def test_cpu_seconds_of_a_process_grow_with_its_work() -> None:
+    short, long = (bench_first_use.cpu_seconds(f"sum(range({count}))") for count in (10, 20_000_000))
+    assert 0 < short < long
+    with pytest.raises(subprocess.CalledProcessError):
+        bench_first_use.cpu_seconds("raise SystemExit(3)")

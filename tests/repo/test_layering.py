@@ -225,21 +225,50 @@ print("emitters" in sys.modules)
     assert run(code, tmp_path) == "False"
 
 
-def test_using_the_cpu_creates_no_cuda_context_and_imports_no_compiler():
-    code = """
+_MODEL = """
+x = torch.randn(4, 64)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 32, bias=False)).eval()
+copy = lambda: __import__("copy").deepcopy(model)
+"""
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "qcut.Linear",
+        # Classes for transformers import transformers, which imports torch's compiler.
+        "for name in set(qcut.__all__) - {'QcutConfig', 'foreign_config'}: getattr(qcut, name)",
+        f"""{_MODEL}
+for scheme in ("w8a8", "w8a16", "int16x8", "codebook4", "codebook3_qr", "codebook4_int8"):
+    quantized = copy()
+    qcut.quantize(quantized, scheme, progress=False)
+    quantized(x)
+""",
+        f"""{_MODEL}
+qcut.quantize(model, qcut.plan(copy(), [x], budget=0.1, objective="memory"), calibration=qcut.calibrate(copy(), [x]))
+model(x)
+import tempfile
+folder = tempfile.mkdtemp() + "/saved"
+qcut.save(model, folder)
+qcut.load(folder, model=copy)
+""",
+    ],
+    ids=["a class", "all names", "every scheme", "a plan and a folder"],
+)
+def test_the_cpu_imports_no_compiler_and_no_kernel_side(use: str) -> None:
+    """The compiler of torch takes longer to import than torch itself."""
+    code = f"""
 import sys, torch
 before = set(sys.modules)
 import qcut
-for name in qcut.__all__:
-    getattr(qcut, name)
-layer = qcut.Linear.from_float(torch.nn.Linear(5, 3))
-layer(torch.randn(2, 5))
+{use}
 new = set(sys.modules) - before
 print(torch.cuda.is_initialized())
-# torch itself imports triton where it is installed, with what it compiles Python by.
-print([m for m in new if m.partition(".")[0] in ("cuda", "nvidia", "cutlass_library", "cutlass_cppgen")])
-public = {"qcut.cuda", "qcut.cuda.explanation", "qcut.cuda.waiting"}  # they import the rest when called
-print([m for m in new - public if m.startswith(("qcut.cuda", "qcut.emitters", "qcut.portable"))])
+others = ("cuda", "nvidia", "cutlass_library", "cutlass_cppgen", "triton", "sympy", "transformers", "scipy", "numba")
+print(sorted(m for m in new if m.partition(".")[0] in others or m.startswith(("torch._dynamo", "torch._inductor"))))
+public = {{"qcut.cuda", "qcut.cuda.explanation", "qcut.cuda.waiting"}}  # they import the rest when called
+sides = tuple(f"qcut.{{side}}" for side in ("cuda", "emitters", "portable", "jit", "dispatch"))
+print(sorted(m for m in new - public if m.startswith(sides)))
 """
     assert run(code).splitlines() == ["False", "[]", "[]"]
 
@@ -264,6 +293,16 @@ finally:
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr.strip()) == (0, "False")
+
+
+def test_info_reads_headers_without_torch():
+    code = """
+import sys
+from qcut.cli.main import main
+assert main(["info", "models/gpt2-5m"]) == 0
+print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+    assert run(code).splitlines()[-1] == "False False"
 
 
 def test_public_names():

@@ -14,7 +14,8 @@ import torch
 
 from qcut.errors import CheckpointError
 from qcut.storage import tensors
-from qcut.storage.tensors import TensorFiles, plain_name, read_index
+from qcut.storage.safetensors_header import plain_name
+from qcut.storage.tensors import TensorFiles, read_index
 
 
 def one(data: dict[str, Any]) -> tuple[Any, Iterable[Any]]:

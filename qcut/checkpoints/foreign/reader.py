@@ -22,7 +22,8 @@ from qcut.checkpoints.foreign.gguf_metadata import check_architecture, config_of
 from qcut.checkpoints.foreign.gptq import Gptq
 from qcut.checkpoints.foreign.matching import match
 from qcut.checkpoints.foreign.parts import Format, Parts, Stored
-from qcut.checkpoints.huggingface import causal_class, model_of, read_config
+from qcut.checkpoints.headers import read_config
+from qcut.checkpoints.huggingface import causal_class, model_of
 from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear, state_dtype

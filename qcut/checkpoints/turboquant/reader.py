@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.headers import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS
 from qcut.checkpoints.huggingface import causal_class, model_of
 from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.checkpoints.turboquant.format import Config, pass_seeds
@@ -36,24 +37,18 @@ from qcut.numerics.checks import out_of_range
 from qcut.process.progress import progress_bar
 from qcut.storage.digests import bytes_digest
 from qcut.storage.reading import JSON_BYTES, parse_json, read_bounded
-from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile, TensorHeader
-from qcut.storage.together import open_together, record_path
+from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile
+from qcut.storage.safetensors_header import TensorHeader
+from qcut.storage.together import open_together
 
-CONFIG_NAME = "turboquant_config.json"
-MODEL_NAME, QUANTIZED_NAME, REST_NAME = "config.json", "model.safetensors", "non_quantized.safetensors"
-FILE_NAMES = (QUANTIZED_NAME, REST_NAME, MODEL_NAME, CONFIG_NAME)
+MODEL_NAME = "config.json"
+FILE_NAMES = (*TURBOQUANT_TENSORS, MODEL_NAME, TURBOQUANT_CONFIG)
 PASS_PARTS = (("indices", "norms", "codebook"), ("pass2_indices", "pass2_norms", "pass2_codebook"))
 _PARTS = {part for parts in PASS_PARTS for part in parts} - {"codebook"} | {"bias"}
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 Headers = Mapping[str, TensorHeader]
 Opened = Mapping[str, tuple[Path, BinaryIO]]
-
-
-def is_turboquant(directory: str | Path) -> bool:
-    """Whether a directory looks like one of that package's."""
-    directory = Path(directory)
-    return (directory / CONFIG_NAME).is_file() or record_path(directory, CONFIG_NAME).is_file()
 
 
 def load(
@@ -93,12 +88,12 @@ def load(
     """
     directory = Path(directory)
     with ExitStack() as stack:
-        opened = open_together(directory, FILE_NAMES, CONFIG_NAME, CheckpointError)
+        opened = open_together(directory, FILE_NAMES, TURBOQUANT_CONFIG, CheckpointError)
         for _, file in opened.values():
             stack.enter_context(file)
-        texts = {name: _text(opened, directory, name) for name in (CONFIG_NAME, MODEL_NAME)}
-        config = _read_config(texts[CONFIG_NAME], directory / CONFIG_NAME)
-        quantized, others = (_open(opened, directory, name) for name in (QUANTIZED_NAME, REST_NAME))
+        texts = {name: _text(opened, directory, name) for name in (TURBOQUANT_CONFIG, MODEL_NAME)}
+        config = _read_config(texts[TURBOQUANT_CONFIG], directory / TURBOQUANT_CONFIG)
+        quantized, others = (_open(opened, directory, name) for name in TURBOQUANT_TENSORS)
         _check_revision(quantized, others, texts, model is None, directory, verify)
         if not isinstance(model, nn.Module):
             count = len(quantized.headers) + len(others.headers)

@@ -11,16 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.headers import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS
 from qcut.checkpoints.turboquant.format import STRATEGIES, Config, pass_seeds, quantize
-from qcut.checkpoints.turboquant.reader import (
-    CONFIG_NAME,
-    MODEL_NAME,
-    PASS_PARTS,
-    QUANTIZED_NAME,
-    REST_NAME,
-    layer_scheme,
-    linear_layers,
-)
+from qcut.checkpoints.turboquant.reader import MODEL_NAME, PASS_PARTS, layer_scheme, linear_layers
 from qcut.codebooks import packing
 from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.layers.base import Linear
@@ -87,11 +80,11 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
     huggingface: Any = getattr(model, "config", None)
     if hasattr(huggingface, "to_json_string"):
         texts[MODEL_NAME] = huggingface.to_json_string(use_diff=True).encode()
-    texts[CONFIG_NAME] = json.dumps(replace(config, norm_codec=norm_codec).to_json(), indent=2).encode()
+    texts[TURBOQUANT_CONFIG] = json.dumps(replace(config, norm_codec=norm_codec).to_json(), indent=2).encode()
     facts = {"revision": secrets.token_hex(8), "files": {name: bytes_digest(text) for name, text in texts.items()}}
-    names = (QUANTIZED_NAME, REST_NAME, *texts)
+    names = (*TURBOQUANT_TENSORS, *texts)
     try:
-        with replacing_together(directory, names, CONFIG_NAME, CheckpointError) as files:
+        with replacing_together(directory, names, TURBOQUANT_CONFIG, CheckpointError) as files:
             for file, tensors in zip(files[:2], (quantized, rest), strict=True):
                 write_tensors(file, tensors, facts)
             for file, text in zip(files[2:], texts.values(), strict=True):

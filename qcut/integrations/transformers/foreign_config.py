@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from qcut.checkpoints import hub
 from qcut.checkpoints.foreign.reader import format_of, reader_of, stored_config
 from qcut.checkpoints.huggingface import causal_class, check_class, plain_config
-from qcut.checkpoints.pretrained_format import may_be_hub_name
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.process import versions
@@ -52,16 +52,16 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
             raise CheckpointError(f"{path}: {_NOT_FOREIGN}")
         where, found = str(path / "config.json"), reader.config
         reader.check()
-    elif not may_be_hub_name(str(name)):
-        raise CheckpointError(f"{name}: no such folder")
+    elif not hub.answers(str(name), **options):
+        options = {**options, "local_files_only": True}
     try:
         data, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
         if not path.exists():
-            hub = stored_config(data, where)
-            if hub is None:
+            stated = stored_config(data, where)
+            if stated is None:
                 raise CheckpointError(f"{name}: {_NOT_FOREIGN}")
-            format_of(hub, where)
-            found = hub
+            format_of(stated, where)
+            found = stated
         names = data.get("architectures")
         kind = names[0] if isinstance(names, list) and len(names) == 1 else causal_class(data, where)
         plain_config({key: value for key, value in data.items() if key not in _QUANTIZATION}, where)

@@ -11,16 +11,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.headers import check_layer_sizes
 from qcut.checkpoints.marks import marks_pattern
 from qcut.checkpoints.quantization_config import description_of
-from qcut.checkpoints.skeleton import check_kinds, check_layer_sizes
+from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
 from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, without_weight
 from qcut.layers.base import state_dtype
 from qcut.layers.frozen import FrozenWeight, float_dtype
 from qcut.numerics.checks import out_of_range
-from qcut.storage.safetensors_file import TensorFile, TensorHeader
+from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile
+from qcut.storage.safetensors_header import TensorHeader
 
 _WHERE = Path("config.json")
 
@@ -153,9 +155,10 @@ class StoredLoading:
                     continue  # stored under another name; `finish` looks whether it has arrived
                 if header is None:
                     raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
-                if header.dtype != tensor.dtype or header.shape != list(tensor.shape):
+                dtype = TENSOR_DTYPES[header.code]
+                if dtype != tensor.dtype or header.shape != list(tensor.shape):
                     raise CheckpointError(
-                        f"{self._where}: tensor {full!r}: found {header.dtype} {header.shape}, {tensor.dtype} "
+                        f"{self._where}: tensor {full!r}: found {dtype} {header.shape}, {tensor.dtype} "
                         f"{list(tensor.shape)} is needed"
                     )
         codes = {name: header.code for name, header in headers.items()}
