@@ -10,7 +10,6 @@ import logging
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
@@ -29,13 +28,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Prompt, Scheduler
-from qcut.errors import QcutError
+from qcut.errors import ConfigError, QcutError
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form, Scored, finish_reason, usage
 from qcut.server.bodies import Body, ChatBody, CompletionBody, parsed
-from qcut.server.guards import Hosts, Key, body
+from qcut.server.executors import LARGE_BYTES, Executors
+from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
+from qcut.server.limits import PromptLimit
 from qcut.server.metrics import Metrics
 from qcut.server.refusals import Refusal
-from qcut.server.streams import STALLED_S, Bridge, Stream
+from qcut.server.streams import Bridge, Stream
 
 _log = logging.getLogger("qcut")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -53,11 +54,16 @@ class Settings:
     Attributes:
         name: under which the model is served.
         key: that clients have to give; None: none.
-        hosts: names by which clients may call this server; empty: all.
+        hosts: further names by which clients on this machine may call the server (see `qcut.server.guards.Hosts`).
         origins: of pages elsewhere that may use this server.
         most_body: bytes of a request's body.
         most_tokens: new tokens of a sequence, whatever is asked for; None: the context alone is the limit.
+        most_prompts: of a request.
         seconds: in which a body has to come.
+        most_bodies: bytes of all bodies that are held at once.
+
+    Raises:
+        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have.
     """
 
     name: str
@@ -66,17 +72,25 @@ class Settings:
     origins: Collection[str] = ()
     most_body: int = 2 << 20
     most_tokens: int | None = None
+    most_prompts: int = 1024
     seconds: float = 60
+    most_bodies: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        key = self.key
+        if key is not None and (not key or key != key.strip() or not key.isprintable()):
+            raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")
 
 
-def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
+def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:
     """The application, for any server of ASGI.
 
     Args:
         scheduler: over an engine with a tokenizer. Run and closed by the caller.
         settings: what to serve, to whom.
+        metrics: of the scheduler; `qcut.server.running.server` counts in them, too. None makes some.
     """
-    service = Service(scheduler, settings)
+    service = Service(scheduler, settings, metrics or Metrics(scheduler))
     routes = [
         Route("/", service.page),
         Route("/health", service.health),
@@ -86,19 +100,18 @@ def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
     ]
-    guards = [Middleware(Hosts, allowed=settings.hosts), Middleware(Key, key=settings.key)]
+    guards = [
+        Middleware(Refusals, metrics=service.metrics, bodies=service.bodies),
+        Middleware(Hosts, allowed=settings.hosts),
+        Middleware(Key, key=settings.key),
+    ]
     if settings.origins:  # before the key: browsers ask for leave without one
         headers = ["Authorization", "Content-Type"]
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=headers
         )
-        guards.insert(1, cors)
-    handlers: dict[Any, Any] = {
-        Refusal: service.refuse,
-        404: service.unknown,
-        405: service.unknown,
-        500: service.failed,
-    }
+        guards.insert(0, cors)  # refusals have its headers: a page sees them
+    handlers: dict[Any, Any] = {404: service.unknown, 405: service.unknown}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
@@ -108,15 +121,16 @@ class Service:
     Args:
         scheduler: see `application`.
         settings: see `application`.
+        metrics: see `application`.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
-        self.scheduler, self.settings = scheduler, settings
-        self.metrics = Metrics(scheduler)
+    def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
+        self.scheduler, self.settings, self.metrics = scheduler, settings, metrics
+        self.bodies = BodyMemory(settings.most_bodies)
         self._created = int(time.time())
         self._bridge: Bridge | None = None
-        # Long texts take long to tokenize; meanwhile the event loop serves others.
-        self._submits = ThreadPoolExecutor(1, "qcut-submit")
+        self._executors = Executors()
+        self._prompts = PromptLimit(scheduler.engine.tokenizer, scheduler.engine.context)
 
     # ── what is small ────────────────────────────────────────────────────────────────────────────
 
@@ -143,20 +157,10 @@ class Service:
         self._check_name(request.path_params["name"])
         return JSONResponse(self._model)
 
-    async def refuse(self, request: HTTPRequest, error: Refusal) -> Response:
-        """Answer what cannot be served."""
-        self.metrics.refused(error.status)
-        return error.answer
-
     async def unknown(self, request: HTTPRequest, error: Any) -> Response:
-        """Answer a path that nobody knows, or a method that it has not."""
-        refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
-        refusal.headers = error.headers
-        return await self.refuse(request, refusal)
-
-    async def failed(self, request: HTTPRequest, error: Exception) -> Response:
-        """Answer a fault of the server; the log has it whole."""
-        return await self.refuse(request, Refusal(500, f"a fault in the server: {type(error).__name__}"))
+        """Refuse a path that nobody knows, or a method that it has not."""
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        raise Refusal(error.status_code, message, headers=error.headers)
 
     @cached_property
     def _model(self) -> JSON:
@@ -191,8 +195,13 @@ class Service:
 
     async def _read(self, request: HTTPRequest, kind: type[B]) -> B:
         settings = self.settings
-        data = await body(request.scope, request.receive, most=settings.most_body, seconds=settings.seconds)
-        given = parsed(kind, data)
+        data = await body(
+            request.scope, request.receive, most=settings.most_body, seconds=settings.seconds, memory=self.bodies
+        )
+        if len(data) < LARGE_BYTES:
+            given = parsed(kind, data)
+        else:
+            given = await self._executors.run(len(data), lambda: parsed(kind, data))
         self._check_name(given.model)
         return given
 
@@ -203,22 +212,29 @@ class Service:
         stream = Stream(self._bridge, given.n)
         answer = _Answer(self, given, form, stream)
         try:
-            await loop.run_in_executor(self._submits, self._submit, stream, given)
+            async with _watched(request.receive, stream):
+                size = int(request.headers.get("content-length", LARGE_BYTES))
+                await self._executors.run(size, lambda: self._submit(stream, given))
         except QcutError as error:
             raise Refusal.of(error) from error
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
+        if stream.is_left:
+            raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         if given.stream:
             return _EventStream(stream, answer.pieces())
-        async with _cancelled_with(request.receive, stream):
+        async with _watched(request.receive, stream):
             return JSONResponse(await answer.whole())
 
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
         most = min(limits, default=None)
-        for prompt in given.prompts:
+        prompts, most_prompts = given.prompts, self.settings.most_prompts
+        if len(prompts) > most_prompts:
+            raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")
+        for prompt in prompts:
+            if stream.is_left:
+                return
+            self._prompts.check(prompt)
 
             def submit(samples: int, listener: Listener, prompt: Prompt = prompt) -> list[Request]:
                 return self.scheduler.submit_samples(
@@ -241,6 +257,7 @@ class _Answer:
     def __init__(self, service: Service, given: Body, form: Form, stream: Stream) -> None:
         self._given, self._form, self._stream = given, form, stream
         self._tokenizer = service.scheduler.engine.tokenizer
+        self._metrics = service.metrics
         self._watch = service.metrics.watch()
 
     async def whole(self) -> JSON:
@@ -276,7 +293,14 @@ class _Answer:
         try:
             async for choices in self._parts(self._scores(count)):
                 yield _sent({**form.piece(choices), **empty}) if choices else b": waiting\n\n"
-        except Refusal as refusal:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # a tokenizer's panic is no Exception
+            self._stream.cancel()
+            if not isinstance(error, Refusal):
+                _log.exception("a fault in the server, within a stream")
+            refusal = error if isinstance(error, Refusal) else Refusal.of_fault(error)
+            self._metrics.refused(refusal.status)
             yield _sent(refusal.body)
             return
         if counts:
@@ -325,7 +349,7 @@ class _Answer:
 
 
 class _EventStream(Response):
-    """Server-sent events; a client that goes, or takes nothing any more, ends what it asked for."""
+    """Server-sent events; a client that goes ends what it asked for."""
 
     media_type = "text/event-stream"
 
@@ -336,35 +360,30 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        async with _cancelled_with(receive, self._stream):
+        async with _watched(receive, self._stream):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                async for piece in self._pieces:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except asyncio.CancelledError:
-                if not self._stream.is_given_up:
-                    raise
-                _log.warning("a client took nothing for %g s; its request is cancelled", STALLED_S)
-                return
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.asynccontextmanager
-async def _cancelled_with(receive: Receive, stream: Stream) -> AsyncIterator[None]:
-    """Cancel a stream when the client goes, and when the block ends before it."""
+async def _watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
+    """Cancel a stream at once when its client goes, and when the block fails."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        stream.is_left = True
-        stream.cancel()
+        stream.leave()
 
     watcher = asyncio.ensure_future(watch())
     try:
         yield
+    except BaseException:
+        stream.cancel()
+        raise
     finally:
         watcher.cancel()
-        stream.cancel()
 
 
 def _sent(value: JSON) -> bytes:

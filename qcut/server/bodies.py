@@ -15,15 +15,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from qcut.engine.likelihoods import MOST_TOP
 from qcut.engine.scheduler import Prompt
 from qcut.numerics.sampling import Sampling
+from qcut.server.limits import parse_json
 from qcut.server.refusals import Refusal
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
+MOST_COUNT = 2**31 - 1
+"""Largest count, and token id, that a field may have."""
 _SHOWN = 80
 
 _Strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-_Positive = Annotated[int, Field(ge=1)]
+_Positive = Annotated[int, Field(ge=1, le=MOST_COUNT)]
+_Token = Annotated[int, Field(ge=0, le=MOST_COUNT)]
+_Tokens = Annotated[list[int], Field(fail_fast=True)]  # the engine names ids that it does not know
 _Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
 B = TypeVar("B", bound="Body")
 
@@ -55,13 +60,13 @@ class Body(BaseModel):
     n: _Positive = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MOST_STOPS)] = []
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_Token], Field(max_length=MOST_STOPS, fail_fast=True)] = []
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(le=MOST_COUNT)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -107,7 +112,7 @@ class CompletionBody(Body):
 
     NEUTRAL = {"best_of": (None, 1), "logit_bias": (None, {}), "suffix": (None, "")}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Annotated[list[str], Field(fail_fast=True)] | _Tokens | Annotated[list[_Tokens], Field(fail_fast=True)]
     max_tokens: _Positive | None = 16
     logprobs: _Top | None = None
     echo: bool = False
@@ -142,7 +147,7 @@ class Message(BaseModel):
 
     model_config = _Strict
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
     @property
@@ -175,7 +180,7 @@ class ChatBody(Body):
         "web_search_options": (None,),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: _Positive | None = None
     max_completion_tokens: _Positive | None = None
     logprobs: bool | None = None
@@ -207,13 +212,7 @@ def parsed(kind: type[B], data: bytes) -> B:
     Raises:
         Refusal: no JSON; a field that is missing, unknown, not served, or of another kind, which the message names.
     """
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as found:
-        fields = {str(problem["loc"][0]) for problem in found.errors(include_url=False) if problem["loc"]}
-        if not fields & set(kind.NEUTRAL):
-            raise _refusal(found, kind) from None
-    given = _object(data)
+    given = parse_json(data)
     for name, values in kind.NEUTRAL.items():
         if name in given and (value := given.pop(name)) not in values:
             allowed = " or ".join(sorted({_json(one) for one in values}))
@@ -222,14 +221,6 @@ def parsed(kind: type[B], data: bytes) -> B:
         return kind.model_validate(given)
     except ValidationError as found:
         raise _refusal(found, kind) from None
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    from pydantic_core import from_json
-
-    given = from_json(data)
-    assert isinstance(given, dict), "the body has fields"
-    return given
 
 
 def _json(value: object) -> str:

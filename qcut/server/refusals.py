@@ -39,6 +39,11 @@ class Refusal(Exception):
             return cls(503, str(error), code="busy", headers={"Retry-After": str(RETRY_AFTER_S)})
         return cls(400, str(error), code="context_length_exceeded" if isinstance(error, ContextError) else None)
 
+    @classmethod
+    def of_fault(cls, error: BaseException) -> Refusal:
+        """What a fault of the server is to a client; the log has the traceback."""
+        return cls(500, f"a fault in the server: {type(error).__name__}")
+
     @property
     def body(self) -> dict[str, object]:
         """The answer's JSON."""

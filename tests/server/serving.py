@@ -26,6 +26,8 @@ from qcut.engine.text.pieces import Detokenizer
 from qcut.numerics.sampling import sample
 from qcut.server import running
 from qcut.server.application import Settings, application
+from qcut.server.connections import ConnectionLimits
+from qcut.server.metrics import Metrics
 from tests.support import ROOT
 
 MODEL = ROOT / "models" / "gpt2-5m"
@@ -123,11 +125,19 @@ def call(port: int, method: str, path: str, body: Any = None, **headers: str) ->
 
 @contextmanager
 def serving(
-    one: qcut.Engine, *, most_waiting: int = 1024, grace_s: float | None = None, buffer: int = 0, **settings: Any
+    one: qcut.Engine,
+    *,
+    most_waiting: int = 1024,
+    grace_s: float | None = None,
+    buffer: int = 0,
+    limits: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[Served]:
-    """A server in a thread, with ``buffer`` bytes for what it sends, if not 0."""
+    """A server in a thread, with ``buffer`` bytes for what it sends, if not 0, and some `ConnectionLimits`."""
     scheduler = qcut.Scheduler(one, chunk=32, most_waiting=most_waiting)
-    server = running.server(application(scheduler, Settings(NAME, **settings)), grace_s=grace_s)
+    metrics = Metrics(scheduler)
+    app = application(scheduler, Settings(NAME, **settings), metrics)
+    server = running.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))
     finished: list[bool] = []
     failed: list[BaseException] = []
 

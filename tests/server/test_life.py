@@ -135,13 +135,9 @@ def test_what_is_wrong_is_said_before_the_model_is_read(tmp_path: Path, capfd: p
     assert "a whole number from 1 up" in says(MODEL, "--batch", 0)
 
 
-def test_a_client_that_takes_nothing_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_takes_nothing_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     """Its sequences end, and its place is free."""
-    monkeypatch.setattr(streams, "SILENT_S", 0.05)
-    monkeypatch.setattr(streams, "STALLED_S", 0.2)
-    with serving(engine(), buffer=4096) as served, socket.socket() as stuck:
+    with serving(engine(), buffer=4096, limits={"write_s": 0.2}) as served, socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         stuck.connect(("127.0.0.1", served.port))
         body = json.dumps({**LONG, "prompt": ["x"] * 40, "logprobs": 20, "stream": True}).encode()
