@@ -23,7 +23,7 @@ _log = logging.getLogger("qcut")
 
 READ_BYTES = 8192
 """Most bytes that one connection reads in an iteration of the event loop."""
-CHUNK_READ_BYTES = 1024
+CHUNK_READ_BYTES = 512
 """The same within a chunked body: each chunk of one byte costs as much as a chunk of thousands."""
 PIPELINED_BYTES = 65536
 """Bytes behind a request that are read before its answer: while the server reads, it sees that the client has gone."""
@@ -86,7 +86,7 @@ class _Parser(h11.Connection):
     def __init__(self, limits: ConnectionLimits) -> None:
         super().__init__(h11.SERVER, limits.head_bytes)
         self._limits = limits
-        self.refusal = Refusal(400, "no valid HTTP/1.1 request", code="http_invalid")
+        self.refusal = Refusal(400, "no valid HTTP request", code="http_invalid")
         self.is_chunked = False
         self._chunks = 0
 
@@ -103,7 +103,7 @@ class _Parser(h11.Connection):
             if status == 431:
                 message = f"a head of more bytes than allowed: {self._limits.head_bytes}"
             else:
-                message = f"no valid HTTP/1.1 request: {error}"[:200]
+                message = f"no valid HTTP request: {error}"[:200]
             self.refusal = Refusal(status, message, code="http_invalid")
             raise
         if isinstance(event, h11.Request):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -151,6 +152,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
+    gc.freeze()  # a look for garbage among all of torch's and transformers' objects stops every thread
     scheduler.run()
     logs, limit = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut")], LogLimit()
     for log in logs:
@@ -167,6 +169,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
             log.removeFilter(_is_of_interest)
             log.removeFilter(limit)
         sys.setswitchinterval(before)
+        gc.unfreeze()
     scheduler.close(cancel=not finished)
     if scheduler.error is not None:
         raise scheduler.error

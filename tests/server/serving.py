@@ -93,6 +93,11 @@ class Served:
         """Status, JSON or text, and headers of an answer; a body that is no text is sent as JSON."""
         return call(self.port, method, path, body, **headers)
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of ``/metrics`` by name and labels."""
+        lines = [line for line in self.call("GET", "/metrics")[1].splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
     def idle(self) -> None:
         """Wait until nothing is left of any request."""
         end = time.monotonic() + PATIENCE_S
@@ -170,8 +175,16 @@ def serving(
 class Process:
     """``qcut serve`` of the embedded model."""
 
-    def __init__(self, log: Path, *options: str, environment: dict[str, str] | None = None, port: int = 0) -> None:
-        command = [sys.executable, "-m", "qcut", "serve", str(MODEL), "--scheme", "w8a8", "--device", "cpu"]
+    def __init__(
+        self,
+        log: Path,
+        *options: str,
+        environment: dict[str, str] | None = None,
+        port: int = 0,
+        files: int | None = None,
+    ) -> None:
+        limit = [] if files is None else ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"]
+        command = [*limit, sys.executable, "-m", "qcut", "serve", str(MODEL), "--scheme", "w8a8", "--device", "cpu"]
         command += ["--port", str(port), "--batch", "4", "--context", "96", "--served-name", NAME, *options]
         self.log = log
         with log.open("w") as out:
