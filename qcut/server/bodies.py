@@ -34,6 +34,7 @@ MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
 MOST_BIASED = 1024
 _LARGEST = (1 << 63) - 1
+_MOST_TOP_K = (1 << 31) - 1
 _SHOWN = 80
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
@@ -186,7 +187,7 @@ class Body(Schema):
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, le=_LARGEST)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_TOP_K)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
