@@ -12,6 +12,13 @@ def layer_prefix(name: str | None) -> str:
     return f"layer {name!r}: " if name else ""
 
 
+def shown(value: object) -> str:
+    """A value as messages show it: the beginning of what Python writes, which it refuses for the longest integers."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.60}"
+
+
 class QcutError(Exception):
     """Base class of all qcut exceptions."""
 
@@ -75,6 +82,10 @@ class ContextError(QcutError, ValueError):
 
 class BusyError(QcutError, RuntimeError):
     """As many requests wait as may wait."""
+
+
+class RequestError(QcutError, RuntimeError):
+    """A request that its scheduler could not go on with; the cause is what has failed."""
 
 
 class LaunchError(QcutError, RuntimeError):

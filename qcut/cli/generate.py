@@ -101,10 +101,9 @@ def add_parser(commands: Any) -> None:
     group.add_argument(
         "--repetition-penalty",
         type=float,
-        default=1.0,
         metavar="R",
         help="divide the score of each token that has been there, in the prompt or since, by R where it is positive, "
-        "and multiply it where it is negative (default: 1)",
+        "and multiply it where it is negative (default: that of the model's generation_config.json, else 1)",
     )
     for name, often in (("presence", ""), ("frequency", ", as often as it has been")):
         group.add_argument(
@@ -145,8 +144,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answe
     from qcut.cli.quantizing import Quantizing
     from qcut.numerics.sampling import Sampling
 
-    names = (field.name for field in fields(Sampling))
-    sampling = Sampling(**{name: getattr(arguments, name) for name in names})
+    given = vars(arguments)
+    sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
     continue_prompt = _huggingface if arguments.llama2c is None else _llama2c
     return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments)))
 

@@ -143,8 +143,9 @@ class TransformersRunner:
             show(token)
 
         prompt = torch.tensor([list(ids)], device=self.device)
-        penalty = sampling.repetition_penalty
-        options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": penalty}
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        if sampling.repetition_penalty is not None:
+            options["repetition_penalty"] = sampling.repetition_penalty
         if sampling.temperature > 0:
             names = ("temperature", "top_k", "top_p", "min_p")
             options |= {name: getattr(sampling, name) for name in names}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
     from qcut.engine.scheduler import Scheduler
 
 _DESCRIPTION = """\
-Serves a model to many clients at once, over HTTP, as OpenAI's servers do: /v1/completions, /v1/chat/completions, both
-with streaming, and /v1/models; /health says whether all is well, /metrics has figures for Prometheus, and / is a page
-to chat with the model.
+Serves a model to many clients at once, over HTTP, as OpenAI's servers do: /v1/completions, /v1/chat/completions and
+/v1/responses, all with streaming, and /v1/models; /docs lists all endpoints, /health says whether all is well, /metrics
+has figures for Prometheus, and / is a page to chat with the model.
 
 MODEL is a causal language model as `qcut generate` takes it, of a kind that qcut's engine runs. One GPU serves it, or
 the processor. Ctrl-C, or SIGTERM, ends the server when what runs has come to its end; a second one ends it at once.
@@ -41,6 +44,7 @@ FIELDS = {
 
 KEY = "QCUT_API_KEY"
 """Environment variable with the key that clients have to give."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOCAL = "127.0.0.1"
 
 
@@ -66,6 +70,14 @@ def add_parser(commands: Any) -> None:
     group.add_argument("--port", type=natural, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
     group.add_argument(
         "--served-name", metavar="NAME", help="name of the model that clients give (default: MODEL, as it is given)"
+    )
+    group.add_argument(
+        "--any-model", action="store_true", help="take every name of a model; others than its own are refused otherwise"
+    )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse fields of requests that nobody knows (default: they are ignored, and logged once)",
     )
     group.add_argument(
         "--api-key",
@@ -143,6 +155,13 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="seconds in which what runs has to come to its end after Ctrl-C (default: any time)",
     )
+    group = parser.add_argument_group("what is said")
+    group.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="info logs one line a request, warning one a refusal, error neither (default: info)",
+    )
     add_quantizing_options(parser)
     add_cache_option(parser)
     add_device_options(parser, "float16 on a GPU, float32 on a CPU")
@@ -154,7 +173,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     try:
         from qcut.server import running
         from qcut.server.application import Settings, application
-        from qcut.server.connections import ConnectionLimits
+        from qcut.server.limits.connections import ConnectionLimits
         from qcut.server.guards import is_loopback
         from qcut.server.metrics import Metrics
     except ModuleNotFoundError as error:
@@ -170,9 +189,14 @@ def run(arguments: argparse.Namespace) -> Answer:
         most_body=arguments.max_body,
         most_tokens=arguments.max_tokens,
         most_prompts=arguments.max_waiting,
+        any_model=arguments.any_model,
+        strict=arguments.strict,
     )
     _say(_several(arguments))
-    with running.listening(arguments.host, arguments.port) as found:  # before the model is read: ports may be taken
+    with (
+        _logging(arguments.log_level),
+        running.listening(arguments.host, arguments.port) as found,
+    ):  # before the model is read: ports may be taken
         scheduler = _scheduler(arguments)
         where = running.address(found)
         found.listen(running.BACKLOG)  # who reads the next line may call at once
@@ -208,6 +232,21 @@ def _key(arguments: argparse.Namespace) -> str | None:
     if arguments.api_key_file is not None:
         return read_text(arguments.api_key_file, "--api-key-file").rstrip("\r\n")
     return os.environ.get(KEY)
+
+
+@contextmanager
+def _logging(level: str) -> Iterator[None]:
+    """Let the loggers of qcut write lines with the time to standard error."""
+    log, handler = logging.getLogger("qcut"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def _scheduler(arguments: argparse.Namespace) -> Scheduler:

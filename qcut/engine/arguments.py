@@ -6,18 +6,47 @@ import numbers
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qcut.errors import ConfigError, DtypeError, ShapeError
+from qcut.errors import ConfigError, DtypeError, ShapeError, shown
+from qcut.numerics.sampling import Sampling
 
 Keep = bool | int | Sequence[int]
 """How many tokens of each sequence stay in the cache."""
 
 _TOKENS = "token ids, as tokenizer(text)['input_ids'] has them"
 _TEXT = "; text needs Engine(model, tokenizer=…)"
+
+
+class Options(NamedTuple):
+    """What a caller asks of continuations; see `qcut.Engine.generate`."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    sampling: Sampling | None = None
+    stop: Iterable[int | str] = ()
+    skip_special_tokens: bool = True
+
+    def check(self, vocabulary: int, fewest: int = 1) -> None:
+        """Check all but `stop`, which `stops_of` checks; ``fewest`` is the least ``max_new_tokens``.
+
+        Raises:
+            ConfigError: a value of another kind, or outside of its range.
+        """
+        most, least = self.max_new_tokens, self.min_new_tokens
+        if most is not None and (not is_whole(most) or most < fewest):
+            raise ConfigError(f"max_new_tokens is {shown(most)}; allowed: {fewest} and more, or None")
+        if least is not None and (not is_whole(least) or least < 0 or (most is not None and least > most)):
+            allowed = "0 and more" if most is None else f"0 to max_new_tokens, {most}"
+            raise ConfigError(f"min_new_tokens is {shown(least)}; allowed: {allowed}, or None")
+        if self.sampling is not None and not isinstance(self.sampling, Sampling):
+            raise ConfigError(f"sampling is {shown(self.sampling)}; allowed: a qcut.Sampling, or None")
+        beyond = max(self.sampling.logit_bias, default=0) if self.sampling is not None else 0
+        if beyond >= vocabulary:
+            raise ConfigError(f"logit_bias of token {beyond}; allowed: tokens 0 to {vocabulary - 1}")
 
 
 def prompt_rows(prompts: Any) -> list[Tensor]:

@@ -16,7 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.engine import guides, rings
-from qcut.engine.arguments import Keep, check_ids, end_tokens, is_whole, kept_tokens, prompt_rows, stops_of, token_row
+from qcut.engine.arguments import (
+    Keep,
+    Options,
+    check_ids,
+    end_tokens,
+    is_whole,
+    kept_tokens,
+    prompt_rows,
+    stops_of,
+    token_row,
+)
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
@@ -24,6 +34,7 @@ from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
 from qcut.engine.folding import FoldedBlocks, check_foldable
 from qcut.engine.generated import Event, Generated, LogProbability, Running
+from qcut.engine.generation_settings import GenerationSettings
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
 from qcut.engine.likelihoods import check_top, likelihoods
@@ -31,7 +42,7 @@ from qcut.engine.text.pieces import Detokenizer
 from qcut.engine.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.engine.text.transcript import Transcript
 from qcut.errors import ConfigError, ContextError, ShapeError
-from qcut.numerics.sampling import History, Sampling, sample
+from qcut.numerics.sampling import History, Rows, Sampling, sample
 from qcut.process import versions
 
 DEFAULT_CONTEXT = 4096
@@ -87,6 +98,7 @@ class Engine:
         tokenizer: as given.
         end_tokens: ids that end texts, by the model's generation_config and the tokenizer. Nothing stops at them unless
             ``stop`` has them: ``stop=engine.end_tokens``, ``stop=[*engine.end_tokens, "###"]``.
+        settings: what else of the model's generation_config the engine goes by.
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: keys and values.
@@ -96,7 +108,8 @@ class Engine:
             be changed between calls.
 
     Raises:
-        UnsupportedError: another architecture, which the message names; or transformers is too old.
+        UnsupportedError: another architecture, which the message names; a setting of the model's generation_config that
+            changes greedy tokens and that the engine does not have; or transformers is too old.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0, norms
             that cannot be folded, another kind of cache, a 4-bit one that the model's heads or type do not go with, or
             a tokenizer that is none.
@@ -137,7 +150,10 @@ class Engine:
             raise ConfigError(f"ring is {ring!r}; allowed: 0 and more")
         if tokenizer is not None:
             check_tokenizer(tokenizer)
-        self.tokenizer, self._detokenizer = tokenizer, None if tokenizer is None else Detokenizer(tokenizer)
+        self.tokenizer = tokenizer
+        self._detokenizers: dict[bool, Detokenizer] = {}
+        self._detokenizer(True)
+        self.settings = GenerationSettings.of(model, decoder.vocabulary)
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
         if fold_norms:
@@ -246,13 +262,9 @@ class Engine:
         """
         ids, kept = self.checked(prompts, False)
         scores: list[list[Tensor]] = [[] for _ in ids]
-        self._lengths = []
-        for chunk, span in self._chunks(ids, kept):
-            logits = self._launched(partial(self._read_all, chunk))
-            for rows, row, first, count, found in zip(logits, ids, *span, scores, strict=False):
-                following = row[first + 1 : first + count + 1].to(logits.device)
-                found.append(F.cross_entropy(rows[: len(following)].float(), following, reduction="none"))
-        self._lengths = [len(row) for row in ids]
+        for row, first, logits in self.fill_scored(ids, kept):
+            following = ids[row][first + 1 : first + len(logits) + 1].to(logits.device)
+            scores[row].append(F.cross_entropy(logits[: len(following)].float(), following, reduction="none"))
         return [torch.cat(found) for found in scores]
 
     @torch.no_grad()
@@ -321,8 +333,10 @@ class Engine:
         prompts: Prompts,
         max_new_tokens: int | None = None,
         *,
+        min_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
+        skip_special_tokens: bool = True,
         top: int | None = None,
         on_token: OnToken | None = None,
         keep: Keep = False,
@@ -332,9 +346,13 @@ class Engine:
         Args:
             prompts: see `prefill`.
             max_new_tokens: for each sequence; None fills the context.
-            sampling: how tokens are chosen; None takes the likeliest. Penalties go by the prompts of this call and what
-                continues them, not by what is kept.
-            stop: ids that end a sequence, and, with a tokenizer, strings. The string that is complete first ends it.
+            min_new_tokens: before so many no id of ``stop`` is chosen, and no string of it ends a sequence; None takes
+                the model's, by its generation_config: none, mostly.
+            sampling: how tokens are chosen; None takes the likeliest, by the model's own repetition penalty. Penalties
+                go by the prompts of this call and what continues them, not by what is kept.
+            stop: ids that end a sequence, and, with a tokenizer, strings. The string that is complete first ends it. It
+                is looked for in the text with those special tokens that it names.
+            skip_special_tokens: leave special tokens out of texts.
             top: `Generated.log_probabilities` has those of each token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
@@ -344,12 +362,13 @@ class Engine:
             One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
 
         Raises:
-            As `prefill`; and ConfigError: ``max_new_tokens`` below 1, ``top`` beyond 20, or ``stop`` or ``sampling`` of
-                another kind.
+            As `prefill`; and ConfigError: ``max_new_tokens`` below 1, ``min_new_tokens`` below 0 or beyond it, ``top``
+                beyond 20, a bias for a token beyond the vocabulary, or ``stop`` or ``sampling`` of another kind.
         """
         check_top(top, self.decoder.vocabulary)
-        running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
-        for event in self._continued(running, ids, sampling or Sampling(), self._lengths, top):
+        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
+        running, ids = self._begun(prompts, options, keep)
+        for event in self._continued(running, ids, self._lengths, top):
             if on_token is not None and event.token is not None:
                 on_token(event.sequence, event.token)
         return [sequence.result for sequence in running]
@@ -360,8 +379,10 @@ class Engine:
         prompts: Prompts,
         max_new_tokens: int | None = None,
         *,
+        min_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
+        skip_special_tokens: bool = True,
         top: int | None = None,
         keep: Keep = False,
     ) -> Generator[Event, None, None]:
@@ -373,8 +394,10 @@ class Engine:
         Args:
             prompts: see `prefill`.
             max_new_tokens: see `generate`.
+            min_new_tokens: see `generate`.
             sampling: see `generate`.
             stop: see `generate`.
+            skip_special_tokens: see `generate`.
             top: see `generate`; events have them.
             keep: see `prefill`.
 
@@ -385,56 +408,57 @@ class Engine:
             As `generate`. The generator raises ConfigError where the engine has served another call since.
         """
         check_top(top, self.decoder.vocabulary)
-        running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
-        return self._continued(running, ids, sampling or Sampling(), self._lengths, top)
+        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
+        running, ids = self._begun(prompts, options, keep)
+        return self._continued(running, ids, self._lengths, top)
 
-    def _begun(
-        self,
-        prompts: Prompts,
-        max_new_tokens: int | None,
-        sampling: Sampling | None,
-        stop: Iterable[int | str],
-        keep: Keep,
-    ) -> tuple[list[Running], list[Tensor]]:
+    def _begun(self, prompts: Prompts, options: Options, keep: Keep) -> tuple[list[Running], list[Tensor]]:
         """Check what `generate` takes, read the prompts, and make their sequences; the prompts' ids are with them."""
         ids, kept = self.checked(prompts, keep)
         lengths = [before + len(row) for before, row in zip(kept, ids, strict=True)]
-        running = self.sequences(ids, lengths, max_new_tokens, sampling, stop)
+        running = self.sequences(ids, lengths, options)
         self.fill(ids, kept)
         return running, ids
 
     def sequences(
-        self,
-        prompts: Sequence[Tensor],
-        lengths: Sequence[int],
-        max_new_tokens: int | None,
-        sampling: Sampling | None,
-        stop: Iterable[int | str],
+        self, prompts: Sequence[Tensor], lengths: Sequence[int], options: Options, fewest: int = 1
     ) -> list[Running]:
         """Sequences to be continued, of checked prompts; ``lengths`` are those in the cache once prompts are read.
 
+        ``fewest`` is the least ``max_new_tokens``.
+
         Raises:
-            ConfigError: ``max_new_tokens`` below 1, or ``stop`` or ``sampling`` of another kind.
+            ConfigError: see `generate`.
         """
-        if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
-            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; allowed: 1 and more, or None")
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
-        detokenizer = self._detokenizer
-        stops, strings = stops_of(stop, text=detokenizer is not None)
+        options.check(self.decoder.vocabulary, fewest)
+        detokenizer = self._detokenizer(options.skip_special_tokens)
+        stops, strings = stops_of(options.stop, text=detokenizer is not None)
+        settings, least = self.settings, options.min_new_tokens
         return [
             Running(
                 length,
                 self.context,
-                max_new_tokens,
+                options.max_new_tokens,
                 stops,
                 None if detokenizer is None else Transcript(detokenizer, row.tolist(), strings),
+                sampling=settings.sampling(options.sampling),
+                bans=settings.bans(sorted(stops), length, least),
+                least=least or 0,
             )
             for row, length in zip(prompts, lengths, strict=True)
         ]
 
+    def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        found = self._detokenizers.get(skip_special_tokens)
+        if found is None:
+            found = Detokenizer(self.tokenizer, skip_special_tokens=skip_special_tokens)
+            self._detokenizers[skip_special_tokens] = found
+        return found
+
     def _continued(
-        self, running: list[Running], prompts: list[Tensor], options: Sampling, lengths: list[int], top: int | None
+        self, running: list[Running], prompts: list[Tensor], lengths: list[int], top: int | None
     ) -> Generator[Event, None, None]:
         """Continue sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
         self._check_current(lengths)
@@ -442,14 +466,17 @@ class Engine:
         # Not around the whole: a generator enters and leaves its contexts for every token.
         with torch.no_grad():
             first, history = self.likeliest[:n], None
-            if options.penalizes:
+            sampling: Sampling | Rows = running[0].sampling  # one for all
+            if any(sequence.bans for sequence in running):
+                sampling = Rows.of([sampling] * n, device, [sequence.bans for sequence in running])
+            if sampling.penalizes:
                 history = History.empty(n, self.decoder.vocabulary, device)
                 for row, prompt in enumerate(prompts):
                     history.start(row, prompt)
-            chooses = not options.greedy or history is not None
+            chooses = not running[0].takes_likeliest
             if chooses:
                 sequences, positions = torch.arange(n, device=device), torch.tensor(lengths, device=device)
-                first = sample(self.logits[:n], options, sequences, positions, history)
+                first = sample(self.logits[:n], sampling, sequences, positions, history)
             loop = self.loop_from(first, lengths)
             found = likelihoods(self.logits[:n], first, [top] * n)
 
@@ -459,7 +486,7 @@ class Engine:
                 history.add(loop.tokens)
             following = self.take_step(loop)
             if chooses:
-                loop.choose(sample(following, options, sequences, positions.add_(1), history))
+                loop.choose(sample(following, sampling, sequences, positions.add_(1), history))
             return loop.fetched(), likelihoods(following, loop.tokens, [top] * n)
 
         arriving = Fetched(loop.tokens), found
@@ -555,6 +582,23 @@ class Engine:
                 self._launched(partial(self._read_ends, chunk))
         self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
 
+    def fill_scored(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[int, int, Tensor]]:
+        """Read prompts as `fill` does, and give what follows each of their tokens, chunk by chunk.
+
+        Args:
+            prompts: see `fill`.
+            kept: see `fill`.
+
+        Returns:
+            Index of a prompt, that of its first token in a chunk, and logits ``[T, vocabulary]`` after each of T tokens.
+        """
+        self._lengths = []
+        for chunk, span in self._chunks(prompts, kept):
+            logits = self._launched(partial(self._read_all, chunk))
+            for row, (rows, first, count) in enumerate(zip(logits, *span, strict=False)):
+                yield row, first, rows[:count]
+        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
+
     def _chunks(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[Chunk, Span]]:
         """Chunks that cover prompts in order, filled, and what of the prompts they read."""
         if self._graphs is not None:
@@ -580,12 +624,16 @@ class Engine:
         return rehearsed(run)
 
     def _read_all(self, chunk: Chunk) -> Tensor:
-        """Read a chunk; logits after every token, ``[S, T, vocabulary]``."""
-        return self.decoder.logits(*self._read(chunk)).unflatten(0, (chunk.sequences, chunk.rows))
+        """Read a chunk as `_read_ends` does; logits after every token, ``[S, T, vocabulary]``."""
+        read = self._read(chunk)
+        self._end(chunk, *read)
+        return self.decoder.logits(*read).unflatten(0, (chunk.sequences, chunk.rows))
 
     def _read_ends(self, chunk: Chunk) -> None:
         """Read a chunk; logits and likeliest tokens after the last token of each sequence are in memory then."""
-        x, unadded = self._read(chunk)
+        self._end(chunk, *self._read(chunk))
+
+    def _end(self, chunk: Chunk, x: Tensor, unadded: Tensor | None) -> None:
         rows, n = chunk.last_rows(), chunk.sequences
         logits = self.decoder.logits(x[rows], None if unadded is None else unadded[rows])
         self.logits[:n].copy_(logits)

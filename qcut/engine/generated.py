@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qcut.engine.text.transcript import Transcript
+from qcut.numerics.sampling import Ban, Sampling
 
 Reason = Literal["stop", "length", "context", "cancelled"]
 End = Reason | Literal["failed"]
@@ -73,12 +74,17 @@ class Running:
         max_new_tokens: most new tokens, or None.
         stops: ids that end the sequence.
         transcript: the sequence's text; None without a tokenizer.
+        sampling: how tokens are chosen.
+        bans: tokens that are not chosen.
+        least: new tokens before which no string ends the sequence.
 
     Attributes:
         tokens: ids of the new tokens.
         log_probabilities: of the new tokens, where somebody gives them.
         reason: why the sequence ended; None while it goes on.
         most: most new tokens, by ``max_new_tokens`` and the context.
+        sampling: as given.
+        bans: as given.
     """
 
     def __init__(
@@ -88,11 +94,16 @@ class Running:
         max_new_tokens: int | None,
         stops: frozenset[int],
         transcript: Transcript | None = None,
+        *,
+        sampling: Sampling | None = None,
+        bans: tuple[Ban, ...] = (),
+        least: int = 0,
     ) -> None:
         self.tokens: list[int] = []
         self.log_probabilities: list[LogProbability] | None = None
         self.reason: Reason | None = None
-        self._prompt_length, self._stops, self._transcript = length, stops, transcript
+        self.sampling, self.bans = sampling or Sampling(), bans
+        self._prompt_length, self._stops, self._transcript, self._least = length, stops, transcript, least
         room = context - length + 1
         self.most = room if max_new_tokens is None else min(room, max_new_tokens)
         self._end: Reason = "length" if self.most == max_new_tokens else "context"
@@ -101,6 +112,12 @@ class Running:
     def length(self) -> int:
         """Tokens that have been read."""
         return self._prompt_length + max(0, len(self.tokens) - 1)
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether each token is the likeliest by the model's own logits."""
+        sampling = self.sampling
+        return sampling.greedy and not (sampling.penalizes or sampling.logit_bias or self.bans)
 
     @property
     def may_want_two(self) -> bool:
@@ -112,6 +129,10 @@ class Running:
         """What has been generated."""
         text = None if self._transcript is None else self._transcript.text
         return Generated(self.tokens, self.reason or "length", text, self.log_probabilities)
+
+    def end(self) -> None:
+        """End a sequence that has no room for a token."""
+        self.reason = self._end
 
     def cancel(self) -> str | None:
         """End the sequence; returns the text held back."""
@@ -130,7 +151,7 @@ class Running:
             self.reason = self._end
         if self._transcript is None:
             return None
-        piece = "" if self.reason == "stop" else self._transcript.add(token)
+        piece = "" if self.reason == "stop" else self._transcript.add(token, len(self.tokens) >= self._least)
         if self.reason is not None:
             piece += self._transcript.rest()
         if self._transcript.stopped:

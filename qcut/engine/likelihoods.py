@@ -8,14 +8,14 @@ from torch import Tensor
 
 from qcut.engine.arguments import is_whole
 from qcut.engine.generated import LogProbability
-from qcut.errors import ConfigError
+from qcut.errors import ConfigError, shown
 from qcut.numerics.sampling import log_probabilities
 
 MOST_TOP = 20
 """Most tokens that are listed beside one."""
 
 
-def check_top(top: object, vocabulary: int) -> None:
+def check_top(top: object, vocabulary: int, name: str = "top") -> None:
     """Check how many of the likeliest tokens are asked for.
 
     Raises:
@@ -23,7 +23,7 @@ def check_top(top: object, vocabulary: int) -> None:
     """
     limit = min(MOST_TOP, vocabulary)
     if top is not None and (not is_whole(top) or not 0 <= top <= limit):  # type: ignore[operator]
-        raise ConfigError(f"top is {top!r}; allowed: 0 to {limit}, or None")
+        raise ConfigError(f"{name} is {shown(top)}; allowed: 0 to {limit}, or None")
 
 
 def likelihoods(logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]) -> list[LogProbability | None]:

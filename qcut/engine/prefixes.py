@@ -80,8 +80,8 @@ class Prefixes:
         begins = [i for i, count in enumerate(same) if 0 < self._lengths[i] == count >= cache.least(row)]
         to = max(begins, key=same.__getitem__) if begins else min(range(len(same)), key=self._used.__getitem__)
         first = same[to] if begins else 0
+        self._ids[to], self._lengths[to] = -1, 0  # nothing, until it has been copied
         self._cache.copy_row(cache, row, to, first, len(ids))
-        self._ids[to] = -1
         self._ids[to, : len(ids)] = ids
         self._lengths[to] = len(ids)
         self._use(to)

@@ -6,8 +6,9 @@ import logging
 import queue
 from collections.abc import Callable, Iterator
 
-from qcut.engine.generated import End, Event, Generated, Running
-from qcut.numerics.sampling import Sampling
+from qcut.engine.failures import is_interrupt
+from qcut.engine.generated import End, Event, Generated, LogProbability, Running
+from qcut.errors import QcutError
 
 _log = logging.getLogger("qcut")
 
@@ -22,25 +23,33 @@ class Request:
 
     Args:
         prompt: its ids.
-        sampling: how tokens are chosen.
-        top: how many of the likeliest tokens each event lists; None: no log-probabilities.
         running: the sequence.
+        top: how many of the likeliest tokens each event lists; None: no log-probabilities.
+        prompt_top: the same of the prompt's tokens.
         listener: called with each event, in place of the queue.
 
     Attributes:
         reason: why the sequence has ended; None while it goes on.
         found: tokens of the prompt that the cache of beginnings had.
-        error: what the scheduler has failed with.
+        prompt_log_probabilities: of the prompt's tokens from the second on, where they were asked for, once the prompt
+            has been read, which is before the first event; else None.
+        error: what the request has failed with.
         is_cancelled: whether the sender has ended it.
     """
 
     def __init__(
-        self, prompt: tuple[int, ...], sampling: Sampling, top: int | None, running: Running, listener: Listener | None
+        self,
+        prompt: tuple[int, ...],
+        running: Running,
+        top: int | None,
+        prompt_top: int | None,
+        listener: Listener | None,
     ) -> None:
-        self.prompt, self.sampling, self.top, self.running = prompt, sampling, top, running
+        self.prompt, self.running, self.top, self.prompt_top = prompt, running, top, prompt_top
         self.reason: End | None = None
         self.found = 0
-        self.error: BaseException | None = None
+        self.prompt_log_probabilities: list[LogProbability] | None = None
+        self.error: QcutError | None = None
         self.is_cancelled = False
         self._listener = listener
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -58,7 +67,7 @@ class Request:
         """What comes, up to and with the end, once.
 
         Raises:
-            Exception: that of the scheduler, where it has failed.
+            QcutError: what the request has failed with.
         """
         while True:
             event = self._events.get()
@@ -76,7 +85,7 @@ class Request:
         """Wait for the end. Tokens of a cancelled request are those that came before.
 
         Raises:
-            Exception: that of the scheduler, where it has failed.
+            QcutError: what the request has failed with.
         """
         for _ in self.events():
             pass
@@ -90,6 +99,8 @@ class Request:
             return
         try:
             self._listener(event)
-        except Exception:  # the others go on
+        except BaseException as error:  # the others go on
+            if is_interrupt(error):
+                raise
             _log.exception("a request's listener has failed; the request is cancelled")
             self.cancel()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,16 +15,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from qcut.engine.arguments import is_whole
+from qcut.engine.arguments import Options, is_whole
 from qcut.engine.chunks import size_for
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
+from qcut.engine.failures import as_failure, check_device, is_interrupt
 from qcut.engine.generated import Event, LogProbability, Running
 from qcut.engine.likelihoods import check_top, likelihoods
-from qcut.engine.prefixes import Prefixes
+from qcut.engine.prefixes import Found, Prefixes
 from qcut.engine.request import Listener, Request
 from qcut.engine.text.prompts import Chat
-from qcut.errors import BusyError, ConfigError, ShapeError
+from qcut.errors import BusyError, ConfigError, QcutError, ShapeError
 from qcut.numerics.sampling import History, Rows, Sampling, sample
 
 Prompt = str | Chat | Sequence[int] | Tensor
@@ -30,6 +33,10 @@ Prompt = str | Chat | Sequence[int] | Tensor
 
 READERS = 8
 """Most prompts that are read at once."""
+_SCORED = 64
+"""Most rows of logits whose log-probabilities are in memory at once."""
+
+_log = logging.getLogger("qcut")
 
 
 @dataclass(frozen=True)
@@ -84,13 +91,30 @@ class _Sequence:
         """Tell its sender that the sequence has been cancelled."""
         self.request.tell(Event(self.index, None, self.running.cancel(), "cancelled"))
 
+    def fail(self, error: QcutError) -> None:
+        """Tell its sender what the sequence has failed with, unless it has ended."""
+        if self.request.reason is None:
+            self.request.error = error
+            self.request.tell(Event(self.index, None, None, "failed"))
+
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt, and the sequences that go on from it."""
+    """A prompt, and the sequences that go on from it.
+
+    Attributes:
+        ids: int64 ``[T]``.
+        sequences: those that have not ended.
+        number: of those that came before.
+        scores: log-probabilities of the tokens that have been read; None: nobody wants them.
+        read: tokens that have been read.
+        is_begun: whether the cache of beginnings has been looked at.
+    """
 
     ids: Tensor
     sequences: list[_Sequence]
+    number: int
+    scores: list[LogProbability] | None = None
     read: int = 0
     is_begun: bool = False
 
@@ -129,8 +153,12 @@ class Scheduler:
     Raises:
         ConfigError: a number below its least.
 
+    What fails ends as little as it can: a listener or a tokenizer its own request, a step or a chunk of prompts the
+    requests that it was for (`Request.error`). Others go on, and new ones are taken, unless the device computes no
+    more.
+
     Attributes:
-        error: what turning has failed with in its thread; no request is taken any more.
+        error: what has ended the thread; no request is taken any more.
     """
 
     def __init__(self, engine: Engine, *, chunk: int = 512, prefixes: int = 8, most_waiting: int = 1024) -> None:
@@ -157,7 +185,8 @@ class Scheduler:
         self._done = {"prompt_tokens": 0, "found_tokens": 0, "new_tokens": 0, "steps": 0}
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._is_closing = self._cancels_all = False
+        self._is_closing = self._cancels_all = self._has_failed = False
+        self._numbers = itertools.count()
         self.error: BaseException | None = None
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
@@ -167,29 +196,46 @@ class Scheduler:
         prompt: Prompt,
         max_new_tokens: int | None = None,
         *,
+        min_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
+        skip_special_tokens: bool = True,
         top: int | None = None,
+        prompt_top: int | None = None,
         listener: Listener | None = None,
     ) -> Request:
         """Continue a prompt, until a stop token, ``max_new_tokens``, or the context's end. May be called in any thread.
 
         Args:
             prompt: ids, 1 and more; or, where the engine has a tokenizer, a text or a chat.
-            max_new_tokens: None fills the context.
-            sampling: how tokens are chosen; None takes the likeliest.
+            max_new_tokens: None fills the context. 0, with ``prompt_top``, reads the prompt alone.
+            min_new_tokens: see `qcut.Engine.generate`.
+            sampling: see `qcut.Engine.generate`.
             stop: see `qcut.Engine.generate`.
+            skip_special_tokens: see `qcut.Engine.generate`.
             top: each event has the log-probabilities of its token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
+            prompt_top: `Request.prompt_log_probabilities` has those of the prompt's tokens, each with so many of the
+                likeliest ones; None: of none. The whole prompt is read then, whatever the cache of beginnings has.
             listener: called with each `Event` in the thread that turns, in place of the request's own queue.
 
         Raises:
             BusyError: as many prompts wait as may; or the scheduler closes.
             As `qcut.Engine.generate`.
         """
-        return self.submit_samples(prompt, 1, max_new_tokens, sampling=sampling, stop=stop, top=top, listener=listener)[
-            0
-        ]
+        (request,) = self.submit_samples(
+            prompt,
+            1,
+            max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            skip_special_tokens=skip_special_tokens,
+            top=top,
+            prompt_top=prompt_top,
+            listener=listener,
+        )
+        return request
 
     def submit_samples(
         self,
@@ -197,9 +243,12 @@ class Scheduler:
         samples: int,
         max_new_tokens: int | None = None,
         *,
+        min_new_tokens: int | None = None,
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
+        skip_special_tokens: bool = True,
         top: int | None = None,
+        prompt_top: int | None = None,
         listener: Listener | None = None,
     ) -> list[Request]:
         """Continue a prompt several times, which is read once: see `submit`.
@@ -210,23 +259,26 @@ class Scheduler:
         engine = self.engine
         if not is_whole(samples) or not 1 <= samples <= engine.batch:
             raise ConfigError(f"samples is {samples!r}; allowed: 1 to {engine.batch}, the engine's batch")
-        check_top(top, engine.decoder.vocabulary)
+        for name, count in (("top", top), ("prompt_top", prompt_top)):
+            check_top(count, engine.decoder.vocabulary, name)
+        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")
-        given, settings = tuple(ids.tolist()), sampling or Sampling()
+        given, fewest = tuple(ids.tolist()), 1 if prompt_top is None else 0
         sequences = [
-            _Sequence(Request(given, settings, top, running, listener), i)
-            for i, running in enumerate(
-                engine.sequences([ids] * samples, [len(ids)] * samples, max_new_tokens, sampling, stop)
-            )
+            _Sequence(Request(given, running, top, prompt_top, listener), i)
+            for i, running in enumerate(engine.sequences([ids] * samples, [len(ids)] * samples, options, fewest))
         ]
         with self._lock:
+            if self.error is not None:
+                raise BusyError(f"the scheduler has ended, and takes no further prompt: {self.error}")
             if self._is_closing:
                 raise BusyError("the scheduler closes; no further prompt is taken")
             if len(self._waiting) >= self._most_waiting:
                 raise BusyError(f"{len(self._waiting)} prompts wait; allowed: {self._most_waiting}")
-            self._waiting.append(_Prompt(ids, sequences))
+            scores: list[LogProbability] | None = None if prompt_top is None else []
+            self._waiting.append(_Prompt(ids, sequences, next(self._numbers), scores))
             self._lock.notify()
         return [sequence.request for sequence in sequences]
 
@@ -251,13 +303,10 @@ class Scheduler:
             return
         batch = self.engine.batch
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
-            self.submit_samples([0], count, 2)
-            self._answer_all()
+            self._answer(self.submit_samples([0], count, 2))
             self.engine.capture_steps(count)
         for count, length in self._chunk_sizes():
-            for _ in range(count):
-                self.submit([0] * length, 2)
-            self._answer_all()
+            self._answer([self.submit([0] * length, 2) for _ in range(count)])
         self._done = dict.fromkeys(self._done, 0)
 
     def _chunk_sizes(self) -> list[tuple[int, int]]:
@@ -266,11 +315,13 @@ class Scheduler:
         most = {count: min(self._chunk // count, self.engine.context) for count in counts}
         return [(n, t) for n in counts for t in sorted({min(size_for(i), most[n]) for i in range(1, most[n] + 1)})]
 
-    def _answer_all(self) -> None:
+    def _answer(self, requests: Iterable[Request]) -> None:
         """Turn until nothing is left to do, and forget the prompts' beginnings."""
         while self.turn():
             pass
         self._prefixes.forget()
+        for request in requests:
+            request.result()  # raises what it has failed with
 
     # ── turning ──────────────────────────────────────────────────────────────────────────────────
 
@@ -305,15 +356,39 @@ class Scheduler:
 
     @torch.no_grad()
     def turn(self) -> bool:
-        """Take a step, read a chunk, and pass on what has come; False where there was nothing to do."""
+        """Take a step, read a chunk, and pass on what has come; False where there was nothing to do.
+
+        Raises:
+            DeviceError: the device computes no more.
+        """
         self._drop_cancelled()
         busy = bool(self._waiting or self._reading or self._running or self._arriving)
         if self._running:
-            self._step()
+            try:
+                self._step()
+            except BaseException as error:
+                self._fail(self._running, error)
         self._read()
         while len(self._arriving) > (1 if self._ahead and self._running else 0):
             self._deliver(self._arriving.popleft())
         return busy
+
+    def _fail(self, sequences: Iterable[_Sequence], error: BaseException) -> None:
+        """End sequences with an error, and nothing else.
+
+        Raises:
+            DeviceError: the device computes no more.
+            KeyboardInterrupt: the error, if Ctrl-C has raised it.
+        """
+        if is_interrupt(error):
+            raise error
+        check_device(self._next.device, error)
+        _log.error("requests have failed", exc_info=error)
+        failure = as_failure(error)
+        for sequence in list(sequences):
+            self._leave(sequence, keep=False)
+            sequence.fail(failure)
+        self._has_failed = True
 
     def _turn_until_closed(self) -> None:
         device = self._next.device
@@ -327,9 +402,7 @@ class Scheduler:
                 left = self._all()
                 self._waiting.clear()
             for sequence in left:
-                sequence.request.error = error
-                if sequence.request.reason is None:
-                    sequence.request.tell(Event(sequence.index, None, None, "failed"))
+                sequence.fail(as_failure(error))
             raise
 
     def _wait(self) -> bool:
@@ -358,30 +431,71 @@ class Scheduler:
                 reading.append(self._waiting.popleft())
         if not reading:
             return
-        # The first prompt comes first. Others beside it are read as far, since a chunk is padded to its longest.
+        chosen = reading[:1]
+        try:
+            chosen = self._chosen()
+            self._read_chunk(chosen)
+        except BaseException as error:
+            self._fail([sequence for prompt in chosen for sequence in prompt.sequences], error)
+
+    def _chosen(self) -> list[_Prompt]:
+        """The prompts of the next chunk: the first comes first, and as many beside it as its tokens leave room for."""
+        reading = self._reading
         self._begin(0)
         most = min(self._chunk, len(reading[0].ids) - reading[0].read)
-        chosen = reading[: _power_of_two(min(len(reading), max(1, self._chunk // most)))]
+        together = next((i for i, prompt in enumerate(reading) if prompt.scores is not None), len(reading)) or 1
+        return reading[: _power_of_two(min(together, max(1, self._chunk // most)))]
+
+    def _read_chunk(self, chosen: list[_Prompt]) -> None:
+        """Read a chunk of the first prompts; as far of each, since a chunk is padded to its longest."""
+        reading, reader = self._reading, self._reader
         for row in range(1, len(chosen)):
             self._begin(row)
+        most = min(self._chunk, len(reading[0].ids) - reading[0].read)
         pieces = [prompt.ids[prompt.read : prompt.read + most] for prompt in chosen]
-        reader.fill(pieces, [prompt.read for prompt in chosen])
+        if chosen[0].scores is None:
+            reader.fill(pieces, [prompt.read for prompt in chosen])
+        else:
+            self._score(chosen[0], pieces[0])
         for prompt, piece in zip(chosen, pieces, strict=True):
             prompt.read += len(piece)
         for row in reversed(range(len(chosen))):
             if reading[row].read == len(reading[row].ids):
                 self._join(row)
-                last = reading.pop()
-                if row < len(reading):
-                    reader.cache.copy_row(reader.cache, len(reading), row, 0, last.read)
-                    reading[row] = last
+                self._release(row)
+
+    def _release(self, row: int) -> None:
+        """Free a row of the reader for the last prompt, and the first row for the prompt that came first."""
+        reading, cache = self._reading, self._reader.cache
+
+        def move(source: int, target: int) -> None:
+            if source != target:
+                cache.copy_row(cache, source, target, 0, reading[source].read)
+                reading[target] = reading[source]
+
+        if row == 0 and len(reading) > 1:
+            row = min(range(1, len(reading)), key=lambda i: reading[i].number)
+            move(row, 0)
+        move(len(reading) - 1, row)
+        reading.pop()
+
+    def _score(self, prompt: _Prompt, piece: Tensor) -> None:
+        """Read a piece of a prompt into the reader's first row, and note the likelihoods of what follows each token."""
+        scores = cast(list[LogProbability], prompt.scores)
+        wanted = max((each.request.prompt_top or 0 for each in prompt.sequences), default=0)
+        for _, first, logits in self._reader.fill_scored([piece], [prompt.read]):
+            start = prompt.read + first + 1
+            following = prompt.ids[start : start + len(logits)].to(logits.device)
+            for rows, tokens in zip(logits.split(_SCORED), following.split(_SCORED), strict=False):
+                found = likelihoods(rows[: len(tokens)], tokens, [wanted] * len(tokens))
+                scores += cast(list[LogProbability], found)
 
     def _begin(self, row: int) -> None:
         """Copy the beginning of a prompt to the reader's row where it is known, once."""
         prompt = self._reading[row]
         if prompt.is_begun:
             return
-        found = self._prefixes.find(prompt.ids)
+        found = self._prefixes.find(prompt.ids) if prompt.scores is None else Found(0, 0)
         self._prefixes.take(found, self._reader.cache, row)
         prompt.read, prompt.is_begun = found.length, True
         self._done["prompt_tokens"] += len(prompt.ids)
@@ -393,32 +507,44 @@ class Scheduler:
         """Let the sequences of a prompt that the reader has read into a row take part in the next step."""
         prompt, reader = self._reading[row], self._reader
         self._prefixes.keep(prompt.ids, reader.cache, row)
-        logits = reader.logits[row : row + 1]
-        for sequence in prompt.sequences:
-            settings, n = sequence.request.sampling, len(self._running)
-            history = self._started(n, prompt.ids) if settings.penalizes else None
-            if settings.greedy and history is None:
-                first = reader.likeliest[row : row + 1].clone()
-            else:
-                places = torch.tensor([[sequence.index], [len(prompt.ids)]])
-                index, position = places.to(logits.device, non_blocking=True)
-                first = sample(logits, settings, index, position, None if history is None else history.of(n))
-            sequence.read, sequence.chosen = len(prompt.ids), 1
-            self._arriving.append(_Arriving(Fetched(first), [sequence], self._asked([sequence], logits, first)))
-            if sequence.running.most > 1:
-                self.engine.cache.copy_row(reader.cache, row, n, 0, len(prompt.ids))
-                self._next[n : n + 1] = first
-                if history is not None:
-                    history.of(n).add(first)
-                sequence.row = n
-                self._running.append(sequence)
-                self._loop = None
+        for sequence in [s for s in prompt.sequences if s.request.reason is None]:
+            sequence.request.prompt_log_probabilities = prompt.scores
+            try:
+                self._enter(sequence, row)
+            except BaseException as error:
+                self._fail([sequence], error)
 
-    def _started(self, row: int, prompt: Tensor) -> History:
+    def _enter(self, sequence: _Sequence, row: int) -> None:
+        """Choose the first token of a sequence whose prompt is in a row of the reader, and let it run."""
+        reader, running, n = self._reader, sequence.running, len(self._running)
+        length, logits = len(sequence.request.prompt), reader.logits[row : row + 1]
+        if running.most < 1:
+            running.end()
+            sequence.request.tell(Event(sequence.index, None, None, running.reason))
+            return
+        history = self._started(n, sequence.request.prompt) if running.sampling.penalizes else None
+        if running.takes_likeliest:
+            first = reader.likeliest[row : row + 1].clone()
+        else:
+            settings = Rows.of([running.sampling], logits.device, [running.bans])
+            index, position = torch.tensor([[sequence.index], [length]]).to(logits.device, non_blocking=True)
+            first = sample(logits, settings, index, position, None if history is None else history.of(n))
+        sequence.read, sequence.chosen = length, 1
+        self._arriving.append(_Arriving(Fetched(first), [sequence], self._asked([sequence], logits, first)))
+        if running.most > 1:
+            self.engine.cache.copy_row(reader.cache, row, n, 0, length)
+            self._next[n : n + 1] = first
+            if history is not None:
+                history.of(n).add(first)
+            sequence.row = n
+            self._running.append(sequence)
+            self._loop = None
+
+    def _started(self, row: int, prompt: Sequence[int]) -> History:
         """The tokens before of all rows, with one row begun anew."""
         if self._counts is None:
             self._counts = self._history()
-        self._counts.start(row, prompt)
+        self._counts.start(row, torch.tensor(prompt))
         return self._counts
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
@@ -429,11 +555,11 @@ class Scheduler:
         if self._loop is None:
             lengths = [sequence.read for sequence in running]
             self._loop = self.engine.loop_from(self._next[:n], lengths)
-            settings = [sequence.request.sampling for sequence in running]
             self._settings = self._places = None
-            if not all(s.greedy and not s.penalizes for s in settings):
+            if not all(sequence.running.takes_likeliest for sequence in running):
                 device = self._next.device
-                self._settings = Rows.of(settings, device)
+                bans = [sequence.running.bans for sequence in running]
+                self._settings = Rows.of([sequence.running.sampling for sequence in running], device, bans)
                 places = torch.tensor([[sequence.index for sequence in running], lengths])
                 indices, positions = places.to(device, non_blocking=True)
                 self._places = indices, positions
@@ -455,13 +581,14 @@ class Scheduler:
         for sequence in [s for s in running if s.chosen == s.running.most]:
             self._leave(sequence)
 
-    def _leave(self, sequence: _Sequence) -> None:
-        """Free a sequence's row for the last one."""
+    def _leave(self, sequence: _Sequence, *, keep: bool = True) -> None:
+        """Free a sequence's row for the last one, and keep its beginning, unless something has failed."""
         row, sequence.row, cache = sequence.row, None, self.engine.cache
         if row is None:
             return
-        known = torch.tensor([*sequence.request.prompt, *sequence.request.tokens])[: sequence.read]
-        self._prefixes.keep(known, cache, row)
+        if keep:
+            known = torch.tensor([*sequence.request.prompt, *sequence.request.tokens])[: sequence.read]
+            self._prefixes.keep(known, cache, row)
         last = self._running.pop()
         if last is not sequence:
             end = len(self._running)
@@ -478,17 +605,29 @@ class Scheduler:
             for sequence in self._all():
                 sequence.request.cancel()
         with self._lock:
-            for prompts in (self._waiting, self._reading):
-                for prompt in prompts:
-                    for sequence in [s for s in prompt.sequences if s.request.is_cancelled]:
-                        prompt.sequences.remove(sequence)
-                        sequence.cancel()
+            prompts = [*self._waiting, *self._reading]
+        cancelled = [s for prompt in prompts for s in prompt.sequences if s.request.is_cancelled]
+        for sequence in [*cancelled, *(s for s in self._running if s.request.is_cancelled)]:
+            try:
+                self._leave(sequence)
+                if sequence.request.reason is None:
+                    sequence.cancel()
+            except BaseException as error:
+                self._fail([sequence], error)
+        if cancelled or self._has_failed:
+            self._has_failed = False
+            self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        """Drop prompts from which no sequence goes on."""
+        with self._lock:
+            for prompt in (*self._waiting, *self._reading):
+                prompt.sequences[:] = [s for s in prompt.sequences if s.request.reason is None]
             for prompt in [p for p in self._waiting if not p.sequences]:
                 self._waiting.remove(prompt)
-        for sequence in [s for s in self._running if s.request.is_cancelled]:
-            self._leave(sequence)
-            if sequence.request.reason is None:
-                sequence.cancel()
+        for row in reversed(range(len(self._reading))):
+            if not self._reading[row].sequences:
+                self._release(row)
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
@@ -499,15 +638,23 @@ class Scheduler:
     def _deliver(self, arriving: _Arriving) -> None:
         """Pass tokens on to those who sent the prompts."""
         found = arriving.found or [None] * len(arriving.sequences)
-        for sequence, token, each in zip(arriving.sequences, arriving.tokens.wait(), found, strict=True):
+        try:
+            tokens = arriving.tokens.wait()
+        except BaseException as error:
+            self._fail(arriving.sequences, error)
+            return
+        for sequence, token, each in zip(arriving.sequences, tokens, found, strict=True):
             running = sequence.running
             if sequence.request.reason is not None:
                 continue  # a step that was queued before the end was known
             self._done["new_tokens"] += 1
-            text = running.take(token, each)
-            if running.reason is not None:
-                self._leave(sequence)
-            sequence.request.tell(Event(sequence.index, token, text, running.reason, each))
+            try:
+                text = running.take(token, each)
+                if running.reason is not None:
+                    self._leave(sequence)
+                sequence.request.tell(Event(sequence.index, token, text, running.reason, each))
+            except BaseException as error:
+                self._fail([sequence], error)
 
 
 def _is_text(prompt: object) -> bool:

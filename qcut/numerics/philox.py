@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qcut.errors import ConfigError, DeviceError, DtypeError, ShapeError
+from qcut.errors import ConfigError, DeviceError, DtypeError, ShapeError, shown
 
 _MASK32 = 0xFFFF_FFFF
 
@@ -116,4 +116,4 @@ def check_seed(seed: int) -> None:
         ConfigError: no integer in [0, 2**64).
     """
     if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ConfigError(f"seed {seed!r}; allowed: an integer in [0, 2**64)")
+        raise ConfigError(f"seed {shown(seed)}; allowed: an integer in [0, 2**64)")

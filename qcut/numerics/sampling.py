@@ -9,14 +9,15 @@ a tensor on the host, so that a CUDA graph can capture each function.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qcut.errors import ConfigError, DtypeError, ShapeError
+from qcut.errors import ConfigError, DtypeError, ShapeError, shown
 from qcut.numerics.philox import check_places, check_seed, key_words, uniform
 
 MAX_VOCABULARY = 1 << 22
@@ -27,7 +28,9 @@ _ONE = 1 << 24
 """1 as a fraction of 24 bits."""
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 2.0**-126, float.fromhex("0x1.fffffep+127")  # float32's normal numbers
 
-_MOST_PENALTY = 100
+_MOST_PENALTY = _MOST_BIAS = 100
+_MOST_TOP_K = 2**31 - 1
+_ALWAYS = 2**62
 
 _LOG2_E = float.fromhex("0x1.715476p+0")
 _LN_2_HIGH = float.fromhex("0x1.62e4p-1")  # 15 bits: its products with whole numbers up to 40 are exact
@@ -41,19 +44,21 @@ class Sampling:
 
     Attributes:
         temperature: divisor of the logits, a positive normal number of float32; 0 always chooses the largest logit.
-        top_k: number of largest logits to draw from; 0 keeps all.
+        top_k: number of largest logits to draw from, in [0, 2**31); 0 keeps all.
         top_p: the draw is from the fewest likeliest tokens whose probabilities sum to this or more, in (0, 1], rounded
             to 24 bits; 1 keeps all.
         seed: key of the random draws, in [0, 2**64).
         min_p: the draw is from tokens at least this many times as likely as the likeliest, in [0, 1], rounded to 24
             bits; 0 keeps all.
         repetition_penalty: logits of tokens that the prompt or the continuation holds are divided by it where they are
-            positive, and multiplied where they are negative; a positive normal number of float32, 1 for none.
+            positive, and multiplied where they are negative; a positive normal number of float32, 1 for none. None:
+            that of the model's generation settings, where an engine samples; 1 elsewhere.
         presence_penalty: subtracted from logits of tokens that the continuation holds; -100 to 100.
         frequency_penalty: the same, as often as the continuation holds the token.
+        logit_bias: added to the logits of single tokens, before penalties: -100 to 100 by token id.
 
     Raises:
-        ConfigError: a value lies outside its range, or is negative.
+        ConfigError: a value is no number, or lies outside its range.
     """
 
     temperature: float = 0.0
@@ -61,27 +66,35 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not _MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
-            raise ConfigError(f"temperature {self.temperature!r}; allowed: 0 (greedy), or 2**-126 to float32's largest")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ConfigError(f"top_k {self.top_k!r}; allowed: an integer of at least 0 (0 keeps all)")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p {self.top_p!r}; allowed: 0 < top_p <= 1 (1 keeps all)")
+        temperature, repetition = self.temperature, self.repetition_penalty
+        if not _within(temperature, _MIN_TEMPERATURE, _MAX_TEMPERATURE) and not _within(temperature, 0, 0):
+            raise _refused("temperature", temperature, "0 (greedy), or 2**-126 to float32's largest")
+        if not _is_integer(self.top_k) or not 0 <= self.top_k <= _MOST_TOP_K:
+            raise _refused("top_k", self.top_k, f"an integer of 0 (keeps all) to {_MOST_TOP_K}")
+        if not _within(self.top_p, 0, 1) or self.top_p == 0:
+            raise _refused("top_p", self.top_p, "0 < top_p <= 1 (1 keeps all)")
         check_seed(self.seed)
-        if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min_p {self.min_p!r}; allowed: 0 (keeps all) to 1")
-        if not _MIN_TEMPERATURE <= self.repetition_penalty <= _MAX_TEMPERATURE:
-            raise ConfigError(
-                f"repetition_penalty {self.repetition_penalty!r}; allowed: 2**-126 to float32's largest (1 is none)"
-            )
+        if not _within(self.min_p, 0, 1):
+            raise _refused("min_p", self.min_p, "0 (keeps all) to 1")
+        if repetition is not None and not _within(repetition, _MIN_TEMPERATURE, _MAX_TEMPERATURE):
+            raise _refused("repetition_penalty", repetition, "2**-126 to float32's largest (1 is none)")
         for name in ("presence_penalty", "frequency_penalty"):
-            if not -_MOST_PENALTY <= getattr(self, name) <= _MOST_PENALTY:
-                raise ConfigError(f"{name} {getattr(self, name)!r}; allowed: -{_MOST_PENALTY} to {_MOST_PENALTY}")
+            if not _within(getattr(self, name), -_MOST_PENALTY, _MOST_PENALTY):
+                raise _refused(name, getattr(self, name), f"-{_MOST_PENALTY} to {_MOST_PENALTY}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise _refused("logit_bias", self.logit_bias, "numbers by token id")
+        for token, bias in self.logit_bias.items():
+            if not _is_integer(token) or not 0 <= token < MAX_VOCABULARY:
+                raise _refused("logit_bias of token", token, "ids of tokens")
+            if not _within(bias, -_MOST_BIAS, _MOST_BIAS):
+                raise _refused(f"logit_bias of token {token}", bias, f"-{_MOST_BIAS} to {_MOST_BIAS}")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # whoever gave it may change it
 
     @property
     def greedy(self) -> bool:
@@ -91,7 +104,49 @@ class Sampling:
     @property
     def penalizes(self) -> bool:
         """Whether the choice depends on the tokens before."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        repetition = self.repetition_penalty not in (None, 1)
+        return repetition or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+class Ban(NamedTuple):
+    """Tokens that a row does not choose, at first or at all.
+
+    Attributes:
+        tokens: their ids.
+        until: the position from which on they may be chosen; None: never.
+    """
+
+    tokens: tuple[int, ...]
+    until: int | None = None
+
+
+class Biases(NamedTuple):
+    """What is added to single logits: entry e to that of ``tokens[e]`` in row ``rows[e]`` before position ``until[e]``.
+
+    Attributes:
+        rows: int64 ``[E]``.
+        tokens: int64 ``[E]``.
+        until: int64 ``[E]``.
+        values: float32 ``[E]``; -Inf for a token that is not to be chosen.
+        largest: of ``tokens``.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    until: Tensor
+    values: Tensor
+    largest: int
+
+    def add(self, logits: Tensor, position: Tensor) -> Tensor:
+        """Logits ``[B, V]`` of rows at positions int64 ``[B]``, as float32, with what is added.
+
+        Raises:
+            ConfigError: a token beyond V.
+        """
+        if self.largest >= logits.shape[1]:
+            raise ConfigError(f"a bias for token {self.largest}; allowed: 0 to {logits.shape[1] - 1}")
+        values = self.values.masked_fill(position[self.rows] >= self.until, 0)
+        return logits.detach().to(torch.float32, copy=True).index_put_((self.rows, self.tokens), values, True)
 
 
 class Rows(NamedTuple):
@@ -103,6 +158,7 @@ class Rows(NamedTuple):
         wholes: int64 ``[B, 3]``: ``top_k``, or `MAX_VOCABULARY` where it keeps all; ``top_p`` and ``min_p`` in 24 bits.
         keys: of the draws, int64 ``[B, 2]``.
         takes_largest: bool ``[B]``, of greedy rows.
+        biases: of all rows; None: nothing is added.
     """
 
     settings: tuple[Sampling, ...]
@@ -110,17 +166,34 @@ class Rows(NamedTuple):
     wholes: Tensor
     keys: Tensor
     takes_largest: Tensor
+    biases: Biases | None = None
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling], device: torch.device) -> Rows:
-        """The settings of rows, one each, on a device, which nobody waits for."""
+    def of(cls, settings: Sequence[Sampling], device: torch.device, bans: Sequence[Sequence[Ban]] = ()) -> Rows:
+        """The settings of rows, one each, on a device, which nobody waits for; and each row's bans, where some have."""
+        entries = [
+            (row, token, _ALWAYS, value) for row, each in enumerate(settings) for token, value in each.logit_bias.items()
+        ]
+        # A token's entries are added up, and to -Inf in every order: bans of two kinds do no harm.
+        entries += [
+            (row, token, _ALWAYS if ban.until is None else ban.until, -math.inf)
+            for row, each in enumerate(bans)
+            for ban in each
+            for token in ban.tokens
+        ]
+        biases = None
+        if entries:
+            *places, values = zip(*entries, strict=True)
+            where = torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
+            added = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+            biases = Biases(*where.unbind(), added, max(places[1]))
         host = (
             torch.tensor([_float_values(s) for s in settings], dtype=torch.float32).view(-1, 4),
             torch.tensor([_whole_values(s) for s in settings], dtype=torch.int64).view(-1, 3),
             key_words([s.seed for s in settings], torch.device("cpu")),
             torch.tensor([s.greedy for s in settings], dtype=torch.bool),
         )
-        return cls(tuple(settings), *(part.to(device, non_blocking=True) for part in host))
+        return cls(tuple(settings), *(part.to(device, non_blocking=True) for part in host), biases)
 
     @property
     def greedy(self) -> bool:
@@ -230,8 +303,8 @@ def sample(
 ) -> Tensor:
     """Chooses a token for each row: `argmax` where the sampling is greedy, a draw otherwise.
 
-    1. ``x = f32(logit)``, `penalized` where there is a history, -Inf where that is NaN. Sort x in descending order,
-       equals (-0 and 0 too) by lower index.
+    1. ``x = f32(logit)``, plus its bias, `penalized` where there is a history, -Inf where that is NaN. Sort x in
+       descending order, equals (-0 and 0 too) by lower index.
     2. Keep the first ``top_k``. ``m`` is the first of them.
     3. ``d = (x - m) / f32(temperature)``: a float32 subtraction, then a float32 division.
     4. ``w = floor(exp(d) * 2**40)`` in int64, of ``max(d, -28)``. exp is float32: ``n = rne(d * 0x1.715476p+0)``,
@@ -259,11 +332,16 @@ def sample(
 
     Raises:
         DeviceError, DtypeError, ShapeError: a tensor is not as above.
-        ConfigError: penalties without a history.
+        ConfigError: penalties without a history, or a bias for a token beyond V.
 
     Exactness: bitwise, in every batch the same. Before its floor, w is within 2 float32 ulp of ``exp(d) * 2**40``; what
     follows is exact.
     """
+    if isinstance(sampling, Sampling) and sampling.logit_bias:
+        sampling = Rows.of([sampling] * len(logits), logits.device)
+    if isinstance(sampling, Rows) and sampling.biases is not None:
+        check_places(sequence, position, logits.shape[:1], logits.device)
+        logits = sampling.biases.add(logits, position)
     if sampling.penalizes:
         if history is None:
             raise ConfigError("penalties need the tokens before; allowed: a history, or settings without penalties")
@@ -322,10 +400,24 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilit
     Exactness: float32 ``log_softmax`` of torch.
     """
     values = logits.detach().float().log_softmax(1)
-    order = values.sort(dim=1, descending=True, stable=True) if top else None
-    likeliest = values.new_empty((len(values), 0)), tokens.new_empty((len(values), 0))
-    found, ids = likeliest if order is None else (order.values[:, :top], order.indices[:, :top])
-    return LogProbabilities(values.gather(1, tokens[:, None]).squeeze(1), ids, found)
+    # Numbers with the order of (value, first index): topk alone would take any of equals, and a sort takes all.
+    bits = (values + 0.0).view(torch.int32)
+    keys = (bits ^ (bits >> 31 & 0x7FFF_FFFF)).long() << 32
+    ids = keys.sub_(torch.arange(values.shape[1], device=values.device)).topk(top, dim=1).indices
+    return LogProbabilities(values.gather(1, tokens[:, None]).squeeze(1), ids, values.gather(1, ids))
+
+
+def _within(value: Any, least: float, most: float) -> bool:
+    """Whether a value is a number of a range; NaN is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _refused(name: str, value: Any, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} {shown(value)}; allowed: {allowed}")
 
 
 def _floats(settings: Sampling | Rows, logits: Tensor) -> list[Tensor]:
@@ -343,8 +435,8 @@ def _wholes(settings: Sampling | Rows, logits: Tensor) -> list[Tensor]:
 
 
 def _float_values(settings: Sampling) -> tuple[float, ...]:
-    penalties = settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty
-    return (settings.temperature or 1.0, *penalties)
+    repetition = 1.0 if settings.repetition_penalty is None else settings.repetition_penalty
+    return settings.temperature or 1.0, repetition, settings.presence_penalty, settings.frequency_penalty
 
 
 def _whole_values(settings: Sampling) -> tuple[int, ...]:

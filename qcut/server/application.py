@@ -11,7 +11,7 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import resources
 from re import DOTALL, search
 from time import perf_counter
@@ -27,13 +27,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
-from qcut.engine.scheduler import Prompt, Scheduler
+from qcut.engine.scheduler import Scheduler
+from qcut.engine.text.prompts import chat_ids, text_ids
 from qcut.errors import ConfigError, QcutError
-from qcut.server.answers import JSON, ChatCompletion, Completion, Form, Scored, finish_reason, usage
-from qcut.server.bodies import Body, ChatBody, CompletionBody, parsed
-from qcut.server.executors import LARGE_BYTES, Executors
+from qcut.server import endpoints
+from qcut.server.access_log import AccessLog
+from qcut.server.answers import JSON, ChatCompletion, Completion, Form, finish_reason, usage
+from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, StreamOptions, Text, parsed
+from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
-from qcut.server.limits import PromptLimit
+from qcut.server.known_fields import UnknownFields
+from qcut.server.limits.prompts import PromptLimit
+from qcut.server.logprobs import CONTEXT, Scored, Vocabulary, continued
 from qcut.server.metrics import Metrics
 from qcut.server.refusals import Refusal
 from qcut.server.streams import Bridge, Stream
@@ -43,7 +48,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 CLIENT_GONE = 499
 """Status, in the log of figures alone, of an answer that nobody is there to take; proxies use the same."""
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=Schema)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
@@ -61,6 +66,8 @@ class Settings:
         most_prompts: of a request.
         seconds: in which a body has to come.
         most_bodies: bytes of all bodies that are held at once.
+        any_model: whether clients may give the model any name.
+        strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
 
     Raises:
         ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have.
@@ -75,6 +82,8 @@ class Settings:
     most_prompts: int = 1024
     seconds: float = 60
     most_bodies: int = 256 << 20
+    any_model: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         key = self.key
@@ -99,18 +108,20 @@ def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | Non
         Route("/v1/models/{name:path}", service.model),
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        *endpoints.routes(service),
     ]
     guards = [
+        Middleware(AccessLog),
         Middleware(Refusals, metrics=service.metrics, bodies=service.bodies),
         Middleware(Hosts, allowed=settings.hosts),
         Middleware(Key, key=settings.key),
     ]
     if settings.origins:  # before the key: browsers ask for leave without one
-        headers = ["Authorization", "Content-Type"]
+        # Any header: clients for browsers send their own, such as x-stainless-os, and a header gives no right here.
         cors = Middleware(
-            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=headers
+            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
         )
-        guards.insert(0, cors)  # refusals have its headers: a page sees them
+        guards.insert(1, cors)  # before refusals, which a page sees then
     handlers: dict[Any, Any] = {404: service.unknown, 405: service.unknown}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
@@ -125,12 +136,15 @@ class Service:
     """
 
     def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
+        engine = scheduler.engine
         self.scheduler, self.settings, self.metrics = scheduler, settings, metrics
         self.bodies = BodyMemory(settings.most_bodies)
+        self.vocabulary = Vocabulary(engine.tokenizer)
+        self.unknown_fields = UnknownFields(settings.strict)
         self._created = int(time.time())
         self._bridge: Bridge | None = None
         self._executors = Executors()
-        self._prompts = PromptLimit(scheduler.engine.tokenizer, scheduler.engine.context)
+        self._prompts = PromptLimit(engine.tokenizer, engine.decoder.vocabulary, engine.context)
 
     # ── what is small ────────────────────────────────────────────────────────────────────────────
 
@@ -159,7 +173,8 @@ class Service:
 
     async def unknown(self, request: HTTPRequest, error: Any) -> Response:
         """Refuse a path that nobody knows, or a method that it has not."""
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+        served = "; GET /docs lists what is served" if error.status_code == 404 else ""
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}{served}"
         raise Refusal(error.status_code, message, headers=error.headers)
 
     @cached_property
@@ -175,37 +190,73 @@ class Service:
         }
 
     def _check_name(self, name: str | None) -> None:
-        if name not in (None, self.settings.name):
-            message = f"model {name[:80]!r}; allowed: {self.settings.name!r}"
+        if name not in (None, self.settings.name) and not self.settings.any_model:
+            allowed = f"allowed: {self.settings.name!r}, or any name where the server runs with --any-model"
+            message = f"model {name[:80]!r}; {allowed}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     # ── completions ──────────────────────────────────────────────────────────────────────────────
 
     async def completions(self, request: HTTPRequest) -> Response:
         """``/v1/completions``."""
-        given = await self._read(request, CompletionBody)
-        if given.echo and given.logprobs is not None:
-            raise Refusal(400, "echo with logprobs; allowed: one of them", param="echo", code="unsupported")
-        return await self._answer(request, given, Completion(self.settings.name))
+        given = await self.read(request, CompletionBody)
+        return await self.answer(request, given, Completion(self.name_for(given)))
 
     async def chat(self, request: HTTPRequest) -> Response:
         """``/v1/chat/completions``."""
-        given = await self._read(request, ChatBody)
-        return await self._answer(request, given, ChatCompletion(self.settings.name))
+        given = await self.read(request, ChatBody)
+        return await self.answer(request, given, ChatCompletion(self.name_for(given)))
 
-    async def _read(self, request: HTTPRequest, kind: type[B]) -> B:
+    def name_for(self, given: Body) -> str:
+        """The model's name in an answer: as the client gives it."""
+        return given.model or self.settings.name
+
+    async def read(self, request: HTTPRequest, kind: type[B]) -> B:
+        """The body of a request.
+
+        Raises:
+            Refusal: as `body` and `parsed`; or another model.
+        """
         settings = self.settings
         data = await body(
             request.scope, request.receive, most=settings.most_body, seconds=settings.seconds, memory=self.bodies
         )
-        if len(data) < LARGE_BYTES:
-            given = parsed(kind, data)
-        else:
-            given = await self._executors.run(len(data), lambda: parsed(kind, data))
-        self._check_name(given.model)
+        parse = partial(parsed, kind, data, self.unknown_fields)
+        given = parse() if len(data) < LARGE_BYTES else await self._executors.run(len(data), parse)
+        self._check_name(getattr(given, "model", None))
+        request.state.body_bytes = len(data)
         return given
 
-    async def _answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
+    async def ids(self, request: HTTPRequest, prompt: AnyPrompt) -> list[int]:
+        """The token ids of a prompt, which another thread finds.
+
+        Raises:
+            Refusal: the tokenizer or its template does not take the prompt.
+        """
+        try:
+            return await self._executors.run(request.state.body_bytes, partial(self._ids, prompt))
+        except QcutError as error:
+            raise Refusal.of(error, self.scheduler.engine.context) from error
+
+    def _ids(self, prompt: AnyPrompt) -> list[int]:
+        engine = self.scheduler.engine
+        tokenizer, vocabulary = engine.tokenizer, engine.decoder.vocabulary
+        if isinstance(prompt, Text):
+            return text_ids(tokenizer, prompt.text, vocabulary, add_special_tokens=prompt.add_special_tokens)
+        if not isinstance(prompt, Chat):
+            return prompt
+        return chat_ids(
+            tokenizer,
+            prompt.messages,
+            vocabulary,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            add_special_tokens=prompt.add_special_tokens,
+            variables=prompt.variables,
+        )
+
+    async def answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
+        """The answer to a request for text, in a form."""
         loop = asyncio.get_running_loop()
         if self._bridge is None:
             self._bridge = Bridge(loop)
@@ -213,12 +264,13 @@ class Service:
         answer = _Answer(self, given, form, stream)
         try:
             async with _watched(request.receive, stream):
-                size = int(request.headers.get("content-length", LARGE_BYTES))
-                await self._executors.run(size, lambda: self._submit(stream, given))
+                await self._executors.run(request.state.body_bytes, partial(self._submit, stream, given))
         except QcutError as error:
-            raise Refusal.of(error) from error
+            param = "prompt" if isinstance(given, CompletionBody) else "messages"
+            raise Refusal.of(error, self.scheduler.engine.context, param) from error
         if stream.is_left:
             raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
+        request.state.requests = stream.requests
         if given.stream:
             return _EventStream(stream, answer.pieces())
         async with _watched(request.receive, stream):
@@ -231,17 +283,27 @@ class Service:
         prompts, most_prompts = given.prompts, self.settings.most_prompts
         if len(prompts) > most_prompts:
             raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")
+        scores_prompts = given.echoes and (given.top is not None or most == 0)
         for prompt in prompts:
             if stream.is_left:
                 return
             self._prompts.check(prompt)
 
-            def submit(samples: int, listener: Listener, prompt: Prompt = prompt) -> list[Request]:
+            def submit(samples: int, listener: Listener, ids: list[int]) -> list[Request]:
                 return self.scheduler.submit_samples(
-                    prompt, samples, most, sampling=sampling, stop=stops, top=given.top, listener=listener
+                    ids,
+                    samples,
+                    most,
+                    sampling=sampling,
+                    stop=stops,
+                    min_new_tokens=given.min_tokens,
+                    skip_special_tokens=given.skip_special_tokens,
+                    top=given.top,
+                    prompt_top=(given.top or 0) if scores_prompts else None,
+                    listener=listener,
                 )
 
-            stream.submit(submit)
+            stream.submit(partial(submit, ids=self._ids(prompt)))
 
 
 class _Answer:
@@ -256,9 +318,10 @@ class _Answer:
 
     def __init__(self, service: Service, given: Body, form: Form, stream: Stream) -> None:
         self._given, self._form, self._stream = given, form, stream
-        self._tokenizer = service.scheduler.engine.tokenizer
+        self._vocabulary, self._stops = service.vocabulary, given.stops(service.scheduler.engine.end_tokens)
         self._metrics = service.metrics
         self._watch = service.metrics.watch()
+        self._scored: dict[int, Scored] = {}
 
     async def whole(self) -> JSON:
         """The answer at once.
@@ -267,32 +330,39 @@ class _Answer:
             Refusal: the engine has failed, the server closes, or the client has gone.
         """
         count = len(self._stream.requests)
-        texts, scored = [[self._begin(i)] for i in range(count)], self._scores(count)
-        reasons: list[str | None] = [None] * count
+        texts, reasons = [[self._begin(i)] for i in range(count)], [None] * count
         async for come in self._stream.events():
             for choice, event in self._seen(come):
                 texts[choice].append(event.text or "")
-                if scored is not None and event.token is not None and event.log_probability is not None:
-                    scored[choice].add(event.token, event.log_probability)
+                self._score(choice, event)
                 reasons[choice] = finish_reason(event)
+                if event.reason == "stop":
+                    texts[choice].append(self._ending(choice, len("".join(texts[choice][1:]))))
         choices = [
-            self._form.choice(i, "".join(texts[i]), None if scored is None else scored[i], reasons[i])
+            {**self._form.choice(i, "".join(texts[i]), self._scored.get(i), reasons[i]), **self._more_of(i)}
             for i in range(count)
         ]
-        return self._form.whole(choices, usage(self._stream.requests, self._given.n))
+        return self._form.whole(choices, self._usage)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it comes: server-sent events."""
-        form, count = self._form, len(self._stream.requests)
-        options = self._given.stream_options
-        counts = options is not None and options.include_usage
-        empty: JSON = {"usage": None} if counts else {}
-        for index in range(count):
-            if (first := form.first(index, self._begin(index))) is not None:
-                yield _sent({**form.piece([first]), **empty})
+        form, options = self._form, self._given.stream_options or StreamOptions()
+        counts = options.include_usage or options.continuous_usage_stats
+
+        def sent(value: JSON) -> bytes:
+            if not counts:
+                return _sent(value)
+            return _sent({**value, "usage": self._usage if options.continuous_usage_stats else None})
+
         try:
-            async for choices in self._parts(self._scores(count)):
-                yield _sent({**form.piece(choices), **empty}) if choices else b": waiting\n\n"
+            for index in range(len(self._stream.requests)):
+                for value in form.begin(index, self._begin(index)):
+                    yield sent(value)
+            async for parts in self._parts():
+                for value in parts:
+                    yield sent(value)
+                if not parts:
+                    yield b": waiting\n\n"
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # a tokenizer's panic is no Exception
@@ -301,28 +371,41 @@ class _Answer:
                 _log.exception("a fault in the server, within a stream")
             refusal = error if isinstance(error, Refusal) else Refusal.of_fault(error)
             self._metrics.refused(refusal.status)
-            yield _sent(refusal.body)
+            for value in form.failed(refusal):
+                yield _sent(value)
             return
-        if counts:
-            yield _sent({**form.piece([]), "usage": usage(self._stream.requests, self._given.n)})
-        yield b"data: [DONE]\n\n"
+        for value in form.end(self._usage):
+            yield _sent(value)
+        if options.include_usage:
+            yield _sent({**form.piece([]), "usage": self._usage})
+        if form.END:
+            yield form.END
 
-    async def _parts(self, scored: list[Scored] | None) -> AsyncIterator[list[JSON]]:
+    async def _parts(self) -> AsyncIterator[list[JSON]]:
         """Choices with what has come since, one at a time. Empty: nothing for a while."""
+        given: dict[int, int] = {}
         async for come in self._stream.events():
             if not come:
                 yield []
             texts: dict[int, list[str]] = {}
+            tokens: dict[int, list[int]] = {}
             reasons: dict[int, str | None] = {}
             for choice, event in self._seen(come):
-                texts.setdefault(choice, []).append(event.text or "")
+                text = event.text or ""
+                given[choice] = given.get(choice, 0) + len(text)
+                if event.reason == "stop":
+                    text += self._ending(choice, given[choice])
+                texts.setdefault(choice, []).append(text)
+                tokens.setdefault(choice, []).extend(() if event.token is None else (event.token,))
                 reasons[choice] = finish_reason(event)
-                if scored is not None and event.token is not None and event.log_probability is not None:
-                    scored[choice].add(event.token, event.log_probability)
+                self._score(choice, event)
             for choice, parts in texts.items():
-                text, found = "".join(parts), None if scored is None else scored[choice].take()
-                if text or reasons[choice] is not None or (found is not None and found.tokens):
-                    yield [self._form.part(choice, text, found, reasons[choice])]
+                text, scored = "".join(parts), self._scored.get(choice)
+                found = None if scored is None else scored.take()
+                has_ids = self._given.return_token_ids and tokens[choice]
+                if text or reasons[choice] is not None or (found is not None and found.rows) or has_ids:
+                    more = {"token_ids": tokens[choice]} if self._given.return_token_ids else {}
+                    yield self._form.pieces(choice, text, found, reasons[choice], more)
 
     def _seen(self, come: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
         """Measure events, and look whether one is an end without an answer."""
@@ -330,7 +413,8 @@ class _Answer:
         for choice, event in come:
             self._watch.take(choice, event, now)
             if event.reason == "failed":
-                raise Refusal(500, "the engine has failed", code="failed")
+                failure = self._stream.requests[choice].error
+                raise Refusal(500, f"the request has failed: {failure}"[:500], code="failed")
             if event.reason == "cancelled" and self._stream.is_left:
                 raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
             if event.reason == "cancelled":
@@ -339,13 +423,51 @@ class _Answer:
 
     def _begin(self, choice: int) -> str:
         """The text before a choice's first token: its prompt's, where that is asked for."""
-        if not isinstance(self._given, CompletionBody) or not self._given.echo:
+        if not self._given.echoes:
             return ""
-        prompt: Any = self._given.prompts[choice // self._given.n]
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
+        prompt = self._given.prompts[choice // self._given.n]
+        ids = self._stream.requests[choice].prompt
+        return prompt.text if isinstance(prompt, Text) else self._vocabulary.decode(ids, skip_special_tokens=False)
 
-    def _scores(self, count: int) -> list[Scored] | None:
-        return None if self._given.top is None else [Scored(self._tokenizer) for _ in range(count)]
+    def _score(self, choice: int, event: Event) -> None:
+        """Take the log-probabilities of an event, after those of the prompt where these are asked for."""
+        given, request = self._given, self._stream.requests[choice]
+        if given.top is None:
+            return
+        scored = self._scored.get(choice)
+        if scored is None:
+            scored = self._scored[choice] = Scored(
+                self._vocabulary,
+                () if given.echoes else request.prompt[-CONTEXT:],
+                skip_special_tokens=given.skip_special_tokens,
+                names_ids=given.return_tokens_as_token_ids,
+            )
+            if given.echoes:
+                for token, found in zip(request.prompt, (None, *(request.prompt_log_probabilities or ())), strict=True):
+                    scored.add(token, found)
+        if event.token is not None and event.log_probability is not None:
+            scored.add(event.token, event.log_probability, is_last=event.reason is not None)
+
+    def _ending(self, choice: int, length: int) -> str:
+        """The stop string, or the stop token's text, after so many characters, where it is asked for."""
+        given, request = self._given, self._stream.requests[choice]
+        if not given.include_stop_str_in_output:
+            return ""
+        rest = continued(self._vocabulary, request.prompt, request.tokens, given.skip_special_tokens)[length:]
+        if request.tokens[-1] in self._stops:
+            return rest
+        return min((stop for stop in given.stop_strings if rest.startswith(stop)), key=len, default="")
+
+    def _more_of(self, choice: int) -> JSON:
+        """The ids of a whole choice, where they are asked for."""
+        request = self._stream.requests[choice]
+        if not self._given.return_token_ids:
+            return {}
+        return {"token_ids": request.tokens, "prompt_token_ids": list(request.prompt)}
+
+    @property
+    def _usage(self) -> JSON:
+        return usage(self._stream.requests, self._given.n)
 
 
 class _EventStream(Response):
@@ -387,8 +509,9 @@ async def _watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
 
 
 def _sent(value: JSON) -> bytes:
-    """A server-sent event."""
-    return f"data: {_encode(value)}\n\n".encode(errors="replace")
+    """A server-sent event, which has a name where its value has a type."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {_encode(value)}\n\n".encode(errors="replace")
 
 
 @cache

@@ -35,7 +35,10 @@ class Metrics:
         self._refused = Counter("qcut_refused", "Requests refused, by status", ["status"], registry=registry)
 
         self._closed = Counter(
-            "qcut_connections_closed", "Connections that the server has closed, by reason", ["reason"], registry=registry
+            "qcut_connections_closed",
+            "Connections that the server has closed, by reason",
+            ["reason"],
+            registry=registry,
         )
         self.connections = Gauge("qcut_connections", "Connections that are open", registry=registry)
         self.most_connections = Gauge("qcut_connections_most", "Connections that may be open", registry=registry)

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp
 
 from qcut.engine.scheduler import Scheduler
 from qcut.errors import ConfigError
-from qcut.server.connections import ConnectionLimits, ConnectionPool, protocol_of
-from qcut.server.log_limit import LogLimit
+from qcut.server.limits.connections import ConnectionLimits, ConnectionPool, protocol_of
+from qcut.server.limits.log_lines import LogLimit
 from qcut.server.metrics import Metrics
 
 _log = logging.getLogger("qcut")
@@ -154,7 +154,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # a look for garbage among all of torch's and transformers' objects stops every thread
     scheduler.run()
-    logs, limit = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut")], LogLimit()
+    logs, limit = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut", "qcut.server")], LogLimit()
     for log in logs:
         log.addFilter(_is_of_interest)
         log.addFilter(limit)

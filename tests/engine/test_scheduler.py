@@ -16,7 +16,7 @@ from qcut.engine.generated import Event, Generated
 from qcut.engine.kv_cache import KVDtype
 from qcut.engine.request import Request
 from qcut.engine.scheduler import Scheduler
-from qcut.errors import BusyError, ConfigError, ContextError, DtypeError, ShapeError
+from qcut.errors import BusyError, ConfigError, ContextError, DtypeError, RequestError, ShapeError
 from qcut.numerics.sampling import History, Sampling, log_probabilities, sample
 from tests.support import ROOT
 from tests.support.decoders import VOCABULARY, prompts_of, sizes, small
@@ -361,24 +361,28 @@ def test_a_failed_block_cancels() -> None:
     assert held[0].reason in ("cancelled", "length")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_scheduler_that_fails_tells_all_senders(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(small("gpt2"), 1)
+def test_a_failed_step_ends_its_requests_alone() -> None:
+    model = small("gpt2")
+    engine = engine_of(model, 2)
     scheduler = Scheduler(engine)
+    failing = [scheduler.submit([1, 2], 20), scheduler.submit([3], 20)]
+    waiting = scheduler.submit([4, 5], 20)
+    scheduler.turn()
+    down, failures = engine.decoder.blocks[1].mlp.down, [MemoryError("no memory")]
 
     def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
+        if failures:
+            raise failures.pop()
 
-    requests = [scheduler.submit([1, 2], 20), scheduler.submit([3], 20)]
-    scheduler.turn()
-    monkeypatch.setattr(scheduler, "_step", fail)
-    scheduler.run()
-    for request in requests:
-        with pytest.raises(RuntimeError, match="out of memory"):
+    down.register_forward_pre_hook(fail)
+    finished(scheduler)
+    for request in failing:
+        assert request.reason == "failed"
+        with pytest.raises(RequestError, match="the request has failed: MemoryError: no memory"):
             request.result()
-    with pytest.raises(BusyError):
-        scheduler.submit([1])
-    scheduler.close()
+    assert waiting.result() == alone(model, [4, 5], 20)
+    assert scheduler.error is None
+    assert scheduler.submit([1, 2], 20).reason is None
 
 
 def test_a_listener_that_fails_ends_its_own_request_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,7 +96,7 @@ def penalized_oracle(row: list[float], options: Sampling, prompt: list[int], tok
     """One row at a time, in numpy's float32."""
     found = []
     r, presence, frequency = map(
-        np.float32, (options.repetition_penalty, options.presence_penalty, options.frequency_penalty)
+        np.float32, (options.repetition_penalty or 1, options.presence_penalty, options.frequency_penalty)
     )
     for token, value in enumerate(row):
         x, count = np.float32(value), tokens.count(token)

@@ -26,7 +26,7 @@ from qcut.engine.text.pieces import Detokenizer
 from qcut.numerics.sampling import sample
 from qcut.server import running
 from qcut.server.application import Settings, application
-from qcut.server.connections import ConnectionLimits
+from qcut.server.limits.connections import ConnectionLimits
 from qcut.server.metrics import Metrics
 from tests.support import ROOT
 

@@ -7,11 +7,11 @@ themselves is left out. The work for a token does not grow with the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 Decode = Callable[[list[int]], str]
-"""The text of token ids, special tokens left out."""
+"""The text of token ids."""
 
 _UNKNOWN = "\ufffd"
 """What decoders write for bytes that are no character, or not yet."""
@@ -114,28 +114,33 @@ class CleanedPieces:
 
 
 class Detokenizer:
-    """A tokenizer of transformers, as far as it turns tokens into text, special tokens left out.
+    """A tokenizer of transformers, as far as it turns tokens into text.
 
     Args:
         tokenizer: any tokenizer of transformers.
+        skip_special_tokens: leave special tokens out of texts.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
         self._cleans = _cleans(tokenizer)
         self._direct = None if self._cleans else _direct(tokenizer)
-        special = getattr(tokenizer, "all_special_ids", None) or ()
-        self._skipped = frozenset(token for token in special if not self.decode([token]))
+        skipped = [token for token in _special(tokenizer) if not self.decode([token])]
+        self._skipped = {token: str(tokenizer.decode([token], skip_special_tokens=False)) for token in skipped}
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, as the tokenizer has it."""
         if self._direct is not None:
-            return self._direct(list(ids), True)
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+            return self._direct(list(ids), self._skips)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=self._skips))
 
     def skips(self, token: int) -> bool:
         """Whether a token is special and has no text, whatever is beside it."""
         return token in self._skipped
+
+    def skipped_in(self, strings: Collection[str]) -> dict[int, str]:
+        """Special tokens without text, by id, as they stand in some strings."""
+        return {token: text for token, text in self._skipped.items() if text and any(text in s for s in strings)}
 
     def pieces(self, prompt: Sequence[int]) -> Pieces | CleanedPieces:
         """Pieces of the text after a prompt."""
@@ -145,7 +150,15 @@ class Detokenizer:
         return Pieces(self.decode, ids)
 
     def _raw(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        options = {"skip_special_tokens": self._skips, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(ids, **options))
+
+
+def _special(tokenizer: Any) -> set[int]:
+    """Ids of a tokenizer's special tokens: those with a role, and those that are only added as such."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    roles = getattr(tokenizer, "all_special_ids", None) or ()
+    return {*roles, *(token for token, each in added.items() if getattr(each, "special", False))}
 
 
 def _direct(tokenizer: Any) -> Callable[[list[int], bool], str] | None:

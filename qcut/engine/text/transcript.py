@@ -22,7 +22,7 @@ class Transcript:
 
     def __init__(self, detokenizer: Detokenizer, prompt: Sequence[int], strings: Collection[str]) -> None:
         self._detokenizer, self._pieces = detokenizer, detokenizer.pieces(prompt)
-        self._stops = Stops(strings)
+        self._stops, self._hidden = Stops(strings), detokenizer.skipped_in(strings)
         self._given: list[str] = []
 
     @property
@@ -35,8 +35,13 @@ class Transcript:
         """Whether a string has ended the text."""
         return self._stops.found is not None
 
-    def add(self, token: int) -> str:
-        """The piece that a token adds, which may be empty."""
+    def add(self, token: int, may_stop: bool = True) -> str:
+        """The piece that a token adds, which may be empty. Strings that are complete before one may stop pass."""
+        if not may_stop:
+            return "" if self._detokenizer.skips(token) else self._give(self._pieces.add(token))
+        if token in self._hidden:
+            before = self._stops.add(self._pieces.rest())
+            return self._give(before + self._stops.add(self._hidden[token], hidden=True))
         if self._detokenizer.skips(token):
             return ""
         return self._give(self._stops.add(self._pieces.add(token)))

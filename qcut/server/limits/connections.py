@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from qcut.server.metrics import Metrics
 from qcut.server.refusals import RETRY_AFTER_S, Refusal
 
-_log = logging.getLogger("qcut")
+_log = logging.getLogger("qcut.server")
 
 READ_BYTES = 8192
 """Most bytes that one connection reads in an iteration of the event loop."""
@@ -178,6 +178,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def refuse(self, refusal: Refusal) -> None:
         """Answer without the application, where an answer can still be begun, and close."""
         self._pool.metrics.refused(refusal.status)
+        host, port = (self.client or ("", 0))[:2]
+        _log.warning("%s:%s refused with %s: %s", host, port, refusal.status, ascii(str(refusal)))
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = refusal.answer
             headers = [*answer.raw_headers, (b"connection", b"close")]

@@ -8,7 +8,7 @@ from time import monotonic
 
 
 class LogLimit(logging.Filter):
-    """Lets the first lines of each kind pass, and counts those it leaves out.
+    """Lets the first warnings and errors of each kind pass, and counts those it leaves out; lines below pass.
 
     Lines are of one kind if they have the same format and level. The first line of the next period says how many lines
     of its kind were left out before.
@@ -21,7 +21,7 @@ class LogLimit(logging.Filter):
     KINDS = 256
     """Kinds that are told apart at once; beyond them the counts start anew."""
 
-    def __init__(self, most: int = 20, period_s: float = 60) -> None:
+    def __init__(self, most: int = 250, period_s: float = 60) -> None:
         super().__init__()
         self._most, self._period_s = most, period_s
         self._lock = threading.Lock()
@@ -29,6 +29,8 @@ class LogLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a line is written."""
+        if record.levelno < logging.WARNING:
+            return True
         kind, now = (record.levelno, str(record.msg)[:200]), monotonic()
         with self._lock:
             since, count = self._kinds.get(kind, (now, 0))
