@@ -82,8 +82,8 @@ def add_parser(commands: Any) -> None:
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"key that clients have to give; others on this machine see command lines, and neither ${KEY} nor the file "
-        "of --api-key-file, which are taken without this option (default: none)",
+        help="key that clients have to give; others on this machine see command lines, and neither --api-key-file nor "
+        f"${KEY}, which are taken without this option (default: none)",
     )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key (default: none)")
     group.add_argument(
@@ -91,8 +91,8 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="name besides localhost by which clients on this machine may call the server, such as that of a proxy; may "
-        "be given several times (default: none)",
+        help="name besides localhost by which clients on this machine may call the server, such as a proxy's; may be "
+        "given several times (default: none)",
     )
     group.add_argument(
         "--allow-origin",
@@ -173,8 +173,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     try:
         from qcut.server import running
         from qcut.server.application import Settings, application
-        from qcut.server.limits.connections import ConnectionLimits
         from qcut.server.guards import is_loopback
+        from qcut.server.limits.connections import ConnectionLimits
         from qcut.server.metrics import Metrics
     except ModuleNotFoundError as error:
         from qcut.errors import UnsupportedError

@@ -34,9 +34,9 @@ from qcut.server import endpoints
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form, finish_reason, usage
 from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, StreamOptions, Text, parsed
-from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
 from qcut.server.known_fields import UnknownFields
+from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.limits.prompts import PromptLimit
 from qcut.server.logprobs import CONTEXT, Scored, Vocabulary, continued
 from qcut.server.metrics import Metrics

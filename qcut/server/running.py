@@ -15,6 +15,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from types import FrameType
 from typing import Any
 
@@ -154,10 +156,10 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # a look for garbage among all of torch's and transformers' objects stops every thread
     scheduler.run()
-    logs, limit = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut", "qcut.server")], LogLimit()
-    for log in logs:
-        log.addFilter(_is_of_interest)
-        log.addFilter(limit)
+    logs = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut", "qcut.server")]
+    filters = partial(_is_of_interest), LogLimit()  # of this server: others in the process have filters of their own
+    for log, each in product(logs, filters):
+        log.addFilter(each)
     try:
         asyncio.run(_served(server, scheduler, found))
         finished = server.is_done and not server.force_exit
@@ -165,9 +167,8 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
         scheduler.close(cancel=True)
         raise
     finally:
-        for log in logs:
-            log.removeFilter(_is_of_interest)
-            log.removeFilter(limit)
+        for log, each in product(logs, filters):
+            log.removeFilter(each)
         sys.setswitchinterval(before)
         gc.unfreeze()
     scheduler.close(cancel=not finished)
