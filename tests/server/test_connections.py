@@ -300,4 +300,4 @@ def test_more_connections_than_open_files(tmp_path: Path) -> None:
         server.process.kill()
     told = server.log.read_text()
     assert "Traceback" not in told
-    assert len(told.splitlines()) < 10
+    assert len(told) < 100_000
