@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -157,7 +157,8 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     gc.freeze()  # a look for garbage among all of torch's and transformers' objects stops every thread
     scheduler.run()
     logs = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut", "qcut.server")]
-    filters = partial(_is_of_interest), LogLimit()  # of this server: others in the process have filters of their own
+    # Of this server: others in the process have filters of their own.
+    filters: tuple[Callable[[logging.LogRecord], bool], ...] = (partial(_is_of_interest), LogLimit().filter)
     for log, each in product(logs, filters):
         log.addFilter(each)
     try:
