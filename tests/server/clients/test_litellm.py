@@ -76,8 +76,10 @@ def test_text_completion(keyed: Served) -> None:
 
 def test_responses(keyed: Served) -> None:
     given = {key: value for key, value in options(keyed).items() if key not in ("messages", "max_tokens")}
-    answer = litellm.responses(**given, input="What is a list?", max_output_tokens=8)
-    assert answer.output[0].content[0].text == keyed.text(PROMPT, 8)
+    answer = litellm.responses(**given, input="What is a list?", max_output_tokens=16)  # it sends no fewer
+    assert answer.output[0].content[0].text == keyed.text(PROMPT, 16)
+    events = list(litellm.responses(**given, input="What is a list?", max_output_tokens=16, stream=True))
+    assert events[-1].response.output[0].content[0].text == keyed.text(PROMPT, 16)
 
 
 def test_errors_have_their_kind(keyed: Served) -> None:
