@@ -10,7 +10,6 @@ import logging
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import resources
@@ -30,17 +29,19 @@ from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.text.prompts import chat_ids, text_ids
-from qcut.errors import QcutError
+from qcut.errors import ConfigError, QcutError
 from qcut.server import endpoints
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form, finish_reason, usage
 from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, StreamOptions, Text, parsed
-from qcut.server.guards import Hosts, Key, body
+from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
 from qcut.server.known_fields import UnknownFields
+from qcut.server.limits.executors import LARGE_BYTES, Executors
+from qcut.server.limits.prompts import PromptLimit
 from qcut.server.logprobs import CONTEXT, Scored, Vocabulary, continued
 from qcut.server.metrics import Metrics
 from qcut.server.refusals import Refusal
-from qcut.server.streams import STALLED_S, Bridge, Stream
+from qcut.server.streams import Bridge, Stream
 
 _log = logging.getLogger("qcut")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -58,13 +59,18 @@ class Settings:
     Attributes:
         name: under which the model is served.
         key: that clients have to give; None: none.
-        hosts: names by which clients may call this server; empty: all.
+        hosts: further names by which clients on this machine may call the server (see `qcut.server.guards.Hosts`).
         origins: of pages elsewhere that may use this server.
         most_body: bytes of a request's body.
         most_tokens: new tokens of a sequence, whatever is asked for; None: the context alone is the limit.
+        most_prompts: of a request.
         seconds: in which a body has to come.
+        most_bodies: bytes of all bodies that are held at once.
         any_model: whether clients may give the model any name.
         strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
+
+    Raises:
+        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have.
     """
 
     name: str
@@ -73,19 +79,27 @@ class Settings:
     origins: Collection[str] = ()
     most_body: int = 2 << 20
     most_tokens: int | None = None
+    most_prompts: int = 1024
     seconds: float = 60
+    most_bodies: int = 256 << 20
     any_model: bool = False
     strict: bool = False
 
+    def __post_init__(self) -> None:
+        key = self.key
+        if key is not None and (not key or key != key.strip() or not key.isprintable()):
+            raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")
 
-def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
+
+def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:
     """The application, for any server of ASGI.
 
     Args:
         scheduler: over an engine with a tokenizer. Run and closed by the caller.
         settings: what to serve, to whom.
+        metrics: of the scheduler; `qcut.server.running.server` counts in them, too. None makes some.
     """
-    service = Service(scheduler, settings)
+    service = Service(scheduler, settings, metrics or Metrics(scheduler))
     routes = [
         Route("/", service.page),
         Route("/health", service.health),
@@ -96,19 +110,19 @@ def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
         *endpoints.routes(service),
     ]
-    guards = [Middleware(AccessLog), Middleware(Hosts, allowed=settings.hosts), Middleware(Key, key=settings.key)]
+    guards = [
+        Middleware(AccessLog),
+        Middleware(Refusals, metrics=service.metrics, bodies=service.bodies),
+        Middleware(Hosts, allowed=settings.hosts),
+        Middleware(Key, key=settings.key),
+    ]
     if settings.origins:  # before the key: browsers ask for leave without one
         # Any header: clients for browsers send their own, such as x-stainless-os, and a header gives no right here.
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
         )
-        guards.insert(2, cors)
-    handlers: dict[Any, Any] = {
-        Refusal: service.refuse,
-        404: service.unknown,
-        405: service.unknown,
-        500: service.failed,
-    }
+        guards.insert(1, cors)  # before refusals, which a page sees then
+    handlers: dict[Any, Any] = {404: service.unknown, 405: service.unknown}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
@@ -118,17 +132,19 @@ class Service:
     Args:
         scheduler: see `application`.
         settings: see `application`.
+        metrics: see `application`.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
-        self.scheduler, self.settings = scheduler, settings
-        self.metrics = Metrics(scheduler)
-        self.vocabulary = Vocabulary(scheduler.engine.tokenizer)
+    def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
+        engine = scheduler.engine
+        self.scheduler, self.settings, self.metrics = scheduler, settings, metrics
+        self.bodies = BodyMemory(settings.most_bodies)
+        self.vocabulary = Vocabulary(engine.tokenizer)
         self.unknown_fields = UnknownFields(settings.strict)
         self._created = int(time.time())
         self._bridge: Bridge | None = None
-        # Long texts take long to tokenize; meanwhile the event loop serves others.
-        self._submits = ThreadPoolExecutor(1, "qcut-submit")
+        self._executors = Executors()
+        self._prompts = PromptLimit(engine.tokenizer, engine.decoder.vocabulary, engine.context)
 
     # ── what is small ────────────────────────────────────────────────────────────────────────────
 
@@ -155,21 +171,11 @@ class Service:
         self._check_name(request.path_params["name"])
         return JSONResponse(self._model)
 
-    async def refuse(self, request: HTTPRequest, error: Refusal) -> Response:
-        """Answer what cannot be served."""
-        self.metrics.refused(error.status)
-        return error.answer
-
     async def unknown(self, request: HTTPRequest, error: Any) -> Response:
-        """Answer a path that nobody knows, or a method that it has not."""
+        """Refuse a path that nobody knows, or a method that it has not."""
         served = "; GET /docs lists what is served" if error.status_code == 404 else ""
-        refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}{served}")
-        refusal.headers = error.headers
-        return await self.refuse(request, refusal)
-
-    async def failed(self, request: HTTPRequest, error: Exception) -> Response:
-        """Answer a fault of the server; the log has it whole."""
-        return await self.refuse(request, Refusal(500, f"a fault in the server: {type(error).__name__}"))
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}{served}"
+        raise Refusal(error.status_code, message, headers=error.headers)
 
     @cached_property
     def _model(self) -> JSON:
@@ -212,19 +218,23 @@ class Service:
             Refusal: as `body` and `parsed`; or another model.
         """
         settings = self.settings
-        data = await body(request.scope, request.receive, most=settings.most_body, seconds=settings.seconds)
-        given = parsed(kind, data, self.unknown_fields)
+        data = await body(
+            request.scope, request.receive, most=settings.most_body, seconds=settings.seconds, memory=self.bodies
+        )
+        parse = partial(parsed, kind, data, self.unknown_fields)
+        given = parse() if len(data) < LARGE_BYTES else await self._executors.run(len(data), parse)
         self._check_name(getattr(given, "model", None))
+        request.state.body_bytes = len(data)
         return given
 
-    async def ids(self, prompt: AnyPrompt) -> list[int]:
-        """The token ids of a prompt, which a thread of its own finds.
+    async def ids(self, request: HTTPRequest, prompt: AnyPrompt) -> list[int]:
+        """The token ids of a prompt, which another thread finds.
 
         Raises:
             Refusal: the tokenizer or its template does not take the prompt.
         """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._submits, self._ids, prompt)
+            return await self._executors.run(request.state.body_bytes, partial(self._ids, prompt))
         except QcutError as error:
             raise Refusal.of(error, self.scheduler.engine.context) from error
 
@@ -253,25 +263,31 @@ class Service:
         stream = Stream(self._bridge, given.n)
         answer = _Answer(self, given, form, stream)
         try:
-            await loop.run_in_executor(self._submits, self._submit, stream, given)
+            async with _watched(request.receive, stream):
+                await self._executors.run(request.state.body_bytes, partial(self._submit, stream, given))
         except QcutError as error:
             param = "prompt" if isinstance(given, CompletionBody) else "messages"
             raise Refusal.of(error, self.scheduler.engine.context, param) from error
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
+        if stream.is_left:
+            raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         request.state.requests = stream.requests
         if given.stream:
             return _EventStream(stream, answer.pieces())
-        async with _cancelled_with(request.receive, stream):
+        async with _watched(request.receive, stream):
             return JSONResponse(await answer.whole())
 
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
         most = min(limits, default=None)
+        prompts, most_prompts = given.prompts, self.settings.most_prompts
+        if len(prompts) > most_prompts:
+            raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")
         scores_prompts = given.echoes and (given.top is not None or most == 0)
-        for prompt in given.prompts:
+        for prompt in prompts:
+            if stream.is_left:
+                return
+            self._prompts.check(prompt)
 
             def submit(samples: int, listener: Listener, ids: list[int]) -> list[Request]:
                 return self.scheduler.submit_samples(
@@ -303,6 +319,7 @@ class _Answer:
     def __init__(self, service: Service, given: Body, form: Form, stream: Stream) -> None:
         self._given, self._form, self._stream = given, form, stream
         self._vocabulary, self._stops = service.vocabulary, given.stops(service.scheduler.engine.end_tokens)
+        self._metrics = service.metrics
         self._watch = service.metrics.watch()
         self._scored: dict[int, Scored] = {}
 
@@ -337,16 +354,23 @@ class _Answer:
                 return _sent(value)
             return _sent({**value, "usage": self._usage if options.continuous_usage_stats else None})
 
-        for index in range(len(self._stream.requests)):
-            for value in form.begin(index, self._begin(index)):
-                yield sent(value)
         try:
+            for index in range(len(self._stream.requests)):
+                for value in form.begin(index, self._begin(index)):
+                    yield sent(value)
             async for parts in self._parts():
                 for value in parts:
                     yield sent(value)
                 if not parts:
                     yield b": waiting\n\n"
-        except Refusal as refusal:
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # a tokenizer's panic is no Exception
+            self._stream.cancel()
+            if not isinstance(error, Refusal):
+                _log.exception("a fault in the server, within a stream")
+            refusal = error if isinstance(error, Refusal) else Refusal.of_fault(error)
+            self._metrics.refused(refusal.status)
             for value in form.failed(refusal):
                 yield _sent(value)
             return
@@ -389,7 +413,8 @@ class _Answer:
         for choice, event in come:
             self._watch.take(choice, event, now)
             if event.reason == "failed":
-                raise Refusal(500, "the engine has failed", code="failed")
+                failure = self._stream.requests[choice].error
+                raise Refusal(500, f"the request has failed: {failure}"[:500], code="failed")
             if event.reason == "cancelled" and self._stream.is_left:
                 raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
             if event.reason == "cancelled":
@@ -446,7 +471,7 @@ class _Answer:
 
 
 class _EventStream(Response):
-    """Server-sent events; a client that goes, or takes nothing any more, ends what it asked for."""
+    """Server-sent events; a client that goes ends what it asked for."""
 
     media_type = "text/event-stream"
 
@@ -457,35 +482,30 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        async with _cancelled_with(receive, self._stream):
+        async with _watched(receive, self._stream):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                async for piece in self._pieces:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except asyncio.CancelledError:
-                if not self._stream.is_given_up:
-                    raise
-                _log.warning("a client took nothing for %g s; its request is cancelled", STALLED_S)
-                return
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.asynccontextmanager
-async def _cancelled_with(receive: Receive, stream: Stream) -> AsyncIterator[None]:
-    """Cancel a stream when the client goes, and when the block ends before it."""
+async def _watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
+    """Cancel a stream at once when its client goes, and when the block fails."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        stream.is_left = True
-        stream.cancel()
+        stream.leave()
 
     watcher = asyncio.ensure_future(watch())
     try:
         yield
+    except BaseException:
+        stream.cancel()
+        raise
     finally:
         watcher.cancel()
-        stream.cancel()
 
 
 def _sent(value: JSON) -> bytes:

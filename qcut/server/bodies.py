@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from qcut.engine.likelihoods import MOST_TOP
 from qcut.numerics.sampling import Sampling
@@ -28,6 +28,7 @@ from qcut.server.known_fields import (
     refuse_unserved,
     shown,
 )
+from qcut.server.limits.json_body import parse_json
 from qcut.server.refusals import Refusal
 
 MOST_STOPS = 64
@@ -39,6 +40,7 @@ _SHOWN = 80
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 _Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
+_Token = Annotated[int, Field(ge=0, le=_LARGEST)]
 _Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
 B = TypeVar("B", bound="Schema")
 
@@ -181,10 +183,10 @@ class Body(Schema):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MOST_STOPS, fail_fast=True)] = []
+    stop_token_ids: Annotated[list[_Token], Field(max_length=MOST_STOPS, fail_fast=True)] = []
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MOST_TOP_K)] | None = None
@@ -434,10 +436,7 @@ def parsed(kind: type[B], data: bytes, unknown: UnknownFields | None = None) -> 
     Raises:
         Refusal: no JSON; a field that is missing, not served, or of another kind, which the message names.
     """
-    try:
-        given = from_json(data)
-    except ValueError as error:
-        raise Refusal(400, f"the body is no JSON: {str(error)[:200]}", code="json_invalid") from None
+    given = parse_json(data)
     try:
         found = kind.model_validate(given, context=unknown or UnknownFields())
     except ValidationError as error:

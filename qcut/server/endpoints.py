@@ -38,7 +38,7 @@ class Service(Protocol):
     async def read(self, request: Request, kind: type[B]) -> B:
         """The body of a request."""
 
-    async def ids(self, prompt: AnyPrompt) -> list[int]:
+    async def ids(self, request: Request, prompt: AnyPrompt) -> list[int]:
         """The token ids of a prompt."""
 
     async def answer(self, request: Request, given: Body, form: Form) -> Response:
@@ -94,7 +94,7 @@ def routes(service: Service) -> list[Route]:
             ids = list(engine.tokenizer("", add_special_tokens=given.add_special_tokens)["input_ids"])
         else:
             prompt = given.chat if given.prompt is None else Text(given.prompt, given.add_special_tokens)
-            ids = await service.ids(prompt)
+            ids = await service.ids(request, prompt)
         names = engine.tokenizer.convert_ids_to_tokens(ids) if given.return_token_strs else None
         found = {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
         return JSONResponse(found)

@@ -50,6 +50,11 @@ class Refusal(Exception):
             return cls(400, message, param=param, code="context_length_exceeded")
         return cls(400, str(error))
 
+    @classmethod
+    def of_fault(cls, error: BaseException) -> Refusal:
+        """What a fault of the server is to a client; the log has the traceback."""
+        return cls(500, f"a fault in the server: {type(error).__name__}")
+
     @property
     def body(self) -> dict[str, object]:
         """The answer's JSON."""
