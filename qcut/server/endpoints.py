@@ -90,8 +90,11 @@ def routes(service: Service) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         given = await service.read(request, TokenizeBody)
-        prompt = given.chat if given.prompt is None else Text(given.prompt, given.add_special_tokens)
-        ids = await service.ids(request, prompt)
+        if given.prompt == "":  # no prompt to continue, but a text all the same
+            ids = list(engine.tokenizer("", add_special_tokens=given.add_special_tokens)["input_ids"])
+        else:
+            prompt = given.chat if given.prompt is None else Text(given.prompt, given.add_special_tokens)
+            ids = await service.ids(request, prompt)
         names = engine.tokenizer.convert_ids_to_tokens(ids) if given.return_token_strs else None
         found = {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
         return JSONResponse(found)
@@ -103,6 +106,20 @@ def routes(service: Service) -> list[Route]:
         except QcutError as error:
             raise Refusal(400, f"tokens: {error}", param="tokens") from error
         return JSONResponse({"prompt": await run_in_threadpool(engine.tokenizer.decode, given.tokens)})
+
+    async def tokenizer_info(request: Request) -> Response:
+        tokenizer = engine.tokenizer
+        names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        template = getattr(tokenizer, "chat_template", None)
+        return JSONResponse(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
+                **names,
+                "chat_template": template if isinstance(template, str) else None,
+                "model_max_length": engine.context,
+            }
+        )
 
     async def responses(request: Request) -> Response:
         given = await service.read(request, ResponsesBody)
@@ -131,6 +148,7 @@ def routes(service: Service) -> list[Route]:
         Route("/v1/responses/{id}/cancel", unstored, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer_info),
         Route("/version", version),
         Route("/load", load),
         Route("/ping", service.health, methods=["GET", "POST"]),
@@ -145,6 +163,7 @@ _PATHS: Mapping[str, tuple[str, str, type[Schema] | None]] = {
     "/v1/responses": ("post", "Answer a chat, in the form of OpenAI's newer interface", ResponsesBody),
     "/tokenize": ("post", "The token ids of a text or a chat", TokenizeBody),
     "/detokenize": ("post", "The text of token ids", DetokenizeBody),
+    "/tokenizer_info": ("get", "The special tokens and the chat template", None),
     "/v1/models": ("get", "The model that is served", None),
     "/v1/models/{model}": ("get", "The model by its name", None),
     "/health": ("get", "200 while requests are served", None),

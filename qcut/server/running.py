@@ -156,6 +156,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     sys.setswitchinterval(SWITCH_S)
     gc.freeze()  # a look for garbage among all of torch's and transformers' objects stops every thread
     scheduler.run()
+    server.scheduler = scheduler
     logs = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut", "qcut.server")]
     # Of this server: others in the process have filters of their own.
     filters: tuple[Callable[[logging.LogRecord], bool], ...] = (partial(_is_of_interest), LogLimit().filter)
@@ -212,9 +213,11 @@ class Server(uvicorn.Server):
 
     Attributes:
         is_done: whether no request was left at the end.
+        scheduler: whose sequences are waited for at the end.
     """
 
     is_done = False
+    scheduler: Scheduler | None = None
 
     def __init__(self, config: uvicorn.Config, metrics: Metrics) -> None:
         super().__init__(config)
@@ -254,6 +257,15 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End."""
+        """End, after a line that says what is waited for."""
+        if self.server_state.tasks and not self.force_exit and self.scheduler is not None:
+            load, grace = self.scheduler.load, self.config.timeout_graceful_shutdown
+            _log.warning(
+                "%d requests come to their end%s: %d sequences run, %d prompts wait; a second Ctrl-C cancels them",
+                len(self.server_state.tasks),
+                "" if grace is None else f" within {grace} s",
+                load.running,
+                load.waiting + load.reading,
+            )
         await super().shutdown(sockets)
         self.is_done = not self.server_state.tasks

@@ -118,7 +118,7 @@ def test_numbers_that_mean_no_limit() -> None:
     for field, value, most in (("max_tokens", -1, None), ("n_predict", -1, None), ("n_predict", 7, 7)):
         assert read(CompletionBody, {field: value}).most == most
     assert read(ChatBody, {"max_tokens": 5, "max_completion_tokens": -1}).most == 5
-    assert [read(CompletionBody, {"top_k": k}).sampling.top_k for k in (-1, 0, 7, 2**63 - 1)] == [0, 0, 7, 2**63 - 1]
+    assert [read(CompletionBody, {"top_k": k}).sampling.top_k for k in (-1, 0, 7, 2**31 - 1)] == [0, 0, 7, 2**31 - 1]
     assert read(CompletionBody, {"repeat_penalty": 1.5}).sampling.repetition_penalty == 1.5
     assert read(CompletionBody, {"logit_bias": {"7": -100, "9": 0.5}}).sampling.logit_bias == {7: -100.0, 9: 0.5}
 
@@ -144,11 +144,8 @@ def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     unknown = UnknownFields()
     for _ in range(3):
         read(ChatBody, {"max_token": 2, "messages": [{**USER, "wieght": 1}], "stream_options": {"a": 1}}, unknown)
-    assert [record.args for record in caplog.records] == [
-        ("max_token",),
-        ("messages.wieght",),
-        ("stream_options.a",),
-    ]
+    names = sorted(str(record.args) for record in caplog.records)
+    assert names == ["('max_token',)", "('messages.wieght',)", "('stream_options.a',)"]
 
 
 def test_the_log_of_unknown_fields_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,10 +182,12 @@ def test_a_strict_server_refuses_unknown_fields() -> None:
     ],
 )
 def test_many_wrong_items_cost_one_error(kind: type[Schema], field: str, item: str, tail: str) -> None:
-    given = {name: value for name, value in LEAST[kind].items() if name != field}
-    body = f'{json.dumps(given)[:-1]}{"," if given else ""}"{field}":[{",".join([item] * (1_500_000 // len(item)))}{tail}]}}'
+    items = ",".join([item] * (1_500_000 // len(item)))
+    rest = {name: value for name, value in LEAST[kind].items() if name != field}
+    others = "".join(f",{json.dumps(name)}:{json.dumps(value)}" for name, value in rest.items())
+    body = f'{{"{field}":[{items}{tail}]{others}}}'
     start = time.process_time()
-    with pytest.raises(Refusal, match="found|required"):
+    with pytest.raises(Refusal, match=r"found|required"):
         parsed(kind, body.encode())
     assert time.process_time() - start < 5, "half a minute, where an error is listed for each item"
 

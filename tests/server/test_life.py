@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import time
@@ -63,7 +64,10 @@ def test_a_server_s_whole_life(tmp_path: Path) -> None:
         assert second.ended() == 0
     finally:
         second.process.kill()
-    assert "served 720 tokens" in second.log.read_text()
+    told = second.log.read_text()
+    assert "served 720 tokens" in told
+    assert re.search(r"1 requests come to their end: \d sequences run, \d prompts wait; a second Ctrl-C cancels", told)
+    assert re.search(r"INFO \S+ POST /v1/completions 200 in \S+ s: 8 sequences, 720 new tokens after", told)
     with pytest.raises(ConnectionRefusedError):
         call(second.port, "GET", "/health")
 
