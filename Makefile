@@ -1,6 +1,7 @@
 # make demo   quantize the embedded GPT-2 checkpoint, compare quality, speed and memory
 # make test   the test suite, side by side on all cores (GPU tests skip themselves without a GPU)
 # make floors   what needs transformers, numpy, … on the oldest versions that pyproject.toml allows
+# make clients   tests of the server with LiteLLM, LangChain and lm-evaluation-harness
 # make serving   tests inside vLLM, on its build for CPUs
 # make lint   ruff and mypy
 # make docs   the site, in build/docs/index.html; a link that leads nowhere is an error
@@ -13,7 +14,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test floors serving test-gpu wheel architectures sanitize lint format docs clean help
+.PHONY: demo test floors clients serving test-gpu wheel architectures sanitize lint format docs clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -38,6 +39,9 @@ test: $(READY)
 
 floors: $(READY)
 	@$(BIN)/python -m tests.floors
+
+clients: $(READY)
+	@$(BIN)/python -m tests.clients $(TEST_ARGS)
 
 serving: $(READY)
 	@$(BIN)/python -m tests.serving $(SERVING_ARGS)

@@ -52,8 +52,10 @@ def serving(scheduler: qcut.Scheduler) -> Iterator[int]:
     """A server in a thread; gives its port."""
     from qcut.server import running
     from qcut.server.application import Settings, application
+    from qcut.server.metrics import Metrics
 
-    server = running.server(application(scheduler, Settings(_NAME)))
+    metrics = Metrics(scheduler)
+    server = running.server(application(scheduler, Settings(_NAME), metrics), metrics)
     failed: list[BaseException] = []
 
     def serve() -> None:

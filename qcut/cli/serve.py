@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +26,9 @@ if TYPE_CHECKING:
     from qcut.engine.scheduler import Scheduler
 
 _DESCRIPTION = """\
-Serves a model to many clients at once, over HTTP, as OpenAI's servers do: /v1/completions, /v1/chat/completions, both
-with streaming, and /v1/models; /health says whether all is well, /metrics has figures for Prometheus, and / is a page
-to chat with the model.
+Serves a model to many clients at once, over HTTP, as OpenAI's servers do: /v1/completions, /v1/chat/completions and
+/v1/responses, all with streaming, and /v1/models; /docs lists all endpoints, /health says whether all is well, /metrics
+has figures for Prometheus, and / is a page to chat with the model.
 
 MODEL is a causal language model as `qcut generate` takes it, of a kind that qcut's engine runs. One GPU serves it, or
 the processor. Ctrl-C, or SIGTERM, ends the server when what runs has come to its end; a second one ends it at once.
@@ -41,8 +44,8 @@ FIELDS = {
 
 KEY = "QCUT_API_KEY"
 """Environment variable with the key that clients have to give."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _LOCAL = "127.0.0.1"
-_BACKLOG = 2048
 
 
 def add_parser(commands: Any) -> None:
@@ -69,10 +72,27 @@ def add_parser(commands: Any) -> None:
         "--served-name", metavar="NAME", help="name of the model that clients give (default: MODEL, as it is given)"
     )
     group.add_argument(
+        "--any-model", action="store_true", help="take every name of a model; others than its own are refused otherwise"
+    )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="refuse fields of requests that nobody knows (default: they are ignored, and logged once)",
+    )
+    group.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"key that clients have to give; others on this machine see command lines, and not ${KEY}, which is taken "
-        "without this option (default: none)",
+        help="key that clients have to give; others on this machine see command lines, and neither --api-key-file nor "
+        f"${KEY}, which are taken without this option (default: none)",
+    )
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key (default: none)")
+    group.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name besides localhost by which clients on this machine may call the server, such as a proxy's; may be "
+        "given several times (default: none)",
     )
     group.add_argument(
         "--allow-origin",
@@ -135,6 +155,13 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="seconds in which what runs has to come to its end after Ctrl-C (default: any time)",
     )
+    group = parser.add_argument_group("what is said")
+    group.add_argument(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default="info",
+        help="info logs one line a request, warning one a refusal, error neither (default: info)",
+    )
     add_quantizing_options(parser)
     add_cache_option(parser)
     add_device_options(parser, "float16 on a GPU, float32 on a CPU")
@@ -146,31 +173,40 @@ def run(arguments: argparse.Namespace) -> Answer:
     try:
         from qcut.server import running
         from qcut.server.application import Settings, application
-        from qcut.server.guards import LOOPBACK
+        from qcut.server.guards import is_loopback
+        from qcut.server.limits.connections import ConnectionLimits
+        from qcut.server.metrics import Metrics
     except ModuleNotFoundError as error:
         from qcut.errors import UnsupportedError
 
         raise UnsupportedError(f"{error.name} is not installed: pip install 'qcut[serve]'") from error
 
-    key = os.environ.get(KEY) or None if arguments.api_key is None else arguments.api_key
+    settings = Settings(
+        name=arguments.served_name or arguments.model,
+        key=_key(arguments),
+        hosts=tuple(arguments.allow_host),
+        origins=tuple(arguments.allow_origin),
+        most_body=arguments.max_body,
+        most_tokens=arguments.max_tokens,
+        most_prompts=arguments.max_waiting,
+        any_model=arguments.any_model,
+        strict=arguments.strict,
+    )
     _say(_several(arguments))
-    with running.listening(arguments.host, arguments.port) as found:  # before the model is read: ports may be taken
+    with (
+        _logging(arguments.log_level),
+        running.listening(arguments.host, arguments.port) as found,
+    ):  # before the model is read: ports may be taken
         scheduler = _scheduler(arguments)
-        settings = Settings(
-            name=arguments.served_name or arguments.model,
-            key=key,
-            hosts=LOOPBACK if found.getsockname()[0] in LOOPBACK else (),
-            origins=tuple(arguments.allow_origin),
-            most_body=arguments.max_body,
-            most_tokens=arguments.max_tokens,
-        )
         where = running.address(found)
-        found.listen(_BACKLOG)  # who reads the next line may call at once
+        found.listen(running.BACKLOG)  # who reads the next line may call at once
         _say(_ready(scheduler, settings.name, where))
-        if not settings.hosts and key is None:
+        if not is_loopback(found.getsockname()[0]) and settings.key is None:
             _say(f"whoever reaches this address is served: ${KEY} asks for a key")
-        most = 2 * (arguments.max_waiting + arguments.batch)
-        server = running.server(application(scheduler, settings), grace_s=arguments.grace, most=most)
+        metrics = Metrics(scheduler)
+        limits = ConnectionLimits(connections=2 * (arguments.max_waiting + arguments.batch))
+        app = application(scheduler, settings, metrics)
+        server = running.server(app, metrics, grace_s=arguments.grace, limits=limits)
         finished = running.run(server, scheduler, found)
     load = scheduler.load
     _say(f"served {load.new_tokens:,} tokens, and read {load.prompt_tokens:,}")
@@ -182,6 +218,35 @@ def run(arguments: argparse.Namespace) -> Answer:
         "new_tokens": load.new_tokens,
     }
     return Answer(fields, status=0 if finished else 1)
+
+
+def _key(arguments: argparse.Namespace) -> str | None:
+    """The key that clients have to give: of the command line, of a file, or of the environment."""
+    from qcut.cli.quantizing import read_text
+    from qcut.errors import ConfigError
+
+    if arguments.api_key is not None and arguments.api_key_file is not None:
+        raise ConfigError("--api-key and --api-key-file are both given; allowed: one of them")
+    if arguments.api_key is not None:
+        return str(arguments.api_key)
+    if arguments.api_key_file is not None:
+        return read_text(arguments.api_key_file, "--api-key-file").rstrip("\r\n")
+    return os.environ.get(KEY)
+
+
+@contextmanager
+def _logging(level: str) -> Iterator[None]:
+    """Let the loggers of qcut write lines with the time to standard error."""
+    log, handler = logging.getLogger("qcut"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def _scheduler(arguments: argparse.Namespace) -> Scheduler:

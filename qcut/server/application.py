@@ -8,9 +8,8 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -24,22 +23,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
-from qcut.engine.scheduler import Prompt, Scheduler
-from qcut.errors import QcutError
-from qcut.server import page
-from qcut.server.answers import JSON, ChatCompletion, Completion, Form, Scored, finish_reason, usage
-from qcut.server.bodies import Body, ChatBody, CompletionBody, parsed
-from qcut.server.guards import Hosts, Key, body
+from qcut.engine.scheduler import Scheduler
+from qcut.engine.text.prompts import chat_ids, text_ids
+from qcut.errors import ConfigError, QcutError
+from qcut.server import endpoints, page
+from qcut.server.access_log import AccessLog
+from qcut.server.answers import JSON, ChatCompletion, Completion, Form, finish_reason, usage
+from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, StreamOptions, Text, parsed
+from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
+from qcut.server.known_fields import UnknownFields
+from qcut.server.limits.executors import LARGE_BYTES, Executors
+from qcut.server.limits.prompts import PromptLimit
+from qcut.server.logprobs import CONTEXT, Scored, Vocabulary, continued
 from qcut.server.metrics import Metrics
 from qcut.server.refusals import Refusal
-from qcut.server.streams import STALLED_S, Bridge, Stream
+from qcut.server.streams import Bridge, Stream
 
 _log = logging.getLogger("qcut")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 CLIENT_GONE = 499
 """Status, in the log of figures alone, of an answer that nobody is there to take; proxies use the same."""
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=Schema)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
@@ -50,11 +55,18 @@ class Settings:
     Attributes:
         name: under which the model is served.
         key: that clients have to give; None: none.
-        hosts: names by which clients may call this server; empty: all.
+        hosts: further names by which clients on this machine may call the server (see `qcut.server.guards.Hosts`).
         origins: of pages elsewhere that may use this server.
         most_body: bytes of a request's body.
         most_tokens: new tokens of a sequence, whatever is asked for; None: the context alone is the limit.
+        most_prompts: of a request.
         seconds: in which a body has to come.
+        most_bodies: bytes of all bodies that are held at once.
+        any_model: whether clients may give the model any name.
+        strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
+
+    Raises:
+        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have.
     """
 
     name: str
@@ -63,17 +75,27 @@ class Settings:
     origins: Collection[str] = ()
     most_body: int = 2 << 20
     most_tokens: int | None = None
+    most_prompts: int = 1024
     seconds: float = 60
+    most_bodies: int = 256 << 20
+    any_model: bool = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        key = self.key
+        if key is not None and (not key or key != key.strip() or not key.isprintable()):
+            raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")
 
 
-def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
+def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:
     """The application, for any server of ASGI.
 
     Args:
         scheduler: over an engine with a tokenizer. Run and closed by the caller.
         settings: what to serve, to whom.
+        metrics: of the scheduler; `qcut.server.running.server` counts in them, too. None makes some.
     """
-    service = Service(scheduler, settings)
+    service = Service(scheduler, settings, metrics or Metrics(scheduler))
     routes = [
         Route("/", service.page),
         Route("/health", service.health),
@@ -82,20 +104,21 @@ def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
         Route("/v1/models/{name:path}", service.model),
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        *endpoints.routes(service),
     ]
-    guards = [Middleware(Hosts, allowed=settings.hosts), Middleware(Key, key=settings.key)]
+    guards = [
+        Middleware(AccessLog),
+        Middleware(Refusals, metrics=service.metrics, bodies=service.bodies),
+        Middleware(Hosts, allowed=settings.hosts),
+        Middleware(Key, key=settings.key),
+    ]
     if settings.origins:  # before the key: browsers ask for leave without one
-        headers = ["Authorization", "Content-Type"]
+        # Any header: clients for browsers send their own, such as x-stainless-os, and a header gives no right here.
         cors = Middleware(
-            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=headers
+            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
         )
-        guards.insert(1, cors)
-    handlers: dict[Any, Any] = {
-        Refusal: service.refuse,
-        404: service.unknown,
-        405: service.unknown,
-        500: service.failed,
-    }
+        guards.insert(1, cors)  # before refusals, which a page sees then
+    handlers: dict[Any, Any] = {404: service.unknown, 405: service.unknown}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
@@ -105,15 +128,19 @@ class Service:
     Args:
         scheduler: see `application`.
         settings: see `application`.
+        metrics: see `application`.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
-        self.scheduler, self.settings = scheduler, settings
-        self.metrics = Metrics(scheduler)
+    def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
+        engine = scheduler.engine
+        self.scheduler, self.settings, self.metrics = scheduler, settings, metrics
+        self.bodies = BodyMemory(settings.most_bodies)
+        self.vocabulary = Vocabulary(engine.tokenizer)
+        self.unknown_fields = UnknownFields(settings.strict)
         self._created = int(time.time())
         self._bridge: Bridge | None = None
-        # Long texts take long to tokenize; meanwhile the event loop serves others.
-        self._submits = ThreadPoolExecutor(1, "qcut-submit")
+        self._executors = Executors()
+        self._prompts = PromptLimit(engine.tokenizer, engine.decoder.vocabulary, engine.context)
 
     # ── what is small ────────────────────────────────────────────────────────────────────────────
 
@@ -141,20 +168,11 @@ class Service:
         self._check_name(request.path_params["name"])
         return JSONResponse(self._model)
 
-    async def refuse(self, request: HTTPRequest, error: Refusal) -> Response:
-        """Answer what cannot be served."""
-        self.metrics.refused(error.status)
-        return error.answer
-
     async def unknown(self, request: HTTPRequest, error: Any) -> Response:
-        """Answer a path that nobody knows, or a method that it has not."""
-        refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
-        refusal.headers = error.headers
-        return await self.refuse(request, refusal)
-
-    async def failed(self, request: HTTPRequest, error: Exception) -> Response:
-        """Answer a fault of the server; the log has it whole."""
-        return await self.refuse(request, Refusal(500, f"a fault in the server: {type(error).__name__}"))
+        """Refuse a path that nobody knows, or a method that it has not."""
+        served = "; GET /docs lists what is served" if error.status_code == 404 else ""
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}{served}"
+        raise Refusal(error.status_code, message, headers=error.headers)
 
     @cached_property
     def _model(self) -> JSON:
@@ -169,61 +187,120 @@ class Service:
         }
 
     def _check_name(self, name: str | None) -> None:
-        if name not in (None, self.settings.name):
-            message = f"model {name[:80]!r}; allowed: {self.settings.name!r}"
+        if name not in (None, self.settings.name) and not self.settings.any_model:
+            allowed = f"allowed: {self.settings.name!r}, or any name where the server runs with --any-model"
+            message = f"model {name[:80]!r}; {allowed}"
             raise Refusal(404, message, param="model", code="model_not_found")
 
     # ── completions ──────────────────────────────────────────────────────────────────────────────
 
     async def completions(self, request: HTTPRequest) -> Response:
         """``/v1/completions``."""
-        given = await self._read(request, CompletionBody)
-        if given.echo and given.logprobs is not None:
-            raise Refusal(400, "echo with logprobs; allowed: one of them", param="echo", code="unsupported")
-        return await self._answer(request, given, Completion(self.settings.name))
+        given = await self.read(request, CompletionBody)
+        return await self.answer(request, given, Completion(self.name_for(given)))
 
     async def chat(self, request: HTTPRequest) -> Response:
         """``/v1/chat/completions``."""
-        given = await self._read(request, ChatBody)
-        return await self._answer(request, given, ChatCompletion(self.settings.name))
+        given = await self.read(request, ChatBody)
+        return await self.answer(request, given, ChatCompletion(self.name_for(given)))
 
-    async def _read(self, request: HTTPRequest, kind: type[B]) -> B:
+    def name_for(self, given: Body) -> str:
+        """The model's name in an answer: as the client gives it."""
+        return given.model or self.settings.name
+
+    async def read(self, request: HTTPRequest, kind: type[B]) -> B:
+        """The body of a request.
+
+        Raises:
+            Refusal: as `body` and `parsed`; or another model.
+        """
         settings = self.settings
-        data = await body(request.scope, request.receive, most=settings.most_body, seconds=settings.seconds)
-        given = parsed(kind, data)
-        self._check_name(given.model)
+        data = await body(
+            request.scope, request.receive, most=settings.most_body, seconds=settings.seconds, memory=self.bodies
+        )
+        parse = partial(parsed, kind, data, self.unknown_fields)
+        given = parse() if len(data) < LARGE_BYTES else await self._executors.run(len(data), parse)
+        self._check_name(getattr(given, "model", None))
+        request.state.body_bytes = len(data)
         return given
 
-    async def _answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
+    async def ids(self, request: HTTPRequest, prompt: AnyPrompt) -> list[int]:
+        """The token ids of a prompt, which another thread finds.
+
+        Raises:
+            Refusal: the tokenizer or its template does not take the prompt.
+        """
+        try:
+            return await self._executors.run(request.state.body_bytes, partial(self._ids, prompt))
+        except QcutError as error:
+            raise Refusal.of(error, self.scheduler.engine.context) from error
+
+    def _ids(self, prompt: AnyPrompt) -> list[int]:
+        engine = self.scheduler.engine
+        tokenizer, vocabulary = engine.tokenizer, engine.decoder.vocabulary
+        if isinstance(prompt, Text):
+            return text_ids(tokenizer, prompt.text, vocabulary, add_special_tokens=prompt.add_special_tokens)
+        if not isinstance(prompt, Chat):
+            return prompt
+        return chat_ids(
+            tokenizer,
+            prompt.messages,
+            vocabulary,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            add_special_tokens=prompt.add_special_tokens,
+            variables=prompt.variables,
+        )
+
+    async def answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
+        """The answer to a request for text, in a form."""
         loop = asyncio.get_running_loop()
         if self._bridge is None:
             self._bridge = Bridge(loop)
         stream = Stream(self._bridge, given.n)
         answer = _Answer(self, given, form, stream)
         try:
-            await loop.run_in_executor(self._submits, self._submit, stream, given)
+            async with _watched(request.receive, stream):
+                await self._executors.run(request.state.body_bytes, partial(self._submit, stream, given))
         except QcutError as error:
-            raise Refusal.of(error) from error
-        except asyncio.CancelledError:
-            stream.cancel()
-            raise
+            param = "prompt" if isinstance(given, CompletionBody) else "messages"
+            raise Refusal.of(error, self.scheduler.engine.context, param) from error
+        if stream.is_left:
+            raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
+        request.state.requests = stream.requests
         if given.stream:
             return _EventStream(stream, answer.pieces())
-        async with _cancelled_with(request.receive, stream):
+        async with _watched(request.receive, stream):
             return JSONResponse(await answer.whole())
 
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
         most = min(limits, default=None)
-        for prompt in given.prompts:
+        prompts, most_prompts = given.prompts, self.settings.most_prompts
+        if len(prompts) > most_prompts:
+            raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")
+        scores_prompts = given.echoes and (given.top is not None or most == 0)
+        for prompt in prompts:
+            if stream.is_left:
+                return
+            self._prompts.check(prompt)
 
-            def submit(samples: int, listener: Listener, prompt: Prompt = prompt) -> list[Request]:
+            def submit(samples: int, listener: Listener, ids: list[int]) -> list[Request]:
                 return self.scheduler.submit_samples(
-                    prompt, samples, most, sampling=sampling, stop=stops, top=given.top, listener=listener
+                    ids,
+                    samples,
+                    most,
+                    sampling=sampling,
+                    stop=stops,
+                    min_new_tokens=given.min_tokens,
+                    skip_special_tokens=given.skip_special_tokens,
+                    top=given.top,
+                    prompt_top=(given.top or 0) if scores_prompts else None,
+                    listener=listener,
                 )
 
-            stream.submit(submit)
+            stream.submit(partial(submit, ids=self._ids(prompt)))
 
 
 class _Answer:
@@ -238,8 +315,10 @@ class _Answer:
 
     def __init__(self, service: Service, given: Body, form: Form, stream: Stream) -> None:
         self._given, self._form, self._stream = given, form, stream
-        self._tokenizer = service.scheduler.engine.tokenizer
+        self._vocabulary, self._stops = service.vocabulary, given.stops(service.scheduler.engine.end_tokens)
+        self._metrics = service.metrics
         self._watch = service.metrics.watch()
+        self._scored: dict[int, Scored] = {}
 
     async def whole(self) -> JSON:
         """The answer at once.
@@ -248,55 +327,82 @@ class _Answer:
             Refusal: the engine has failed, the server closes, or the client has gone.
         """
         count = len(self._stream.requests)
-        texts, scored = [[self._begin(i)] for i in range(count)], self._scores(count)
-        reasons: list[str | None] = [None] * count
+        texts, reasons = [[self._begin(i)] for i in range(count)], [None] * count
         async for come in self._stream.events():
             for choice, event in self._seen(come):
                 texts[choice].append(event.text or "")
-                if scored is not None and event.token is not None and event.log_probability is not None:
-                    scored[choice].add(event.token, event.log_probability)
+                self._score(choice, event)
                 reasons[choice] = finish_reason(event)
+                if event.reason == "stop":
+                    texts[choice].append(self._ending(choice, len("".join(texts[choice][1:]))))
         choices = [
-            self._form.choice(i, "".join(texts[i]), None if scored is None else scored[i], reasons[i])
+            {**self._form.choice(i, "".join(texts[i]), self._scored.get(i), reasons[i]), **self._more_of(i)}
             for i in range(count)
         ]
-        return self._form.whole(choices, usage(self._stream.requests, self._given.n))
+        return self._form.whole(choices, self._usage)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it comes: server-sent events."""
-        form, count = self._form, len(self._stream.requests)
-        options = self._given.stream_options
-        counts = options is not None and options.include_usage
-        empty: JSON = {"usage": None} if counts else {}
-        for index in range(count):
-            if (first := form.first(index, self._begin(index))) is not None:
-                yield _sent({**form.piece([first]), **empty})
-        try:
-            async for choices in self._parts(self._scores(count)):
-                yield _sent({**form.piece(choices), **empty}) if choices else b": waiting\n\n"
-        except Refusal as refusal:
-            yield _sent(refusal.body)
-            return
-        if counts:
-            yield _sent({**form.piece([]), "usage": usage(self._stream.requests, self._given.n)})
-        yield b"data: [DONE]\n\n"
+        form, options = self._form, self._given.stream_options or StreamOptions()
+        counts = options.include_usage or options.continuous_usage_stats
 
-    async def _parts(self, scored: list[Scored] | None) -> AsyncIterator[list[JSON]]:
+        def sent(value: JSON) -> bytes:
+            if not counts:
+                return _sent(value)
+            return _sent({**value, "usage": self._usage if options.continuous_usage_stats else None})
+
+        try:
+            for index in range(len(self._stream.requests)):
+                for value in form.begin(index, self._begin(index)):
+                    yield sent(value)
+            async for parts in self._parts():
+                for value in parts:
+                    yield sent(value)
+                if not parts:
+                    yield b": waiting\n\n"
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # a tokenizer's panic is no Exception
+            self._stream.cancel()
+            if not isinstance(error, Refusal):
+                _log.exception("a fault in the server, within a stream")
+            refusal = error if isinstance(error, Refusal) else Refusal.of_fault(error)
+            self._metrics.refused(refusal.status)
+            for value in form.failed(refusal):
+                yield _sent(value)
+            return
+        for value in form.end(self._usage):
+            yield _sent(value)
+        if options.include_usage:
+            yield _sent({**form.piece([]), "usage": self._usage})
+        if form.END:
+            yield form.END
+
+    async def _parts(self) -> AsyncIterator[list[JSON]]:
         """Choices with what has come since, one at a time. Empty: nothing for a while."""
+        given: dict[int, int] = {}
         async for come in self._stream.events():
             if not come:
                 yield []
             texts: dict[int, list[str]] = {}
+            tokens: dict[int, list[int]] = {}
             reasons: dict[int, str | None] = {}
             for choice, event in self._seen(come):
-                texts.setdefault(choice, []).append(event.text or "")
+                text = event.text or ""
+                given[choice] = given.get(choice, 0) + len(text)
+                if event.reason == "stop":
+                    text += self._ending(choice, given[choice])
+                texts.setdefault(choice, []).append(text)
+                tokens.setdefault(choice, []).extend(() if event.token is None else (event.token,))
                 reasons[choice] = finish_reason(event)
-                if scored is not None and event.token is not None and event.log_probability is not None:
-                    scored[choice].add(event.token, event.log_probability)
+                self._score(choice, event)
             for choice, parts in texts.items():
-                text, found = "".join(parts), None if scored is None else scored[choice].take()
-                if text or reasons[choice] is not None or (found is not None and found.tokens):
-                    yield [self._form.part(choice, text, found, reasons[choice])]
+                text, scored = "".join(parts), self._scored.get(choice)
+                found = None if scored is None else scored.take()
+                has_ids = self._given.return_token_ids and tokens[choice]
+                if text or reasons[choice] is not None or (found is not None and found.rows) or has_ids:
+                    more = {"token_ids": tokens[choice]} if self._given.return_token_ids else {}
+                    yield self._form.pieces(choice, text, found, reasons[choice], more)
 
     def _seen(self, come: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
         """Measure events, and look whether one is an end without an answer."""
@@ -304,7 +410,8 @@ class _Answer:
         for choice, event in come:
             self._watch.take(choice, event, now)
             if event.reason == "failed":
-                raise Refusal(500, "the engine has failed", code="failed")
+                failure = self._stream.requests[choice].error
+                raise Refusal(500, f"the request has failed: {failure}"[:500], code="failed")
             if event.reason == "cancelled" and self._stream.is_left:
                 raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
             if event.reason == "cancelled":
@@ -313,17 +420,55 @@ class _Answer:
 
     def _begin(self, choice: int) -> str:
         """The text before a choice's first token: its prompt's, where that is asked for."""
-        if not isinstance(self._given, CompletionBody) or not self._given.echo:
+        if not self._given.echoes:
             return ""
-        prompt: Any = self._given.prompts[choice // self._given.n]
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
+        prompt = self._given.prompts[choice // self._given.n]
+        ids = self._stream.requests[choice].prompt
+        return prompt.text if isinstance(prompt, Text) else self._vocabulary.decode(ids, skip_special_tokens=False)
 
-    def _scores(self, count: int) -> list[Scored] | None:
-        return None if self._given.top is None else [Scored(self._tokenizer) for _ in range(count)]
+    def _score(self, choice: int, event: Event) -> None:
+        """Take the log-probabilities of an event, after those of the prompt where these are asked for."""
+        given, request = self._given, self._stream.requests[choice]
+        if given.top is None:
+            return
+        scored = self._scored.get(choice)
+        if scored is None:
+            scored = self._scored[choice] = Scored(
+                self._vocabulary,
+                () if given.echoes else request.prompt[-CONTEXT:],
+                skip_special_tokens=given.skip_special_tokens,
+                names_ids=given.return_tokens_as_token_ids,
+            )
+            if given.echoes:
+                for token, found in zip(request.prompt, (None, *(request.prompt_log_probabilities or ())), strict=True):
+                    scored.add(token, found)
+        if event.token is not None and event.log_probability is not None:
+            scored.add(event.token, event.log_probability, is_last=event.reason is not None)
+
+    def _ending(self, choice: int, length: int) -> str:
+        """The stop string, or the stop token's text, after so many characters, where it is asked for."""
+        given, request = self._given, self._stream.requests[choice]
+        if not given.include_stop_str_in_output:
+            return ""
+        rest = continued(self._vocabulary, request.prompt, request.tokens, given.skip_special_tokens)[length:]
+        if request.tokens[-1] in self._stops:
+            return rest
+        return min((stop for stop in given.stop_strings if rest.startswith(stop)), key=len, default="")
+
+    def _more_of(self, choice: int) -> JSON:
+        """The ids of a whole choice, where they are asked for."""
+        request = self._stream.requests[choice]
+        if not self._given.return_token_ids:
+            return {}
+        return {"token_ids": request.tokens, "prompt_token_ids": list(request.prompt)}
+
+    @property
+    def _usage(self) -> JSON:
+        return usage(self._stream.requests, self._given.n)
 
 
 class _EventStream(Response):
-    """Server-sent events; a client that goes, or takes nothing any more, ends what it asked for."""
+    """Server-sent events; a client that goes ends what it asked for."""
 
     media_type = "text/event-stream"
 
@@ -334,37 +479,33 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
-        async with _cancelled_with(receive, self._stream):
+        async with _watched(receive, self._stream):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            try:
-                async for piece in self._pieces:
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-            except asyncio.CancelledError:
-                if not self._stream.is_given_up:
-                    raise
-                _log.warning("a client took nothing for %g s; its request is cancelled", STALLED_S)
-                return
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.asynccontextmanager
-async def _cancelled_with(receive: Receive, stream: Stream) -> AsyncIterator[None]:
-    """Cancel a stream when the client goes, and when the block ends before it."""
+async def _watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
+    """Cancel a stream at once when its client goes, and when the block fails."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        stream.is_left = True
-        stream.cancel()
+        stream.leave()
 
     watcher = asyncio.ensure_future(watch())
     try:
         yield
+    except BaseException:
+        stream.cancel()
+        raise
     finally:
         watcher.cancel()
-        stream.cancel()
 
 
 def _sent(value: JSON) -> bytes:
-    """A server-sent event."""
-    return f"data: {_encode(value)}\n\n".encode(errors="replace")
+    """A server-sent event, which has a name where its value has a type."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {_encode(value)}\n\n".encode(errors="replace")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from time import perf_counter
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,10 @@ class Metrics:
 
     Args:
         scheduler: whose load is told, too.
+
+    Attributes:
+        connections: gauge of connections that are open.
+        most_connections: gauge of connections that may be open.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -29,6 +33,15 @@ class Metrics:
         ProcessCollector(registry=registry)
         self._ends = Counter("qcut_requests", "Sequences that have ended, by reason", ["reason"], registry=registry)
         self._refused = Counter("qcut_refused", "Requests refused, by status", ["status"], registry=registry)
+
+        self._closed = Counter(
+            "qcut_connections_closed",
+            "Connections that the server has closed, by reason",
+            ["reason"],
+            registry=registry,
+        )
+        self.connections = Gauge("qcut_connections", "Connections that are open", registry=registry)
+        self.most_connections = Gauge("qcut_connections_most", "Connections that may be open", registry=registry)
 
         def histogram(name: str, text: str) -> Histogram:
             return Histogram(f"qcut_{name}_seconds", text, buckets=_SECONDS, registry=registry)
@@ -45,6 +58,10 @@ class Metrics:
     def refused(self, status: int) -> None:
         """Count a refusal."""
         self._refused.labels(str(status)).inc()
+
+    def closed(self, reason: str) -> None:
+        """Count a connection that the server has closed without the client's asking."""
+        self._closed.labels(reason).inc()
 
     def watch(self) -> Watch:
         """Begin to measure a request."""

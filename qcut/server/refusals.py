@@ -33,11 +33,27 @@ class Refusal(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     @classmethod
-    def of(cls, error: QcutError) -> Refusal:
-        """What one of qcut's exceptions means to a client."""
+    def of(cls, error: QcutError, context: int, param: str | None = None) -> Refusal:
+        """What one of qcut's exceptions means to a client.
+
+        Args:
+            error: raised for a request.
+            context: the engine's, in tokens. Clients know a prompt that is too long by OpenAI's words.
+            param: the field of the prompt.
+        """
         if isinstance(error, BusyError):
             return cls(503, str(error), code="busy", headers={"Retry-After": str(RETRY_AFTER_S)})
-        return cls(400, str(error), code="context_length_exceeded" if isinstance(error, ContextError) else None)
+        if isinstance(error, ContextError):
+            message = (
+                f"This model's maximum context length is {context} tokens. {error}. Shorten the {param or 'prompt'}"
+            )
+            return cls(400, message, param=param, code="context_length_exceeded")
+        return cls(400, str(error))
+
+    @classmethod
+    def of_fault(cls, error: BaseException) -> Refusal:
+        """What a fault of the server is to a client; the log has the traceback."""
+        return cls(500, f"a fault in the server: {type(error).__name__}")
 
     @property
     def body(self) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -13,8 +14,6 @@ from qcut.engine.request import Listener, Request
 
 SILENT_S = 15.0
 """Seconds without text after which a reader is woken, to say that the stream lives."""
-STALLED_S = 60.0
-"""Seconds after which a client that takes nothing any more is given up."""
 
 
 class Bridge:
@@ -55,18 +54,18 @@ class Stream:
     Attributes:
         requests: those of the scheduler, by choice: prompt by prompt, sample by sample.
         is_left: whether its client has gone.
-        is_given_up: whether its client has taken nothing for `STALLED_S`.
     """
 
     def __init__(self, bridge: Bridge, samples: int) -> None:
         self.requests: list[Request] = []
-        self.is_left = self.is_given_up = False
+        self.is_left = False
+        self._cancelled = threading.Event()  # set by the event loop while another thread submits
         self._bridge, self._samples = bridge, samples
         self._events: deque[tuple[int, Event]] = deque()
         self._woken = asyncio.Event()
 
     def submit(self, submit: Callable[[int, Listener], list[Request]]) -> None:
-        """Submit the next prompt. Where it is refused, those before it are cancelled.
+        """Submit the next prompt. Where it is refused, those before it are cancelled. Nothing for a cancelled stream.
 
         Args:
             submit: is given the number of samples and a listener, and returns the requests.
@@ -74,14 +73,24 @@ class Stream:
         Raises:
             QcutError: that of ``submit``.
         """
+        if self._cancelled.is_set():
+            return
         try:
             self.requests += submit(self._samples, partial(self._tell, len(self.requests)))
         except BaseException:
             self.cancel()
             raise
+        if self._cancelled.is_set():
+            self.cancel()
+
+    def leave(self) -> None:
+        """The client has gone: end all that goes on."""
+        self.is_left = True
+        self.cancel()
 
     def cancel(self) -> None:
-        """End all that goes on."""
+        """End all that goes on, and what is submitted from here on."""
+        self._cancelled.set()
         for request in self.requests:
             request.cancel()
 
@@ -90,35 +99,23 @@ class Stream:
         self._woken.set()
 
     async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """What has come, with the index of its choice, until all choices have ended; nothing after `SILENT_S`.
-
-        Raises:
-            CancelledError: the reader's task has taken nothing for `STALLED_S`.
-        """
-        left, task, taken = len(self.requests), asyncio.current_task(), 0
-        ticker = asyncio.ensure_future(self._tick(task, lambda: taken))
+        """What has come, with the index of its choice, until all choices have ended; nothing after `SILENT_S`."""
+        left = len(self.requests)
+        ticker = asyncio.ensure_future(self._tick())
         try:
             while left:
                 await self._woken.wait()
                 self._woken.clear()
                 come = [self._events.popleft() for _ in range(len(self._events))]
                 left -= sum(event.reason is not None for _, event in come)
-                taken += 1
                 yield come
         finally:
             ticker.cancel()
 
-    async def _tick(self, reader: asyncio.Task[object] | None, taken: Callable[[], int]) -> None:
-        """Wake the reader now and then; give it up where it has not looked for long."""
-        last, since = -1, 0.0
+    async def _tick(self) -> None:
+        """Wake the reader now and then."""
         while True:
             await asyncio.sleep(SILENT_S)
-            since = since + SILENT_S if taken() == last else 0.0
-            last = taken()
-            if since >= STALLED_S and reader is not None:
-                self.is_given_up = True
-                reader.cancel()
-                return
             self.wake()
 
     def _tell(self, first: int, event: Event) -> None:

@@ -26,6 +26,8 @@ from qcut.engine.text.pieces import Detokenizer
 from qcut.numerics.sampling import sample
 from qcut.server import running
 from qcut.server.application import Settings, application
+from qcut.server.limits.connections import ConnectionLimits
+from qcut.server.metrics import Metrics
 from tests.support import ROOT
 
 MODEL = ROOT / "models" / "gpt2-5m"
@@ -91,6 +93,11 @@ class Served:
         """Status, JSON or text, and headers of an answer; a body that is no text is sent as JSON."""
         return call(self.port, method, path, body, **headers)
 
+    def metrics(self) -> dict[str, float]:
+        """Figures of ``/metrics`` by name and labels."""
+        lines = [line for line in self.call("GET", "/metrics")[1].splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
     def idle(self) -> None:
         """Wait until nothing is left of any request."""
         end = time.monotonic() + PATIENCE_S
@@ -123,11 +130,19 @@ def call(port: int, method: str, path: str, body: Any = None, **headers: str) ->
 
 @contextmanager
 def serving(
-    one: qcut.Engine, *, most_waiting: int = 1024, grace_s: float | None = None, buffer: int = 0, **settings: Any
+    one: qcut.Engine,
+    *,
+    most_waiting: int = 1024,
+    grace_s: float | None = None,
+    buffer: int = 0,
+    limits: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[Served]:
-    """A server in a thread, with ``buffer`` bytes for what it sends, if not 0."""
+    """A server in a thread, with ``buffer`` bytes for what it sends, if not 0, and some `ConnectionLimits`."""
     scheduler = qcut.Scheduler(one, chunk=32, most_waiting=most_waiting)
-    server = running.server(application(scheduler, Settings(NAME, **settings)), grace_s=grace_s)
+    metrics = Metrics(scheduler)
+    app = application(scheduler, Settings(NAME, **settings), metrics)
+    server = running.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))
     finished: list[bool] = []
     failed: list[BaseException] = []
 
@@ -160,8 +175,16 @@ def serving(
 class Process:
     """``qcut serve`` of the embedded model."""
 
-    def __init__(self, log: Path, *options: str, environment: dict[str, str] | None = None, port: int = 0) -> None:
-        command = [sys.executable, "-m", "qcut", "serve", str(MODEL), "--scheme", "w8a8", "--device", "cpu"]
+    def __init__(
+        self,
+        log: Path,
+        *options: str,
+        environment: dict[str, str] | None = None,
+        port: int = 0,
+        files: int | None = None,
+    ) -> None:
+        limit = [] if files is None else ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh"]
+        command = [*limit, sys.executable, "-m", "qcut", "serve", str(MODEL), "--scheme", "w8a8", "--device", "cpu"]
         command += ["--port", str(port), "--batch", "4", "--context", "96", "--served-name", NAME, *options]
         self.log = log
         with log.open("w") as out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import time
@@ -63,7 +64,10 @@ def test_a_server_s_whole_life(tmp_path: Path) -> None:
         assert second.ended() == 0
     finally:
         second.process.kill()
-    assert "served 720 tokens" in second.log.read_text()
+    told = second.log.read_text()
+    assert "served 720 tokens" in told
+    assert re.search(r"1 requests come to their end: \d sequences run, \d prompts wait; a second Ctrl-C cancels", told)
+    assert re.search(r"INFO \S+ POST /v1/completions 200 in \S+ s: 8 sequences, 720 new tokens after", told)
     with pytest.raises(ConnectionRefusedError):
         call(second.port, "GET", "/health")
 
@@ -135,13 +139,9 @@ def test_what_is_wrong_is_said_before_the_model_is_read(tmp_path: Path, capfd: p
     assert "a whole number from 1 up" in says(MODEL, "--batch", 0)
 
 
-def test_a_client_that_takes_nothing_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_takes_nothing_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     """Its sequences end, and its place is free."""
-    monkeypatch.setattr(streams, "SILENT_S", 0.05)
-    monkeypatch.setattr(streams, "STALLED_S", 0.2)
-    with serving(engine(), buffer=4096) as served, socket.socket() as stuck:
+    with serving(engine(), buffer=4096, limits={"write_s": 0.2}) as served, socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         stuck.connect(("127.0.0.1", served.port))
         body = json.dumps({**LONG, "prompt": ["x"] * 40, "logprobs": 20, "stream": True}).encode()

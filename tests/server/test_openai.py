@@ -191,6 +191,51 @@ def test_log_probabilities_of_chats(client: Any) -> None:
     assert all(math.isfinite(row.logprob) for row in rows)
 
 
+def test_an_answer_goes_back_as_it_came(client: Any, served: Served) -> None:
+    messages: list[Any] = [CHAT[1]]
+    for question in ("And a set?", "And a dict?"):
+        answer = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=4)
+        messages += [answer.choices[0].message, {"role": "user", "content": question}]
+    last = client.chat.completions.create(model=NAME, messages=messages, temperature=0, max_tokens=4)
+    turns = [message if isinstance(message, dict) else message.model_dump() for message in messages]
+    prompt = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:"
+    assert last.choices[0].message.content == served.text(prompt, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_newer_interface(client: Any, served: Served, stream: bool) -> None:
+    options: dict[str, Any] = {"model": NAME, "input": "What is a list?", "temperature": 0, "max_output_tokens": 8}
+    text = served.text("user: What is a list?\nassistant:", 8)
+    if stream:
+        with client.responses.stream(**options) as found:
+            events = list(found)
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+        answer = events[-1].response
+    else:
+        answer = client.responses.create(**options)
+    assert (answer.output_text, answer.usage.output_tokens) == (text, 8)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    with pytest.raises(openai.BadRequestError, match="whole conversation"):
+        client.responses.create(**options, previous_response_id=answer.id)
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        client.responses.retrieve(answer.id)
+
+
+def test_asynchronous_calls(served: Served) -> None:
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            options: dict[str, Any] = {"model": NAME, "messages": CHAT, "temperature": 0, "max_tokens": 6}
+            whole = await client.chat.completions.create(**options)
+            stream = await client.chat.completions.create(**options, stream=True)
+            text = "".join([piece.choices[0].delta.content or "" async for piece in stream])
+            response = await client.responses.create(
+                model=NAME, input=CHAT, temperature=0, max_output_tokens=6, extra_body={"ignore_eos": True}
+            )
+            return [whole.choices[0].message.content or "", text, response.output_text]
+
+    assert len(set(asyncio.run(ask()))) == 1
+
+
 def test_half_a_character_is_never_sent(client: Any, served: Served) -> None:
     """Of each sequence the pieces are the whole, though tokens are bytes."""
     options: dict[str, Any] = {"temperature": 2.0, "seed": 3, "n": 4, "extra_body": {"top_k": 0}}

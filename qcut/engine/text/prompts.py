@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from qcut.errors import ConfigError, DtypeError, ShapeError
-from qcut.process.text import chat_ids, check_decoder, text_ids
+from qcut.process import text as bounded
 
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``."""
@@ -25,7 +26,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
         raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}; allowed: a tokenizer of transformers, or None")
-    check_decoder(tokenizer)
+    bounded.check_decoder(tokenizer)
 
 
 def as_ids(prompts: Any, tokenizer: Any, vocabulary: int) -> Any:
@@ -43,7 +44,7 @@ def as_ids(prompts: Any, tokenizer: Any, vocabulary: int) -> Any:
             template for chats or whose template refuses a chat, or a token that the model does not know.
     """
     if isinstance(prompts, str):
-        return prompts if tokenizer is None else [_text_ids(tokenizer, prompts, 0, vocabulary)]
+        return prompts if tokenizer is None else [text_ids(tokenizer, prompts, vocabulary)]
     if isinstance(prompts, Mapping) and "role" in prompts:
         raise DtypeError(f"prompts are one message; allowed: a list, where {_CHATS}")
     if isinstance(prompts, Mapping | bytes) or hasattr(prompts, "__array__") or not isinstance(prompts, Iterable):
@@ -58,9 +59,9 @@ def as_ids(prompts: Any, tokenizer: Any, vocabulary: int) -> Any:
     if tokenizer is None:
         raise DtypeError("prompts are a chat, and the engine has no tokenizer; allowed: Engine(model, tokenizer=…)")
     if kinds[0] == "text":
-        return [_text_ids(tokenizer, row, i, vocabulary) for i, row in enumerate(rows)]
+        return [text_ids(tokenizer, row, vocabulary, i) for i, row in enumerate(rows)]
     chats = [rows] if kinds[0] == "message" else rows
-    return [_chat_ids(tokenizer, chat, i, vocabulary) for i, chat in enumerate(chats)]
+    return [chat_ids(tokenizer, chat, vocabulary, i) for i, chat in enumerate(chats)]
 
 
 _NAMES = {"text": "text", "message": "a message", "chat": "a chat", "ids": "neither text nor a chat"}
@@ -74,18 +75,58 @@ def _kind(row: Any) -> str:
     return "chat" if isinstance(row, list | tuple) and row and isinstance(row[0], Mapping) else "ids"
 
 
-def _text_ids(tokenizer: Any, text: str, index: int, vocabulary: int) -> list[int]:
+def text_ids(
+    tokenizer: Any, text: str, vocabulary: int, index: int = 0, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The token ids of a text.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        text: of one character and more.
+        vocabulary: number of tokens that the model knows.
+        index: of the prompt, for messages.
+        add_special_tokens: whether the tokenizer adds tokens of its own, as that of a beginning.
+
+    Raises:
+        ShapeError, ConfigError: as `as_ids`.
+    """
     if not text:
         raise ShapeError(f"prompt {index} is an empty string; allowed: text of 1 character and more")
     try:
         text.encode()  # half of a surrogate pair is no text
-        found = text_ids(tokenizer, text)
+        found = bounded.text_ids(tokenizer, text, special_tokens=add_special_tokens)
     except (UnicodeError, ConfigError) as error:
         raise ConfigError(f"prompt {index} is no text that the tokenizer takes: {error}") from error
     return _checked(found, tokenizer, index, vocabulary)
 
 
-def _chat_ids(tokenizer: Any, chat: Chat, index: int, vocabulary: int) -> list[int]:
+def chat_ids(
+    tokenizer: Any,
+    chat: Chat,
+    vocabulary: int,
+    index: int = 0,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    add_special_tokens: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The token ids of a chat by the tokenizer's template.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        chat: messages.
+        vocabulary: number of tokens that the model knows.
+        index: of the prompt, for messages.
+        add_generation_prompt: whether the beginning of an answer follows the messages.
+        continue_final_message: whether the last message goes on.
+        add_special_tokens: whether the tokenizer adds its tokens to those of the template.
+        variables: of the template, besides the messages.
+
+    Raises:
+        DtypeError, ShapeError, ConfigError: as `as_ids`; ConfigError, also: a variable that is an argument of
+            ``apply_chat_template``.
+    """
     for j, message in enumerate(chat):
         if not isinstance(message, Mapping):
             raise DtypeError(f"prompt {index}: message {j} is a {type(message).__name__}; allowed: {_CHATS}")
@@ -97,8 +138,16 @@ def _chat_ids(tokenizer: Any, chat: Chat, index: int, vocabulary: int) -> list[i
             raise ConfigError(f"prompt {index}: message {j} has role and content {found}; allowed: strings")
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("prompts are a chat, and the tokenizer has no chat template; allowed: text or token ids")
+    given = dict(variables or {})
+    for name in signature(tokenizer.apply_chat_template).parameters:
+        if name in given:
+            raise ConfigError(f"variable {name[:40]!r} of the chat template; allowed: no argument of its tokenizer")
     try:
-        found = chat_ids(tokenizer, chat)
+        given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        if add_special_tokens:
+            found = bounded.text_ids(tokenizer, bounded.chat_text(tokenizer, chat, **given))
+        else:
+            found = bounded.chat_ids(tokenizer, chat, **given)
     except ConfigError as error:
         raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {error}") from error
     return _checked(found, tokenizer, index, vocabulary)

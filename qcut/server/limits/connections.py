@@ -1,0 +1,300 @@
+"""HTTP connections with limits: on their number, their time and the work of one read.
+
+`Connection` is uvicorn's protocol over h11. uvicorn closes only connections that are idle between two requests; here a
+connection that never sends a whole request, or never reads its answer, is closed too, and a new connection takes the
+place of the one that has kept the server waiting longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from qcut.server.metrics import Metrics
+from qcut.server.refusals import RETRY_AFTER_S, Refusal
+
+_log = logging.getLogger("qcut.server")
+
+READ_BYTES = 8192
+"""Most bytes that one connection reads in an iteration of the event loop."""
+CHUNK_READ_BYTES = 512
+"""The same within a chunked body: each chunk of one byte costs as much as a chunk of thousands."""
+PIPELINED_BYTES = 65536
+"""Bytes behind a request that are read before its answer: while the server reads, it sees that the client has gone."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of all connections together and of each.
+
+    Attributes:
+        connections: open at once. Beyond them, the connection that has waited longest for its own request is closed;
+            with none such, the new one is answered 503.
+        keep_alive_s: seconds that a connection may be idle between two requests.
+        head_s: seconds from the first byte of a request to the end of its head, and from the connection's start.
+        write_s: seconds in which the client has to read some of what is sent.
+        head_bytes: of the request line and all headers.
+        chunks: of a chunked body.
+    """
+
+    connections: int = 4096
+    keep_alive_s: float = 20
+    head_s: float = 20
+    write_s: float = 60
+    head_bytes: int = 32768
+    chunks: int = 4096
+
+
+class ConnectionPool:
+    """What the connections of one server share.
+
+    Args:
+        limits: of the connections.
+        metrics: count refusals and closed connections.
+
+    Attributes:
+        waiting: connections without a whole request, the longest-waiting first.
+    """
+
+    def __init__(self, limits: ConnectionLimits, metrics: Metrics) -> None:
+        self.limits, self.metrics = limits, metrics
+        self.waiting: dict[Connection, None] = {}
+
+    def make_room(self, new: Connection) -> bool:
+        """Close the longest-waiting connection except a new one; False if all others have a whole request."""
+        oldest = next((connection for connection in self.waiting if connection is not new), None)
+        if oldest is not None:
+            oldest.drop("evicted")
+        return oldest is not None
+
+
+class _Parser(h11.Connection):
+    """h11's parser, which also refuses two lengths of one body and too many chunks, and keeps the reason.
+
+    Attributes:
+        refusal: why the last request is refused.
+        is_chunked: whether the body that comes is chunked.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        super().__init__(h11.SERVER, limits.head_bytes)
+        self._limits = limits
+        self.refusal = Refusal(400, "no valid HTTP request", code="http_invalid")
+        self.is_chunked = False
+        self._chunks = 0
+
+    def next_event(self) -> Any:
+        """The next event.
+
+        Raises:
+            h11.RemoteProtocolError: no valid request, or one beyond the limits; ``refusal`` has the reason.
+        """
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            status = error.error_status_hint
+            if status == 431:
+                message = f"a head of more bytes than allowed: {self._limits.head_bytes}"
+            else:
+                message = f"no valid HTTP request: {error}"[:200]
+            self.refusal = Refusal(status, message, code="http_invalid")
+            raise
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            self.is_chunked, self._chunks = b"transfer-encoding" in names, 0
+            if self.is_chunked and (b"content-length" in names or event.http_version < b"1.1"):
+                found = "Content-Length" if b"content-length" in names else "HTTP/1.0"
+                self._refuse(400, f"found Transfer-Encoding with {found}; allowed: one length of a body")
+        elif isinstance(event, h11.Data) and event.chunk_start:
+            self._chunks += 1
+            if self._chunks > self._limits.chunks:
+                self._refuse(413, f"a body of more chunks than allowed: {self._limits.chunks}")
+        return event
+
+    def _refuse(self, status: int, message: str) -> None:
+        self.refusal = Refusal(status, message, code="http_invalid")
+        raise h11.RemoteProtocolError(message, error_status_hint=status)
+
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
+    """A connection of a client.
+
+    Args:
+        pool: what all connections share.
+        options: those of uvicorn's protocol.
+    """
+
+    def __init__(self, pool: ConnectionPool, **options: Any) -> None:
+        super().__init__(**options)
+        self._pool, self._limits = pool, pool.limits
+        self.conn = self._parser = _Parser(pool.limits)
+        self._buffer = bytearray(READ_BYTES)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._is_silent = True  # no byte of the next request has come
+        self._drained = 0
+
+    # ── the connection's life ────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin; make room, or refuse, where there are too many."""
+        super().connection_made(cast(asyncio.Transport, transport))
+        # Writing pauses as soon as the kernel takes no more: the next piece of an answer waits for the client.
+        self.transport.set_write_buffer_limits(high=0)
+        self._pool.metrics.connections.inc()
+        self._pool.waiting[self] = None
+        self._set_deadline(self._limits.head_s)
+        if len(self.connections) > self._limits.connections and not self._pool.make_room(self):
+            message = f"{self._limits.connections} connections; allowed: {self._limits.connections}"
+            self.refuse(Refusal(503, message, code="busy", headers={"Retry-After": str(RETRY_AFTER_S)}))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self._pool.metrics.connections.dec()
+        self._pool.waiting.pop(self, None)
+        self._stop_deadline()
+        self._stop_stall()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def drop(self, reason: str) -> None:
+        """Close at once, without waiting for the client to read what was sent.
+
+        Args:
+            reason: as metrics count it.
+        """
+        self._pool.waiting.pop(self, None)
+        if not self.transport.is_closing():
+            self._pool.metrics.closed(reason)
+        self.transport.abort()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Answer without the application, where an answer can still be begun, and close."""
+        self._pool.metrics.refused(refusal.status)
+        host, port = (self.client or ("", 0))[:2]
+        _log.warning("%s:%s refused with %s: %s", host, port, refusal.status, ascii(str(refusal)))
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = refusal.answer
+            headers = [*answer.raw_headers, (b"connection", b"close")]
+            self.transport.write(self.conn.send(h11.Response(status_code=refusal.status, headers=headers)))
+            self.transport.write(self.conn.send(h11.Data(data=bytes(answer.body))))
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._pool.waiting.pop(self, None)
+        self._stop_deadline()
+        self.transport.close()
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: few at a time, so that other connections are served between."""
+        in_chunks = self._parser.is_chunked and self.conn.their_state is h11.SEND_BODY
+        return memoryview(self._buffer)[: CHUNK_READ_BYTES if in_chunks else READ_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take bytes that have come."""
+        if self._is_silent:
+            self._is_silent = False
+            self._set_deadline(self._limits.head_s)
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._drained += nbytes  # the rest of a body that has been answered already
+            if self._drained > PIPELINED_BYTES:
+                self.drop("drained")
+                return
+        self.data_received(bytes(self._buffer[:nbytes]))
+        self._note_progress()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no valid request."""
+        self.refuse(self._parser.refusal)
+
+    def on_response_complete(self) -> None:
+        """The answer is written; the next request may come."""
+        self._drained = 0
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._note_progress()
+
+    def _note_progress(self) -> None:
+        """Enter or leave the list of connections that wait for their own request, and set the clock."""
+        if self.transport.is_closing():
+            return
+        state, waiting = self.conn.their_state, self._pool.waiting
+        buffered = len(self.conn.trailing_data[0])
+        if state not in (h11.IDLE, h11.SEND_BODY):  # the request is whole
+            waiting.pop(self, None)
+            self._stop_deadline()
+            if buffered < PIPELINED_BYTES:
+                self.flow.resume_reading()
+        elif state is h11.SEND_BODY and self.conn.our_state is not h11.DONE:
+            waiting.setdefault(self)
+            self._stop_deadline()  # the application bounds the time of the body
+        elif state is h11.IDLE and not buffered:
+            waiting.pop(self, None)  # it begins to wait anew
+            waiting[self] = None
+            self._is_silent = True
+            self._set_deadline(self._limits.keep_alive_s)
+        else:
+            waiting.setdefault(self)
+            if self._deadline is None:
+                self._set_deadline(self._limits.head_s)
+
+    def _set_deadline(self, seconds: float) -> None:
+        self._stop_deadline()
+        self._deadline = self.loop.call_later(seconds, self._is_late)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _is_late(self) -> None:
+        self._deadline = None
+        if self._is_silent or self.conn.our_state is not h11.IDLE:
+            self.drop("idle")
+        else:
+            self._pool.metrics.closed("head")
+            self.refuse(Refusal(408, f"the head did not come in {self._limits.head_s:g} s", code="timeout"))
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────
+
+    def pause_writing(self) -> None:
+        """The client reads slower than the server writes."""
+        super().pause_writing()
+        self._watch_writing(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """The client has read everything."""
+        self._stop_stall()
+        super().resume_writing()
+
+    def _watch_writing(self, left: int) -> None:
+        self._stop_stall()
+
+        def look() -> None:
+            now = self.transport.get_write_buffer_size()
+            if now < left:
+                self._watch_writing(now)
+                return
+            self._stall = None
+            _log.warning("a client took nothing for %g s; its connection is closed", self._limits.write_s)
+            self.drop("stalled")
+
+        self._stall = self.loop.call_later(self._limits.write_s, look)
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+
+def protocol_of(pool: ConnectionPool) -> Callable[..., Connection]:
+    """What uvicorn makes its connections with."""
+    return lambda **options: Connection(pool, **options)

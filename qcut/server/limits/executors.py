@@ -1,0 +1,44 @@
+"""Threads for work that would hold up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LARGE_BYTES = 32768
+"""Size from which a request is large."""
+
+
+class Executors:
+    """Threads by the size of requests: large requests wait for each other, small ones do not wait for large ones."""
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(2, "qcut-small")
+        self._large = ThreadPoolExecutor(2, "qcut-large")
+
+    async def run(self, size: int, function: Callable[[], T]) -> T:
+        """Run a function in a thread.
+
+        Args:
+            size: bytes of the request that it works for.
+            function: without arguments.
+
+        Raises:
+            RuntimeError: for what is no `Exception`, such as a panic or ``SystemExit``, which would end the event loop.
+            Exception: of ``function``.
+        """
+
+        def contained() -> T:
+            try:
+                return function()
+            except Exception:
+                raise
+            except BaseException as error:
+                raise RuntimeError(f"{type(error).__name__}: {error}"[:300]) from error
+
+        executor = self._large if size >= LARGE_BYTES else self._small
+        return await asyncio.get_running_loop().run_in_executor(executor, contained)

@@ -1,0 +1,66 @@
+"""The JSON of a body, refused where it is too wide or too deep before anything is made of it."""
+
+from __future__ import annotations
+
+from re import DOTALL, sub
+from typing import Any
+
+from pydantic_core import from_json
+
+from qcut.server.refusals import Refusal
+
+MOST_FIELDS = 4096
+"""Fields of one JSON object."""
+MOST_NESTED = 32768
+"""Arrays and objects within a body."""
+MOST_DEPTH = 64
+"""Arrays and objects within each other."""
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Read the JSON object of a body.
+
+    Args:
+        data: the body.
+
+    Raises:
+        Refusal: no JSON (``NaN`` and ``Infinity`` are none), no object, or one that is too wide or too deep.
+    """
+    if _nested(data) > MOST_NESTED:  # before they are made: many objects are slow to make, and nothing runs beside it
+        raise Refusal(400, f"the body has more arrays and objects than allowed: {MOST_NESTED}", code="json_invalid")
+    try:
+        given = from_json(data, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise Refusal(400, f"the body is no JSON: {error}"[:300], code="json_invalid") from None
+    if not isinstance(given, dict):
+        raise Refusal(400, f"the body is a JSON {_kind(given)}; allowed: an object", code="json_invalid")
+    level: list[Any] = [given]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise Refusal(400, f"the body is nested deeper than allowed: {MOST_DEPTH}", code="json_invalid")
+        wide = max((len(one) for one in level if isinstance(one, dict)), default=0)
+        if wide > MOST_FIELDS:
+            raise Refusal(400, f"an object of {wide} fields; allowed: {MOST_FIELDS}", code="json_invalid")
+        level = [
+            item
+            for one in level
+            for item in (one.values() if isinstance(one, dict) else one)
+            if isinstance(item, dict | list)
+        ]
+    return given
+
+
+def _nested(data: bytes) -> int:
+    """Number of brackets that open; those within strings are left out where there are many."""
+    count = data.count(b"[") + data.count(b"{")
+    if count <= MOST_NESTED:
+        return count
+    outside = sub(rb'"[^"\\]*(?:\\.[^"\\]*)*"', b"", data, flags=DOTALL)
+    return outside.count(b"[") + outside.count(b"{")
+
+
+def _kind(value: Any) -> str:
+    kinds = {list: "array", str: "string", bool: "truth value", int: "number", float: "number", type(None): "null"}
+    return kinds[type(value)]
