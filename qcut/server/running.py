@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -158,7 +158,8 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     scheduler.run()
     server.scheduler = scheduler
     logs = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut", "qcut.server")]
-    filters = partial(_is_of_interest), LogLimit()  # of this server: others in the process have filters of their own
+    # Of this server: others in the process have filters of their own.
+    filters: tuple[Callable[[logging.LogRecord], bool], ...] = (partial(_is_of_interest), LogLimit().filter)
     for log, each in product(logs, filters):
         log.addFilter(each)
     try:

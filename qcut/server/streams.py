@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -58,7 +59,7 @@ class Stream:
     def __init__(self, bridge: Bridge, samples: int) -> None:
         self.requests: list[Request] = []
         self.is_left = False
-        self._is_cancelled = False
+        self._cancelled = threading.Event()  # set by the event loop while another thread submits
         self._bridge, self._samples = bridge, samples
         self._events: deque[tuple[int, Event]] = deque()
         self._woken = asyncio.Event()
@@ -72,14 +73,14 @@ class Stream:
         Raises:
             QcutError: that of ``submit``.
         """
-        if self._is_cancelled:
+        if self._cancelled.is_set():
             return
         try:
             self.requests += submit(self._samples, partial(self._tell, len(self.requests)))
         except BaseException:
             self.cancel()
             raise
-        if self._is_cancelled:  # in the meantime, by the event loop
+        if self._cancelled.is_set():
             self.cancel()
 
     def leave(self) -> None:
@@ -89,7 +90,7 @@ class Stream:
 
     def cancel(self) -> None:
         """End all that goes on, and what is submitted from here on."""
-        self._is_cancelled = True
+        self._cancelled.set()
         for request in self.requests:
             request.cancel()
 

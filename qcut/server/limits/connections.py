@@ -27,7 +27,6 @@ CHUNK_READ_BYTES = 512
 """The same within a chunked body: each chunk of one byte costs as much as a chunk of thousands."""
 PIPELINED_BYTES = 65536
 """Bytes behind a request that are read before its answer: while the server reads, it sees that the client has gone."""
-_WHOLE = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.MIGHT_SWITCH_PROTOCOL)
 
 
 @dataclass(frozen=True)
@@ -183,9 +182,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = refusal.answer
             headers = [*answer.raw_headers, (b"connection", b"close")]
-            output = self.conn.send(h11.Response(status_code=refusal.status, headers=headers))
-            body = self.conn.send(h11.Data(data=bytes(answer.body)))
-            self.transport.write(cast(bytes, output) + cast(bytes, body))
+            self.transport.write(self.conn.send(h11.Response(status_code=refusal.status, headers=headers)))
+            self.transport.write(self.conn.send(h11.Data(data=bytes(answer.body))))
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -230,7 +228,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             return
         state, waiting = self.conn.their_state, self._pool.waiting
         buffered = len(self.conn.trailing_data[0])
-        if state in _WHOLE:
+        if state not in (h11.IDLE, h11.SEND_BODY):  # the request is whole
             waiting.pop(self, None)
             self._stop_deadline()
             if buffered < PIPELINED_BYTES:
@@ -253,7 +251,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._deadline = self.loop.call_later(seconds, self._is_late)
 
     def _stop_deadline(self) -> None:
-        self._deadline = _cancelled(self._deadline)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _is_late(self) -> None:
         self._deadline = None
@@ -290,12 +290,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._stall = self.loop.call_later(self._limits.write_s, look)
 
     def _stop_stall(self) -> None:
-        self._stall = _cancelled(self._stall)
-
-
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
 
 
 def protocol_of(pool: ConnectionPool) -> Callable[..., Connection]:

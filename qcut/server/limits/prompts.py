@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from qcut.engine.text.prompts import text_ids
-from qcut.errors import ContextError
+from qcut.errors import ContextError, ShapeError
 from qcut.server.bodies import AnyPrompt, Text
 
 PROBED_BYTES = 8
@@ -50,7 +50,10 @@ class PromptLimit:
             raise ContextError(
                 f"the prompt has {size} characters; this engine's context is {context} tokens, of at most {most} bytes"
             )
-        ids = text_ids(self._tokenizer, "".join(texts)[:probed], self._vocabulary, add_special_tokens=False)
+        try:
+            ids = text_ids(self._tokenizer, "".join(texts)[:probed], self._vocabulary, add_special_tokens=False)
+        except ShapeError:  # of spaces alone, which the tokenizer leaves out
+            return
         if len(ids) > _PROBE_MARGIN * context:
             raise ContextError(f"the prompt has more than {len(ids)} tokens; this engine's context is {context}")
 
