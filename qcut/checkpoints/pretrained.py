@@ -138,7 +138,7 @@ def _tokenizer(name: str, local: bool, model: Any) -> Any:
             check_decoder(tokenizer)
             # Some of what a tokenizer's files state is looked at when it is used.
             text_ids(tokenizer, "a")
-            _ = 1 > tokenizer.model_max_length
+            _ = tokenizer.model_max_length < 1
             empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     except CheckpointError:
         if local or getattr(model, "main_input_name", "input_ids") == "input_ids":
