@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -212,6 +213,9 @@ def _plain(value: Any, where: str, key: str, depth: int) -> Any:
         for one in value.values() if isinstance(value, dict) else (value,):
             if one is not None and one not in _ATTENTIONS:
                 raise CheckpointError(f"{where}: {key} is {_short(one)}; allowed: {', '.join(_ATTENTIONS)}")
+    for fits, allows, allowed in _KINDS:
+        if fits(name) and not allows(value):
+            raise CheckpointError(f"{where}: {key} is {_short(value)}; allowed: {allowed}")
     if isinstance(value, dict):
         kept = {str(k): v for k, v in value.items() if k not in _LOADING_ONLY and (v or k not in _QUANTIZATION)}
         return {k: _plain(v, where, f"{key}.{k}", depth + 1) for k, v in kept.items()}
@@ -223,6 +227,36 @@ def _plain(value: Any, where: str, key: str, depth: int) -> Any:
         if abs(value) > most and not any(word in name for word in ("theta", "base", "label2id")):
             raise CheckpointError(f"{where}: {key} is {_short(value)}; allowed: at most {most}")
     return value
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is not int or value >= least
+
+
+_KINDS: tuple[tuple[Callable[[str], bool], Callable[[Any], bool], str], ...] = (
+    (
+        frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"}).__contains__,
+        lambda value: type(value) is bool,
+        "true or false",
+    ),
+    (
+        lambda name: name.endswith(("_eps", "_epsilon")),
+        lambda value: value is None or (type(value) in (int, float) and 0 <= value < math.inf),
+        "finite numbers from 0",
+    ),
+    (
+        frozenset({"sliding_window"}).__contains__,
+        lambda value: value is None or (type(value) is int and value >= 0),
+        "null, or whole numbers from 0",
+    ),
+    (
+        frozenset({"n_head", "num_attention_heads", "num_heads", "num_key_value_heads"}).__contains__,
+        _whole(1),
+        "whole numbers from 1",
+    ),
+    (lambda name: name.startswith(("n_", "num_")), _whole(0), "whole numbers from 0"),
+)
+"""What classes of transformers take as it is, and fail by in the first forward: which names, which values, and in words."""
 
 
 def _with_floats(data: Any) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from qcut.cli import completion, evaluate, generate, info, plan, precompile, quantize, serve, tune
@@ -21,8 +23,20 @@ from qcut.errors import QcutError
 TRACEBACK = "QCUT_TRACEBACK"
 """Environment variable that has the traceback of a fault printed, for reports."""
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: 128 and the signal's number, as shells have it."""
+ENDING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+"""Signals after which a command takes back what it has half written, with what it says then. The exit status is 128 and
+the signal's number, as shells have it."""
+
+
+class Ended(KeyboardInterrupt):
+    """A signal has come that ends the command.
+
+    Attributes:
+        number: the signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        Exit status: 0 on success, 1 if something is missing or failed, 130 after Ctrl-C.
+        Exit status: 0 on success, 1 if something is missing or failed, 130 after Ctrl-C, 143 after SIGTERM, 129 after
+        SIGHUP.
 
     Raises:
         SystemExit: with status 2 for a wrong command line, 0 after ``--help`` and ``--version``.
@@ -47,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json, out = "--json" in words, sys.stdout
     try:
         # What commands print on the way is for people: with --json standard output has the answer alone.
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _ended_by_signals():
             name, answer, error = _run(words)
             if answer.text and not as_json:
                 print(answer.text)
@@ -83,7 +98,8 @@ def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
     except (QcutError, EmitError) as error:
         return _failed(error, str(error))
     except KeyboardInterrupt as error:
-        return _failed(error, "interrupted", INTERRUPTED)
+        number = error.number if isinstance(error, Ended) else signal.SIGINT
+        return _failed(error, ENDING[number], 128 + number)
     except OSError as error:
         if error.filename is None:  # standard output's
             raise
@@ -98,6 +114,25 @@ def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
         kind = type(error).__name__
         told = f"this is a fault in qcut, please report it: {kind}: {_first_line(error)} ({_place(error)})"
         return _failed(error, told if os.environ.get(TRACEBACK) else f"{told}; {TRACEBACK}=1 shows more")
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise `Ended` in a block, as Ctrl-C raises, unless somebody has dealt with them."""
+
+    def end(number: int, frame: object) -> None:
+        raise Ended(number)
+
+    taken = []
+    if threading.current_thread() is threading.main_thread():
+        taken = [one for one in ENDING if signal.getsignal(one) is signal.SIG_DFL]  # nohup ignores SIGHUP
+    for one in taken:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
 
 
 def _failed(error: BaseException, message: str, status: int = 1) -> tuple[str, Answer, str]:
@@ -128,7 +163,8 @@ exit status:
   0    done
   1    something failed or was found wrong; one line that begins with `qcut:` says what
   2    a wrong command line
-  130  interrupted with Ctrl-C"""
+  130  interrupted with Ctrl-C
+  143  ended by SIGTERM; 129 by SIGHUP"""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -39,9 +39,10 @@ The other fields are listed with each command. Numbers that are not finite are n
 | 1 | something failed or was found wrong; one line on standard error that begins with `qcut:` says what |
 | 2 | a wrong command line |
 | 130 | interrupted with Ctrl-C |
+| 143, 129 | ended by SIGTERM, by SIGHUP |
 
-A failure leaves no half-written file or folder. A fault of qcut's own is one line too; `QCUT_TRACEBACK=1` shows where
-it came from.
+A failure, Ctrl-C, SIGTERM or SIGHUP leaves no half-written file or folder. A fault of qcut's own is one line too;
+`QCUT_TRACEBACK=1` shows where it came from.
 
 ## Completion
 

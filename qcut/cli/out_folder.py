@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -78,16 +79,20 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         ConfigError: see `check_folder`, which is asked at the beginning and at the end; or the folder cannot be
             written.
     """
+    _clear_up(path)
     check_folder(path, overwrite)
-    try:
-        created = make_directory(path.parent)
-        _remove_leftovers(path)
-        work = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
-        work.mkdir()
-        lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
-    try:
+    work = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    created: list[Path] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, created)
+        stack.callback(_remove, work)
+        try:
+            created += make_directory(path.parent)
+            work.mkdir()
+            lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
+        stack.callback(os.close, lock)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield work
@@ -97,34 +102,45 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
             _put(work, path)
         except OSError as error:
             raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        os.close(lock)
-        with contextlib.suppress(OSError):  # where something lies in them
-            for folder in created:
-                folder.rmdir()
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder, through a signal that comes meanwhile."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # where something lies in them
+        for folder in folders:
+            folder.rmdir()
 
 
 def _put(work: Path, path: Path) -> None:
     """Rename a folder to a path; an old folder makes room, and comes back if that fails."""
     old = work.with_suffix(".old")
     replaced = path.is_dir() and any(path.iterdir())
-    if replaced:
-        path.rename(old)
     try:
+        if replaced:
+            path.rename(old)
         work.rename(path)
     except BaseException:
-        if replaced:
+        if old.exists() and not path.exists():
             old.rename(path)
         raise
+    finally:
+        if path.exists():
+            _remove(old)
     flush_directory(path.parent)
-    if replaced:
-        shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Delete unfinished folders whose writers hold their lock no more."""
-    for work in path.parent.glob(f".{path.name}.*.partial"):
+def _clear_up(path: Path) -> None:
+    """Delete unfinished folders whose writers hold their lock no more; an old one that made room comes back."""
+    name = glob.escape(path.name)
+    for work in path.parent.glob(f".{name}.*.partial"):
         with contextlib.suppress(OSError):
             lock = os.open(work / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -132,3 +148,9 @@ def _remove_leftovers(path: Path) -> None:
                 shutil.rmtree(work)
             finally:
                 os.close(lock)
+    for old in path.parent.glob(f".{name}.*.old"):
+        with contextlib.suppress(OSError):
+            if path.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(path)

@@ -182,3 +182,45 @@ def test_causal_models_are_found_by_their_type() -> None:
     for kind in ("clip", "nothing", None, ["gpt2"]):
         with pytest.raises(CheckpointError, match="no causal language model"):
             causal_model({"model_type": kind}, FILE)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("output_hidden_states", 2.5, "true or false"),
+        ("return_dict", None, "true or false"),
+        ("use_cache", "yes", "true or false"),
+        ("layer_norm_epsilon", -0.5, "finite numbers from 0"),
+        ("layer_norm_epsilon", "x", "finite numbers from 0"),
+        ("sliding_window", 2.5, "null, or whole numbers from 0"),
+        ("sliding_window", [4], "null, or whole numbers from 0"),
+        ("n_head", -1, "whole numbers from 1"),
+        ("n_head", 0, "whole numbers from 1"),
+        ("n_layer", -3, "whole numbers from 0"),
+    ],
+)
+def test_values_that_fail_in_the_first_forward(key: str, value: Any, allowed: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"{key} is .*; allowed: {allowed}"):
+        model_of("GPT2LMHeadModel", config_of("gpt2") | {key: value}, FILE, tensors=40)
+
+
+ODD: list[Any] = [0, -1, 3, 2.5, "x", None, True, [], {}, 10**30, -0.5, "float8_e4m3fn", "gelu", "nope"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_odd_values_are_refused_or_run(kind: str) -> None:
+    model = tiny_hf(kind)
+    state, ids = model.state_dict(), torch.tensor([[1, 2, 3]])
+    config, outcomes = config_of(kind), {"refused": 0, "runs": 0}
+    for key in (*config, "sliding_window"):
+        for value in ODD:
+            try:
+                made: Any = model_of(type(model).__name__, config | {key: value}, FILE, tensors=len(state)).eval()
+            except CheckpointError:
+                outcomes["refused"] += 1
+                continue
+            if all(t.shape == made.state_dict()[name].shape for name, t in state.items() if name in made.state_dict()):
+                made.load_state_dict(state, strict=False)
+                assert torch.isfinite(made(ids, return_dict=True).logits).all(), (key, value)
+                outcomes["runs"] += 1
+    assert min(outcomes.values()) > 100

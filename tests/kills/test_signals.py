@@ -1,0 +1,80 @@
+"""Commands that signals end take back what they have half written, and say so by their exit status."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import qcut
+from qcut.cli.main import main
+from tests.fuzz.formats import build_huggingface, model_state
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    build_huggingface(found)
+    return found
+
+
+def quantize(folder: Path, out: Path, *more: str) -> int:
+    return main(["quantize", str(folder), "--scheme", "w8a16", "--out", str(out), *more])
+
+
+def _write_on(folder: Path, out: Path, begun: Any) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    begun.set()
+    while not (status := quantize(folder, out, "--overwrite")):
+        pass
+    os._exit(status)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_leaves_the_old_folder_or_the_new_one(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    begin = time.monotonic()
+    assert quantize(folder, tmp_path / "first") == 0
+    typical, draws = time.monotonic() - begin, Random(int(number))
+    expected = model_state(qcut.load(tmp_path / "first", progress=False))
+    context = multiprocessing.get_context("fork")
+    for i in range(6):
+        place = tmp_path / f"{i}"
+        place.mkdir()
+        begun = context.Event()
+        child = context.Process(target=_write_on, args=(folder, place / "out", begun), daemon=True)
+        child.start()
+        assert begun.wait(60)
+        time.sleep(draws.uniform(0.05, 2 * typical))
+        os.kill(child.pid or 0, number)
+        child.join(60)
+        assert child.exitcode in (128 + number, -number)  # the latter between two commands
+        left = [path.name for path in place.iterdir()]
+        assert left in ([], ["out"])
+        if left:
+            assert model_state(qcut.load(place / "out", progress=False)) == expected
+
+
+def test_signals_that_are_ignored_stay_ignored(folder: Path, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert quantize(folder, tmp_path / "out") == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_folder_that_made_room_comes_back(folder: Path, tmp_path: Path) -> None:
+    assert quantize(folder, tmp_path / "out[1]") == 0
+    (tmp_path / "out[1]").rename(tmp_path / ".out[1].01234567.old")  # its writer was killed between two renames
+    assert quantize(folder, tmp_path / "out[1]") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out[1]"]
