@@ -1,7 +1,7 @@
-"""Finds linear layers whose class other code asks for, so that a quantized layer in their place would get another way.
+"""Finds linear layers whose class other code asks for, and would go another way with a quantized layer in their place.
 
-``isinstance(self.proj, nn.Linear)`` in a forward holds for the float layer alone: the code goes on without an error, and
-computes something else. Questions are found where weights that code reads are found (`qcut.models.weight_reads`), in
+``isinstance(self.proj, nn.Linear)`` in a forward holds for the float layer alone: the code goes on without an error,
+and computes something else. Questions are found where weights that code reads are found (`qcut.models.weight_reads`), in
 what a forward call may reach. A question that both layers answer alike, such as ``isinstance(layer, nn.Module)`` or
 ``hasattr(layer, "weight")``, is none.
 """
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from qcut.models.modules import Quantized
 from qcut.models.reached import is_library_code, methods_of, names_of, reached, strings_of
-from qcut.models.weight_reads import Question, code_of, may_run, modules_at
+from qcut.models.syntax import Question, code_of
+from qcut.models.weight_reads import may_run, modules_at
 
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
 """What float and quantized layers have besides what every module has."""
