@@ -166,6 +166,13 @@ class _Reader(ast.NodeVisitor):
     def visit_IfExp(self, node: ast.IfExp) -> None:
         self._visit_branches(node.test, [node.body], [node.orelse])
 
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        before, goes_on = self.conditions, isinstance(node.op, ast.And)
+        for operand in node.values:
+            self.visit(operand)
+            self.conditions = (*self.conditions, (operand, goes_on))
+        self.conditions = before
+
     def _visit_branches(self, test: ast.expr, body: Sequence[ast.AST], orelse: Sequence[ast.AST]) -> None:
         self.visit(test)
         before = self.conditions
