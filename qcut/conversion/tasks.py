@@ -61,8 +61,9 @@ def layer_tasks(
     check_model(model)
     patterns = tuple(skip or ()) if isinstance(scheme, Plan) else tuple(DEFAULT_SKIP if skip is None else skip)
     parsed = scheme if isinstance(scheme, Plan) else uniform_scheme(scheme, calibration)
-    chosen = find_layers(model, include, patterns)
-    every, skipped = linear_layers(model)
+    every, left_in_float = linear_layers(model)
+    chosen = find_layers(model, include, patterns, (every, left_in_float))
+    skipped = dict(left_in_float)
     if isinstance(parsed, Plan):
         tasks, left = _planned_tasks(model, parsed, every)
         tasks = {name: task for name, task in tasks.items() if name in chosen}

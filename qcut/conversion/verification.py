@@ -40,14 +40,17 @@ _ROTATED_INT8 = 0.15
 
 
 def excerpt(batch: Any) -> Any:
-    """A part of a batch that the model takes too: of token ids one sequence of `MOST_TOKENS`; other batches are whole."""
+    """A part of a batch that the model takes too: of token ids one short sequence, of others all."""
     ids = input_ids_of(batch)
-    if ids is None:
-        return batch
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    if any(t.shape != ids.shape for t in tensors):
-        return batch
+    if ids is None or any(t.shape != ids.shape for t in tensors):
+        return _copied(batch)
     return pytree.tree_map_only(Tensor, lambda t: t[:1, :MOST_TOKENS].clone(), batch)
+
+
+def _copied(batch: Any) -> Any:
+    """A batch of copies: a model may change its input in place."""
+    return pytree.tree_map_only(Tensor, lambda t: t.clone(), batch)
 
 
 def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: float, fitted: bool = False) -> None:
@@ -183,9 +186,9 @@ class Recording:
                 found, wanted = _values(_input(args, kwargs), scales.get(name)), call.values
                 if _distance(found, wanted) > self._tolerance(found, moved):
                     raise QuantizationError(
-                        f"verify: its input in call {at} is {_distance(found, wanted):.1%} off the float model's though "
-                        "all layers before it answer as in float; something between them reads or computes something "
-                        "else. Leave the layers before it in float with skip=[...]",
+                        f"verify: its input in call {at} is {_distance(found, wanted):.1%} off the float model's, "
+                        "though all layers before it answer as in float; something between them reads or computes "
+                        "something else. Leave the layers before it in float with skip=[...]",
                         name,
                     )
                 result = pytree.tree_map_only(Tensor, lambda t: t.to(_device_of(output, t.device)), call.result)
@@ -228,7 +231,7 @@ def _run(model: nn.Module, batch: Any, hooks: Mapping[str, tuple[nn.Module, Call
             torch.manual_seed(0)
             for layer, hook in hooks.values():
                 handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-            output = forward(model, to_device(batch, model_device(model)))
+            output = forward(model, to_device(_copied(batch), model_device(model)))
     finally:
         for handle in handles:
             handle.remove()

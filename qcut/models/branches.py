@@ -13,7 +13,8 @@ from torch import nn
 
 from qcut.models.guards import DESCRIPTIONS
 from qcut.models.reached import names_of, reached
-from qcut.models.weight_reads import definition_of, may_run
+from qcut.models.syntax import definition_of
+from qcut.models.weight_reads import may_run
 
 _REASON = "code reads its output in a branch that other inputs may take"
 

@@ -1,7 +1,7 @@
-"""Finds linear layers whose class other code asks for, so that a quantized layer in their place would get another way.
+"""Finds linear layers whose class other code asks for, and would go another way with a quantized layer in their place.
 
-``isinstance(self.proj, nn.Linear)`` in a forward holds for the float layer alone: the code goes on without an error, and
-computes something else. Questions are found where weights that code reads are found (`qcut.models.weight_reads`), in
+``isinstance(self.proj, nn.Linear)`` in a forward holds for the float layer alone: the code goes on without an error,
+and computes something else. Questions are found as weights that code reads are (`qcut.models.weight_reads`), in
 what a forward call may reach. A question that both layers answer alike, such as ``isinstance(layer, nn.Module)`` or
 ``hasattr(layer, "weight")``, is none.
 """
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from qcut.models.modules import Quantized
 from qcut.models.reached import is_library_code, methods_of, names_of, reached, strings_of
-from qcut.models.weight_reads import Question, code_of, may_run, modules_at
+from qcut.models.syntax import Question, code_of
+from qcut.models.weight_reads import may_run, modules_at
 
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
 """What float and quantized layers have besides what every module has."""
@@ -37,13 +38,16 @@ def layers_asked(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str
     for module, functions in reached(model):
         own = {function for _, function in methods_of(type(module))}
         below: list[nn.Module] | None = None
+        """All layers below the module, and the module itself where its hooks may ask."""
         for function in functions:
             questions = code_of(function).questions if _may_ask(function) else ()
             dispatched = list(_dispatched(function))
             if not questions and not dispatched:
                 continue
             if below is None:
-                below = [part for part in module.modules() if id(part) in candidates and part is not module]
+                below = [part for part in module.modules() if id(part) in candidates]
+            if function in own and id(module) in candidates:
+                continue
             asks = type(module).__name__ if function in own else function.__qualname__
             for layer in below:
                 if any(_differs(layer, [cls]) for cls in dispatched):
@@ -62,7 +66,8 @@ def layers_asked(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str
 def _may_ask(function: FunctionType) -> bool:
     names = names_of(function)
     asks = ("isinstance", "issubclass", "type", "hasattr", "getattr", "__class__", "_get_name")
-    return not names.isdisjoint(asks) or any(isinstance(_global(function, name), type) for name in names)
+    classes = (_global(function, name) for name in names)
+    return not names.isdisjoint(asks) or any(isinstance(c, type) for c in (*classes, *_of_torch(names)))
 
 
 def _asked(module: nn.Module, question: Question, method: bool) -> Iterator[nn.Module]:
@@ -125,8 +130,11 @@ def _knows(function: FunctionType, layer: nn.Module) -> bool:
     """Whether a function mentions a class of the layer, by itself, in a table or by its name."""
     values = (_global(function, name) for name in names_of(function))
     inside = [one for value in values for one in _contents(value)]
-    attributes = [getattr(nn, name, None) for name in names_of(function)]
-    return _differs(layer, [*inside, *attributes, *strings_of(function)])
+    return _differs(layer, [*inside, *_of_torch(names_of(function)), *strings_of(function)])
+
+
+def _of_torch(names: Iterable[str]) -> list[Any]:
+    return [getattr(nn, name, None) for name in names]
 
 
 def _dispatched(function: FunctionType) -> Iterator[type]:

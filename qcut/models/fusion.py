@@ -9,6 +9,7 @@ reaches mentions ``c_fc`` but the MLP itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -51,12 +52,17 @@ class FusedSequential(nn.Sequential):
                 computed = None
                 continue
             pair = pairs.get(key)
-            if pair is not None and module is pair[0] and i + 1 < len(children) and children[i + 1][1] is pair[1]:
-                if is_unwatched(module) and is_unwatched(pair[1]):
-                    input, computed = pair[0].forward_fused(input), pair[1]
-                    continue
+            if pair is not None and self._calls_both(i, children, pair):
+                input, computed = pair[0].forward_fused(input), pair[1]
+                continue
             input = module(input)  # type: ignore[misc]
         return input
+
+    @staticmethod
+    def _calls_both(at: int, children: list[tuple[str, nn.Module]], pair: tuple[Quantized, nn.Module]) -> bool:
+        """Whether the children from here on are the pair, and nobody looks at their calls."""
+        in_place = children[at][1] is pair[0] and at + 1 < len(children) and children[at + 1][1] is pair[1]
+        return in_place and is_unwatched(pair[0]) and is_unwatched(pair[1])
 
     def fused(self) -> Iterator[tuple[str, str]]:
         """The keys of activations that layers compute, and their names."""
@@ -88,7 +94,8 @@ def fuse(parent: nn.Module, key: str, layer: nn.Module | None, activation: str) 
     if not isinstance(parent, nn.Sequential):
         fused = FusedActivation(activation)
         return Change(lambda: children.__setitem__(key, fused), lambda: children.__setitem__(key, module))
-    assert isinstance(layer, Quantized) and module is not None
+    assert isinstance(layer, Quantized)
+    assert module is not None
     before = key_before(parent, key)
     cls, pairs = type(parent), dict(getattr(parent, "_pairs", {}))
 
@@ -172,7 +179,7 @@ def _pairs_of(module: nn.Module, model: nn.Module) -> list[tuple[str, str]]:
     """Children that may be a linear layer and its activation, called one after the other and by nobody else."""
     if is_exactly(module, nn.Sequential) or type(module) is FusedSequential:
         keys = list(module._modules)
-        return list(zip(keys, keys[1:], strict=False))
+        return list(pairwise(keys))
     if is_exactly(module, library_class("transformers.models.gpt2.modeling_gpt2", "GPT2MLP")):
         pair = ("c_fc", "act")
         return [] if mentions(model, pair, besides=type(module)) else [pair]

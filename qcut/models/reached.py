@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers")
+_KNOWN = (*_LIBRARIES, "builtins", "collections", "functools", "types")
+"""Packages whose objects hold no code of a model's author."""
 _WALKS = ("children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "__dict__", "vars")
 """Names by which code comes to modules without their names."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -76,10 +78,7 @@ def mentions(model: nn.Module, names: Sequence[str], besides: type) -> bool:
     known = vars(besides)["forward"]
     for function in {f for _, functions in reached(model) for f in functions} - {known}:
         found = names_of(function) | {part for text in strings_of(function) for part in text.split(".")}
-        if not found.isdisjoint(names):
-            if not is_library_code(function) or names[0] in found:
-                return True
-        if not is_library_code(function) and not found.isdisjoint(_WALKS):
+        if names[0] in found or (not is_library_code(function) and not found.isdisjoint((*names, *_WALKS))):
             return True
     return False
 
@@ -198,7 +197,7 @@ def _functions_of(value: Any) -> Iterator[FunctionType]:
     elif isinstance(value, (FunctionType, MethodType)):
         yield from functions_in(value)
     elif callable(value) and not isinstance(value, (type, nn.Module, Tensor)):
-        yield from functions_in(getattr(type(value), "__call__", None))
+        yield from functions_in(vars(type(value)).get("__call__"))
 
 
 def _own_functions(module: nn.Module) -> Iterator[FunctionType]:
@@ -216,10 +215,9 @@ def _own_objects(module: nn.Module) -> Iterator[Any]:
     """Objects of classes of one's own that a module holds, which may hold its layers and call them."""
     for value in vars(module).values():
         for one in _inside(value):
-            kind = type(one)
-            if kind.__module__.partition(".")[0] not in (*_LIBRARIES, "builtins", "collections", "functools", "types"):
-                if not isinstance(one, (nn.Module, Tensor, type)) and hasattr(one, "__dict__"):
-                    yield one
+            known = type(one).__module__.partition(".")[0] in _KNOWN
+            if not known and not isinstance(one, (nn.Module, Tensor, type)) and hasattr(one, "__dict__"):
+                yield one
 
 
 def _inside(value: Any) -> Iterable[Any]:

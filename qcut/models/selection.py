@@ -104,7 +104,10 @@ def quantized_layers(model: nn.Module) -> list[str]:
 
 
 def find_layers(
-    model: nn.Module, include: Sequence[str] | None = None, skip: Sequence[str] = DEFAULT_SKIP
+    model: nn.Module,
+    include: Sequence[str] | None = None,
+    skip: Sequence[str] = DEFAULT_SKIP,
+    known: tuple[dict[str, nn.Module], dict[str, str]] | None = None,
 ) -> dict[str, nn.Module]:
     """The linear layers to work on, by name, in the order of ``named_modules``.
 
@@ -112,6 +115,7 @@ def find_layers(
         model: the model.
         include: globs (see `matches`) of layers to take; None takes every layer. A glob must match a layer.
         skip: globs of layers to leave out, even where ``include`` names them. A glob may match nothing.
+        known: `linear_layers` of the model, where that has been called; None calls it.
 
     Raises:
         DtypeError: the model is no ``nn.Module``.
@@ -119,7 +123,7 @@ def find_layers(
         QuantizationError: a glob of ``include`` matches nothing, or no layer is left; the message says why.
     """
     check_model(model)
-    layers, left = linear_layers(model)
+    layers, left = linear_layers(model) if known is None else known
     for pattern in include or ():
         if not any(matches(name, [pattern]) for name in layers):
             raise QuantizationError(_unmatched(model, pattern, layers, left))

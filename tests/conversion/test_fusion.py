@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +82,146 @@ def test_checkpoint_remembers_what_was_fused(tmp_path: Path):
     config.write_text(config.read_text().replace("h.1.mlp.act", "h.1.mlp.c_proj"))
     with pytest.raises(CheckpointError, match=r"fused activation 'transformer.h.1.mlp.c_proj'"):
         qcut.load(tmp_path, progress=False, verify=False)
+
+
+class Body(nn.Module):
+    """Two layers with an activation between, and a function that calls them."""
+
+    def __init__(self, body: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32), nn.GELU())
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)
+
+
+class Adds(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = x + layer(x)
+        return x
+
+
+READERS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "indexed": lambda m, x: m.net[1](m.net[0](x)) + m.net[0](x),
+    "iterated": lambda m, x: functools.reduce(lambda h, layer: h + layer(h), m.net, x),
+    "sliced": lambda m, x: m.net[:1](x) - m.net[1:](m.net[:1](x)),
+    "by name": lambda m, x: m.get_submodule("net.2")(x) + m.net(x),
+    "whole and part": lambda m, x: m.net(x) * m.net[0](x),
+}
+
+
+@torch.no_grad()
+def off(model: nn.Module, scheme: str = "int16x8", **options: Any) -> float:
+    """How far the quantized model's result is from the float one's."""
+    x = torch.randn(16, 32)
+    other = copy.deepcopy(model)
+    qcut.quantize(other, scheme, progress=False, **options)
+    return ((other(x) - model(x)).norm() / model(x).norm()).item()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_between_see_the_layer_alone(reader):
+    assert off(Body(READERS[reader]).eval()) < 0.03
+
+
+def test_sequentials_of_ones_own_are_called_as_written():
+    assert off(Adds(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()).eval()) < 0.03
+
+
+def test_layer_of_two_sequentials_has_both_activations():
+    one = nn.Linear(32, 32)
+    model = Body(lambda m, x: m.net(x) - m.more(x))
+    model.net, model.more = nn.Sequential(one, nn.ReLU()), nn.Sequential(one, nn.Sigmoid())
+    assert off(model.eval()) < 0.03
+
+
+@torch.no_grad()
+def test_calls_from_outside_and_later_hooks_see_the_layer_alone():
+    model = sequential(nn.SiLU())
+    x = torch.randn(5, 32)
+    want, between = model(x), model[0](x)
+    qcut.quantize(model, "int16x8", progress=False)
+    seen = []
+    for part in (model[0], model[:1], next(iter(model))):
+        torch.testing.assert_close(part(x), between, rtol=0, atol=0.05)
+    handle = model[0].register_forward_hook(lambda module, args, y: seen.append(y))
+    torch.testing.assert_close(model(x), want, rtol=0, atol=0.05)
+    torch.testing.assert_close(seen[0], between, rtol=0, atol=0.05)
+    handle.remove()
+    model.insert(1, nn.Tanh())
+    torch.testing.assert_close(model(x), model[3](nn.functional.silu(between.tanh())), rtol=0, atol=0.05)
+
+
+class ReLU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() ** 2
+
+
+class SiLU(nn.SiLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward(x)
+
+
+def patched() -> nn.Module:
+    module = nn.ReLU()
+    module.forward = lambda x: x.tanh()  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("make", [ReLU, SiLU, patched])
+def test_activations_of_ones_own_stay(make):
+    model = sequential(make())
+    assert off(model) < 0.03
+    assert not fusible_activations(model)
+
+
+def test_class_whose_forward_was_replaced_is_not_fused(monkeypatch):
+    monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x.sin())
+    assert not fusible_activations(sequential(nn.ReLU()))
+
+
+def test_gpt2_whose_code_reads_the_projection_is_not_fused():
+    class Block(transformers.models.gpt2.modeling_gpt2.GPT2Block):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states, *args, **kwargs) + self.mlp.c_fc(hidden_states)[..., :32]
+
+    model = gpt2()
+    model.transformer.h[0].__class__ = Block
+    assert not fusible_activations(model)
+    hooked = gpt2()
+    hooked.transformer.h[1].mlp.c_fc.register_forward_hook(lambda module, args, y: y * 2)
+    assert list(fusible_activations(hooked)) == ["transformer.h.0.mlp.c_fc"]
+
+
+@torch.no_grad()
+def test_fused_sequentials_are_copied_saved_and_compiled(tmp_path: Path):
+    model, x = Body(lambda m, x: m.net(x)), torch.randn(4, 32)
+    model.__dict__.pop("body")
+    model = model.net.eval()
+    qcut.quantize(model, "w8a8", progress=False)
+    want = model(x)
+    qcut.save(model, tmp_path)
+    again = qcut.load(
+        tmp_path,
+        model=lambda: nn.Sequential(nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 32), nn.GELU()),
+        progress=False,
+    )
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (again, copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert dict(other.fused()) == {"1": "silu", "3": "gelu_erf"}
+        assert torch.equal(other(x), want)
+        assert torch.equal(other[0](x), model[0](x))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), want)
+
+
+def test_checkpoint_of_an_own_sequential_is_not_fused(tmp_path: Path):
+    qcut.quantize(model := sequential(nn.ReLU()), "w8a8", progress=False)
+    qcut.save(model, tmp_path)
+    build = lambda: Adds(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))  # noqa: E731
+    with pytest.raises(CheckpointError, match=r"fused activation '1': a Adds does not call"):
+        qcut.load(tmp_path, model=build, progress=False)

@@ -243,3 +243,82 @@ def test_uncalibrated_layers_of_a_norm_are_scaled_too() -> None:
     assert done.migrations[0].layers == ("blocks.0.q", "blocks.0.v")
     assert "none of its layers" in done.refused["blocks.0.ln2"]
     assert "blocks.0.ln1" in str(done)
+
+
+class Routed(nn.Module):
+    """A norm whose output goes where the second input says."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        with torch.no_grad():
+            self.norm.weight[::4] *= 50
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.experts[int(kind)](self.norm(x))
+
+
+def smoothed_by(model: nn.Module, seen: list[int], **options: object) -> float:
+    """How far any result of a smoothed model is from before, where calibration saw inputs of these kinds."""
+    model.eval()
+    batches = [(torch.randn(4, WIDTH), torch.tensor(kind)) for kind in range(3)]
+    with torch.no_grad():
+        before = [model(*batch) for batch in batches]
+        smooth(model, calibrate(model, [batches[i] for i in seen], progress=False, **options))  # type: ignore[arg-type]
+        return max(float((model(*b) - want).abs().max()) for b, want in zip(batches, before, strict=True))
+
+
+def test_readers_that_later_batches_reach_are_scaled() -> None:
+    model = Routed()
+    weight = model.norm.weight.detach().clone()
+    assert smoothed_by(model, [0, 1, 2]) == 0
+    assert not torch.equal(model.norm.weight, weight)
+
+
+def test_readers_that_no_batch_reaches_keep_the_norm() -> None:
+    assert smoothed_by(Routed(), [0], layers=["experts.0"]) == 0
+    calibration = calibrate(Routed().eval(), [(torch.randn(4, WIDTH), torch.tensor(0))], layers=["experts.0"])
+    assert "'experts.1' did not run with these batches" in calibration.refused["norm"]
+
+
+class Branches(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        y = self.experts[0](h)
+        if int(kind):
+            y = y + h
+        return y
+
+
+class Early(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        return h if int(kind) else self.experts[0](h)
+
+
+class Reassigned(Routed):
+    """The name that held the norm's output holds something else in the branch."""
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        h = self.experts[0](h)
+        if int(kind):
+            h = h * 2
+        return h
+
+
+@pytest.mark.parametrize(("cls", "kept"), [(Branches, True), (Early, True), (Reassigned, False)])
+def test_branches_that_read_the_norm_keep_it(cls: type[Routed], kept: bool) -> None:
+    model = cls(1)
+    weight = model.norm.weight.detach().clone()
+    assert smoothed_by(model, [0]) == 0
+    assert torch.equal(model.norm.weight, weight) == kept
+
+
+def test_hooks_on_norms_and_readers_keep_the_norm() -> None:
+    for name in ("norm", "experts.0"):
+        model = Routed(1)
+        model.get_submodule(name).register_forward_hook(lambda module, args, y: y * 2)
+        _, refused = trace(model, torch.randn(4, WIDTH), torch.tensor(0))
+        assert "has hooks" in refused["norm"]

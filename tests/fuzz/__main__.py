@@ -3,6 +3,7 @@
 python -m tests.fuzz --seconds 300
 python -m tests.fuzz --cases 10000 --format plan --seed 7
 python -m tests.fuzz --format plan --seed 7 --case 123
+python -m tests.fuzz --models 2000 --seed 0
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from tests.fuzz.formats import FORMATS
 from tests.fuzz.harness import COLUMNS, GOOD, Tally, command, run, run_here
+from tests.fuzz.models import run_models, text_of
 
 BATCH = 500
 
@@ -30,8 +32,11 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="run one case in this process, and show its outcome and traceback")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time")
     parser.add_argument("--show", type=int, default=3, help="failures of each kind and format to print")
+    parser.add_argument("--models", type=int, help="in place of files, quantize as many random models, from --seed on")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # processes fork, and threads do not go with them
+    if arguments.models is not None:
+        return _models(arguments.seed, arguments.models, arguments.show)
     names = arguments.format or [*FORMATS]
     if arguments.case is not None:
         return _one(names, arguments.seed, arguments.case)
@@ -40,6 +45,20 @@ def main() -> int:
     tallies = _all(names, arguments.seed, cases, arguments.seconds, arguments.jobs)
     _print(tallies, arguments.seed, time.monotonic() - begin, arguments.show)
     return int(any(tally.failures for tally in tallies.values()))
+
+
+def _models(seed: int, cases: int, show: int) -> int:
+    begin = time.monotonic()
+    count, outcomes, failures = run_models(range(seed, seed + cases))
+    for outcome in failures[:show]:
+        print(f"\n{outcome.result}: model {outcome.seed}, {outcome.what}: {_end_of(outcome.message)}")
+        print(text_of(outcome.seed))
+    for (what, result), number in sorted(count.items()):
+        print(f"{what:<9} {result:<9} {number:6}")
+    layers, fused = sum(o.layers for o in outcomes), sum(o.fused for o in outcomes)
+    seconds = time.monotonic() - begin
+    print(f"{cases} models, {layers} layers, {fused} with activations, {seconds:.0f} s, {len(failures)} failures")
+    return int(bool(failures))
 
 
 def _one(names: list[str], seed: int, case: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -213,3 +214,45 @@ def test_compiles_whole(bits: int) -> None:
     x = inputs()[0]
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), chain(x))
+
+
+class Doubled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Built(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+class Squares(nn.ReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() ** 2
+
+
+def hooked(at: int | None) -> nn.Sequential:
+    model = Built()
+    (model if at is None else model[at]).register_forward_hook(lambda module, args, y: y * 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: Doubled(nn.Linear(8, 8)), r"Doubled computes something of its own"),
+        (lambda: nn.Sequential(nn.Linear(8, 8), Squares()), r"layer '1': found a Squares in a chain"),
+        (lambda: hooked(None), r"the Built has hooks"),
+        (lambda: hooked(0), r"layer '0': it has hooks"),
+        (lambda: hooked(1), r"layer '1': it has hooks"),
+    ],
+)
+def test_chains_of_something_else_are_refused(model: Callable[[], nn.Sequential], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        qcut.IntegerChain.from_float(model(), [torch.randn(4, 8)])
+
+
+def test_subclass_that_only_builds_itself_is_a_chain() -> None:
+    model, x = Built(), torch.randn(64, 8)
+    with torch.no_grad():
+        assert int8.sqnr_db(model(x), qcut.IntegerChain.from_float(model, [x], bits=16)(x)) > 35

@@ -1,0 +1,195 @@
+"""Code that asks for the class of its layers keeps them in float."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qcut.models.selection import linear_layers
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.list = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+        self.config = {"ways": 1}
+        self.exact = False
+
+    def reset(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+
+
+class Instance(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * 2 if isinstance(self.a, nn.Linear) else self.b(x)
+
+
+class Exact(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.a) is nn.Linear:
+            x = x * 2
+        return self.b(x)
+
+
+class Named(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if self.a.__class__.__name__ == "Linear" else 1)
+
+
+class Loops(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.list:
+            x = layer(x) if isinstance(layer, (nn.Linear, nn.Conv1d)) else x
+        return x
+
+
+class Walks(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * sum(isinstance(module, nn.Linear) for module in self.modules())
+
+
+class Matches(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        match self.b:
+            case nn.Linear():
+                return self.a(x) + 1
+            case _:
+                return self.a(x)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear)
+
+
+class Passes(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + is_plain(self.b)
+
+
+@functools.singledispatch
+def gain_of(layer: nn.Module) -> float:
+    return 1.0
+
+
+@gain_of.register(nn.Linear)
+def _(layer: nn.Linear) -> float:
+    return 2.0
+
+
+class Dispatches(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * gain_of(self.b)
+
+
+GAINS = {nn.Linear: 2.0}
+
+
+class LooksUp(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * GAINS.get(type(self.a), 1.0)
+
+
+class Weight(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if isinstance(self.a.weight, nn.Parameter) else 1)
+
+
+class Attribute(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if hasattr(self.a, "dequantized_weight") else 1)
+
+
+class Hooked(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_hook(lambda module, args, y: y * 2 if isinstance(module, nn.Linear) else y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+class Parameters(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + sum(p.mean() for p in self.a.parameters())
+
+
+class Harmless(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = next(self.parameters()).dtype
+        if not isinstance(x, Tensor) or not isinstance(self.a, nn.Module) or hasattr(self.a, "weight") is False:
+            raise TypeError(f"found {type(self.a)}")
+        if self.exact and isinstance(self.a, nn.Linear):
+            return x
+        return self.a(x.to(self.a.weight.dtype)).to(dtype)
+
+
+ALL = {"a", "b", "list.0", "list.1"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [
+        (Instance, {"a"}),
+        (Exact, {"a"}),
+        (Named, {"a"}),
+        (Loops, {"list.0", "list.1"}),
+        (Walks, ALL),
+        (Matches, {"b"}),
+        (Passes, ALL),
+        (Dispatches, ALL),
+        (LooksUp, {"a"}),
+        (Weight, {"a"}),
+        (Attribute, {"a"}),
+        (Harmless, set()),
+    ],
+)
+def test_layers_whose_class_code_asks_for_stay(cls: Callable[[], nn.Module], names: set[str]) -> None:
+    layers, left = linear_layers(cls())
+    assert set(left) == names
+    assert set(layers) == ALL - names
+    assert all("asks for its class" in reason for reason in left.values())
+
+
+def test_hooks_that_ask_keep_their_layer() -> None:
+    assert "asks for its class" in linear_layers(Hooked())[1]["a"]
+
+
+def test_parameters_taken_as_a_whole_are_read() -> None:
+    assert set(linear_layers(Parameters())[1]) == {"a"}
+
+
+def test_layers_held_as_plain_data_stay() -> None:
+    model = Base()
+    model.__dict__["first"] = [model.a]
+    assert "held outside of the model's modules (Base.first)" in linear_layers(model)[1]["a"]
+
+
+class Conv1D(nn.Module):
+    """Named as a class of transformers, with another formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nf, self.weight, self.bias = 16, nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight + self.bias).relu()
+
+
+def test_own_class_of_a_known_name_is_none_of_the_layers() -> None:
+    layers, left = linear_layers(nn.Sequential(Conv1D(), nn.Linear(16, 16)))
+    assert set(layers) == {"1"}
+    assert not left
+
+
+def test_replaced_forward_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: Any = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: plain(self, x) * 2)
+    assert "nn.Linear.forward is not that of torch" in linear_layers(nn.Sequential(nn.Linear(16, 16)))[1]["0"]
