@@ -23,8 +23,8 @@ from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
-from qcut.emitters.core.source import DType, KernelSource
-from qcut.errors import LaunchError
+from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.errors import LaunchError, UnsupportedError
 from qcut.jit import packs
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
@@ -53,6 +53,19 @@ _watchers: list[list[str]] = []
 _generation = 0
 
 
+@contextmanager
+def describing() -> Iterator[None]:
+    """Around what chooses and describes kernels for a caller of qcut.
+
+    Raises:
+        UnsupportedError: in place of an `EmitError`, which names a kernel that nobody asked for by its name.
+    """
+    try:
+        yield
+    except EmitError as error:
+        raise UnsupportedError(f"this GPU has no kernel of qcut's for the call: {error}") from error
+
+
 class PlanCache(Generic[P]):
     """The plans of one family of operators, by the keys that choose them; threads may share a cache::
 
@@ -79,14 +92,19 @@ class PlanCache(Generic[P]):
         return len(self._plans)
 
     def make(self, key: Hashable, make: Callable[[], P]) -> P:
-        """The plan of a key, made by ``make`` unless another thread has made it."""
+        """The plan of a key, made by ``make`` unless another thread has made it.
+
+        Raises:
+            UnsupportedError: no kernel takes what the key describes.
+        """
         with _lock:
             plan = self._plans.get(key)
             if plan is None:
                 if len(self._plans) >= self._limit:
                     self.clear()
                 wanted = rehearsal.wanted()
-                plan = make()
+                with describing():
+                    plan = make()
                 if wanted == rehearsal.wanted():
                     self._plans[key] = plan
         return plan

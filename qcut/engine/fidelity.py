@@ -33,7 +33,9 @@ _LISTS = ("__iter__", "__getitem__", "__len__")
 _GENERATION = ("generate", "prepare_inputs_for_generation", "_get_logits_processor", "_sample")
 _BESIDE = frozenset({"is_causal", "num_key_value_groups", "sliding_window"})
 """Attributes of a module that functions of attention read."""
-_READ = frozenset({"scaling", "eps", "variance_epsilon", "attn_logit_softcapping", "use_rope", "use_parallel_residual"})
+_READ = frozenset(
+    {"scaling", "eps", "variance_epsilon", "attn_logit_softcapping", "rope_type", "use_rope", "use_parallel_residual"}
+)
 """Attributes that the engine reads where the module does."""
 _WITHOUT_INFLUENCE = frozenset({"layer_idx", "training", "gradient_checkpointing", "vocab_size", "padding_idx"})
 _ELEMENTWISE = (
@@ -128,7 +130,8 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
         if len(model._modules) > len(reference._modules):
             count = f"{len(model._modules)} modules where its configuration has {len(reference._modules)}"
             raise UnsupportedError(f"{prefix[:-1]} has {count}; allowed: as many, or model.generate")
-        places = [getattr(part, "layer_idx", None) for part in _attentions(model)]
+        layers = [layer for layer in model._modules.values() if layer is not None]  # twice if used twice
+        places = [place for layer in layers if (place := _place(layer)) is not None]
         if len(set(places)) < len(places):
             raise UnsupportedError(f"{prefix[:-1]}: two layers keep their keys and values in one place (layer_idx)")
     for key, wanted in reference._modules.items():
@@ -151,8 +154,9 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
             _check_parts(part, wanted, f"{name}.", config, known)
 
 
-def _attentions(layers: nn.Module) -> Iterator[nn.Module]:
-    return (part for layer in layers._modules.values() if layer for part in layer.children() if hasattr(part, "layer_idx"))
+def _place(layer: nn.Module) -> int | None:
+    """The index under which a layer's attention keeps keys and values; None: it has no attention."""
+    return next((part.layer_idx for part in layer.children() if isinstance(getattr(part, "layer_idx", None), int)), None)
 
 
 # ── one module ───────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +195,7 @@ def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], mo
             raise UnsupportedError(f"{name}: its class {_named(cls)} has a {key} of its own{_INSTEAD}")
         if kind not in known and base is not None and (culprit := _foreign(base, kind)) is not None:
             raise UnsupportedError(f"{name}: {kind.__name__}.{key} runs {culprit}{_INSTEAD}")
-        if key in vars(module) and (key in _ALWAYS or callable(base)):
+        if _is_shadowed(module, key, base):
             if "_hf_hook" in vars(module):
                 how = "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
                 raise UnsupportedError(f"{name}: accelerate moves its tensors (device_map); load on one device, or {how}")
@@ -201,6 +205,14 @@ def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], mo
     _check_hooks(module, name)
 
 
+def _is_shadowed(module: nn.Module, key: str, base: Any) -> bool:
+    """Whether something else was set on a module in place of its class's method; accelerate leaves the method itself."""
+    if key not in vars(module) or not (key in _ALWAYS or callable(base)):
+        return False
+    found = vars(module)[key]
+    return getattr(found, "__func__", None) is not base or getattr(found, "__self__", None) is not module
+
+
 def _check_hooks(module: nn.Module, name: str) -> None:
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
         if not _is_harmless(hook):
@@ -208,6 +220,12 @@ def _check_hooks(module: nn.Module, name: str) -> None:
 
 
 def _check_linear(module: nn.Module, name: str, known: set[type]) -> None:
+    if type(module) is nn.Sequential:
+        _check_itself(module, nn.Sequential, name, known)
+        for key, part in module._modules.items():
+            check = _check_activation if type(part) in _activations() else _check_linear
+            check(cast(nn.Module, part), f"{name}.{key}", known)
+        return
     kind = _known_kind(module)
     if kind is not type(module) and isinstance(module, nn.Linear) and is_linear(module):
         _check_hooks(module, name)  # its own code has been read: x @ W.T + b
