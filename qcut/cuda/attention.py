@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from qcut.cuda import clusters
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, pdl, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, describing, has_pdl, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import closed
-from qcut.dispatch.attention import Attention, emit_attention, select_attention
+from qcut.dispatch.attention import Attention, check_heads, emit_attention, select_attention
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
@@ -125,6 +125,23 @@ def _plan_append(
 def values_beside(keys: torch.dtype, values: torch.dtype) -> DType | None:
     """The emitters' type of values that are of another type than keys."""
     return None if values is keys else DTYPES[values]
+
+
+def check_cache(dtype: torch.dtype, keys: torch.dtype, values: torch.dtype, head: int, device: int) -> None:
+    """Check that a GPU has kernels for a cache, before anything is built.
+
+    Args:
+        dtype: of queries.
+        keys: dtype of the cache's keys.
+        values: dtype of its values.
+        head: columns of a head.
+        device: CUDA ordinal.
+
+    Raises:
+        UnsupportedError: it has none; the message names what kernels take.
+    """
+    with describing():
+        check_heads(DTYPES[dtype], DTYPES[keys], head, target(device), values_beside(keys, values))
 
 
 def seen_through(call: DecodeAttention | AppendAttention | PromptAttention) -> int:

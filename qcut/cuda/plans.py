@@ -25,8 +25,8 @@ from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
-from qcut.emitters.core.source import DType, KernelSource
-from qcut.errors import BuildError, LaunchError
+from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.errors import BuildError, LaunchError, UnsupportedError
 from qcut.jit import packs
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
@@ -71,6 +71,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@contextmanager
+def describing() -> Iterator[None]:
+    """Around what chooses and describes kernels for a caller of qcut.
+
+    Raises:
+        UnsupportedError: in place of an `EmitError`, which names a kernel that nobody asked for by its name.
+    """
+    try:
+        yield
+    except EmitError as error:
+        raise UnsupportedError(f"this GPU has no kernel of qcut's for the call: {error}") from error
+
+
 class PlanCache(Generic[P]):
     """The plans of one family of operators, by the keys that choose them; threads may share a cache::
 
@@ -99,7 +112,11 @@ class PlanCache(Generic[P]):
         return len(self._plans)
 
     def make(self, key: Hashable, make: Callable[[], P]) -> P:
-        """The plan of a key, made by ``make`` unless another thread has made it."""
+        """The plan of a key, made by ``make`` unless another thread has made it.
+
+        Raises:
+            UnsupportedError: no kernel takes what the key describes.
+        """
         with _lock:
             plan = self._plans.get(key)
             if plan is None and not _captured_for_good():
@@ -109,7 +126,8 @@ class PlanCache(Generic[P]):
                 if len(self._plans) + len(self._fallbacks) >= self._limit:
                     self.clear()
                 wanted, fallbacks = rehearsal.wanted(), _thread.fallbacks
-                plan = make()
+                with describing():
+                    plan = make()
                 if wanted == rehearsal.wanted():
                     (self._plans if fallbacks == _thread.fallbacks else self._fallbacks)[key] = plan
         return plan

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from qcut import jit
 from qcut.cuda import native
-from qcut.cuda.plans import LaunchSpec
+from qcut.cuda.plans import LaunchSpec, describing
 from qcut.errors import QcutError
 from qcut.jit import background
 
@@ -37,9 +37,11 @@ def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -
         progress: show a progress bar, if a terminal is there.
 
     Raises:
+        UnsupportedError: no kernel takes a call.
         BuildError: the first kernel that does not compile.
     """
-    specs = {spec.source.name: spec for call in calls for spec in call.launches(device)}
+    with describing():
+        specs = {spec.source.name: spec for call in calls for spec in call.launches(device)}
     calls_native = any(call.calls_native for call in calls)
     now, later = {}, []
     for spec in specs.values():

@@ -8,6 +8,7 @@ from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
 from qcut.emitters.decoder.attention.prompt import tiles
 from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
@@ -97,6 +98,16 @@ def select_attention(
 
     desc, parts = min(choices, key=cycles)
     return (desc if target.closed else desc.shortened(-(-context // parts))), parts
+
+
+def check_heads(x: DType, cache: DType, head: int, target: Target, values: DType | None = None) -> None:
+    """Check that kernels fill and read a cache of heads of ``head`` columns; types as of `select_attention`.
+
+    Raises:
+        EmitError: there are none.
+    """
+    RotateAndAppend(x, cache, head, "half", target.arch, values=values)
+    select_attention(x, cache, head, 1, target, batch=1, kv_heads=1, context=TILE, values=values)
 
 
 def _has_nibbles(cache: DType, values: DType | None) -> bool:

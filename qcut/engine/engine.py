@@ -39,11 +39,11 @@ from qcut.engine.generation_settings import GenerationSettings
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
 from qcut.engine.likelihoods import check_top, likelihoods
+from qcut.engine.modes import inference
 from qcut.engine.text.pieces import Detokenizer
 from qcut.engine.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.engine.text.transcript import Transcript
 from qcut.errors import ConfigError, ContextError, ShapeError
-from qcut.numerics.plain_state import each_in_plain_state, in_plain_state, plain_state
 from qcut.numerics.sampling import History, Rows, Sampling, sample
 from qcut.process import versions
 
@@ -128,7 +128,6 @@ class Engine:
 
     prompt_rows = 8192
 
-    @in_plain_state
     def __init__(
         self,
         model: nn.Module,
@@ -180,7 +179,7 @@ class Engine:
         """Memory for sequences."""
         self.batch, self.context, decoder = batch, context, self.decoder
         heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode could not be written outside
+        with inference():
             self.cache = self.cache_of(batch, kv_cache)
             self._tables = decoder.rotary_tables(context)
             # Each engine has counters of its own, since graphs of two engines may run at once.
@@ -219,8 +218,7 @@ class Engine:
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
-    @in_plain_state
-    @torch.no_grad()
+    @inference()
     def prefill(self, prompts: Prompts, *, keep: Keep = False) -> Tensor:
         """Read a prompt for each sequence, from the start or after tokens that the cache holds.
 
@@ -254,8 +252,7 @@ class Engine:
         self.fill(ids, kept)
         return self.logits[: len(ids)].clone()
 
-    @in_plain_state
-    @torch.no_grad()
+    @inference()
     def score(self, prompts: Prompts) -> list[Tensor]:
         """Empty the cache, read a prompt for each sequence, and score its tokens. Logits of a chunk are in memory.
 
@@ -275,8 +272,7 @@ class Engine:
             scores[row].append(F.cross_entropy(logits[: len(following)].float(), following, reduction="none"))
         return [torch.cat(found) for found in scores]
 
-    @in_plain_state
-    @torch.no_grad()
+    @inference()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Read one more token for each sequence.
 
@@ -305,7 +301,6 @@ class Engine:
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
-    @in_plain_state
     def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
         """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
 
@@ -331,14 +326,14 @@ class Engine:
                 self.capture_steps(sequences)
         self._lengths = []
 
+    @inference()
     def capture_steps(self, sequences: int) -> None:
         """Capture the steps of so many sequences of all lengths, unless they are; what they had to read is lost."""
         self.loop_from(torch.zeros(sequences, dtype=torch.int64, device="cpu"), [0] * sequences).capture()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
-    @in_plain_state
-    @torch.no_grad()
+    @inference()
     def generate(
         self,
         prompts: Prompts,
@@ -384,7 +379,7 @@ class Engine:
                 on_token(event.sequence, event.token)
         return [sequence.result for sequence in running]
 
-    @torch.no_grad()
+    @inference()
     def stream(
         self,
         prompts: Prompts,
@@ -420,11 +415,8 @@ class Engine:
         """
         check_top(top, self.decoder.vocabulary)
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
-        with plain_state():
-            running, ids = self._begun(prompts, options, keep)
-        events = self._continued(running, ids, self._lengths, top)
-        autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        return each_in_plain_state(events) if autocast else events
+        running, ids = self._begun(prompts, options, keep)
+        return self._continued(running, ids, self._lengths, top)
 
     def _begun(self, prompts: Prompts, options: Options, keep: Keep) -> tuple[list[Running], list[Tensor]]:
         """Check what `generate` takes, read the prompts, and make their sequences; the prompts' ids are with them."""
@@ -478,7 +470,7 @@ class Engine:
         self._check_current(lengths)
         n, device = len(running), self.decoder.device
         # Not around the whole: a generator enters and leaves its contexts for every token.
-        with torch.no_grad():
+        with inference():
             first, history = self.likeliest[:n], None
             sampling: Sampling | Rows = running[0].sampling  # one for all
             if any(sequence.bans for sequence in running):
@@ -495,7 +487,7 @@ class Engine:
             loop = self.loop_from(first, lengths)
             found = likelihoods(self.logits[:n], first, [top] * n)
 
-        @torch.no_grad()
+        @inference()
         def advance() -> tuple[Fetched, list[LogProbability | None]]:
             if history is not None:
                 history.add(loop.tokens)
@@ -560,7 +552,7 @@ class Engine:
         longest = guides.TOKENS if rows is None else max(1, *map(len, rows))
         reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
         read = guides.drawn(reader, self.decoder.vocabulary) if rows is None else rows
-        with torch.inference_mode(False), torch.no_grad():
+        with inference():
             self.cache.set_guides(guides.guides_of(reader, read, self._tables))
 
     def watched(self, prompts: list[Tensor], watch: Callable[[PromptAttention], guides.Watch]) -> list[guides.Watch]:

@@ -25,8 +25,7 @@ from qcut.engine.decoder import kernel_activations
 from qcut.errors import UnsupportedError, shown
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
-from qcut.models.fusion import FusedActivation
-from qcut.models.modules import is_linear
+from qcut.models.modules import FusedActivation, is_linear
 
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattribute__", "__getattr__")
 """Methods by which a module is called, and finds its parts."""
@@ -34,7 +33,9 @@ _LISTS = ("__iter__", "__getitem__", "__len__")
 _GENERATION = ("generate", "prepare_inputs_for_generation", "_get_logits_processor", "_sample")
 _BESIDE = frozenset({"is_causal", "num_key_value_groups", "sliding_window"})
 """Attributes of a module that functions of attention read."""
-_READ = frozenset({"scaling", "eps", "variance_epsilon", "attn_logit_softcapping", "use_rope", "use_parallel_residual"})
+_READ = frozenset(
+    {"scaling", "eps", "variance_epsilon", "attn_logit_softcapping", "rope_type", "use_rope", "use_parallel_residual"}
+)
 """Attributes that the engine reads where the module does."""
 _WITHOUT_INFLUENCE = frozenset({"layer_idx", "training", "gradient_checkpointing", "vocab_size", "padding_idx"})
 _ELEMENTWISE = (
@@ -100,9 +101,7 @@ def _class_of(config: Any) -> type[nn.Module]:
         if cls in MODEL_FOR_CAUSAL_LM_MAPPING:
             found: type[nn.Module] = MODEL_FOR_CAUSAL_LM_MAPPING[cls]
             return found
-    raise UnsupportedError(
-        f"{_named(type(config))} is no configuration of transformers; allowed: those, or model.generate"
-    )
+    raise UnsupportedError(f"{_named(type(config))} is no configuration of transformers; allowed: those, or model.generate")
 
 
 def _reference(cls: type[nn.Module], config: Any) -> nn.Module:
@@ -131,7 +130,8 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
         if len(model._modules) > len(reference._modules):
             count = f"{len(model._modules)} modules where its configuration has {len(reference._modules)}"
             raise UnsupportedError(f"{prefix[:-1]} has {count}; allowed: as many, or model.generate")
-        places = [getattr(part, "layer_idx", None) for part in _attentions(model)]
+        layers = [layer for layer in model._modules.values() if layer is not None]  # twice if used twice
+        places = [place for layer in layers if (place := _place(layer)) is not None]
         if len(set(places)) < len(places):
             raise UnsupportedError(f"{prefix[:-1]}: two layers keep their keys and values in one place (layer_idx)")
     for key, wanted in reference._modules.items():
@@ -154,16 +154,17 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
             _check_parts(part, wanted, f"{name}.", config, known)
 
 
-def _attentions(layers: nn.Module) -> Iterator[nn.Module]:
-    return (
-        part for layer in layers._modules.values() if layer for part in layer.children() if hasattr(part, "layer_idx")
-    )
+def _place(layer: nn.Module) -> int | None:
+    """The index under which a layer's attention keeps keys and values; None: it has no attention."""
+    return next((part.layer_idx for part in layer.children() if isinstance(getattr(part, "layer_idx", None), int)), None)
 
 
 # ── one module ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], more: tuple[str, ...] = ()) -> None:
+def _check(
+    module: nn.Module, wanted: nn.Module, name: str, known: set[type], more: tuple[str, ...] = ()
+) -> None:
     """Compare a module with one of transformers that the engine stands for."""
     kind = type(wanted)
     if _package(kind) not in ("torch", "transformers"):
@@ -173,9 +174,7 @@ def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], mo
         raise UnsupportedError(f"{found}{_INSTEAD}")
     own = {*vars(wanted), *wanted._parameters, *wanted._buffers, *wanted._modules}
     _check_itself(module, kind, name, known, (*more, *(key for key in own if not hasattr(kind, key))))
-    if extra := [
-        key for key, value in module._parameters.items() if value is not None and key not in wanted._parameters
-    ]:
+    if extra := [key for key, value in module._parameters.items() if value is not None and key not in wanted._parameters]:
         raise UnsupportedError(f"{name} has a parameter {extra[0]!r} that a {_named(kind)} has not; allowed: none")
     read = (_names(kind) | _BESIDE) - _READ - _WITHOUT_INFLUENCE
     for key, value in vars(wanted).items():
@@ -196,16 +195,22 @@ def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], mo
             raise UnsupportedError(f"{name}: its class {_named(cls)} has a {key} of its own{_INSTEAD}")
         if kind not in known and base is not None and (culprit := _foreign(base, kind)) is not None:
             raise UnsupportedError(f"{name}: {kind.__name__}.{key} runs {culprit}{_INSTEAD}")
-        if key in vars(module) and (key in _ALWAYS or callable(base)):
+        if _is_shadowed(module, key, base):
             if "_hf_hook" in vars(module):
                 how = "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
-                raise UnsupportedError(
-                    f"{name}: accelerate moves its tensors (device_map); load on one device, or {how}"
-                )
+                raise UnsupportedError(f"{name}: accelerate moves its tensors (device_map); load on one device, or {how}")
             found = _named(vars(module)[key])
             raise UnsupportedError(f"{name}: {key} was set on the module itself, to {found}{_INSTEAD}")
     known.add(kind)
     _check_hooks(module, name)
+
+
+def _is_shadowed(module: nn.Module, key: str, base: Any) -> bool:
+    """Whether something else was set on a module in place of its class's method; accelerate leaves the method itself."""
+    if key not in vars(module) or not (key in _ALWAYS or callable(base)):
+        return False
+    found = vars(module)[key]
+    return getattr(found, "__func__", None) is not base or getattr(found, "__self__", None) is not module
 
 
 def _check_hooks(module: nn.Module, name: str) -> None:
@@ -215,6 +220,12 @@ def _check_hooks(module: nn.Module, name: str) -> None:
 
 
 def _check_linear(module: nn.Module, name: str, known: set[type]) -> None:
+    if type(module) is nn.Sequential:
+        _check_itself(module, nn.Sequential, name, known)
+        for key, part in module._modules.items():
+            check = _check_activation if type(part) in _activations() else _check_linear
+            check(cast(nn.Module, part), f"{name}.{key}", known)
+        return
     kind = _known_kind(module)
     if kind is not type(module) and isinstance(module, nn.Linear) and is_linear(module):
         _check_hooks(module, name)  # its own code has been read: x @ W.T + b
@@ -259,9 +270,7 @@ def _known_kind(module: nn.Module) -> type | None:
     known = next((cls for cls in type(module).__mro__ if _package(cls) is not None), nn.Module)
     if any(cls.__module__.startswith(_ADAPTERS) and _package(cls) == "peft" for cls in known.__mro__):
         return known
-    is_row_wise = _package(known) != "peft" and issubclass(
-        known, nn.Linear | nn.Embedding | Conv1D | Linear | Embedding
-    )
+    is_row_wise = _package(known) != "peft" and issubclass(known, nn.Linear | nn.Embedding | Conv1D | Linear | Embedding)
     return known if is_row_wise else None
 
 
@@ -389,8 +398,4 @@ def _named(value: Any) -> str:
     """A class or function with its module."""
     function = getattr(value, "__func__", value)
     name = getattr(function, "__qualname__", None)
-    return (
-        f"{getattr(function, '__module__', '')}.{name}"
-        if name
-        else f"a {type(value).__module__}.{type(value).__qualname__}"
-    )
+    return f"{getattr(function, '__module__', '')}.{name}" if name else f"a {type(value).__module__}.{type(value).__qualname__}"

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from qcut.engine.rings import Ring
-from qcut.errors import ConfigError
+from qcut.errors import ConfigError, UnsupportedError
 from qcut.numerics import int4
 
 KVDtype = Literal["auto", "int8", "int4", "int8/int4"]
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8", "int4", "int8/int4")
+_STORED = {"int8": torch.int8, "int4": torch.uint8}
 Memory = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """Keys, values, and the scales of keys and values, None unless keys and values are compressed."""
 
@@ -46,6 +47,7 @@ class KVCache:
     Raises:
         ConfigError: another ``kv_dtype``; or 4 bits for a head of another size than `qcut.numerics.int4.HEADS`, or, on
             a GPU, for float32 activations.
+        UnsupportedError: the GPU has no kernel for heads of this size in such a cache.
     """
 
     def __init__(
@@ -72,6 +74,14 @@ class KVCache:
                 raise ConfigError(
                     f"kv_cache is {kv_dtype!r} of a {name} model; allowed on a GPU: float16 and bfloat16 models"
                 )
+        if device.type == "cuda":
+            from qcut.cuda.attention import check_cache
+
+            stored = [_STORED.get(kind, dtype) for kind in kinds]
+            try:
+                check_cache(dtype, *stored, head_size, torch.empty(0, device=device).get_device())
+            except UnsupportedError as error:
+                raise UnsupportedError(f"kv_cache is {kv_dtype!r} for heads of {head_size} columns: {error}") from error
         self._rings, self._places = tuple(rings) or (None,) * layers, context - 1
         self._written = [0] * batch
         # Layers with the same ring, or with none, lie in one tensor of each kind, in which a layer's are contiguous.
@@ -143,8 +153,8 @@ class KVCache:
 
 
 def _rows(kind: str, shape: tuple[int, ...], head: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    stored = {"int8": torch.int8, "int4": torch.uint8}.get(kind, dtype)
-    return torch.zeros((*shape, head // 2 if kind == "int4" else head), dtype=stored, device=device)
+    columns = head // 2 if kind == "int4" else head
+    return torch.zeros((*shape, columns), dtype=_STORED.get(kind, dtype), device=device)
 
 
 def _scales(kind: str, shape: tuple[int, ...], device: torch.device) -> Tensor | None:

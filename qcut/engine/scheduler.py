@@ -22,6 +22,7 @@ from qcut.engine.engine import Engine, Prompts
 from qcut.engine.failures import as_failure, check_device, is_interrupt
 from qcut.engine.generated import Event, LogProbability, Running
 from qcut.engine.likelihoods import check_top, likelihoods
+from qcut.engine.modes import inference
 from qcut.engine.prefixes import Found, Prefixes
 from qcut.engine.request import Listener, Request
 from qcut.engine.text.prompts import Chat
@@ -161,6 +162,7 @@ class Scheduler:
         error: what has ended the thread; no request is taken any more.
     """
 
+    @inference()
     def __init__(self, engine: Engine, *, chunk: int = 512, prefixes: int = 8, most_waiting: int = 1024) -> None:
         for name, value, least in (("chunk", chunk, 1), ("prefixes", prefixes, 0), ("most_waiting", most_waiting, 1)):
             if not is_whole(value) or value < least:
@@ -354,7 +356,7 @@ class Scheduler:
         """`close`; where the block has failed, sequences are cancelled."""
         self.close(cancel=kind is not None)
 
-    @torch.no_grad()
+    @inference()
     def turn(self) -> bool:
         """Take a step, read a chunk, and pass on what has come; False where there was nothing to do.
 

@@ -115,6 +115,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         scheme = cast(Codebook, scheme)
         if len(set(scheme.widths)) > 1:
             return ()
+        geometry = Geometry(k, scheme.group_columns(k))
         call = CodebookLayer(
             rows=rows,
             n=n,
@@ -128,11 +129,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             bias=bias,
             activation=activation,
             pairs=scheme.pairs,
-            row_norm=scheme.int8_products
-            and not scheme.uniform
-            and not scheme.pairs
-            and scheme.widths == (4,)
-            and scheme.group_columns(k) >= max(k, UNIT_COLUMNS),
+            row_norm=_has_one_norm(scheme, geometry) and not scheme.uniform,
         )
         return [call]
 
@@ -156,8 +153,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         self.set_bits = list(widths) if len(set(widths)) > 1 else [widths[0]]
         self._rotation = rotation_for(RotationSpec(self.kind, self.group_size, k, scheme.seeds))
         self._rotates_one = len(self.set_bits) == 1 and can_rotate(self.kind, self.group_size, k)
-        one_norm = list(widths) == [4] and self.geometry.groups == 1 and self.geometry.slot == 128
-        self._one_norm = self.int8 and one_norm and not scheme.pairs
+        self._one_norm = _has_one_norm(scheme, self.geometry)
         self._row_norm = False
         self._read: Reading[list[Books]] | None = None
         units = self.geometry.units * len(widths) // len(self.set_bits)
@@ -536,3 +532,9 @@ def _by_kernels(device: torch.device) -> bool:
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def _has_one_norm(scheme: Codebook, geometry: Geometry) -> bool:
+    """Whether kernels may read one norm for a whole row of int8 values: one group, in slots of whole units."""
+    whole = geometry.groups == 1 and geometry.slot == UNIT_COLUMNS
+    return whole and scheme.int8_products and list(scheme.widths) == [4] and not scheme.pairs

@@ -7,7 +7,7 @@ default dtype and default device have no influence.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,7 +17,6 @@ from qcut.process.locks import Lock
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
 _PRODUCTS: tuple[Any, ...] = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
 """Settings by which float32 products may be computed in bfloat16 or TF32."""
@@ -28,12 +27,8 @@ _restore: list[Callable[[], None]] = []
 
 
 @contextmanager
-def plain_state() -> Iterator[None]:
-    """Run a block outside autocast and inference mode, with float32 products in float32.
-
-    Autocast and inference mode are the thread's. The precision of float32 products is the process's: other threads
-    have full precision too, until the last block that runs at the same time has ended.
-    """
+def outside_modes() -> Iterator[None]:
+    """Run a block outside the thread's autocast and inference mode; under inference mode, without gradients."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))  # switches gradients on
@@ -41,7 +36,17 @@ def plain_state() -> Iterator[None]:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        stack.enter_context(_full_products())
+        yield
+
+
+@contextmanager
+def plain_state() -> Iterator[None]:
+    """Run a block outside autocast and inference mode, with float32 products in float32.
+
+    Autocast and inference mode are the thread's. The precision of float32 products is the process's: other threads
+    have full precision too, until the last block that runs at the same time has ended.
+    """
+    with outside_modes(), _full_products():
         yield
 
 
@@ -56,20 +61,6 @@ def in_plain_state(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
-
-
-def each_in_plain_state(items: Generator[T, None, None]) -> Generator[T, None, None]:
-    """The same items, each made in `plain_state` whatever holds where they are asked for."""
-    try:
-        while True:
-            with plain_state():
-                try:
-                    item = next(items)
-                except StopIteration:
-                    return
-            yield item
-    finally:
-        items.close()
 
 
 @contextmanager

@@ -19,13 +19,14 @@ from tests.support.decoders import VOCABULARY, prompts_of
 def projected(model: Any, kind: str, prompts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
     """Queries ``[T, heads, 32]`` and keys ``[T, kv_heads, 32]`` of each layer, before positions, by transformers."""
     found: list[list[Tensor]] = []
+    hooks = []
     layers = model.model.layers if kind == "llama" else model.transformer.h
     for layer in layers:
         mine: list[Tensor] = []
         attention = layer.self_attn if kind == "llama" else layer.attn
         modules = (attention.q_proj, attention.k_proj) if kind == "llama" else (attention.c_attn,)
         for module in modules:
-            module.register_forward_hook(lambda _, __, out, mine=mine: mine.append(out[0].detach()))
+            hooks.append(module.register_forward_hook(lambda _, __, out, mine=mine: mine.append(out[0].detach())))
         found.append(mine)
     rows = [[torch.empty(0)] * 2 for _ in found]
     with torch.no_grad():
@@ -35,6 +36,8 @@ def projected(model: Any, kind: str, prompts: list[list[int]]) -> list[tuple[Ten
                 q, k = mine if kind == "llama" else mine[0].split(64, 1)[:2]
                 kept[:] = [torch.cat((a, b)) for a, b in zip(kept, (q, k), strict=True)]
                 mine.clear()
+    for hook in hooks:
+        hook.remove()
     return [(q.unflatten(1, (-1, 32)), k.unflatten(1, (-1, 32))) for q, k in rows]
 
 
