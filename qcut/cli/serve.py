@@ -149,8 +149,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         from qcut.server.guards import LOOPBACK
     except ModuleNotFoundError as error:
         from qcut.errors import UnsupportedError
+        from qcut.process.versions import install
 
-        raise UnsupportedError(f"{error.name} is not installed: pip install 'qcut[serve]'") from error
+        raise UnsupportedError(f"{error.name} is not installed: {install('serve')}") from error
 
     key = os.environ.get(KEY) or None if arguments.api_key is None else arguments.api_key
     _say(_several(arguments))
