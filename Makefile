@@ -25,13 +25,15 @@ SERVING_ARGS ?=
 
 # Pinned: an unpinned torch downloads gigabytes. TORCH=torch==2.13.0+cpu takes the small build where pip knows of one.
 TORCH ?= torch==2.13.0
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints-dev.txt
+# Quiet twice: pip warns of each package that an index of this machine lacks.
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints-dev.txt
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 # Threads that wait shall sleep: spinning, they take a busy machine's cores from those that compute.
 demo: $(READY)
+	@echo "quantizing a GPT-2 of 5 million weights in seven ways; a CPU takes a minute or a few"
 	@OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/demo.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
 
 test: $(READY)
@@ -55,7 +57,7 @@ test-gpu: $(READY)
 wheel: $(READY)
 	@rm -rf build/lib qcut/binaries; trap 'rm -rf build/lib qcut/binaries' EXIT; \
 	$(if $(ARCHS),$(BIN)/python -m qcut precompile $(ARCHS:%=--arch sm_%) --pack qcut/binaries $(if $(JOBS),--jobs $(JOBS));) \
-	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist \
+	$(BIN)/python -m pip wheel . --quiet --quiet --no-deps --no-build-isolation --wheel-dir dist \
 	  $(if $(ARCHS),--config-settings=--build-option="--plat-name=linux_$$(uname -m)"); \
 	ls -l dist/*.whl
 
@@ -86,8 +88,10 @@ clean:
 
 # torch goes first and alone, so that nothing else decides which build of it is taken.
 $(READY): pyproject.toml constraints-dev.txt
-	@echo "setting up .venv ($(TORCH)); the first time this downloads the packages"
+	@echo "setting up .venv, 1 of 3: Python's environment"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up .venv, 2 of 3: $(TORCH), the first time a download of gigabytes"
 	@$(INSTALL) '$(TORCH)'
+	@echo "setting up .venv, 3 of 3: qcut from this folder, and the packages of its demo, tests and documents"
 	@$(INSTALL) --no-build-isolation '$(TORCH)' --editable '.[hf,bench,serve,dev,docs]'
 	@touch $@

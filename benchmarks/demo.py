@@ -5,7 +5,8 @@
     python benchmarks/demo.py --schemes codebook4+4_int8            # any codebook that qcut.Codebook can name
 
 Perplexity is measured on the first windows of the text. The ranges of static schemes, the hybrid plan and the fit of
-codebooks come from later windows. Every variant starts from the same float model.
+codebooks come from later windows. Every variant starts from the same float model. Variants whose layers have the same
+schemes compute the same: they are timed once.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SCHEMES = {
     "smooth": "w8a8_static after moving outliers into the weights (SmoothQuant, alpha 0.5)",
     "codebook4": "4-bit indices into a codebook, rotated groups of 128 columns, 16-bit activations",
     "codebook4_fit": "codebook4 fitted to the loss's curvature by the weights, in place of rounding",
-    "hybrid": "each layer the cheapest scheme that keeps the whole within the quality budget",
+    "hybrid": "each layer the cheapest scheme within the quality budget, static ranges by the method that loses least",
 }
 OTHERS = "or another codebook: codebook3, codebook2, codebook4+4, codebook4_int8, codebook4_g64_qr, int4, …"
 SMOOTH_ALPHA = 0.5
@@ -74,6 +75,14 @@ def int8_first(layer: LayerSize, scheme: str) -> float:
     return layer.out_features * layer.in_features * RELATIVE_COST[scheme]
 
 
+_STARTED = time.monotonic()
+
+
+def say(text: str) -> None:
+    """Say on standard error what is done next, and when it began."""
+    print(f"[{time.monotonic() - _STARTED:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 class DemoError(Exception):
     """An error that the user can correct: a missing file, package or argument."""
 
@@ -92,6 +101,16 @@ class Limits:
 
 FULL = Limits(60, 32, 8, prompt_batch=8, new_tokens=128, repeats=5)
 QUICK = Limits(40, 8, 2, prompt_batch=1, new_tokens=8, repeats=1)
+
+
+@dataclass
+class Speed:
+    """What layers of the same schemes have in common."""
+
+    prompt_tokens_per_s: float
+    generated_tokens_per_s: float
+    model_mb: float
+    peak_mb: float
 
 
 @dataclass
@@ -239,11 +258,9 @@ def peak_mb(device: torch.device) -> float:
 
 
 @torch.no_grad()
-def measure(name: str, model: Any, setup: Setup, layers: dict[str, int], baseline: float | None) -> Result:
-    """Perplexity, then the speed of a prompt and of a greedy generation, and the memory peak over the two."""
-    device, limits = setup.device, setup.limits
-    tokens, window = setup.evaluation.flatten(), setup.evaluation.shape[1]
-    value = perplexity(model, tokens, window=window, progress=sys.stderr.isatty())
+def speed_of(model: Any, setup: Setup) -> Speed:
+    """The speed of a prompt and of a greedy generation, and the memory peak over the two."""
+    device, limits, window = setup.device, setup.limits, setup.evaluation.shape[1]
     prompt = setup.evaluation[: limits.prompt_batch]
     short = prompt[:1, :SPEED_PROMPT]
     new_tokens = min(limits.new_tokens, model.config.max_position_embeddings - short.shape[1])
@@ -260,16 +277,45 @@ def measure(name: str, model: Any, setup: Setup, layers: dict[str, int], baselin
     reset_peak(device)
     prompt_seconds = median_seconds(read_prompt, device, limits.repeats)
     generate_seconds = median_seconds(generate, device, limits.repeats)
-    return Result(
-        scheme=name,
-        perplexity=value,
-        change_percent=0.0 if baseline is None else 100 * (value / baseline - 1),
+    return Speed(
         prompt_tokens_per_s=prompt.numel() / prompt_seconds,
         generated_tokens_per_s=new_tokens / generate_seconds,
         model_mb=model_bytes(model) / 1e6,
         peak_mb=peak_mb(device),
-        layers=layers,
     )
+
+
+class Measuring:
+    """Measures variants, and keeps the speeds of those that compute the same."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._speeds: dict[frozenset[tuple[str, str]], Speed] = {}
+        self.rows: list[Result] = []
+
+    def add(self, name: str, model: Any, schemes: dict[str, str]) -> None:
+        """Add the row of a model; the first is the baseline, and has no schemes.
+
+        Args:
+            name: of the row.
+            model: on the device.
+            schemes: of the quantized layers, by their name.
+        """
+        tokens, window = self._setup.evaluation.flatten(), self._setup.evaluation.shape[1]
+        value = perplexity(model, tokens, window=window, progress=sys.stderr.isatty())
+        same = frozenset(schemes.items())
+        if same not in self._speeds:
+            self._speeds[same] = speed_of(model, self._setup)
+        baseline = self.rows[0].perplexity if self.rows else value
+        row = Result(
+            scheme=name,
+            perplexity=value,
+            change_percent=100 * (value / baseline - 1),
+            layers=dict(Counter(schemes.values())),
+            **asdict(self._speeds[same]),
+        )
+        self.rows.append(row)
+        say(f"{name}: perplexity {value:.3f}, {row.prompt_tokens_per_s:,.0f} tokens/s of a prompt")
 
 
 @torch.no_grad()
@@ -293,18 +339,15 @@ def quantized(
     calibration: qcut.Calibration | None,
     plan: qcut.Plan | None,
     moments: dict[str, qcut.Curvature] | None,
-) -> tuple[Any, dict[str, int]]:
-    """A fresh model quantized the way the table's row `name` says, and how many layers each scheme got."""
+) -> tuple[Any, dict[str, str]]:
+    """A fresh model quantized the way the table's row `name` says, and its layers' schemes by name."""
     model = fresh_model(setup)
     if name == "hybrid" and plan is not None:
-        qcut.quantize(model, plan, calibration=calibration, progress=False)
-        return model, plan.counts
+        return model, qcut.quantize(model, plan, calibration=calibration, progress=False).schemes
     if name == "codebook4_fit":
-        report = qcut.quantize(model, "codebook4", second_moments=moments, progress=False)
-        return model, dict(Counter(report.schemes.values()))
+        return model, qcut.quantize(model, "codebook4", second_moments=moments, progress=False).schemes
     scheme, alpha = ("w8a8_static", SMOOTH_ALPHA) if name == "smooth" else (name, None)
-    report = qcut.quantize(model, scheme, calibration=calibration, smooth=alpha, progress=False)
-    return model, dict(Counter(report.schemes.values()))
+    return model, qcut.quantize(model, scheme, calibration=calibration, smooth=alpha, progress=False).schemes
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -324,31 +367,37 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
 
     baseline_name = str(setup.dtype).removeprefix("torch.").replace("float", "fp")
+    measuring = Measuring(setup)
+    say(f"the model in {baseline_name}: perplexity and speed")
     model = fresh_model(setup)
-    rows = [measure(baseline_name, model, setup, {}, None)]
+    measuring.add(baseline_name, model, {})
     samples = {baseline_name: sample(model, setup, args.prompt)}
     batches = setup.calibration.to(device).split(4)
     progress = sys.stderr.isatty()
     calibration = plan = moments = None
     if "codebook4_fit" in args.schemes:
+        say(f"curvature of the loss on {after} windows, for codebook4_fit")
         moments = qcut.collect_curvature(model, batches, progress=progress)
     if {"w8a8_static", "smooth", "hybrid"} & set(args.schemes):
+        say(f"ranges of the layers' inputs on {after} windows, for static schemes")
         calibration = qcut.calibrate(model, batches, progress=progress)
     if "hybrid" in args.schemes:
+        say(f"a scheme for each layer by the loss on {setup.limits.plan_windows} windows, for hybrid")
         some = setup.calibration[: setup.limits.plan_windows].to(device).split(1)
         what: Any = {"cost": int8_first} if args.objective == "int8" else {"objective": args.objective}
         plan = qcut.plan(model, some, budget=args.budget, calibration=calibration, progress=progress, **what)
     del model
-    for name in args.schemes:
-        model, layers = quantized(name, setup, calibration, plan, moments)
-        rows.append(measure(name, model, setup, layers, rows[0].perplexity))
+    for i, name in enumerate(args.schemes):
+        say(f"{name}, {i + 1} of {len(args.schemes)}: {SCHEMES.get(name, 'a codebook')}")
+        model, schemes = quantized(name, setup, calibration, plan, moments)
+        measuring.add(name, model, schemes)
         if name == args.schemes[-1]:
             samples[name] = sample(model, setup, args.prompt)
         del model
 
-    print_table(rows, gpu)
+    print_table(measuring.rows, gpu)
     if plan is not None:
-        print(f"\n{plan}")
+        print(f"\nhybrid, measured on {setup.limits.plan_windows} windows of the calibration text:\n{plan}")
     for name, text in samples.items():
         print(f"\nsample, {name}: {' '.join(text.split())}")
     return {
@@ -362,7 +411,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "windows": {"evaluation": held_out, "calibration": after},
         "limits": asdict(setup.limits),
         "peak_memory_is": PEAK_LABEL[gpu],
-        "results": [asdict(row) for row in rows],
+        "results": [asdict(row) for row in measuring.rows],
         "plan": None if plan is None else plan.to_json(),
         "samples": samples,
     }
@@ -392,7 +441,8 @@ def print_table(rows: list[Result], gpu: bool) -> None:
     for row in rows:
         if row.scheme in SCHEMES:
             print(f"{row.scheme:14} {SCHEMES[row.scheme]}")
-    print(f"\npeak MB is {PEAK_LABEL[gpu]}")
+    print("\nrows whose layers have the same schemes compute the same, and are timed once")
+    print(f"peak MB is {PEAK_LABEL[gpu]}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,10 +8,11 @@ a compiler and creates no CUDA context. Programs that find operators from C++, `
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcut.process.imports import when_imported
-from qcut.process.versions import require
+from qcut.process.versions import refuse_other_distribution, require
 
 if TYPE_CHECKING:
     from qcut import errors as errors
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from qcut.ops.paths import execution_path as execution_path
 
 __version__ = "0.1.0"
+
+refuse_other_distribution(Path(__file__).parent)
 
 _HOME = {
     "W8A8": "config",

@@ -8,6 +8,7 @@ from typing import Any
 from qcut.cli.answer import Answer
 from qcut.cli.arguments import add_command
 from qcut.errors import UnsupportedError
+from qcut.process.versions import install
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -21,7 +22,7 @@ def add_parser(commands: Any) -> None:
         "completion",
         help="print a script that completes qcut's commands in your shell",
         description="Prints a script with which the Tab key completes qcut's commands, options and their values.\n"
-        "Needs the package shtab: pip install 'qcut[completion]'.",
+        f"Needs the package shtab: {install('completion')}.",
         example="qcut completion bash > ~/.local/share/bash-completion/completions/qcut\n"
         "qcut completion zsh > ~/.zfunc/_qcut     # in a folder of $fpath\n"
         "qcut completion fish > ~/.config/fish/completions/qcut.fish",
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     try:
         import shtab
     except ImportError as error:
-        raise UnsupportedError("completion: shtab is not installed: pip install 'qcut[completion]'") from error
+        raise UnsupportedError(f"completion: shtab is not installed: {install('completion')}") from error
     top = arguments.top
     for action in _actions(top):
         if action.type is not None and getattr(action.type, "__name__", "") == "Path":

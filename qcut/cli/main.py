@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from qcut.cli import completion, evaluate, generate, info, plan, precompile, quantize, serve, tune
@@ -18,7 +19,8 @@ from qcut.cli.answer import Answer, write_json
 from qcut.cli.arguments import Parser, UsageError
 from qcut.cli.gemm import command as gemm
 from qcut.emitters.core.source import EmitError
-from qcut.errors import QcutError
+from qcut.errors import QcutError, UnsupportedError
+from qcut.process.versions import refuse_other_distribution
 
 TRACEBACK = "QCUT_TRACEBACK"
 """Environment variable that has the traceback of a fault printed, for reports."""
@@ -89,6 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
     """Run the command; returns the name of its answer, the answer, and the line that says what failed."""
+    try:
+        refuse_other_distribution(Path(__file__).parents[1])  # its __init__ may have taken the place of ours
+    except UnsupportedError as error:
+        return _failed(error, str(error))
     arguments = parser().parse_args(words)
     try:
         answer = arguments.command(arguments)

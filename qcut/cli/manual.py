@@ -6,6 +6,7 @@ import argparse
 import re
 
 from qcut.cli.main import parser
+from qcut.process.versions import install
 
 _HEAD = """\
 # The command line
@@ -47,14 +48,16 @@ A failure, Ctrl-C, SIGTERM or SIGHUP leaves no half-written file or folder. A fa
 ## Completion
 
 `qcut completion bash` prints a script for the shell, `zsh` and `fish` likewise; it needs shtab:
-`pip install 'qcut[completion]'`.
+`{}`.
 """
 
 
 def manual() -> str:
     """The page as Markdown."""
     (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return "\n".join([_HEAD, *(_command(name, each) for name, each in commands.choices.items())])
+    return "\n".join(
+        [_HEAD.format(install("completion")), *(_command(name, each) for name, each in commands.choices.items())]
+    )
 
 
 def _command(name: str, command: argparse.ArgumentParser) -> str:

@@ -178,8 +178,9 @@ def run(arguments: argparse.Namespace) -> Answer:
         from qcut.server.metrics import Metrics
     except ModuleNotFoundError as error:
         from qcut.errors import UnsupportedError
+        from qcut.process.versions import install
 
-        raise UnsupportedError(f"{error.name} is not installed: pip install 'qcut[serve]'") from error
+        raise UnsupportedError(f"{error.name} is not installed: {install('serve')}") from error
 
     settings = Settings(
         name=arguments.served_name or arguments.model,

@@ -81,6 +81,8 @@ def find_nvrtc() -> Tool:
         program_class()
     except Exception as error:  # each package and version of it has its own exception for "not found"
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, ModuleNotFoundError):
+            advice = "pip install 'cuda-python>=13,<14' cuda-core"
         raise ToolchainError(f"NVRTC cannot be loaded ({what}); raw kernels need it: {advice}") from error
     path = Path(library.abs_path or "libnvrtc.so").resolve()
     return Tool("nvrtc", path, _nvrtc_patch_version(path, f"{major}.{minor}"))
@@ -117,7 +119,9 @@ def find_gxx() -> Tool:
             return Tool("g++", Path(path), numbers[-1])
         tried.append(f"{path} is no working g++" + (f": {problem}" if problem else ""))
     rejected = f" ({'; '.join(tried)})" if tried else ""
-    raise ToolchainError(f"no g++{rejected}; CUTLASS kernels need it: apt-get install g++, or set CXX")
+    raise ToolchainError(
+        f"no g++{rejected}; CUTLASS kernels and the C++ operators need it: apt-get install g++, or set CXX"
+    )
 
 
 @once
@@ -131,6 +135,10 @@ def find_nvcc() -> Tool:
         ToolchainError: there is no nvcc, or its installation is incomplete.
         BuildError: there is no scratch space to run nvcc in.
     """
+    try:
+        host = ["-ccbin", str(find_gxx().path)]
+    except ToolchainError:
+        host = []
     problems = []
     on_path = shutil.which("nvcc")
     candidates = [root / "bin" / "nvcc" for root in (*_pypi_roots(), *_env_roots())]
@@ -145,14 +153,16 @@ def find_nvcc() -> Tool:
         version, problem = _run([str(path), "--version"])
         # PATH may hold a wrapper script: nvcc itself knows where it lives.
         with scratch_folder() as folder:
-            plan, wrong = _run([str(path), "--dryrun", "-x", "cu", "-cubin", os.devnull], folder)
+            plan, wrong = _run([str(path), "--dryrun", *host, "-x", "cu", "-cubin", os.devnull], folder)
         release = re.search(r"release \S+ V(\S+)", version)
         top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
-        if not release or not top:
+        # Without a g++, nvcc ends before it says where it lives.
+        home = top.group(1).strip() if top else "" if host else path.resolve().parents[1]
+        if not release or not home:
             reason = problem or wrong
             problems.append(f"{path} does not run" + (f": {reason}" if reason else ""))
             continue
-        root = Path(top.group(1).strip()).resolve()
+        root = Path(home).resolve()
         if not (root / "nvvm" / "bin" / "cicc").exists():
             problems.append(f"{path} has no cicc: pip install nvidia-nvvm=={release.group(1)}")
             continue

@@ -40,11 +40,25 @@ def test_demo_measures_quality_speed_and_memory(tmp_path: Path, capsys: pytest.C
     assert len(result["plan"]["layers"]) == 16
     assert list(result["samples"]) == ["fp32", "hybrid"]
     assert all(text.startswith("The with statement") for text in result["samples"].values())
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert [line[9:].split(",")[0].split(":")[0] for line in said.splitlines() if "of 2:" in line] == list(rows)
+    assert "\r" not in said
     assert "CPU reference" in printed
     assert "resident set" in printed
     for name in ("fp32", *rows):
         assert any(line.startswith(name) for line in printed.splitlines())
+
+
+def test_variants_that_compute_the_same_are_timed_once(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    small = ["--quick", "--device", "cpu", "--window", "32", "--eval-windows", "2", "--json", str(out)]
+    assert demo.main([*small, "--schemes", "w8a8_static,smooth,w8a8"]) == 0
+    _, static, smooth, dynamic = json.loads(out.read_text())["results"]
+    assert static["layers"] == smooth["layers"] != dynamic["layers"]
+    assert static["perplexity"] != smooth["perplexity"]
+    for figure in ("prompt_tokens_per_s", "generated_tokens_per_s", "model_mb", "peak_mb"):
+        assert static[figure] == smooth[figure]
+    assert static["prompt_tokens_per_s"] != dynamic["prompt_tokens_per_s"]
 
 
 def test_demo_takes_any_codebook() -> None:

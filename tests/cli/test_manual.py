@@ -140,4 +140,6 @@ def test_bash_completes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
 def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(__import__("sys").modules, "shtab", None)
     assert cli.main(["completion", "bash"]) == 1
-    assert capfd.readouterr().err == "qcut: completion: shtab is not installed: pip install 'qcut[completion]'\n"
+    assert (
+        capfd.readouterr().err == "qcut: completion: shtab is not installed: pip install 'qcut-inference[completion]'\n"
+    )

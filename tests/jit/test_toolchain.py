@@ -124,7 +124,7 @@ def test_nvcc_missing_or_incomplete(bare: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gxx(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ToolchainError, match="no g\\+\\+; CUTLASS kernels need it: apt-get install g\\+\\+"):
+    with pytest.raises(ToolchainError, match=r"no g\+\+; CUTLASS kernels and the C.. operators need it: apt-get"):
         toolchain.find_gxx()
     clang = script(bare / "clang++", 'echo "clang version 18.1.3 (1)"')
     monkeypatch.setenv("CXX", str(clang))
@@ -189,3 +189,21 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "LIBCUDA", "libcuda-absent.so.1")
     with pytest.raises(DeviceError, match=r"no NVIDIA driver \(libcuda-absent.so.1"):
         toolchain.driver()
+
+
+def test_nvcc_is_found_where_its_host_compiler_is_not(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvcc asks g++ before it says where it lives: what is missing is g++ alone."""
+    ends = 'echo "nvcc fatal : Failed to preprocess host compiler properties."; exit 1'
+    nvcc = fake_nvcc(bare / "toolkit", "13.0.88")
+    nvcc.write_text(nvcc.read_text().replace("--dryrun)", f'--dryrun) test "$2" = -ccbin || {{ {ends}; }}; '))
+    monkeypatch.setenv("CUDA_HOME", str(bare / "toolkit"))
+    with pytest.raises(ToolchainError, match=r"no g\+\+; .*apt-get install g\+\+"):
+        toolchain.find_gxx()
+    assert toolchain.find_nvcc() == toolchain.Tool("nvcc", nvcc, "13.0.88", bare / "toolkit")
+    toolchain.reset()
+    script(bare / "bin" / "g++", 'echo "g++ (Debian 12.2.0-14) 12.2.0"; echo "(C) 2022 Free Software Foundation"')
+    assert toolchain.find_nvcc() == toolchain.Tool("nvcc", nvcc, "13.0.88", bare / "toolkit")
+    toolchain.reset()
+    script(bare / "toolkit" / "bin" / "nvcc", nvcc.read_text().partition("\n")[2].replace('"$2" = -ccbin', "1 = 2"))
+    with pytest.raises(ToolchainError, match="nvcc does not run: it ended with 1: nvcc fatal"):
+        toolchain.find_nvcc()

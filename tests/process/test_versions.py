@@ -79,7 +79,7 @@ def test_an_old_torch_is_refused_before_it_is_imported(tmp_path: Path) -> None:
 
 def test_transformers_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UnsupportedError, match=r"transformers is not installed .*: pip install 'qcut\[hf\]'"):
+    with pytest.raises(UnsupportedError, match=r"transformers is not installed .*: pip install 'qcut-inference\[hf\]'"):
         versions.transformers()
 
 

@@ -213,3 +213,85 @@ def test_ci_script_is_executable_and_strict() -> None:
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+def test_the_distribution_has_a_name_of_its_own(
+    project: dict[str, Any], wheel: Path, wheel_files: dict[str, str]
+) -> None:
+    """``qcut`` on PyPI is another project's; messages and metadata say the same name."""
+    assert project["name"] == versions.DISTRIBUTION != "qcut"
+    assert wheel.name.startswith(versions.DISTRIBUTION.replace("-", "_") + "-")
+    (metadata,) = (text for name, text in wheel_files.items() if name.endswith(".dist-info/METADATA"))
+    assert f"\nName: {versions.DISTRIBUTION}\n" in metadata
+    extras = set(project["optional-dependencies"])
+    texts = {name: text for name, text in wheel_files.items() if name.endswith((".py", "METADATA"))}
+    texts |= {str(path): path.read_text() for path in (ROOT / "docs").glob("*.md")}
+    for name, text in texts.items():
+        assert not re.search(r"pip install [^\n`#]*\bqcut(?:\\?\[|['\"\s`]|$)", text), (
+            f"{name} installs another project"
+        )
+        assert set(re.findall(r"\binstall\(['\"](\w+)['\"]\)", text)) <= extras, name
+
+
+OTHERS = {
+    "same folder": {"qcut-2.0.0.dist-info/RECORD": "qcut/__init__.py,,\nqcut/circuit.py,,\n"},
+    "an egg": {"qcut-0.3.egg-info/top_level.txt": "qcut\n"},
+    "no list of files": {"qcut-0.3.dist-info/METADATA": "Name: qcut\n"},
+    "capitals": {"QCut-2.0.0.dist-info/RECORD": "qcut/__init__.py,,\n"},
+}
+HARMLESS = {
+    "another folder": {"qcut-2.2.0.dist-info/RECORD": "QCut/__init__.py,,\n", "QCut/__init__.py": ""},
+    "an editable installation": {"qcut-0.1.0.dist-info/RECORD": "__editable___qcut_finder.py,,\n"},
+    "our own": {"qcut_inference-0.1.0.dist-info/RECORD": "qcut/__init__.py,,\n"},
+    "a relative": {"qcut-tools-0.1.0.dist-info/RECORD": "qcut_tools/__init__.py,,\n"},
+}
+
+
+def imported(folder: Path, files: dict[str, str], then: str) -> subprocess.CompletedProcess[str]:
+    """Import qcut from a folder that other distributions have installed into."""
+    (folder / "qcut").mkdir()
+    shutil.copy(ROOT / "qcut" / "__init__.py", folder / "qcut")
+    shutil.copy(ROOT / "qcut" / "errors.py", folder / "qcut")
+    shutil.copytree(ROOT / "qcut" / "process", folder / "qcut" / "process")
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, "-c", then], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("files", OTHERS.values(), ids=OTHERS)
+def test_another_qcut_in_the_same_folder_is_refused(tmp_path: Path, files: dict[str, str]) -> None:
+    done = imported(tmp_path, files, "import qcut")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("qcut.errors.UnsupportedError: ")
+    assert str(tmp_path / "qcut") in last
+    assert re.search(r"distribution qcut-[\d.]+ has files here", last, re.IGNORECASE)
+    assert "pip uninstall --yes qcut qcut-inference" in last
+
+
+def test_the_command_refuses_where_the_other_was_installed_last(tmp_path: Path) -> None:
+    (tmp_path / "qcut").mkdir()
+    for path in (ROOT / "qcut").iterdir():
+        if path.name != "__init__.py":
+            (tmp_path / "qcut" / path.name).symlink_to(path)
+    (tmp_path / "qcut" / "__init__.py").write_text("from qcut.circuit import cut\n")
+    (tmp_path / "qcut" / "circuit.py").write_text("cut = None\n")
+    (tmp_path / "qcut-2.0.0.dist-info").mkdir()
+    (tmp_path / "qcut-2.0.0.dist-info" / "RECORD").write_text("qcut/__init__.py,,\nqcut/circuit.py,,\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from qcut.cli.main import main; raise SystemExit(main(['doctor']))"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"qcut: {tmp_path / 'qcut'}: the distribution qcut-2.0.0 has files here")
+
+
+@pytest.mark.parametrize("files", HARMLESS.values(), ids=HARMLESS)
+def test_another_qcut_elsewhere_does_no_harm(tmp_path: Path, files: dict[str, str]) -> None:
+    done = imported(tmp_path, files, "import qcut; print(qcut.__file__)")
+    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "qcut" / "__init__.py")), done.stderr

@@ -30,7 +30,7 @@ from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import in_plain_state
-from qcut.process.versions import require
+from qcut.process.versions import install, require
 from qcut.storage.files import write_bytes
 from qcut.storage.reading import file_size, read_into, read_up_to, reading
 
@@ -178,7 +178,7 @@ def _skeleton(header: _Header, path: Path) -> Any:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
-        raise CheckpointError(f"{path}: the model is a Llama of transformers: pip install transformers") from None
+        raise CheckpointError(f"{path}: the model is a Llama of transformers: {install('hf')}") from None
     config = LlamaConfig(
         hidden_size=header.dim,
         intermediate_size=header.hidden_dim,
