@@ -413,8 +413,8 @@ class _Answer:
         for choice, event in come:
             self._watch.take(choice, event, now)
             if event.reason == "failed":
-                failure = self._stream.requests[choice].error
-                raise Refusal(500, f"the request has failed: {failure}"[:500], code="failed")
+                failure = self._stream.requests[choice].error or "the request has failed"
+                raise Refusal(500, str(failure)[:500], code="failed")
             if event.reason == "cancelled" and self._stream.is_left:
                 raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
             if event.reason == "cancelled":

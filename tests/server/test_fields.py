@@ -177,12 +177,12 @@ def test_a_strict_server_refuses_unknown_fields() -> None:
         (CompletionBody, "stop_token_ids", '"a"', ""),
         (ChatBody, "messages", "{}", ""),
         (ChatBody, "messages", "[]", ""),
-        (ChatBody, "messages", '{"role":"user","content":[1,2,3]}', ""),
+        (ChatBody, "messages", '{"role":"user","content":0}', ""),
         (ResponsesBody, "input", '{"role":"user"}', ""),
     ],
 )
 def test_many_wrong_items_cost_one_error(kind: type[Schema], field: str, item: str, tail: str) -> None:
-    items = ",".join([item] * (1_500_000 // len(item)))
+    items = ",".join([item] * min(30_000, 1_500_000 // len(item)))
     rest = {name: value for name, value in LEAST[kind].items() if name != field}
     others = "".join(f",{json.dumps(name)}:{json.dumps(value)}" for name, value in rest.items())
     body = f'{{"{field}":[{items}{tail}]{others}}}'

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from qcut.cli import main as cli
+from qcut.errors import DeviceError
 from qcut.server import streams
 from tests.server.serving import MODEL, Process, call, engine, serving
 
@@ -106,7 +107,7 @@ def test_a_server_dies_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler: Any = None
 
     def broken(*_: Any) -> None:
-        raise RuntimeError("the device is gone")
+        raise DeviceError("the device is gone")
 
     lines: list[str] = []
 
@@ -115,14 +116,32 @@ def test_a_server_dies_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         with serving(one) as served:
             scheduler = served.scheduler
             connection, answer = begun(served.port, LONG)
-            monkeypatch.setattr(scheduler, "_step", broken)
+            monkeypatch.setattr(scheduler, "turn", broken)
             lines.extend(answer.read().decode().splitlines())
             connection.close()
 
-    with pytest.raises(RuntimeError, match="the device is gone"):
+    with pytest.raises(DeviceError, match="the device is gone"):
         break_it()
     assert json.loads([line for line in lines if line][-1][6:])["error"]["code"] == "failed"
-    assert isinstance(scheduler.error, RuntimeError)
+    assert isinstance(scheduler.error, DeviceError)
+
+
+def test_a_failure_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(engine()) as served:
+        step = served.scheduler._step
+
+        def broken() -> None:
+            monkeypatch.setattr(served.scheduler, "_step", step)
+            raise RuntimeError("a kernel has failed")
+
+        connection, answer = begun(served.port, LONG)
+        monkeypatch.setattr(served.scheduler, "_step", broken)
+        lines = [line for line in answer.read().decode().splitlines() if line]
+        connection.close()
+        error = json.loads(lines[-1][6:])["error"]
+        assert (error["code"], error["type"]) == ("failed", "server_error")
+        assert "a kernel has failed" in error["message"]
+        assert call(served.port, "POST", "/v1/completions", LONG)[0] == 200
 
 
 def test_what_is_wrong_is_said_before_the_model_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
