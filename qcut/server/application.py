@@ -142,6 +142,7 @@ class Service:
         engine = scheduler.engine
         self.scheduler, self.settings, self.metrics = scheduler, settings, metrics
         self.bodies = BodyMemory(settings.most_bodies)
+        metrics.body_bytes.set_function(lambda: self.bodies.held)
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.unknown_fields = UnknownFields(settings.strict)
         self._created = int(time.time())
