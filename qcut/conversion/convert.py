@@ -13,7 +13,7 @@ from qcut.codebooks.curvature import Curvature
 from qcut.config import Scheme
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.commit import changes_of, commit
-from qcut.conversion.inventory import count_parameters
+from qcut.conversion.inventory import count_parameters, warn_of_float
 from qcut.conversion.plan import Plan
 from qcut.conversion.prebuild import prebuild_layers
 from qcut.conversion.report import LayerReport, Report, weight_error
@@ -134,6 +134,8 @@ def quantize(
     replacements |= {id(module): tables[name] for name, module in work.tables.items()}
     updates = _float_updates(model, smoothing, layers) if smoothing else []
     parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
+    if include is None and not isinstance(scheme, Plan):
+        warn_of_float(model, replacements, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
     commit(changes_of(model, replacements, work.fused, updates, target))
     announce(model)
     return Report(tuple(reports), work.skipped, before, model_bytes(model), parameters, already, smoothing)
