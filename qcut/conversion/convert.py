@@ -25,7 +25,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.models.listeners import announce
 from qcut.models.modules import as_given, fusible_activations, keep_hooks, tensor_key, weight_nk, weight_of
-from qcut.models.selection import check_model, quantized_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import with_progress

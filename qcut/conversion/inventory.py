@@ -83,16 +83,15 @@ def warn_of_float(
     seen: set[tuple[Any, ...]] = set()
     quantized, left = 0, dict[str, list[tuple[str, int]]]()
     patterns = tuple(skip)
-    named = list(model.named_modules())
-    for name, module in sorted(named, key=lambda item: id(item[1]) not in chosen):  # shared weights are quantized
+    chosen_first = sorted(model.named_modules(), key=lambda item: id(item[1]) not in chosen)  # they may share weights
+    for name, module in chosen_first:
         fresh = [p for p in module._parameters.values() if p is not None and tensor_key(p) not in seen]
         seen |= {tensor_key(p) for p in fresh}
         count, kind = sum(p.numel() for p in fresh), _kind(module)
+        excluded = any(matches(part, patterns) for part in _parts(name))
         if id(module) in chosen or isinstance(module, Linear):
             quantized += count
-        elif (
-            count and kind not in ("embeddings", "norms") and not any(matches(part, patterns) for part in _parts(name))
-        ):
+        elif count and kind not in ("embeddings", "norms") and not excluded:
             reason = skipped.get(name, kind)
             if reason not in _BY_CHOICE:
                 left.setdefault(reason, []).append((name, count))
