@@ -125,6 +125,10 @@ class PathWarning(RuntimeWarning):
     """Layers run on another execution path than the fastest, because the GPU has no other."""
 
 
+class QuantizationWarning(UserWarning):
+    """Less of a model is quantized than was asked for, or with fewer bits; the message names what, and why."""
+
+
 def _rebuild(cls: type[QcutError], args: tuple[object, ...], state: dict[str, object]) -> QcutError:
     error = cls.__new__(cls, *args)
     error.args = args

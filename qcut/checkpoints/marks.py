@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ADVICE = "import_qcut_before_from_pretrained"
+ADVICE = "import qcut before from_pretrained"
 """The name of the second mark."""
 KEYS = ("weight", ADVICE)
 
@@ -34,4 +34,4 @@ def mark(layers: Iterable[str], embeddings: Mapping[str, Any]) -> dict[str, Tens
 def marks_pattern(layers: Iterable[str], embeddings: Mapping[str, Any]) -> str:
     """A regular expression for the names of `mark`, with any prefix."""
     names = "|".join(map(re.escape, sorted({*layers, *embeddings})))
-    return rf"(^|\.)({names})\.({'|'.join(KEYS)})$"
+    return rf"(^|\.)({names})\.({'|'.join(map(re.escape, KEYS))})$"

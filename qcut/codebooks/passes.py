@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from qcut.codebooks.curvature import Curvature, as_curvature
 from qcut.codebooks.fit import fit
 from qcut.codebooks.quantizer import RotatedCodebook, check_even, quantize, quantize_plain
 from qcut.config import Codebook, Scheme, parse_scheme
-from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
+from qcut.errors import ConfigError, QuantizationError, QuantizationWarning, ShapeError, layer_prefix
 
 NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
@@ -33,7 +34,7 @@ def quantize_weight(
 
     Raises:
         ConfigError: a second moment without a rotation, or a group that the rotation cannot take.
-        QuantizationError: see `qcut.codebooks.quantizer.quantize`.
+        QuantizationError: see `qcut.codebooks.quantizer.quantize`; or a weight so small that its norms underflow.
     """
     common: dict[str, Any] = {
         "group_size": scheme.group_columns(weight.shape[1]),
@@ -66,7 +67,38 @@ def quantize_weight(
             options = {"kind": scheme.rotation, "seed": seed, "refit": refit, "in_pairs": scheme.pairs, **common}
             q = quantize(weight, bits, before=passes, **options)
         passes.append(q)
+    _check_size(weight, passes, layer)
     return passes
+
+
+_LEAST_NORMS = {torch.float16: (2.0**-18, 2.0**-14), torch.float32: (2.0**-60, 2.0**-60)}
+"""The least that a weight's largest norm may be, of one pass and of two, so that rounding norms costs less than codes.
+
+float16 has steps of ``2**-24`` down there. float32 norms are roots of sums of squares, which would underflow.
+"""
+
+
+def _check_size(weight: Tensor, passes: Sequence[RotatedCodebook], layer: str | None) -> None:
+    """Refuse a weight whose norms underflow, and warn of single rows whose norms do."""
+    norms = passes[0].norms
+    by_row, least = norms.float().amax(1), _LEAST_NORMS[norms.dtype][len(passes) - 1]
+    low = (by_row < least).nonzero().flatten()
+    low = low[weight[low].ne(0).any(1)]
+    dtype, largest = str(norms.dtype).removeprefix("torch."), float(by_row.max())
+    if len(low) and largest < least:
+        raise QuantizationError(
+            f"the weight's largest norm of a group, or scale, is {largest:.4g} in {dtype}; allowed: {least:.4g} and "
+            "more, or zeros alone",
+            layer,
+        )
+    if len(low):
+        advice = ', which qcut.Codebook(..., norm_dtype="fp32") avoids' if dtype == "float16" else ""
+        warnings.warn(
+            f"{layer_prefix(layer)}{len(low)} of {len(norms)} rows, the first is row {int(low[0])}, are too small for "
+            f"norms of {dtype}, the largest of which is {largest:.4g}: they lose bits or become 0{advice}",
+            QuantizationWarning,
+            stacklevel=2,
+        )
 
 
 def codebook_scheme(scheme: str | Scheme, name: str | None) -> Codebook:

@@ -14,7 +14,7 @@ from qcut.codebooks.curvature import Curvature
 from qcut.config import Scheme
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.commit import changes_of, commit
-from qcut.conversion.inventory import count_parameters
+from qcut.conversion.inventory import count_parameters, warn_of_float
 from qcut.conversion.plan import Plan
 from qcut.conversion.prebuild import prebuild_layers
 from qcut.conversion.report import LayerReport, Report, weight_error
@@ -28,7 +28,7 @@ from qcut.layers.embedding import Embedding, token_tables
 from qcut.models.fusion import fusible_activations
 from qcut.models.listeners import announce
 from qcut.models.modules import as_given, keep_hooks, tensor_key, weight_nk, weight_of
-from qcut.models.selection import check_model, quantized_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import with_progress
@@ -143,6 +143,8 @@ def quantize(
     replacements |= {id(module): tables[name] for name, module in work.tables.items()}
     updates = _float_updates(model, smoothing, layers) if smoothing else []
     parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
+    if include is None and not isinstance(scheme, Plan):
+        warn_of_float(model, replacements, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
     changes, calls = changes_of(model, replacements, work.fused, updates, target), 0
     if recording is not None and recording.complete:
         calls, scales = len(recording), {} if smoothing is None else smoothing.scales

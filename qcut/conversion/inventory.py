@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from qcut.errors import QuantizationWarning
 from qcut.layers.base import Linear
 from qcut.models.modules import looks_linear, tensor_key
+from qcut.models.selection import matches
 
 QUANTIZED, ALREADY = "quantized", "already quantized"
 
@@ -55,6 +58,65 @@ def count_parameters(model: nn.Module, chosen: Container[int]) -> dict[str, int]
     for rank, count in kinds.values():
         counts[KINDS[rank]] += count
     return {kind: count for kind, count in counts.items() if count}
+
+
+EXPECTED_SHARE = 0.9
+"""Of the parameters that a user expects to be quantized, the share from which on nothing is said."""
+_BY_CHOICE = ("matched by skip", "not in include", "not in the plan")
+_NAMED = 3  # names shown for a reason
+
+
+def warn_of_float(
+    model: nn.Module, chosen: Container[int], skipped: Mapping[str, str], skip: Iterable[str], stacklevel: int
+) -> None:
+    """Warn where less than nine tenths of the parameters are quantized that a user expects to be.
+
+    Those are all outside of embeddings, classifiers, norms and what ``skip`` leaves out.
+
+    Args:
+        model: before it is changed.
+        chosen: ids of the modules that will be quantized.
+        skipped: linear layers that stay in float, with the reason.
+        skip: globs of modules to leave in float.
+        stacklevel: of the warning.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    quantized, left = 0, dict[str, list[tuple[str, int]]]()
+    patterns = tuple(skip)
+    chosen_first = sorted(model.named_modules(), key=lambda item: id(item[1]) not in chosen)  # they may share weights
+    for name, module in chosen_first:
+        fresh = [p for p in module._parameters.values() if p is not None and tensor_key(p) not in seen]
+        seen |= {tensor_key(p) for p in fresh}
+        count, kind = sum(p.numel() for p in fresh), _kind(module)
+        excluded = any(matches(part, patterns) for part in _parts(name))
+        if id(module) in chosen or isinstance(module, Linear):
+            quantized += count
+        elif count and kind not in ("embeddings", "norms") and not excluded:
+            reason = skipped.get(name, kind)
+            if reason not in _BY_CHOICE:
+                left.setdefault(reason, []).append((name, count))
+    missing = sum(count for group in left.values() for _, count in group)
+    if quantized >= EXPECTED_SHARE * (quantized + missing):
+        return
+    reasons = []
+    for reason, group in sorted(left.items(), key=lambda item: -sum(count for _, count in item[1])):
+        names = ", ".join(name or "the model's own" for name, _ in group[:_NAMED])
+        more = f" and {len(group) - _NAMED} more" if len(group) > _NAMED else ""
+        reasons.append(f"{sum(count for _, count in group):,} in {names}{more} ({reason})")
+    warnings.warn(
+        f"{type(model).__name__}: {quantized / (quantized + missing):.1%} of the {quantized + missing:,} parameters "
+        f"outside of embeddings, classifier and norms are quantized. In float stay {'; '.join(reasons)}. What is left "
+        "in float on purpose is named by skip (modules_to_not_convert)",
+        QuantizationWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def _parts(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def _kind(module: nn.Module) -> str:

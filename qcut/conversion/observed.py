@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from qcut.errors import CalibrationError
-from qcut.models.modules import evaluating, model_device, to_device
+from qcut.models.modules import check_batches, evaluating, model_device, to_device
 from qcut.process.progress import with_progress
 
 
@@ -36,7 +36,9 @@ def run_observed(
 
     Raises:
         CalibrationError: there is none.
+        DtypeError: what is no iterable of batches.
     """
+    check_batches(batches)
     device, count = model_device(model), 0
     handles: list[RemovableHandle] = []
     try:

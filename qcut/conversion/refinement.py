@@ -12,7 +12,7 @@ through); Hinton et al., "Distilling the knowledge in a neural network" (2015), 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,16 @@ from qcut.conversion.refined import RefinedLayer, Vectors
 from qcut.errors import CalibrationError, ConfigError, ShapeError
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
-from qcut.models.modules import evaluating, forward, model_device, output_tensor, tensor_key, to_device, weight_nk
+from qcut.models.modules import (
+    check_batches,
+    evaluating,
+    forward,
+    model_device,
+    output_tensor,
+    tensor_key,
+    to_device,
+    weight_nk,
+)
 from qcut.models.selection import check_model, linear_layers, matches
 from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import with_progress
@@ -68,7 +77,7 @@ class Refinement:
 def refine(
     model: nn.Module,
     reference: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     *,
     steps: int | None = None,
     layers: Sequence[str] | None = None,
@@ -89,7 +98,8 @@ def refine(
         model: with layers quantized by `qcut.quantize` in rotated codebook schemes, fitted ones best; left as it was
             where this raises.
         reference: the float model, on the same device.
-        batches: what both models are called on, text like that which they will read; see `qcut.calibrate`. Unpadded.
+        batches: what both models are called on, text like that which they will read; see `qcut.calibrate`. Unpadded. All are
+            held in memory.
         steps: how many; None takes every batch once. Batches come in a new random order each time all were taken.
         layers: globs of layer names; None takes all codebook layers that are not tied to another.
         rate: of norms, relative to themselves, and of vectors.
@@ -115,9 +125,11 @@ def refine(
     for what, value in (("rate", rate), ("code_rate", code_rate)):
         if not 0 <= value < math.inf:
             raise ConfigError(f"{what}: found {value}; allowed: 0 and more")
-    if not batches:
+    check_batches(batches)
+    held = list(batches)  # they come in a new order each time
+    if not held:
         raise CalibrationError("batches: found none; refinement needs at least one batch")
-    steps = len(batches) if steps is None else steps
+    steps = len(held) if steps is None else steps
     if steps < 1:
         raise ConfigError(f"steps: found {steps}; allowed: 1 and more")
     device = model_device(model)
@@ -135,7 +147,7 @@ def refine(
     )
     # Derivatives of float16 activations are lost below its range: the loss is scaled up, and back where they overflow.
     scaler = torch.amp.GradScaler(device.type, init_scale=_LOSS_SCALE, enabled=_computes_in_float16(model))
-    order = _order(len(batches), steps, seed)
+    order = _order(len(held), steps, seed)
     losses: list[float] = []
     pending: list[Tensor] = []
     with evaluating(model), evaluating(reference), frozen(model), torch.enable_grad(), _computed_by(model, tuned):
@@ -143,7 +155,7 @@ def refine(
             share = min(1.0, (step + 1) / _WARM_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
             for group, largest in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = largest * share
-            batch = to_device(batches[i], device)
+            batch = to_device(held[i], device)
             with torch.no_grad():
                 wanted = forward(reference, batch)
             with vectors.in_place():

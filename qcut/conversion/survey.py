@@ -19,7 +19,7 @@ from qcut.conversion.second_order import channel_weights
 from qcut.conversion.sensitivity import Judge
 from qcut.conversion.siblings import siblings
 from qcut.errors import CalibrationError, PlanError
-from qcut.models.modules import tied_elsewhere, weight_nk
+from qcut.models.modules import check_batches, tied_elsewhere, weight_nk
 from qcut.models.selection import find_layers
 
 Measure = Literal["model", "gradient", "layer"]
@@ -66,6 +66,7 @@ class Survey:
         progress: bool,
         passes: Passes | None = None,
     ) -> None:
+        check_batches(batches)
         self._model, self._batches, self._progress = model, list(batches), progress
         if not self._batches:
             raise CalibrationError("batches: found none; a plan needs at least one batch")

@@ -32,6 +32,7 @@ _W8A16 = torch.ops.qcut.w8a16_linear.default
 _INT16X8 = torch.ops.qcut.int16x8_linear.default
 _INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.default
 
+_LEAST_NORMAL = 2.0**-126
 _MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
 """The scale of the largest float32, which may be rounded up."""
 
@@ -231,6 +232,21 @@ class _CalibratedLinear(Int8Linear):
             raise QuantizationError(f"input_scale is {scale}; allowed: positive and finite", self.name)
         return scale
 
+    def _set_col_scale(self) -> None:
+        """Multiply the scales.
+
+        Raises:
+            QuantizationError: the largest product is no normal float32, so that results would be 0 or infinite.
+        """
+        self.col_scale = self.input_scale * self.weight_scale
+        largest = float(self.col_scale.max())
+        if not _LEAST_NORMAL <= largest < math.inf:
+            raise QuantizationError(
+                f"the scale of the input, {float(self.input_scale):.4g}, times the largest of the weight, "
+                f"{float(self.weight_scale.max()):.4g}, is {largest:.4g}; allowed: normal numbers of float32",
+                self.name,
+            )
+
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
         """See `Linear.state_problem`: besides, a scale of the input that can be, and factors as defined."""
         if problem := super().state_problem(state):
@@ -325,7 +341,7 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
         scale, zero_point = numerics.static_qparams(static_range.lo, static_range.hi)
         self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
         self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=weight.device)
-        self.col_scale = self.input_scale * self.weight_scale
+        self._set_col_scale()
         self.colsum = numerics.colsum_ref(self.qweight)
         self._read = Reading(self._buffers, self._range, (scale, zero_point))
 
@@ -395,7 +411,7 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
         super()._quantize(weight, known)
         scale = int16.static_scale(static_range.lo, static_range.hi)
         self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
-        self.col_scale = self.input_scale * self.weight_scale
+        self._set_col_scale()
         self._read = Reading(self._buffers, self._range, scale)
 
     def quantized_tokens(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from qcut.config import StaticRange, padded_k
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.readings import Reading
 from qcut.models.classes import activation_of, all_calls_are_watched, computes_its_own, is_exactly, is_unwatched
-from qcut.models.modules import float_bias, float_weight, is_linear
+from qcut.models.modules import check_batches, float_bias, float_weight, is_linear
 from qcut.numerics import int8, int16
 from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
@@ -453,12 +453,17 @@ def _check_chain(module: nn.Module) -> None:
 def _ranges(steps: Sequence[_Step], batches: Iterable[Tensor]) -> list[StaticRange]:
     """Ranges of the chain's input and of each layer's result."""
     low, high = [0.0] * (len(steps) + 1), [0.0] * (len(steps) + 1)
+    check_batches(batches)
     seen = False
     for batch in batches:
         k = float_weight(steps[0][1], steps[0][0]).shape[1]
-        if not isinstance(batch, Tensor) or batch.shape[-1:] != (k,) or batch.numel() == 0:
-            found = list(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__
-            raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: [..., {k}], not empty")
+        if (
+            not isinstance(batch, Tensor)
+            or batch.shape[-1:] != (k,)
+            or not (batch.numel() and batch.is_floating_point())
+        ):
+            found = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: floats [..., {k}], not empty")
         seen, x = True, batch
         for i in range(len(steps) + 1):
             if i:

@@ -203,10 +203,24 @@ def model_device(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def check_batches(batches: Any) -> None:
+    """Check that batches can be taken one after another.
+
+    Raises:
+        DtypeError: this is no iterable, or a single batch.
+    """
+    if isinstance(batches, str | Mapping) or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        kind = "one batch, a " if isinstance(batches, Mapping) else ""
+        raise DtypeError(
+            f"batches: found {kind}{type(batches).__name__}; an iterable of batches is needed, such as [batch]"
+        )
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move every tensor of a batch to the device; mappings become dicts."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
-    return pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
+    # A backward pass refuses tensors of inference mode.
+    return pytree.tree_map_only(Tensor, lambda t: (t.clone() if t.is_inference() else t).to(device), batch)
 
 
 def forward(model: nn.Module, batch: Any) -> Any:

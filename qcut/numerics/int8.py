@@ -22,6 +22,9 @@ from qcut.errors import ConfigError, QuantizationError
 
 _CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces, so that no float32 copy of a whole weight exists
 
+LEAST_MAGNITUDE = 127 * 2.0**-126
+"""The least that a weight's largest magnitude may be: its scale is the least normal float32."""
+
 
 def _divide(numerator: Tensor, divisor: float) -> Tensor:
     # CUDA would multiply by the rounded reciprocal of a Python scalar.
@@ -47,7 +50,8 @@ def weight_qparams(w: Tensor, *, row_absmax: Tensor | None = None, layer: str | 
         float32 ``[N]`` on the weight's device.
 
     Raises:
-        QuantizationError: the weight is empty or holds NaN or Inf, or ``row_absmax`` is not of its rows.
+        QuantizationError: the weight is empty or holds NaN or Inf; its largest magnitude is below `LEAST_MAGNITUDE`,
+            and not 0; or ``row_absmax`` is not of its rows.
 
     Exactness: bitwise.
     """
@@ -66,6 +70,13 @@ def weight_qparams(w: Tensor, *, row_absmax: Tensor | None = None, layer: str | 
         if row_absmax.shape != absmax.shape or not bool(((row_absmax >= absmax) & row_absmax.isfinite()).all()):
             raise QuantizationError("row_absmax is not that of finite rows which hold these columns", layer)
         absmax = row_absmax
+    largest = float(absmax.max())
+    if largest < LEAST_MAGNITUDE and bool(w.any()):
+        raise QuantizationError(
+            f"the weight's largest magnitude is {largest:.4g}; allowed: {LEAST_MAGNITUDE:.4g} and more, so that scales "
+            "are normal numbers of float32, or zeros alone",
+            layer,
+        )
     return _scale_from_absmax(absmax)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
+from qcut.config import Scheme
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.convert import model_bytes, prepare
 from qcut.conversion.fitting import rotatable
-from qcut.conversion.inventory import count_parameters
+from qcut.conversion.inventory import count_parameters, warn_of_float
 from qcut.conversion.report import LayerReport, Report, weight_error
 from qcut.conversion.tables import table_report
 from qcut.conversion.tasks import Task
@@ -26,7 +27,7 @@ from qcut.integrations.transformers.placing import tie_parameters
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_nk, weight_of
-from qcut.models.selection import quantized_layers
+from qcut.models.selection import DEFAULT_SKIP, quantized_layers
 from qcut.process.memory import return_free_memory
 
 _LARGE_BYTES = 1 << 20
@@ -175,6 +176,10 @@ class OnlineLoading:
         for name, table in self._work.tables.items():
             replacements[id(table)] = self._tables[name].train(table.training)
         report = self._report(model, replacements) if self._config.report else None
+        if self._config.include is None and isinstance(self._config.scheme, Scheme):
+            kept = self._config.modules_to_not_convert
+            skip = DEFAULT_SKIP if kept is None else kept
+            warn_of_float(model, replacements, self._work.skipped, skip, stacklevel=6)
         commit(changes_of(model, replacements, self._work.fused, (), None))
         if self._parallel is not None:
             self._parallel.install()

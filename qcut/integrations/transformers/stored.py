@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
@@ -16,9 +17,10 @@ from qcut.checkpoints.marks import marks_pattern
 from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.state import passing_buffers
+from qcut.config import scheme_from_json
 from qcut.errors import CheckpointError
 from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, without_weight
-from qcut.layers.base import state_dtype
+from qcut.layers.base import Linear, state_dtype
 from qcut.layers.frozen import FrozenWeight, float_dtype
 from qcut.numerics.checks import out_of_range
 from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile
@@ -49,13 +51,16 @@ class StoredLoading:
         where = files[0].parent / _WHERE if files else _WHERE
         self._where = where
         whole = description_of(stored, f"{where}: quantization_config")
-        self._saved = _renamed(whole, model, where)
+        self._new_head = _has_new_head(model)
+        self._saved = _with_own_tables(whole, _renamed(whole, model, self._new_head))
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
+        self._files = files
         headers = {name: header for name, header in headers_of(files).items() if not re.search(marks, name)}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
         self._ignored = model._keys_to_ignore_on_load_unexpected
-        ignore_unexpected(model, [marks])
+        elsewhere = {*self._saved.tied.values()} - {*whole.tied.values()}  # read from the files
+        ignore_unexpected(model, [marks, *(rf"(^|\.){re.escape(name)}$" for name in sorted(elsewhere))])
         self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
         self._keys: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
@@ -82,7 +87,7 @@ class StoredLoading:
             if isinstance(parameter, FrozenWeight):
                 continue
             arrived = getattr(parameter, "_is_hf_initialized", False)
-            if not arrived and not _may_miss(model, name):
+            if not arrived and not _may_miss(model, name) and not self._is_new(model, name):
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if found := out_of_range(_own(parameter.detach())):
                 raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
@@ -100,6 +105,8 @@ class StoredLoading:
                 owner = self._saved.tied.get(f"{name}.{key}", f"{name}.{key}")
                 parent, _, owner_key = owner.rpartition(".")
                 tensor = held.get(parent, {}).get(owner_key)
+                if tensor is None and parent not in self._keys:
+                    tensor = self._read_stored(owner, _device_of(model))
                 if tensor is None:
                     raise CheckpointError(f"{self._where}: tensor {owner!r} is missing")
                 if tensor.dtype != wanted.dtype and not (tensor.is_floating_point() and wanted.is_floating_point()):
@@ -112,6 +119,18 @@ class StoredLoading:
             fill_layer(layer, state, f"{self._where}: layer {name!r}")
             layer.train(False)
             self._drop(model, name, held)
+
+    def _read_stored(self, name: str, device: torch.device) -> Tensor | None:
+        """A tensor of the files whose place the model does not have."""
+        for path in self._files:
+            with TensorFile(path, CheckpointError) as file:
+                if name in file.headers:
+                    return file.read(name).to(device)
+        return None
+
+    def _is_new(self, model: Any, name: str) -> bool:
+        """Whether a tensor is of a head that the saved model did not have, which transformers initializes."""
+        return self._new_head and not name.startswith(f"{model.base_model_prefix}.")
 
     def _make_room(self, model: nn.Module, name: str, wanted: Mapping[str, Tensor]) -> None:
         """Let transformers find the buffers that it is to fill."""
@@ -169,7 +188,10 @@ class StoredLoading:
         inside = ("",) if model.base_model_prefix in children else (base, *(f"{child}." for child in children))
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         foreign = [name for name in headers if name.removeprefix(base) not in known and name.startswith(inside)]
+        read = {name.removeprefix(base) for name in self._saved.tied.values()}
         for name in foreign:
+            if name.removeprefix(base) in read or self._is_new(model, name):
+                continue
             expected = converted or any(pattern.search(name) for pattern in ignored)
             if name.removeprefix(base).startswith(layers) or not expected:
                 raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
@@ -178,7 +200,8 @@ class StoredLoading:
         for name, parameter in model.named_parameters():
             header = by_name.get(name.removeprefix(base))
             # transformers would make memory for what is missing, as large as the configuration says.
-            if header is None and name not in optional and not converted and not _may_miss(model, name):
+            may_miss = converted or name in optional or _may_miss(model, name) or self._is_new(model, name)
+            if header is None and not may_miss:
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if header is not None and header.shape != list(parameter.shape):
                 raise CheckpointError(
@@ -217,11 +240,26 @@ def _converted(model: Any) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def _renamed(saved: Description, model: Any, where: Path) -> Description:
+def _has_new_head(model: Any) -> bool:
+    """Whether a model is of another class than was saved, around the same base."""
+    saved = getattr(model.config, "architectures", None) or ()
+    has_base = model.base_model_prefix in {name for name, _ in model.named_children()}
+    return bool(saved) and has_base and type(model).__name__ not in saved
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where transformers has put what it loaded."""
+    tensors = (*model.parameters(), *model.buffers())
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+
+def _renamed(saved: Description, model: Any, new_head: bool) -> Description:
     """The description with the names that modules have in this model: of the whole that was saved, or of its base.
 
-    Raises:
-        CheckpointError: a module of the base is in neither.
+    Args:
+        saved: of the whole.
+        model: on the meta device.
+        new_head: the model has the base that was saved, and another head: what is outside the base is left out.
     """
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     prefix = f"{model.base_model_prefix}."
@@ -230,7 +268,7 @@ def _renamed(saved: Description, model: Any, where: Path) -> Description:
     if model.base_model_prefix in tops or not prefixed:
         if model.base_model_prefix in tops and not prefixed and saved.layers and not set(saved.layers) <= names:
             return _mapped(saved, lambda name: prefix + name)
-        return saved
+        return _mapped(saved, lambda name: name if name.startswith(prefix) else None) if new_head else saved
 
     def inside(name: str) -> str | None:
         return name.removeprefix(prefix) if name.startswith(prefix) else None
@@ -239,13 +277,27 @@ def _renamed(saved: Description, model: Any, where: Path) -> Description:
 
 
 def _mapped(saved: Description, rename: Any) -> Description:
-    """A description with other names, without what has none."""
+    """A description with other names, without what has none; a table that has none keeps its own."""
     layers = {new: spec for name, spec in saved.layers.items() if (new := rename(name))}
     fused = {new: activation for name, activation in saved.fused.items() if (new := rename(name))}
     tied = {new: owner for name, o in saved.tied.items() if (new := rename(name)) and (owner := rename(o))}
     embeddings = {
-        new: {**spec, "table": table}
+        new: {**spec, "table": rename(spec["table"]) or spec["table"]}
         for name, spec in saved.embeddings.items()
-        if (new := rename(name)) and (table := rename(spec["table"]))
+        if (new := rename(name))
     }
     return Description(layers, embeddings, fused, tied)
+
+
+def _with_own_tables(whole: Description, saved: Description) -> Description:
+    """Let an embedding whose table is a layer that the model does not have, a classifier, hold the table itself."""
+    layers, embeddings, tied = dict(saved.layers), dict(saved.embeddings), dict(saved.tied)
+    for name, spec in saved.embeddings.items():
+        table, own = spec["table"], f"{name}.table"
+        if table not in saved.layers and table in whole.layers:
+            layers[own] = {**whole.layers[table], "bias": False, "activation": "none"}
+            embeddings[name] = {**spec, "table": own}
+            sizes = layers[own]["in_features"], layers[own]["out_features"]
+            entries = Linear(*sizes, False, scheme_from_json(layers[own]["scheme"]), device="meta").stored()
+            tied |= {f"{own}.{key}": f"{table}.{key}" for key in entries}
+    return Description(layers, embeddings, saved.fused, tied)
