@@ -25,7 +25,8 @@ from qcut.engine.decoder import kernel_activations
 from qcut.errors import UnsupportedError, shown
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
-from qcut.models.modules import FusedActivation, is_linear
+from qcut.models.fusion import FusedActivation
+from qcut.models.modules import is_linear
 
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattribute__", "__getattr__")
 """Methods by which a module is called, and finds its parts."""
