@@ -138,9 +138,9 @@ def start_process() -> None:
 def _done(tokenizer: Any, kind: str, given: Any, options: dict[str, Any], size: int) -> str | Sequence[int]:
     if not _is_foreign(tokenizer):
         try:
-            work = text_worker.tokenized if kind == "text" else text_worker.rendered
-            found: str | Sequence[int] = work(tokenizer, given, **options)
-            return found
+            if kind == "text":
+                return text_worker.tokenized(tokenizer, given, **options)
+            return text_worker.rendered(tokenizer, given, **options)
         except BaseException as error:
             if text_worker.is_failure(error):
                 raise ConfigError(text_worker.line_of(error)) from error

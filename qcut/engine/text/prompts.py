@@ -98,10 +98,10 @@ def _chat_ids(tokenizer: Any, chat: Chat, index: int, vocabulary: int) -> list[i
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError("prompts are a chat, and the tokenizer has no chat template; allowed: text or token ids")
     try:
-        found = chat_ids(tokenizer, chat)
+        ids = chat_ids(tokenizer, chat)
     except ConfigError as error:
         raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {error}") from error
-    return _checked(found, tokenizer, index, vocabulary)
+    return _checked(ids, tokenizer, index, vocabulary)
 
 
 def _checked(found: Any, tokenizer: Any, index: int, vocabulary: int) -> list[int]:
