@@ -72,7 +72,7 @@ def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[
     return list(ids)
 
 
-def chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+def chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, Any]], /, **template: Any) -> list[int]:
     """Token ids of a chat, by the tokenizer's chat template.
 
     Args:
@@ -91,7 +91,7 @@ def chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, Any]], **template: Any)
     return list(ids)
 
 
-def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, Any]], **template: Any) -> str:
+def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, Any]], /, **template: Any) -> str:
     """The text of a chat, by the tokenizer's chat template; see `chat_ids`."""
     return str(_chat(tokenizer, chat, False, template))
 
@@ -180,7 +180,11 @@ class _Key:
     @classmethod
     def of(cls, tokenizer: Any, kind: str) -> _Key:
         """The key of a tokenizer for a kind of work; a new one where the tokenizer has changed."""
-        plain = {name: value for name, value in vars(tokenizer).items() if type(value) in (str, int, bool, dict)}
+        plain = {
+            name: value
+            for name, value in vars(tokenizer).items()
+            if type(value) in (str, int, bool) or name in ("chat_template", "_special_tokens_map")
+        }
         state = repr((len(tokenizer), sorted(plain.items())))
         with cls._lock:
             known = cls._numbers.setdefault(tokenizer, {})
