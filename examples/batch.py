@@ -25,6 +25,22 @@ MODEL = Path(__file__).resolve().parents[1] / "models" / "gpt2-5m"
 BATCH, TOKENS = 16, 64
 
 
+def objects(path: Path, data: bytes, *fields: str) -> Iterator[dict[str, Any]]:
+    """The object of each line.
+
+    Raises:
+        SystemExit: a line is no object with the fields, the id a string or a number; with the file and the line.
+    """
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            one = json.loads(line)
+        except (ValueError, RecursionError):
+            one = None
+        if not isinstance(one, dict) or not set(fields) <= one.keys() or not isinstance(one["id"], str | int | float):
+            raise SystemExit(f"{path}, line {number}: found {line[:60]!r}; allowed: an object with {', '.join(fields)}")
+        yield one
+
+
 def answered(path: Path) -> set[Any]:
     """Ids of whole lines; what a process left unfinished when it died is cut off."""
     if not path.exists():
@@ -34,7 +50,7 @@ def answered(path: Path) -> set[Any]:
     if len(whole) < len(data):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return {json.loads(line)["id"] for line in whole.splitlines()}
+    return {one["id"] for one in objects(path, whole, "id", "text")}
 
 
 def results(scheduler: qcut.Scheduler, asked: list[Any]) -> Iterator[tuple[Any, qcut.Generated]]:
@@ -51,8 +67,7 @@ def results(scheduler: qcut.Scheduler, asked: list[Any]) -> Iterator[tuple[Any, 
 
 def main(prompts: str, answers: str, name: str = str(MODEL), scheme: str = "w8a8") -> None:
     done = answered(Path(answers))
-    asked = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
-    asked = [one for one in asked if one["id"] not in done]
+    asked = [one for one in objects(Path(prompts), Path(prompts).read_bytes(), "id", "prompt") if one["id"] not in done]
     device = device_of("auto")
     model, tokenizer = load_pretrained(name, dtype=dtype_for("auto", device), device=device)
     qcut.quantize(model, scheme)

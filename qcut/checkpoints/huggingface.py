@@ -190,15 +190,20 @@ def plain_config(config: Any, where: str, key: str = "config") -> dict[str, Any]
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: {key} is a {type(config).__name__}; an object is needed")
     if (count := _count(config)) > _MOST_VALUES:
-        raise CheckpointError(f"{where}: {key} has {count} values; allowed: {_MOST_VALUES}")
+        raise CheckpointError(f"{where}: {key} has {count} values or more; allowed: {_MOST_VALUES}")
     plain: dict[str, Any] = _plain(config, where, key, 0)
     return plain
 
 
 def _count(value: Any) -> int:
-    """Values in an object or list, those of the objects and lists in it included."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return len(inner) + sum(_count(one) for one in inner if isinstance(one, (dict, list)))
+    """Values in an object or list, those of the objects and lists in it included; counting ends beyond the most."""
+    count, todo = 0, [value]
+    while todo and count <= _MOST_VALUES:
+        one = todo.pop()
+        inner = one.values() if isinstance(one, dict) else one
+        count += len(inner)
+        todo += [each for each in inner if isinstance(each, (dict, list))]
+    return count
 
 
 def _plain(value: Any, where: str, key: str, depth: int) -> Any:
@@ -213,6 +218,11 @@ def _plain(value: Any, where: str, key: str, depth: int) -> Any:
         for one in value.values() if isinstance(value, dict) else (value,):
             if one is not None and one not in _ATTENTIONS:
                 raise CheckpointError(f"{where}: {key} is {_short(one)}; allowed: {', '.join(_ATTENTIONS)}")
+    if isinstance(value, int) and not isinstance(value, bool):
+        counted = any(word in name for word in _COUNTED) and "size" not in name
+        most = _MOST_PARTS if counted else _LARGEST
+        if abs(value) > most and not any(word in name for word in ("theta", "base", "label2id")):
+            raise CheckpointError(f"{where}: {key} is {_short(value)}; allowed: at most {most}")
     for fits, allows, allowed in _KINDS:
         if fits(name) and not allows(value):
             raise CheckpointError(f"{where}: {key} is {_short(value)}; allowed: {allowed}")
@@ -221,11 +231,6 @@ def _plain(value: Any, where: str, key: str, depth: int) -> Any:
         return {k: _plain(v, where, f"{key}.{k}", depth + 1) for k, v in kept.items()}
     if isinstance(value, list):
         return [_plain(item, where, key, depth + 1) for item in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        counted = any(word in name for word in _COUNTED) and "size" not in name
-        most = _MOST_PARTS if counted else _LARGEST
-        if abs(value) > most and not any(word in name for word in ("theta", "base", "label2id")):
-            raise CheckpointError(f"{where}: {key} is {_short(value)}; allowed: at most {most}")
     return value
 
 
@@ -256,7 +261,7 @@ _KINDS: tuple[tuple[Callable[[str], bool], Callable[[Any], bool], str], ...] = (
     ),
     (lambda name: name.startswith(("n_", "num_")), _whole(0), "whole numbers from 0"),
 )
-"""What classes of transformers take as it is, and fail by in the first forward: which names, which values, and in words."""
+"""What classes of transformers take as it is, and fail by in the first forward: names, values and what is allowed."""
 
 
 def _with_floats(data: Any) -> Any:

@@ -72,7 +72,7 @@ def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[
     return list(ids)
 
 
-def chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+def chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, Any]], /, **template: Any) -> list[int]:
     """Token ids of a chat, by the tokenizer's chat template.
 
     Args:
@@ -91,7 +91,7 @@ def chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, Any]], **template: Any)
     return list(ids)
 
 
-def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, Any]], **template: Any) -> str:
+def chat_text(tokenizer: Any, chat: Sequence[Mapping[str, Any]], /, **template: Any) -> str:
     """The text of a chat, by the tokenizer's chat template; see `chat_ids`."""
     return str(_chat(tokenizer, chat, False, template))
 
@@ -138,9 +138,9 @@ def start_process() -> None:
 def _done(tokenizer: Any, kind: str, given: Any, options: dict[str, Any], size: int) -> str | Sequence[int]:
     if not _is_foreign(tokenizer):
         try:
-            work = text_worker.tokenized if kind == "text" else text_worker.rendered
-            found: str | Sequence[int] = work(tokenizer, given, **options)
-            return found
+            if kind == "text":
+                return text_worker.tokenized(tokenizer, given, **options)
+            return text_worker.rendered(tokenizer, given, **options)
         except BaseException as error:
             if text_worker.is_failure(error):
                 raise ConfigError(text_worker.line_of(error)) from error
@@ -180,7 +180,11 @@ class _Key:
     @classmethod
     def of(cls, tokenizer: Any, kind: str) -> _Key:
         """The key of a tokenizer for a kind of work; a new one where the tokenizer has changed."""
-        plain = {name: value for name, value in vars(tokenizer).items() if type(value) in (str, int, bool, dict)}
+        plain = {
+            name: value
+            for name, value in vars(tokenizer).items()
+            if type(value) in (str, int, bool) or name in ("chat_template", "_special_tokens_map")
+        }
         state = repr((len(tokenizer), sorted(plain.items())))
         with cls._lock:
             known = cls._numbers.setdefault(tokenizer, {})

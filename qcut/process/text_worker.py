@@ -81,7 +81,7 @@ def _loaded(kind: str, data: Any, splits: bool) -> Any:
     return tokenizer
 
 
-def tokenized(tokenizer: Any, text: str, *, special_tokens: bool) -> Sequence[int]:
+def tokenized(tokenizer: Any, text: str, /, *, special_tokens: bool) -> Sequence[int]:
     """Token ids of a text, of a tokenizer of transformers or of tokenizers."""
     if hasattr(tokenizer, "encode_special_tokens"):
         ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
@@ -89,7 +89,7 @@ def tokenized(tokenizer: Any, text: str, *, special_tokens: bool) -> Sequence[in
     return [int(token) for token in tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"]]
 
 
-def rendered(tokenizer: Any, chat: list[Any], *, tokenize: bool, **template: Any) -> str | Sequence[int]:
+def rendered(tokenizer: Any, chat: list[Any], /, *, tokenize: bool, **template: Any) -> str | Sequence[int]:
     """The text of a chat by the tokenizer's template, or its token ids."""
     found = tokenizer.apply_chat_template(chat, tokenize=tokenize, return_dict=False, **template)
     return [int(token) for token in found] if tokenize else str(found)

@@ -204,7 +204,7 @@ def test_values_that_fail_in_the_first_forward(key: str, value: Any, allowed: st
         model_of("GPT2LMHeadModel", config_of("gpt2") | {key: value}, FILE, tensors=40)
 
 
-ODD: list[Any] = [0, -1, 3, 2.5, "x", None, True, [], {}, 10**30, -0.5, "float8_e4m3fn", "gelu", "nope"]
+ODD: list[Any] = [0, -1, 3, 2.5, "x", None, [], {}, 10**30]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -63,7 +63,7 @@ def test_configurations_of_many_values(tmp_path: Path, key: str) -> None:
     qcut_format.save(model, tmp_path)
     wide = {f"k{i}": i % 7 for i in range(1 << 16)}
     rewrite(tmp_path / "qcut_config.json", lambda data: data["huggingface"].setdefault(key, {}).update(wide))
-    fails_at_once(tmp_path, rf"{key} has \d+ values; allowed: 65536")
+    fails_at_once(tmp_path, rf"{key} has \d+ values or more; allowed: 65536")
 
 
 def test_labels_of_many_classes_are_read(tmp_path: Path) -> None:

@@ -169,6 +169,10 @@ def test_arguments_of_the_tokenizer_are_refused(tokenizer: Any) -> None:
     for name in ("chat_template", "tokenize", "max_length"):
         with pytest.raises(ConfigError, match=f"'{name}' is no argument of a chat template"):
             chat_ids(tokenizer, CHAT, **{name: 1})
+    for name in ("self", "messages"):
+        with pytest.raises(ConfigError, match="multiple values"):
+            chat_ids(tokenizer, CHAT, **{name: 1})
+    assert chat_text(tokenizer, CHAT, tokenizer=1, chat=2, extra=3).endswith("3")
 
 
 def test_decoders_without_a_bound_are_refused() -> None:

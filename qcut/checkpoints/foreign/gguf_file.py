@@ -104,7 +104,7 @@ class GgufFile:
         self._file = open_regular(path, CheckpointError)
         with closed_if_refused(self._file, path, CheckpointError):
             self._size, self._values = file_size(self._file), 0
-            self._head = io.BufferedReader(self._file)  # type: ignore[arg-type]
+            self._head = io.BufferedReader(self._file)  # type: ignore[type-var]
             try:
                 self._read_head()
             finally:
