@@ -176,9 +176,9 @@ class Recording:
                 at = done[0]
                 done[0] += 1
                 if at >= len(self._calls) or self._calls[at].name != name:
-                    wanted = self._calls[at].name if at < len(self._calls) else "no layer"
+                    expected = self._calls[at].name if at < len(self._calls) else "no layer"
                     raise QuantizationError(
-                        f"verify: the quantized model calls it where the float model calls {wanted}; code asks for "
+                        f"verify: the quantized model calls it where the float model calls {expected}; code asks for "
                         "what layers are, or calls them by another way. Leave such layers in float with skip=[...]",
                         name,
                     )
@@ -192,8 +192,9 @@ class Recording:
                         name,
                     )
                 result = pytree.tree_map_only(Tensor, lambda t: t.to(_device_of(output, t.device)), call.result)
-                fused = isinstance(module, Linear) and module.activation != "none" and not module.apart
-                if not fused or not isinstance(result, Tensor):
+                if not isinstance(module, Linear) or module.apart or not isinstance(result, Tensor):
+                    return result
+                if module.activation == "none":
                     return result
                 return apply_activation(result.float(), module.activation).to(result.dtype)
 
@@ -251,8 +252,8 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for buffer, copied in buffers:
+                buffer.copy_(copied)
         for state, key, value in values:
             state[key] = value
 

@@ -23,7 +23,7 @@ from qcut.models.weight_reads import may_run, modules_at
 
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
 """What float and quantized layers have besides what every module has."""
-_UNKNOWN = object()
+_UNKNOWN: Any = object()
 
 
 def layers_asked(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
@@ -149,7 +149,8 @@ def _contents(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
-        yield from (one for one in value if isinstance(one, (type, str)))
+        inside: list[Any] = list(value)
+        yield from (one for one in inside if isinstance(one, (type, str)))
     elif isinstance(value, type):
         yield value
 

@@ -71,7 +71,7 @@ def activation_of(module: nn.Module | None) -> str | None:
         return "relu"
     if is_exactly(module, nn.SiLU):
         return "silu"
-    if is_exactly(module, nn.GELU):
+    if isinstance(module, nn.GELU) and is_exactly(module, nn.GELU):
         return {"tanh": "gelu_tanh", "none": "gelu_erf"}.get(str(module.approximate))
     for name, (function, inner) in _OF_TRANSFORMERS.items():
         if is_exactly(module, library_class("transformers.activations", name)):

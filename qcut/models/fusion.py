@@ -97,7 +97,8 @@ def fuse(parent: nn.Module, key: str, layer: nn.Module | None, activation: str) 
     assert isinstance(layer, Quantized)
     assert module is not None
     before = key_before(parent, key)
-    cls, pairs = type(parent), dict(getattr(parent, "_pairs", {}))
+    cls: Any = type(parent)
+    pairs = dict(getattr(parent, "_pairs", {}))
 
     def apply() -> None:
         parent.__class__ = FusedSequential

@@ -39,9 +39,9 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
         model: its code is read, not run.
     """
     modules = list(model.modules())
-    classes = {type(module) for module in modules}
+    classes: set[Any] = {type(module) for module in modules}
     own = {id(module): list(_own_functions(module)) for module in modules}
-    helpers = {type(one) for module in modules for one in _own_objects(module)}
+    helpers: set[Any] = {type(one) for module in modules for one in _own_objects(module)}
     methods: dict[str, list[FunctionType]] = {}
     for cls in classes | helpers:
         for name, function in methods_of(cls):
@@ -108,7 +108,7 @@ def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module]:
 
 
 @cache
-def methods_of(cls: type) -> tuple[tuple[str, FunctionType], ...]:
+def methods_of(cls: Any) -> tuple[tuple[str, FunctionType], ...]:
     """The methods of a class and its bases but ``nn.Module``, by name; overridden ones where ``super`` calls them."""
     found: list[tuple[str, FunctionType]] = []
     final: set[str] = set()

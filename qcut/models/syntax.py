@@ -102,7 +102,9 @@ def _without_source(code: CodeType) -> Code:
     reads: set[tuple[str, str, Conditions]] = {
         (name, attribute, ()) for attribute in VALUES if attribute in names for name in names
     }
-    wholes = set() if names.isdisjoint(ALL_VALUES) else {(frozenset[tuple[Path, bool]](), ())}
+    wholes: set[tuple[frozenset[tuple[Path, bool]], Conditions]] = set()
+    if not names.isdisjoint(ALL_VALUES):
+        wholes.add((frozenset(), ()))
     asks = not names.isdisjoint(("isinstance", "issubclass", "type", "__class__", "_get_name", "singledispatch"))
     return Code(loose=reads, questions={Question(frozenset(), "", None, "", ())} if asks else set(), wholes=wholes)
 
@@ -189,7 +191,7 @@ class _Reader(ast.NodeVisitor):
         """As `visit_Raise`."""
 
     def visit_Match(self, node: ast.Match) -> None:
-        for part in ast.walk(ast.Module([*node.cases], [])):
+        for part in (part for case in node.cases for part in ast.walk(case.pattern)):
             if isinstance(part, ast.MatchClass):
                 self._note_question(node.subject, (part.cls,))
         self.generic_visit(node)

@@ -53,7 +53,7 @@ def _read_as_a_whole(module: nn.Module, function: FunctionType) -> Iterator[nn.M
     """The modules below this one whose parameters the function takes all, whatever their names."""
     if names_of(function).isdisjoint(ALL_VALUES):
         return
-    known, method = not is_library_code(function), function in (f for _, f in methods_of(type(module)))
+    known, method = not is_library_code(function), function in (f for _, f in methods_of(module.__class__))
     for paths, conditions in code_of(function).wholes:
         if not may_run(module, conditions):
             continue
