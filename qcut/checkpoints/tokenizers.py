@@ -29,6 +29,7 @@ def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
             directory. Then no file of the directory is replaced, and no tokenizer is copied where one is.
         model: the model.
         directory: where the model was saved.
+        on_disk: take them from the hub's cache alone; see `qcut.checkpoints.hub.answers`.
 
     Raises:
         CheckpointError: the files cannot be written, or the tokenizer cannot be saved.
@@ -50,7 +51,7 @@ def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
         _copy(source, directory, (*DATA_FILES, *_OTHER_FILES))
 
 
-def fetch_processors(name: str, directory: Path) -> None:
+def fetch_processors(name: str, directory: Path, on_disk: bool) -> None:
     """Put the files that say how images and sound are prepared beside a model that came from the hub.
 
     Args:
@@ -64,7 +65,7 @@ def fetch_processors(name: str, directory: Path) -> None:
 
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     for file in _PROCESSOR_FILES:
-        found = cached_file(name, file, **optional)
+        found = cached_file(name, file, local_files_only=on_disk, **optional)
         if found is not None:
             _copy(Path(found).parent, directory, (file,))
 
