@@ -29,7 +29,6 @@ def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
             directory. Then no file of the directory is replaced, and no tokenizer is copied where one is.
         model: the model.
         directory: where the model was saved.
-        on_disk: take them from the hub's cache alone; see `qcut.checkpoints.hub.answers`.
 
     Raises:
         CheckpointError: the files cannot be written, or the tokenizer cannot be saved.
@@ -57,6 +56,7 @@ def fetch_processors(name: str, directory: Path, on_disk: bool) -> None:
     Args:
         name: of the model on the hub.
         directory: where the model was saved.
+        on_disk: take them from the hub's cache alone; see `qcut.checkpoints.hub.answers`.
 
     Raises:
         CheckpointError: the files cannot be written.
