@@ -21,8 +21,8 @@ qcut eval gpt2-4bit --text book.txt                                 # what the q
 qcut generate gpt2-4bit --prompt "The import statement"             # what it says
 ```
 
-A model is a folder, or a name on the hub. The disk is looked at first, the hub's cache included. The hub then has four
-seconds to answer; a path, and a name in a folder that is here, are never asked for.
+A model is a folder, or a name on the hub. The disk is looked at first, the hub's cache included. The hub is asked once
+and has four seconds to answer; it is never asked for a path.
 
 ## Answers and exit statuses
 
