@@ -33,7 +33,7 @@ help:
 
 # Threads that wait shall sleep: spinning, they take a busy machine's cores from those that compute.
 demo: $(READY)
-	@echo "quantizing a GPT-2 of 5 million weights in seven ways; a CPU takes a minute or a few"
+	@echo "quantizing a GPT-2 of 5 million weights in seven ways, which takes a CPU a few minutes"
 	@OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/demo.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
 
 test: $(READY)

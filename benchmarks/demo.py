@@ -352,6 +352,7 @@ def quantized(
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the float model and every variant; returns what ``--json`` writes."""
+    say("reading the model and the text, which imports transformers first")
     setup = prepare(args)
     device = setup.device
     gpu = device.type == "cuda"

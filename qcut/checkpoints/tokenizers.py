@@ -50,12 +50,13 @@ def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
         _copy(source, directory, (*DATA_FILES, *_OTHER_FILES))
 
 
-def fetch_processors(name: str, directory: Path) -> None:
+def fetch_processors(name: str, directory: Path, on_disk: bool) -> None:
     """Put the files that say how images and sound are prepared beside a model that came from the hub.
 
     Args:
         name: of the model on the hub.
         directory: where the model was saved.
+        on_disk: take them from the hub's cache alone; see `qcut.checkpoints.hub.answers`.
 
     Raises:
         CheckpointError: the files cannot be written.
@@ -64,7 +65,7 @@ def fetch_processors(name: str, directory: Path) -> None:
 
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     for file in _PROCESSOR_FILES:
-        found = cached_file(name, file, **optional)
+        found = cached_file(name, file, local_files_only=on_disk, **optional)
         if found is not None:
             _copy(Path(found).parent, directory, (file,))
 

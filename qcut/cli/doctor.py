@@ -22,6 +22,7 @@ from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import BuildError, ConfigError, QcutError, UnsupportedError
 from qcut.jit import cache, device, folders, launch, packs, toolchain
 from qcut.jit.build import compile_source
+from qcut.process.versions import install
 
 State = Literal["ok", "warn", "missing"]
 
@@ -132,6 +133,10 @@ def _packages() -> Finding:
         return Finding("packages", "warn", text, "CUDA kernels need Linux")
     if importlib.util.find_spec("torch") is None:
         return Finding("packages", "missing", text, "pip install torch")
+    if importlib.util.find_spec("transformers") is None:
+        return Finding(
+            "packages", "warn", text, f"models of transformers, and commands that read them: {install('hf')}"
+        )
     return Finding("packages", "ok", text)
 
 

@@ -21,6 +21,9 @@ qcut eval gpt2-4bit --text book.txt                                 # what the q
 qcut generate gpt2-4bit --prompt "The import statement"             # what it says
 ```
 
+A model is a folder, or a name on the hub. The disk is looked at first, the hub's cache included. The hub is asked once
+and has four seconds to answer; it is never asked for a path.
+
 ## Answers and exit statuses
 
 Answers go to standard output; messages and progress bars, which only a terminal gets, to standard error. With `--json`

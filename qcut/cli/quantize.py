@@ -81,14 +81,17 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) -> Report:
     """Quantize the model, and write it to an empty folder."""
     import qcut
+    from qcut.checkpoints import hub
     from qcut.checkpoints.tokenizers import fetch_processors
     from qcut.cli.quantizing import open_quantized, shown
 
-    model, tokenizer, report = open_quantized(arguments, quantizing, _stored_dtype(arguments.model))
+    name = arguments.model
+    on_disk = Path(name).is_dir() or not hub.answers(name)
+    model, tokenizer, report = open_quantized(arguments, quantizing, _stored_dtype(name, on_disk))
     try:
         qcut.save(model, folder, progress=shown(), tokenizer=tokenizer)
-        if not Path(arguments.model).is_dir():
-            fetch_processors(arguments.model, folder)
+        if not Path(name).is_dir():
+            fetch_processors(name, folder, on_disk)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(str(folder), str(arguments.out))) from error
     except OSError as error:
@@ -96,11 +99,10 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
     return report
 
 
-def _stored_dtype(name: str) -> Any:
+def _stored_dtype(name: str, on_disk: bool) -> Any:
     """The floating dtype of a model's files, as its configuration states it; float32 where it does not."""
     import torch
 
-    from qcut.checkpoints import hub
     from qcut.checkpoints.headers import read_config
     from qcut.process import versions
 
@@ -110,7 +112,6 @@ def _stored_dtype(name: str) -> Any:
         if (folder / "config.json").is_file():
             config = read_config(folder / "config.json")
     else:
-        on_disk = not hub.answers(name)
         transformers = versions.transformers()
         try:
             config, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=on_disk)

@@ -99,7 +99,7 @@ def test_demo_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--window", "513"], "--window 513: this model has 512 positions"),
     ):
         assert demo.main(["--quick", "--device", "cpu", *options]) == 1
-        error = capsys.readouterr().err
+        error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("error: ")
         assert message in error
 

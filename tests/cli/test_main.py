@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -180,6 +182,38 @@ def test_doctor_says_what_is_missing(
     text = capsys.readouterr().out
     assert "gone: pip install it" in text
     assert verdict in text
+
+
+@pytest.mark.parametrize(
+    ("module", "programs", "topic", "command", "fine"),
+    [
+        ("", ["sh", "sed"], "g++", "apt-get install g++", {"nvcc", "NVRTC", "CUTLASS"}),
+        ("cuda", None, "NVRTC", "pip install 'cuda-python>=13,<14' cuda-core", {"nvcc", "g++", "CUTLASS"}),
+        ("cutlass_library", None, "CUTLASS", "pip install nvidia-cutlass==", {"nvcc", "g++", "NVRTC"}),
+        ("transformers", None, "packages", "pip install 'qcut-inference[hf]'", {"nvcc", "g++", "NVRTC", "CUTLASS"}),
+    ],
+    ids=["no g++", "no cuda-python", "no nvidia-cutlass", "no transformers"],
+)
+def test_doctor_names_the_one_tool_that_is_missing(
+    tmp_path: Path, module: str, programs: list[str] | None, topic: str, command: str, fine: set[str]
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"}
+    if programs is not None:
+        for program in programs:
+            (tmp_path / program).symlink_to(str(shutil.which(program)))
+        environment["PATH"] = str(tmp_path)
+    code = f"import sys; sys.modules.update(dict.fromkeys([{module!r}])); from qcut.cli.main import main; "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "main(['doctor', '--no-probe', '--json'])"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    found = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found[topic]["state"] in ("warn", "missing")
+    assert command in found[topic]["text"] + found[topic]["advice"]
+    assert {name for name in fine if found[name]["state"] == "ok"} == fine
 
 
 def test_doctor_finds_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
