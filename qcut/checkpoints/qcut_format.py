@@ -96,7 +96,8 @@ def save(
 
     Raises:
         CheckpointError: the directory cannot be written, another process does not end its save, a tensor is on the
-            meta device, a parameter holds NaN or Inf, an embedding is tied to a layer that is not in the model, or the
+            meta device, a module has extra state, a parameter holds NaN or Inf, an embedding is tied to a layer that is
+            not in the model, or the
             directory has a ``model.safetensors``, which transformers would read in place of what is saved. The
             checkpoint that was there is then in force as before.
 

@@ -11,16 +11,23 @@ from qcut.errors import CheckpointError
 from qcut.layers.base import Linear
 from qcut.layers.parts import refuse_parts
 from qcut.layers.stored import StateEntry
+from qcut.models.modules import has_extra_state
 
 
 def stored_tensors(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, str]]:
     """Every parameter and buffer once, and the names of tied ones with the name they are stored under.
 
     Raises:
-        CheckpointError: a tensor outside quantized layers is on the meta device (named).
+        CheckpointError: a tensor outside quantized layers is on the meta device, or a module has extra state (named).
         UnsupportedError: a layer is a part of one that is cut across processes (named).
     """
     refuse_parts(model, "saving")
+    for name, module in model.named_modules():
+        if has_extra_state(module):
+            raise CheckpointError(
+                f"module {name!r} ({type(module).__name__}) has extra state (get_extra_state), which files of tensors "
+                "do not hold; keep it in a buffer, or in a file of your own"
+            )
     tensors: dict[str, StateEntry] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}

@@ -98,8 +98,8 @@ def refine(
         model: with layers quantized by `qcut.quantize` in rotated codebook schemes, fitted ones best; left as it was
             where this raises.
         reference: the float model, on the same device.
-        batches: what both models are called on, text like that which they will read; see `qcut.calibrate`. Unpadded. All are
-            held in memory.
+        batches: what both models are called on, text like that which they will read; see `qcut.calibrate`. Unpadded.
+            All are held in memory.
         steps: how many; None takes every batch once. Batches come in a new random order each time all were taken.
         layers: globs of layer names; None takes all codebook layers that are not tied to another.
         rate: of norms, relative to themselves, and of vectors.

@@ -457,11 +457,8 @@ def _ranges(steps: Sequence[_Step], batches: Iterable[Tensor]) -> list[StaticRan
     seen = False
     for batch in batches:
         k = float_weight(steps[0][1], steps[0][0]).shape[1]
-        if (
-            not isinstance(batch, Tensor)
-            or batch.shape[-1:] != (k,)
-            or not (batch.numel() and batch.is_floating_point())
-        ):
+        fits = isinstance(batch, Tensor) and batch.shape[-1:] == (k,) and batch.is_floating_point()
+        if not fits or batch.numel() == 0:
             found = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
             raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: floats [..., {k}], not empty")
         seen, x = True, batch

@@ -74,6 +74,10 @@ def own_ways(module: nn.Module) -> str | None:
         return f"its weight is {dtype_name(weight.dtype)}; {weight_dtype_names()} can be quantized"
     if weight.numel() == 0:
         return f"its weight is empty: {list(weight.shape)}"
+    if others := [*module._parameters.keys() - {"weight", "bias"}, *module._buffers, *module._modules]:
+        return f"it holds {others[0]!r} besides its weight and bias, which a quantized layer does not keep"
+    if has_extra_state(module):
+        return f"its class keeps extra state (get_extra_state of {type(module).__module__}.{type(module).__qualname__})"
     return own_forward(module)
 
 
@@ -91,6 +95,11 @@ def own_forward(module: nn.Module) -> str | None:
             return "nn.Linear.forward is not that of torch"
         return f"a subclass with its own forward (class {cls.__module__}.{cls.__qualname__})"
     return None
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether a module has a state of its own besides tensors, as ``get_extra_state`` gives it."""
+    return "get_extra_state" in vars(module) or type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def weight_nk(module: nn.Module) -> Tensor:

@@ -121,7 +121,9 @@ def test_weights_of_every_float_dtype_on_their_device(dtype):
     assert not layer.training
     assert same_state(module, before)
     (held,) = layer.parameters()
-    assert held.nbytes == 0 and not held.requires_grad and held.numel() == 7 * 20 + (7 if layer.bias is not None else 0)
+    assert held.nbytes == 0
+    assert not held.requires_grad
+    assert held.numel() == 7 * 20 + (7 if layer.bias is not None else 0)
     assert Linear.from_float(module.train()).training
 
 

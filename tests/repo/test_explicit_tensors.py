@@ -1,4 +1,4 @@
-"""Every tensor that qcut makes has a dtype and a device of its own, not those that a program has set as torch's defaults."""
+"""Every tensor that qcut makes has a dtype and a device of its own, not those that a program has set in torch."""
 
 from __future__ import annotations
 

@@ -1,0 +1,62 @@
+"""Models that stay mostly in float are warned of, with what stays and why; others are not."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import qcut
+from qcut.errors import QuantizationWarning
+
+
+def mixture() -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 96, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_experts=4, **sizes, **heads)).eval()
+
+
+def told(act: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(w.message) for w in caught if issubclass(w.category, QuantizationWarning)]
+
+
+def test_mixture_names_its_experts(tmp_path: Path) -> None:
+    model = mixture()
+    model.save_pretrained(tmp_path)
+    config = qcut.QcutConfig("w8a8")
+    (loaded,) = told(lambda: AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+    (made,) = told(lambda: qcut.quantize(model, "w8a8", progress=False))
+    assert loaded == made
+    assert "model.layers.0.mlp.experts" in made
+    assert "(experts)" in made
+    assert "%" in made
+
+
+def test_what_is_left_out_on_purpose_is_not_told() -> None:
+    skip = ["lm_head", "*.experts", "*.gate"]
+    assert not told(lambda: qcut.quantize(mixture(), "w8a8", skip=skip, progress=False))
+    assert not told(lambda: qcut.quantize(mixture(), "w8a8", include=["*.q_proj"], progress=False))
+
+
+def test_dense_models_are_not_told() -> None:
+    net = nn.Sequential(nn.Embedding(900, 64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    assert not told(lambda: qcut.quantize(net, "w8a8", progress=False))
+
+
+def test_layers_that_stay_are_told_with_their_reason() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu() * x.amax()
+
+    net = nn.Sequential(nn.Linear(64, 64), Scaled(64, 64), nn.Conv1d(64, 64, 1))
+    (message,) = told(lambda: qcut.quantize(net, "w8a8", progress=False))
+    assert "its own forward" in message
+    assert "convolutions" in message
+    assert message.startswith("Sequential: 33.")

@@ -1,0 +1,88 @@
+"""A quantized folder read by a program that has not imported qcut fails, and what is shown says ``import qcut``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import qcut
+from qcut.checkpoints.marks import KEYS, mark, marks_pattern
+from tests.integrations.transformers.support import logits, opened, small
+
+READERS = """
+import sys
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
+
+readers = {
+    "causal": AutoModelForCausalLM.from_pretrained,
+    "base": AutoModel.from_pretrained,
+    "classifier": AutoModelForSequenceClassification.from_pretrained,
+    "pipeline": lambda folder: pipeline("feature-extraction", model=folder),
+}
+for folder in sys.argv[1:]:
+    for name, read in readers.items():
+        try:
+            read(folder)
+        except Exception as error:
+            print(name, type(error).__name__, file=sys.stderr, flush=True)
+        else:
+            print("LOADED", folder, name)
+"""
+
+
+def test_other_programs_are_told_to_import_qcut(tmp_path: Path) -> None:
+    folders = []
+    for kind, embeddings in (("llama", None), ("gpt2", "w8a16")):
+        for how in ("transformers",) if embeddings else ("qcut",):
+            model = small(kind)
+            qcut.quantize(model, "w8a8", embeddings=embeddings, progress=False)
+            folder = tmp_path / f"{kind}-{how}"
+            model.save_pretrained(folder) if how == "transformers" else qcut.save(model, folder)
+            folders.append(str(folder))
+    run = subprocess.run([sys.executable, "-c", READERS, *folders], capture_output=True, text=True, check=False)
+    assert "LOADED" not in run.stdout
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count("import qcut before from_pretrained") >= 4 * len(folders), run.stderr
+
+
+@pytest.mark.parametrize("embeddings", [None, "w8a16"])
+def test_marks_are_not_read_by_qcut(embeddings: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = small("gpt2")
+    qcut.quantize(model, "codebook4_g16", embeddings=embeddings, progress=False)
+    model.save_pretrained(tmp_path)
+    again = opened(tmp_path)
+    assert "import qcut" not in caplog.text
+    assert not set(again.state_dict()) & set(mark(["lm_head"], {}))
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_folders_without_marks_are_read(tmp_path: Path) -> None:
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    model = small("llama")
+    qcut.quantize(model, "w8a8", progress=False)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if t.dtype != torch.uint8}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["format_version"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(opened(tmp_path)), logits(model))
+    assert torch.equal(logits(qcut.load(tmp_path, progress=False)), logits(model))
+
+
+def test_pattern_finds_marks_alone() -> None:
+    import re
+
+    pattern = re.compile(marks_pattern(["a.b", "c.table"], {"c": {}}))
+    assert set(mark(["a.b", "c.table"], {"c": {}})) == {f"{name}.{key}" for name in ("a.b", "c") for key in KEYS}
+    assert all(pattern.search(f"model.{name}") for name in mark(["a.b"], {"c": {}}))
+    assert not any(pattern.search(name) for name in ("a.b.bias", "a.b.qweight", "xa.b.weight", "a.bc.weight"))
