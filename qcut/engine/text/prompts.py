@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from qcut.engine.failures import is_interrupt
 from qcut.errors import ConfigError, DtypeError, QcutError, ShapeError
 
 Message = Mapping[str, Any]
@@ -77,7 +78,9 @@ def _text_ids(tokenizer: Any, text: str, index: int, vocabulary: int) -> list[in
     try:
         text.encode()  # half of a surrogate pair is no text
         found = tokenizer(text, verbose=False)["input_ids"]
-    except Exception as error:  # of whatever kinds tokenizers raise
+    except BaseException as error:  # of whatever kinds tokenizers raise; a panic in Rust is no Exception
+        if is_interrupt(error):
+            raise
         raise ConfigError(f"prompt {index} is no text that the tokenizer takes: {_line(error)}") from error
     return _checked(found, tokenizer, index, vocabulary)
 
@@ -100,7 +103,9 @@ def _chat_ids(tokenizer: Any, chat: Chat, index: int, vocabulary: int) -> list[i
         )
     except QcutError:
         raise
-    except Exception as error:  # of jinja2, or whatever a template raises
+    except BaseException as error:  # of jinja2, of a tokenizer, or whatever a template raises
+        if is_interrupt(error):
+            raise
         raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {_line(error)}") from error
     return _checked(found, tokenizer, index, vocabulary)
 
@@ -117,5 +122,5 @@ def _checked(found: Any, tokenizer: Any, index: int, vocabulary: int) -> list[in
     return ids
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
