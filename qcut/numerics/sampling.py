@@ -172,7 +172,9 @@ class Rows(NamedTuple):
     def of(cls, settings: Sequence[Sampling], device: torch.device, bans: Sequence[Sequence[Ban]] = ()) -> Rows:
         """The settings of rows, one each, on a device, which nobody waits for; and each row's bans, where some have."""
         entries = [
-            (row, token, _ALWAYS, value) for row, each in enumerate(settings) for token, value in each.logit_bias.items()
+            (row, token, _ALWAYS, value)
+            for row, each in enumerate(settings)
+            for token, value in each.logit_bias.items()
         ]
         # A token's entries are added up, and to -Inf in every order: bans of two kinds do no harm.
         entries += [

@@ -148,7 +148,9 @@ def test_prompts_are_scored_beside_other_requests() -> None:
     assert requests[0].result() == alone(model, prompts[0], 5)
     assert (requests[1].result().tokens, requests[1].reason) == ([], "length")
     assert [event.token for event in requests[3].events()] == [None]
-    assert [each.chosen for each in again.prompt_log_probabilities or ()] == pytest.approx((-want[0]).tolist(), abs=1e-5)
+    assert [each.chosen for each in again.prompt_log_probabilities or ()] == pytest.approx(
+        (-want[0]).tolist(), abs=1e-5
+    )
     with torch.no_grad():
         logits = model(torch.tensor(prompts[:1])).logits[0, :-1]
     (first, *_) = likelihoods(logits, torch.tensor(prompts[0][1:]), [3] * 29)
