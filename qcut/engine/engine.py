@@ -65,8 +65,9 @@ class Engine:
     for each power of two of sequences, and of tokens of the longest from 512 up; chunks for sizes of a short list
     (`warm_up`). The 128 sizes used last are kept; all write their results to the same memory, bounded by the largest.
 
-    Quantize, load or move the model before the engine is made; afterwards, make a new engine. Replays call no hooks of
-    the model's modules. The model is put in evaluation mode. An engine serves one batch of sequences at a time, in one
+    Quantize, load or move the model, set adapters and edit configurations before the engine is made, which looks at
+    modules, their code and their hooks once; afterwards, make a new engine. Hooks that come later are not called by
+    replays, nor by what kernels compute in a module's place. The model is put in evaluation mode. An engine serves one batch of sequences at a time, in one
     thread.
 
     Args:
@@ -111,9 +112,9 @@ class Engine:
             be changed between calls.
 
     Raises:
-        UnsupportedError: another architecture; a module that computes otherwise than transformers' own; a setting of the
-            model's generation_config that changes greedy tokens and that the engine does not have. The message names
-            it. Or transformers is too old.
+        UnsupportedError: another architecture; a module that computes otherwise than transformers' own; a setting of
+            the model's generation_config that changes greedy tokens and that the engine does not have; a cache for
+            which the GPU has no kernel. The message names it. Or transformers is too old.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0, norms
             that cannot be folded, another kind of cache, a 4-bit one that the model's heads or type do not go with, or
             a tokenizer that is none.
@@ -597,7 +598,7 @@ class Engine:
             kept: see `fill`.
 
         Returns:
-            Index of a prompt, that of its first token in a chunk, and logits ``[T, vocabulary]`` after each of T tokens.
+            Index of a prompt, that of its first token in a chunk, and logits ``[T, vocabulary]`` after each token.
         """
         self._lengths = []
         for chunk, span in self._chunks(prompts, kept):

@@ -102,7 +102,9 @@ def _class_of(config: Any) -> type[nn.Module]:
         if cls in MODEL_FOR_CAUSAL_LM_MAPPING:
             found: type[nn.Module] = MODEL_FOR_CAUSAL_LM_MAPPING[cls]
             return found
-    raise UnsupportedError(f"{_named(type(config))} is no configuration of transformers; allowed: those, or model.generate")
+    raise UnsupportedError(
+        f"{_named(type(config))} is no configuration of transformers; allowed: those, or model.generate"
+    )
 
 
 def _reference(cls: type[nn.Module], config: Any) -> nn.Module:
@@ -157,15 +159,15 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
 
 def _place(layer: nn.Module) -> int | None:
     """The index under which a layer's attention keeps keys and values; None: it has no attention."""
-    return next((part.layer_idx for part in layer.children() if isinstance(getattr(part, "layer_idx", None), int)), None)
+    return next(
+        (part.layer_idx for part in layer.children() if isinstance(getattr(part, "layer_idx", None), int)), None
+    )
 
 
 # ── one module ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _check(
-    module: nn.Module, wanted: nn.Module, name: str, known: set[type], more: tuple[str, ...] = ()
-) -> None:
+def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], more: tuple[str, ...] = ()) -> None:
     """Compare a module with one of transformers that the engine stands for."""
     kind = type(wanted)
     if _package(kind) not in ("torch", "transformers"):
@@ -175,7 +177,9 @@ def _check(
         raise UnsupportedError(f"{found}{_INSTEAD}")
     own = {*vars(wanted), *wanted._parameters, *wanted._buffers, *wanted._modules}
     _check_itself(module, kind, name, known, (*more, *(key for key in own if not hasattr(kind, key))))
-    if extra := [key for key, value in module._parameters.items() if value is not None and key not in wanted._parameters]:
+    if extra := [
+        key for key, value in module._parameters.items() if value is not None and key not in wanted._parameters
+    ]:
         raise UnsupportedError(f"{name} has a parameter {extra[0]!r} that a {_named(kind)} has not; allowed: none")
     read = (_names(kind) | _BESIDE) - _READ - _WITHOUT_INFLUENCE
     for key, value in vars(wanted).items():
@@ -199,7 +203,9 @@ def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], mo
         if _is_shadowed(module, key, base):
             if "_hf_hook" in vars(module):
                 how = "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
-                raise UnsupportedError(f"{name}: accelerate moves its tensors (device_map); load on one device, or {how}")
+                raise UnsupportedError(
+                    f"{name}: accelerate moves its tensors (device_map); load on one device, or {how}"
+                )
             found = _named(vars(module)[key])
             raise UnsupportedError(f"{name}: {key} was set on the module itself, to {found}{_INSTEAD}")
     known.add(kind)
@@ -207,7 +213,7 @@ def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], mo
 
 
 def _is_shadowed(module: nn.Module, key: str, base: Any) -> bool:
-    """Whether something else was set on a module in place of its class's method; accelerate leaves the method itself."""
+    """Whether something stands on a module in place of its class's method; accelerate leaves the method itself there."""
     if key not in vars(module) or not (key in _ALWAYS or callable(base)):
         return False
     found = vars(module)[key]
@@ -265,13 +271,15 @@ def _activations() -> frozenset[type[nn.Module]]:
 
 
 def _known_kind(module: nn.Module) -> type | None:
-    """The class of a known package as which a linear layer or an embedding computes, row by row; None: no such class."""
+    """The class of a known package as which a linear layer or an embedding computes, row by row; None: there is none."""
     from transformers.pytorch_utils import Conv1D
 
     known = next((cls for cls in type(module).__mro__ if _package(cls) is not None), nn.Module)
     if any(cls.__module__.startswith(_ADAPTERS) and _package(cls) == "peft" for cls in known.__mro__):
         return known
-    is_row_wise = _package(known) != "peft" and issubclass(known, nn.Linear | nn.Embedding | Conv1D | Linear | Embedding)
+    is_row_wise = _package(known) != "peft" and issubclass(
+        known, nn.Linear | nn.Embedding | Conv1D | Linear | Embedding
+    )
     return known if is_row_wise else None
 
 
@@ -399,4 +407,8 @@ def _named(value: Any) -> str:
     """A class or function with its module."""
     function = getattr(value, "__func__", value)
     name = getattr(function, "__qualname__", None)
-    return f"{getattr(function, '__module__', '')}.{name}" if name else f"a {type(value).__module__}.{type(value).__qualname__}"
+    return (
+        f"{getattr(function, '__module__', '')}.{name}"
+        if name
+        else f"a {type(value).__module__}.{type(value).__qualname__}"
+    )

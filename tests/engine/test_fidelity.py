@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,11 +210,15 @@ def test_global_hooks_are_refused() -> None:
 
 def test_remote_class_of_a_known_type_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     name = "modeling_copied_llama"
-    source = open(modeling_llama.__file__).read().replace("from .configuration", "from ...models.llama.configuration")
+    source = (
+        Path(modeling_llama.__file__).read_text().replace("from .configuration", "from ...models.llama.configuration")
+    )
     (tmp_path / f"{name}.py").write_text(source.replace("from ...", "from transformers."))
     monkeypatch.syspath_prepend(tmp_path)
     copied: Any = __import__(name)
-    refused(copied.LlamaForCausalLM(small("llama").config), f"{name}.LlamaForCausalLM is not the transformers.models.llama")
+    refused(
+        copied.LlamaForCausalLM(small("llama").config), f"{name}.LlamaForCausalLM is not the transformers.models.llama"
+    )
     del sys.modules[name]
 
 

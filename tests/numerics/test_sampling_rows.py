@@ -11,7 +11,7 @@ import torch
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics.philox import key_words, philox, uniform
-from qcut.numerics.sampling import History, Rows, Sampling, argmax, log_probabilities, penalized, sample
+from qcut.numerics.sampling import Ban, History, Rows, Sampling, argmax, log_probabilities, penalized, sample
 from tests.support.draws import CHI2, LOGITS_10, chi_square, draws, rows, softmax
 from tests.support.oracles import INF, NAN
 
@@ -165,3 +165,82 @@ def test_log_probabilities_are_of_the_softmax() -> None:
         want = [row[token] - total for token in found.tokens[i].tolist()]
         assert found.values[i].tolist() == pytest.approx(want, abs=1e-6)
     assert log_probabilities(logits, torch.tensor([2, 0]), 0).tokens.shape == (2, 0)
+
+
+# ── biases ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_biases_are_added_before_penalties() -> None:
+    logits, places = torch.randn(3, 9, generator=torch.Generator().manual_seed(3)), (rows(3), rows(3))
+    options = [Sampling(logit_bias={4: 50.0}), Sampling(), Sampling(1.0, logit_bias={2: 100, 5: -100.0}, seed=1)]
+    assert sample(logits, Rows.of(options, CPU), *places).tolist() == [4, int(logits[1].argmax()), 2]
+    history = History.empty(3, 9, CPU)
+    history.start(0, torch.tensor([4]))
+    penalized_too = [Sampling(logit_bias={4: 50.0}, repetition_penalty=100.0), *options[1:]]
+    assert int(sample(logits, Rows.of(penalized_too, CPU), *places, history)[0]) == int(
+        (logits[0] + 50 * (torch.arange(9) == 4)).where(torch.arange(9) != 4, (logits[0, 4] + 50) / 100).argmax()
+    )
+    assert torch.equal(sample(logits, options[0], *places), torch.tensor([4] * 3))
+    with pytest.raises(ConfigError, match="a bias for token 9; allowed: 0 to 8"):
+        sample(logits, Sampling(logit_bias={9: 1.0}), *places)
+
+
+def test_biased_draws_have_the_biased_probabilities() -> None:
+    options = Sampling(1.0, seed=5, logit_bias={0: 2.0, 7: -1.5})
+    biased = [x + {0: 2.0, 7: -1.5}.get(i, 0.0) for i, x in enumerate(LOGITS_10)]
+    tokens = draws(LOGITS_10, options, 20000)
+    want = softmax(biased, 1.0, list(range(10)))
+    assert chi_square(tokens, want) < CHI2.get(9, 44.811)
+
+
+def test_bans_end_at_their_position() -> None:
+    logits = torch.arange(6.0).repeat(2, 1)
+    bans = [(Ban((5,), 3), Ban((4,))), ()]
+    rows_of = Rows.of([Sampling(), Sampling()], CPU, bans)
+    found = [sample(logits, rows_of, rows(2), torch.full((2,), at)).tolist() for at in range(1, 5)]
+    assert found == [[3, 5], [3, 5], [5, 5], [5, 5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 2**63}, r"top_k 9223372036854775808; allowed: an integer of 0 \(keeps all\) to 2147483647"),
+        ({"top_k": 10**5000}, "top_k an integer of 16610 bits"),
+        ({"top_k": True}, "top_k True"),
+        ({"top_k": 2.0}, r"top_k 2\.0"),
+        ({"seed": 10**5000}, "seed an integer of 16610 bits"),
+        ({"temperature": "1"}, "temperature '1'; allowed"),
+        ({"temperature": 10**400}, "temperature an integer of"),
+        ({"top_p": None}, "top_p None"),
+        ({"presence_penalty": "x" * 500}, "presence_penalty 'x{59}; allowed"),
+        ({"repetition_penalty": True}, "repetition_penalty True"),
+        ({"logit_bias": [1, 2]}, r"logit_bias \[1, 2\]; allowed: numbers by token id"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias of token -1"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias of token '5'"),
+        ({"logit_bias": {5: 101}}, "logit_bias of token 5 101; allowed: -100 to 100"),
+        ({"logit_bias": {5: NAN}}, "logit_bias of token 5 nan"),
+        ({"logit_bias": {5: None}}, "logit_bias of token 5 None"),
+    ],
+)
+def test_numbers_outside_their_range_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Sampling(**options)
+
+
+def test_biases_are_a_copy() -> None:
+    given = {3: 1.0}
+    options = Sampling(logit_bias=given)
+    given[10**6] = 2.0
+    assert options.logit_bias == {3: 1.0}
+    assert hash(options) == hash(Sampling(logit_bias={3: 2.0}))
+
+
+def test_likeliest_tokens_are_those_of_a_stable_sort() -> None:
+    logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(4)) * 2).round()
+    logits[2] = 1.0
+    logits[3, 7:] = -INF
+    for top in (0, 1, 20, 300):
+        found = log_probabilities(logits, torch.arange(6), top)
+        order = logits.log_softmax(1).sort(dim=1, descending=True, stable=True)
+        assert torch.equal(found.tokens, order.indices[:, :top])
+        assert torch.equal(found.values, order.values[:, :top])
