@@ -30,6 +30,9 @@ CHUNK_READ_BYTES = 512
 PIPELINED_BYTES = 65536
 """Bytes behind a request that are read before its answer: while the server reads, it sees that the client has gone."""
 
+DRAINED_BYTES = 8 << 20
+"""Bytes of a body that are read after its answer: a client that still writes when it is cut off sees no answer."""
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -42,7 +45,7 @@ class ConnectionLimits:
         head_s: seconds from the first byte of a request to the end of its head, and from the connection's start.
         write_s: seconds in which the client has to read some of what is sent.
         head_bytes: of the request line and all headers.
-        head_lines: of the same.
+        head_lines: of the request line and all headers.
         chunks: of a chunked body.
     """
 
@@ -219,7 +222,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._set_deadline(self._limits.head_s)
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self._drained += nbytes  # the rest of a body that has been answered already
-            if self._drained > PIPELINED_BYTES:
+            if self._drained > DRAINED_BYTES:
                 self.drop("drained")
                 return
         self.data_received(bytes(self._buffer[:nbytes]))
