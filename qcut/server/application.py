@@ -376,8 +376,11 @@ class _Answer:
 
         try:
             count = len(self._stream.requests)
-            begin = partial(list, map(self._begin, range(count)))
-            texts = await self._executors.run(LARGE_BYTES, begin) if self._given.echoes else begin()
+
+            def beginnings() -> list[str]:
+                return [self._begin(index) for index in range(count)]
+
+            texts = await self._executors.run(LARGE_BYTES, beginnings) if self._given.echoes else beginnings()
             for index, text in enumerate(texts):
                 for value in form.begin(index, text):
                     yield sent(value)
@@ -428,7 +431,7 @@ class _Answer:
             tokens.setdefault(choice, []).extend(() if event.token is None else (event.token,))
             reasons[choice] = finish_reason(event)
             self._score(choice, event)
-        pieces = []
+        pieces: list[bytes] = []
         for choice, parts in texts.items():
             text, scored = "".join(parts), self._scored.get(choice)
             found = None if scored is None else scored.take()

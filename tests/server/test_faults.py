@@ -112,6 +112,35 @@ def test_a_handler_that_fails(error: BaseException, caplog: pytest.LogCaptureFix
     assert len(traced) == 2  # once each
 
 
+class SlowScheduler(qcut.Scheduler):
+    """A scheduler that takes a while for each prompt, as a slow tokenizer does."""
+
+    submitted = 0
+
+    def submit_samples(self, *given: Any, **options: Any) -> Any:
+        self.submitted += 1
+        time.sleep(0.1)
+        return super().submit_samples(*given, **options)
+
+
+def test_a_client_that_goes_while_its_prompts_are_submitted() -> None:
+    """No further prompt of it is submitted, and what runs ends."""
+    with serving(engine(), kind=SlowScheduler) as served:
+        data = json.dumps({"prompt": ["x"] * 100, "max_tokens": 90, "ignore_eos": True}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+        with socket.create_connection(("127.0.0.1", served.port), PATIENCE_S) as connection:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+            end = time.monotonic() + PATIENCE_S
+            while served.scheduler.submitted < 3:  # type: ignore[attr-defined]
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        served.idle()
+        assert served.call("POST", COMPLETIONS, GOOD)[0] == 200
+        time.sleep(0.3)
+        assert served.scheduler.submitted < 50  # type: ignore[attr-defined]
+        assert served.scheduler.load.running == served.scheduler.load.waiting == 0
+
+
 def test_all_gauges_return_to_zero() -> None:
     """After answers, refusals, clients that go in every state of a request, and pieces of requests."""
     with serving(engine(), seconds=0.5, limits={"head_s": 0.5, "keep_alive_s": 0.5}) as served:

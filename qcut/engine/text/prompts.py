@@ -145,12 +145,12 @@ def chat_ids(
     try:
         given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if add_special_tokens:
-            found = bounded.text_ids(tokenizer, bounded.chat_text(tokenizer, chat, **given))
+            ids = bounded.text_ids(tokenizer, bounded.chat_text(tokenizer, chat, **given))
         else:
-            found = bounded.chat_ids(tokenizer, chat, **given)
+            ids = bounded.chat_ids(tokenizer, chat, **given)
     except ConfigError as error:
         raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {error}") from error
-    return _checked(found, tokenizer, index, vocabulary)
+    return _checked(ids, tokenizer, index, vocabulary)
 
 
 def _checked(found: Any, tokenizer: Any, index: int, vocabulary: int) -> list[int]:
