@@ -83,6 +83,8 @@ _MOST_PARTS = 1 << 16
 """Most layers, heads, … of a kind, and modules and tensors of a model whose number of stored tensors is not known."""
 
 _DEPTH = 16
+_MOST_VALUES = 1 << 16
+"""Values of a configuration: more than the names of 21,000 classes, in both directions."""
 
 
 def model_of(name: Any, config: Any, where: str, *, tensors: int | None = None, generation: Any = None) -> nn.Module:
@@ -156,6 +158,20 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Refuse the files of an adapter beside a model: transformers applies them unasked, and other readers do not.
+
+    Raises:
+        CheckpointError: there are such files (named).
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
+        if (folder / name).exists() and (folder / "config.json").exists():
+            raise CheckpointError(
+                f"{folder / name}: an adapter beside a model; allowed: the model in a folder of its own, over which "
+                "PeftModel.from_pretrained(model, folder) loads the adapter, or the two merged and saved anew"
+            )
+
+
 def causal_class(config: Mapping[str, Any], where: str) -> str:
     """Name of the causal language model that transformers itself has for a configuration's ``model_type``.
 
@@ -214,8 +230,16 @@ def plain_config(config: Any, where: str, key: str = "config") -> dict[str, Any]
     """
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: {key} is a {type(config).__name__}; an object is needed")
+    if (count := _count(config)) > _MOST_VALUES:
+        raise CheckpointError(f"{where}: {key} has {count} values; allowed: {_MOST_VALUES}")
     plain: dict[str, Any] = _plain(config, where, key, 0)
     return plain
+
+
+def _count(value: Any) -> int:
+    """Values in an object or list, those of the objects and lists in it included."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return len(inner) + sum(_count(one) for one in inner if isinstance(one, (dict, list)))
 
 
 def _plain(value: Any, where: str, key: str, depth: int) -> Any:

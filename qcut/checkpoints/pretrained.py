@@ -15,11 +15,21 @@ from torch import nn
 
 from qcut.checkpoints import pretrained_format, qcut_format
 from qcut.checkpoints.foreign.reader import reader_of
-from qcut.checkpoints.huggingface import causal_class, is_causal_name, read_config, skeleton_model, stated_class
+from qcut.checkpoints.huggingface import (
+    causal_class,
+    is_causal_name,
+    read_config,
+    refuse_adapter,
+    skeleton_model,
+    stated_class,
+)
+from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.process import versions
+from qcut.process.text import check_decoder, start_process, text_ids
+from qcut.process.text_worker import is_failure
 from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
 
 _Stored = dict[str, tuple[str, list[int]]]
@@ -83,10 +93,14 @@ def _load(
     local = bool(name) and folder.is_dir()
     if not local and (not name or name.startswith((".", "/", "~")) or folder.exists()):
         raise CheckpointError(f"{name!r}: not a directory" if not name else f"{name}: not a directory")
+    if local:
+        refuse_adapter(folder)
     tensors = _check_folder(folder) if local else {}
     without = local and not has_tokenizer(folder)
     if without and (class_of is causal_class or _is_causal(folder)):
         raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(DATA_FILES)}); {_SAVE_TOKENIZER}")
+    if not without:
+        start_process()
     with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
         if local and (_is_quantized(folder) or reader_of(folder)):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
@@ -121,7 +135,10 @@ def _tokenizer(name: str, local: bool, model: Any) -> Any:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
             )
-            tokenizer("a")  # Some of what a tokenizer's files state is looked at when it is used.
+            check_decoder(tokenizer)
+            # Some of what a tokenizer's files state is looked at when it is used.
+            text_ids(tokenizer, "a")
+            _ = 1 > tokenizer.model_max_length
             empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     except CheckpointError:
         if local or getattr(model, "main_input_name", "input_ids") == "input_ids":
@@ -186,9 +203,7 @@ def _check_sizes(skeleton: nn.Module, tensors: _Stored, name: str) -> None:
             raise CheckpointError(
                 f"{name}: tensor {key!r}: found {tensors[key][1]}, the configuration asks for {list(parameter.shape)}"
             )
-        code, _ = tensors.get(key, ("", []))
-        if parameter.is_floating_point() and code.startswith(("I", "U", "BOOL")):
-            raise CheckpointError(f"{name}: tensor {key!r}: found {code}, a floating dtype is needed")
+    check_kinds(skeleton, {key: code for key, (code, _) in tensors.items()}, name)
     wanted = sum(parameter.numel() for parameter in skeleton.parameters())
     stored = sum(math.prod(shape) for _, shape in tensors.values())
     if wanted > 2 * stored + _FEW_VALUES:  # a tied tensor may be stored once and counted twice
@@ -237,9 +252,7 @@ def _as_checkpoint_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # transformers, tokenizers, safetensors and the hub have dozens of kinds
-        # A panic in the Rust of tokenizers is no Exception.
-        foreign = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
-        if not foreign or isinstance(error, QcutError):
+        if not is_failure(error) or (isinstance(error, QcutError) and not isinstance(error, ConfigError)):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{what}: {text[:_MOST_CHARACTERS]}") from error
@@ -256,8 +269,8 @@ def token_ids(tokenizer: Any, text: str, what: str) -> list[int]:
     """
     try:
         text.encode()
-        return [int(token) for token in tokenizer(text, verbose=False)["input_ids"]]
-    except Exception as error:
+        return text_ids(tokenizer, text)
+    except (UnicodeError, ConfigError) as error:
         raise ConfigError(f"{what} is no text that the tokenizer takes: {error}") from error
 
 

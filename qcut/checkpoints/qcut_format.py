@@ -24,6 +24,7 @@ from qcut.checkpoints.description import (
     tie_layers,
 )
 from qcut.checkpoints.foreign.reader import reader_of
+from qcut.checkpoints.huggingface import refuse_adapter
 from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.skeleton import (
     as_like,
@@ -253,6 +254,7 @@ def load(
     """
     name, directory = str(directory), Path(directory)
     path = directory / CONFIG_NAME
+    refuse_adapter(directory)
     if model is None and pretrained_format.is_saved(directory, CONFIG_NAME):
         return pretrained_format.load(str(directory), device=device, dtype=dtype)
     if model is None and not directory.parent.exists() and pretrained_format.may_be_hub_name(name):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.huggingface import model_of
+from qcut.checkpoints.state import passing_buffers
 from qcut.config import scheme_from_json
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import is_linear, weight_nk
-from qcut.storage.safetensors_file import TensorFile, TensorHeader
+from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile, TensorHeader
 
 
 def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
@@ -168,11 +169,41 @@ def check_headers(
         dtype, shape = header.dtype, header.shape
         # Outside quantized layers floating tensors may be of any precision: a skeleton does not know which.
         free = name not in exact and tensor.is_floating_point()
-        ok = dtype.is_floating_point if free else dtype == tensor.dtype
+        ok = dtype in _FLOATS if free else dtype == tensor.dtype
         if list(tensor.shape) != shape or not ok:
             raise CheckpointError(
                 f"{path}: tensor {name!r}: found {dtype} {shape}, {tensor.dtype} {list(tensor.shape)} is needed"
             )
+
+
+def check_kinds(model: nn.Module, codes: Mapping[str, str], where: object) -> None:
+    """Hold dtypes of stored tensors to a float model that transformers fills, which casts whatever is there.
+
+    Args:
+        model: its tensors may be on the meta device.
+        codes: of the stored tensors' dtypes, as safetensors names them; by name, with or without the prefix of the
+            model's base.
+        where: for messages.
+
+    Raises:
+        CheckpointError: a floating tensor is stored in another dtype than float64, float32, float16 or bfloat16, or
+            another one in another dtype than its own (named).
+    """
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    by_name = {name.removeprefix(base): code for name, code in codes.items()}
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    for name in passing_buffers(model):
+        tensors.pop(name, None)
+    for name, tensor in tensors.items():
+        code = by_name.get(name.removeprefix(base))
+        stored = TENSOR_DTYPES.get(code) if code is not None else tensor.dtype
+        if stored in _FLOATS if tensor.is_floating_point() else stored == tensor.dtype:
+            continue
+        wanted = "a floating dtype of 16, 32 or 64 bits" if tensor.is_floating_point() else str(tensor.dtype)
+        raise CheckpointError(f"{where}: tensor {name!r}: found {code}; {wanted} is needed")
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def as_like(

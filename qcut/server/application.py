@@ -48,7 +48,10 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 CLIENT_GONE = 499
 """Status, in the log of figures alone, of an answer that nobody is there to take; proxies use the same."""
+_MANY_TOKENS = 512
+"""Tokens whose texts the event loop decodes at most for one request at a time."""
 B = TypeVar("B", bound=Schema)
+T = TypeVar("T")
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
@@ -139,11 +142,14 @@ class Service:
         engine = scheduler.engine
         self.scheduler, self.settings, self.metrics = scheduler, settings, metrics
         self.bodies = BodyMemory(settings.most_bodies)
+        metrics.body_bytes.set_function(lambda: self.bodies.held)
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.unknown_fields = UnknownFields(settings.strict)
         self._created = int(time.time())
         self._bridge: Bridge | None = None
-        self._executors = Executors()
+        self.executors = Executors()
+        # Processes of the tokenizer take seconds to start; the first clients shall not wait for them.
+        self.executors.prepare(partial(text_ids, engine.tokenizer, "a", engine.decoder.vocabulary))
         self._prompts = PromptLimit(engine.tokenizer, engine.decoder.vocabulary, engine.context)
 
     # ── what is small ────────────────────────────────────────────────────────────────────────────
@@ -222,7 +228,7 @@ class Service:
             request.scope, request.receive, most=settings.most_body, seconds=settings.seconds, memory=self.bodies
         )
         parse = partial(parsed, kind, data, self.unknown_fields)
-        given = parse() if len(data) < LARGE_BYTES else await self._executors.run(len(data), parse)
+        given = parse() if len(data) < LARGE_BYTES else await self.executors.run(len(data), parse)
         self._check_name(getattr(given, "model", None))
         request.state.body_bytes = len(data)
         return given
@@ -234,7 +240,7 @@ class Service:
             Refusal: the tokenizer or its template does not take the prompt.
         """
         try:
-            return await self._executors.run(request.state.body_bytes, partial(self._ids, prompt))
+            return await self.executors.run(request.state.body_bytes, partial(self._ids, prompt))
         except QcutError as error:
             raise Refusal.of(error, self.scheduler.engine.context) from error
 
@@ -264,7 +270,7 @@ class Service:
         answer = _Answer(self, given, form, stream)
         try:
             async with _watched(request.receive, stream):
-                await self._executors.run(request.state.body_bytes, partial(self._submit, stream, given))
+                await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given))
         except QcutError as error:
             param = "prompt" if isinstance(given, CompletionBody) else "messages"
             raise Refusal.of(error, self.scheduler.engine.context, param) from error
@@ -274,7 +280,7 @@ class Service:
         if given.stream:
             return _EventStream(stream, answer.pieces())
         async with _watched(request.receive, stream):
-            return JSONResponse(await answer.whole())
+            return await answer.whole()
 
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
@@ -319,30 +325,47 @@ class _Answer:
     def __init__(self, service: Service, given: Body, form: Form, stream: Stream) -> None:
         self._given, self._form, self._stream = given, form, stream
         self._vocabulary, self._stops = service.vocabulary, given.stops(service.scheduler.engine.end_tokens)
-        self._metrics = service.metrics
+        self._metrics, self._executors = service.metrics, service.executors
         self._watch = service.metrics.watch()
         self._scored: dict[int, Scored] = {}
 
-    async def whole(self) -> JSON:
+    async def whole(self) -> Response:
         """The answer at once.
 
         Raises:
             Refusal: the engine has failed, the server closes, or the client has gone.
         """
-        count = len(self._stream.requests)
-        texts, reasons = [[self._begin(i)] for i in range(count)], [None] * count
+        seen: list[tuple[int, Event]] = []
         async for come in self._stream.events():
-            for choice, event in self._seen(come):
-                texts[choice].append(event.text or "")
-                self._score(choice, event)
-                reasons[choice] = finish_reason(event)
-                if event.reason == "stop":
-                    texts[choice].append(self._ending(choice, len("".join(texts[choice][1:]))))
+            seen += self._seen(come)
+        return await self._made(seen, partial(self._assembled, seen))
+
+    def _assembled(self, seen: list[tuple[int, Event]]) -> Response:
+        count = len(self._stream.requests)
+        texts = [[self._begin(i)] for i in range(count)]
+        reasons: list[str | None] = [None] * count
+        for choice, event in seen:
+            texts[choice].append(event.text or "")
+            self._score(choice, event)
+            reasons[choice] = finish_reason(event)
+            if event.reason == "stop":
+                texts[choice].append(self._ending(choice, len("".join(texts[choice][1:]))))
         choices = [
             {**self._form.choice(i, "".join(texts[i]), self._scored.get(i), reasons[i]), **self._more_of(i)}
             for i in range(count)
         ]
-        return self._form.whole(choices, self._usage)
+        return JSONResponse(self._form.whole(choices, self._usage))
+
+    async def _made(self, seen: list[tuple[int, Event]], make: Callable[[], T]) -> T:
+        """What a function makes of events; made in another thread if it decodes many tokens."""
+        given, requests = self._given, self._stream.requests
+        each = 1 + (given.top or 0)
+        work = len(seen) * each
+        if given.echoes:
+            work += each * sum(len(requests[i].prompt) for i in {i for i, _ in seen if i not in self._scored})
+        if given.include_stop_str_in_output:
+            work += sum(len(requests[i].tokens) for i, event in seen if event.reason == "stop")
+        return make() if work <= _MANY_TOKENS else await self._executors.run(LARGE_BYTES, make)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it comes: server-sent events."""
@@ -355,14 +378,22 @@ class _Answer:
             return _sent({**value, "usage": self._usage if options.continuous_usage_stats else None})
 
         try:
-            for index in range(len(self._stream.requests)):
-                for value in form.begin(index, self._begin(index)):
+            count = len(self._stream.requests)
+
+            def beginnings() -> list[str]:
+                return [self._begin(index) for index in range(count)]
+
+            texts = await self._executors.run(LARGE_BYTES, beginnings) if self._given.echoes else beginnings()
+            for index, text in enumerate(texts):
+                for value in form.begin(index, text):
                     yield sent(value)
-            async for parts in self._parts():
-                for value in parts:
-                    yield sent(value)
-                if not parts:
+            lengths: dict[int, int] = {}
+            async for come in self._stream.events():
+                seen = self._seen(come)
+                if not seen:
                     yield b": waiting\n\n"
+                for piece in await self._made(seen, partial(self._parts, seen, lengths, sent)):
+                    yield piece
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # a tokenizer's panic is no Exception
@@ -381,31 +412,37 @@ class _Answer:
         if form.END:
             yield form.END
 
-    async def _parts(self) -> AsyncIterator[list[JSON]]:
-        """Choices with what has come since, one at a time. Empty: nothing for a while."""
-        given: dict[int, int] = {}
-        async for come in self._stream.events():
-            if not come:
-                yield []
-            texts: dict[int, list[str]] = {}
-            tokens: dict[int, list[int]] = {}
-            reasons: dict[int, str | None] = {}
-            for choice, event in self._seen(come):
-                text = event.text or ""
-                given[choice] = given.get(choice, 0) + len(text)
-                if event.reason == "stop":
-                    text += self._ending(choice, given[choice])
-                texts.setdefault(choice, []).append(text)
-                tokens.setdefault(choice, []).extend(() if event.token is None else (event.token,))
-                reasons[choice] = finish_reason(event)
-                self._score(choice, event)
-            for choice, parts in texts.items():
-                text, scored = "".join(parts), self._scored.get(choice)
-                found = None if scored is None else scored.take()
-                has_ids = self._given.return_token_ids and tokens[choice]
-                if text or reasons[choice] is not None or (found is not None and found.rows) or has_ids:
-                    more = {"token_ids": tokens[choice]} if self._given.return_token_ids else {}
-                    yield self._form.pieces(choice, text, found, reasons[choice], more)
+    def _parts(
+        self, seen: list[tuple[int, Event]], lengths: dict[int, int], sent: Callable[[JSON], bytes]
+    ) -> list[bytes]:
+        """Pieces with what has come.
+
+        Args:
+            seen: what has come.
+            lengths: characters of each choice so far, which are counted on.
+            sent: writes a piece.
+        """
+        texts: dict[int, list[str]] = {}
+        tokens: dict[int, list[int]] = {}
+        reasons: dict[int, str | None] = {}
+        for choice, event in seen:
+            text = event.text or ""
+            lengths[choice] = lengths.get(choice, 0) + len(text)
+            if event.reason == "stop":
+                text += self._ending(choice, lengths[choice])
+            texts.setdefault(choice, []).append(text)
+            tokens.setdefault(choice, []).extend(() if event.token is None else (event.token,))
+            reasons[choice] = finish_reason(event)
+            self._score(choice, event)
+        pieces: list[bytes] = []
+        for choice, parts in texts.items():
+            text, scored = "".join(parts), self._scored.get(choice)
+            found = None if scored is None else scored.take()
+            has_ids = self._given.return_token_ids and tokens[choice]
+            if text or reasons[choice] is not None or (found is not None and found.rows) or has_ids:
+                more = {"token_ids": tokens[choice]} if self._given.return_token_ids else {}
+                pieces += map(sent, self._form.pieces(choice, text, found, reasons[choice], more))
+        return pieces
 
     def _seen(self, come: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
         """Measure events, and look whether one is an end without an answer."""

@@ -23,6 +23,8 @@ from qcut.server.refusals import Refusal
 from qcut.server.responses_api import Response as ResponseForm
 from qcut.server.responses_api import ResponsesBody
 
+MOST_DETOKENIZED = 1 << 17
+"""Most tokens whose text is asked for at once: a tokenizer lets nothing run beside it."""
 B = TypeVar("B", bound=Schema)
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
 
@@ -77,7 +79,7 @@ class DetokenizeBody(Schema):
 
     UNUSED = IGNORED
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(max_length=MOST_DETOKENIZED, fail_fast=True)]
 
 
 def routes(service: Service) -> list[Route]:

@@ -24,6 +24,7 @@ class Metrics:
 
     Attributes:
         connections: gauge of connections that are open.
+        body_bytes: gauge of the bytes of bodies that are held.
         most_connections: gauge of connections that may be open.
     """
 
@@ -41,6 +42,7 @@ class Metrics:
             registry=registry,
         )
         self.connections = Gauge("qcut_connections", "Connections that are open", registry=registry)
+        self.body_bytes = Gauge("qcut_body_bytes", "Bytes of the bodies that are held", registry=registry)
         self.most_connections = Gauge("qcut_connections_most", "Connections that may be open", registry=registry)
 
         def histogram(name: str, text: str) -> Histogram:

@@ -35,7 +35,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_S = 0.0005
 """Longest time that the thread which turns waits for the one that writes answers: Python's 5 ms are two steps."""
 _LOOK_S = 0.5
-_COUNTED = ("Invalid HTTP request received.", "Unsupported upgrade request.")
+_COUNTED = ("Invalid HTTP request received.", "Unsupported upgrade request.", "No supported WebSocket library")
 BACKLOG = 2048
 """Connections that the kernel holds until they are accepted."""
 ACCEPTS = 16
@@ -197,7 +197,7 @@ async def _served(server: Server, scheduler: Scheduler, found: socket.socket) ->
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
     """Whether a line is for the log: not what is counted or told elsewhere, or cancelled at the end."""
-    if record.name == "uvicorn.error" and record.msg in _COUNTED:
+    if record.name == "uvicorn.error" and str(record.msg).startswith(_COUNTED):
         return False
     if record.exc_info is None:
         return True

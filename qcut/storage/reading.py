@@ -23,6 +23,8 @@ JSON_DEPTH = 64
 """Objects and lists within one another that JSON may have."""
 JSON_VALUES = 2_000_000
 """Values that one JSON file may have, which bounds the memory of what is made of it."""
+JSON_WIDTH = 1 << 18
+"""Values that one object or list may have, which bounds the time: more than any checkpoint has tensors."""
 _DIGITS = 20
 
 
@@ -119,9 +121,9 @@ def parse_json(data: bytes, where: object, error: type[QcutError]) -> Any:
         error: class of the exception to raise.
 
     Raises:
-        QcutError: of class ``error``: not JSON; deeper than `JSON_DEPTH` or of more values than `JSON_VALUES`; NaN,
-            Inf or a number beyond float64, a whole number beyond 64 bits; a key twice in an object; text that is not
-            Unicode.
+        QcutError: of class ``error``: not JSON; deeper than `JSON_DEPTH`, wider than `JSON_WIDTH` or of more values
+            than `JSON_VALUES`; NaN, Inf or a number beyond float64, a whole number beyond 64 bits; a key twice in an
+            object; text that is not Unicode.
     """
     check_extent(data, where, error)
 
@@ -142,6 +144,8 @@ def parse_json(data: bytes, where: object, error: type[QcutError]) -> Any:
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise _NotAllowed(f"the key {twice[:80]!r} twice in one object")
+        if len(made) > JSON_WIDTH:
+            raise _NotAllowed(f"an object of {len(made)} keys; at most {JSON_WIDTH} are read")
         return made
 
     try:
@@ -179,15 +183,18 @@ class _NotAllowed(ValueError):
 
 
 def check_extent(data: bytes, where: object, error: type[QcutError]) -> None:
-    """Bound depth and number of values of JSON before anything is made of the text.
+    """Bound depth, width and number of values of JSON before anything is made of the text.
 
     Raises:
-        QcutError: of class ``error``: deeper than `JSON_DEPTH`, or of more values than `JSON_VALUES`.
+        QcutError: of class ``error``: deeper than `JSON_DEPTH`, of more values than `JSON_VALUES`, or of more than
+            `JSON_WIDTH` plain values one behind another.
     """
     outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
     marks = outside.translate(None, delete=bytes(set(range(256)) - set(b"[]{},")))
     if len(marks) > JSON_VALUES:
         raise error(f"{_shown(where)}: more than {JSON_VALUES} values; fewer are read")
+    if b"," * JSON_WIDTH in marks:
+        raise error(f"{_shown(where)}: more than {JSON_WIDTH} values in one object or list; fewer are read")
     depth = 0
     for mark in marks.translate(None, delete=b","):
         depth += 1 if mark in b"[{" else -1

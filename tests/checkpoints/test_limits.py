@@ -54,3 +54,27 @@ def test_models_of_far_more_modules_than_tensors(tmp_path: Path, layers: int) ->
 
     rewrite(tmp_path / "qcut_config.json", change)
     fails_at_once(tmp_path, r"a model of more than \d+ modules and tensors")
+
+
+@pytest.mark.parametrize("key", ["config", "generation_config"])
+def test_configurations_of_many_values(tmp_path: Path, key: str) -> None:
+    model = tiny_hf("gpt2")
+    quantize(model, progress=False)
+    qcut_format.save(model, tmp_path)
+    wide = {f"k{i}": i % 7 for i in range(1 << 16)}
+    rewrite(tmp_path / "qcut_config.json", lambda data: data["huggingface"].setdefault(key, {}).update(wide))
+    fails_at_once(tmp_path, rf"{key} has \d+ values; allowed: 65536")
+
+
+def test_labels_of_many_classes_are_read(tmp_path: Path) -> None:
+    model = tiny_hf("gpt2")
+    quantize(model, progress=False)
+    qcut_format.save(model, tmp_path)
+    labels = {str(i): f"class {i}" for i in range(21843)}
+    backwards = {name: int(i) for i, name in labels.items()}
+
+    def change(data: dict[str, Any]) -> None:
+        data["huggingface"]["config"] |= {"id2label": labels, "label2id": backwards}
+
+    rewrite(tmp_path / "qcut_config.json", change)
+    assert len(qcut_format.load(tmp_path, progress=False, verify=False).config.id2label) == 21843

@@ -113,7 +113,7 @@ def pipe(folder: Path) -> None:
         (huge_where_nothing_is_stored, r"the configuration asks for \d+ values, and the files have \d+"),
         (edit("tokenizer.json", lambda d: d.update(added_tokens=[{"id": "x"}])), "expected u32"),
         (edit("tokenizer_config.json", lambda d: d.update(model_max_length="x")), "'>' not supported"),
-        (whole_numbers, "'model.norm.weight': found I32, a floating dtype is needed"),
+        (whole_numbers, "'model.norm.weight': found I32; a floating dtype of 16, 32 or 64 bits is"),
         (pipe, "generation_config.json: not a regular file"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: .*more than 64 objects"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100), "model.safetensors: truncated or not"),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +37,10 @@ PATIENCE_S = 60
 NOISE = 0.03
 
 
-def engine(batch: int = 4, context: int = 96) -> qcut.Engine:
+def engine(batch: int = 4, context: int = 96, wrap: Callable[[Any], Any] = lambda tokenizer: tokenizer) -> qcut.Engine:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
+    tokenizer = wrap(tokenizer)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     qcut.quantize(model, "w8a8")
     return qcut.Engine(model, batch=batch, context=context, tokenizer=tokenizer)
@@ -136,10 +137,11 @@ def serving(
     grace_s: float | None = None,
     buffer: int = 0,
     limits: dict[str, Any] | None = None,
+    kind: type[qcut.Scheduler] = qcut.Scheduler,
     **settings: Any,
 ) -> Iterator[Served]:
     """A server in a thread, with ``buffer`` bytes for what it sends, if not 0, and some `ConnectionLimits`."""
-    scheduler = qcut.Scheduler(one, chunk=32, most_waiting=most_waiting)
+    scheduler = kind(one, chunk=32, most_waiting=most_waiting)
     metrics = Metrics(scheduler)
     app = application(scheduler, Settings(NAME, **settings), metrics)
     server = running.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))

@@ -124,6 +124,7 @@ def test_bytes_one_by_one_end_a_connection(brief: Served, begin: bytes) -> None:
         (HEAD + b"no colon\r\n\r\n", 400),
         (HEAD + b"X: a\x00b\r\n\r\n", 400),
         (HEAD + b"X: " + b"a" * 20000 + b"\r\n\r\n", 431),
+        (HEAD + b"a: b\r\n" * 200 + b"\r\n", 431),
         (b"GET /" + b"a" * 20000 + b" HTTP/1.1\r\n", 431),
         (b"\x16\x03\x01 is no HTTP\r\n\r\n", 400),
     ],
@@ -137,6 +138,15 @@ def test_heads_that_are_refused(brief: Served, head: bytes, status: int) -> None
     head_, _, body = found.partition(b"\r\n\r\n")
     assert b"connection: close" in head_.lower()
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("kind", ["websocket", "h2c"])
+def test_no_connection_becomes_another_kind(brief: Served, kind: str) -> None:
+    """One that did would be outside of the limits."""
+    headers = f"Connection: Upgrade, close\r\nUpgrade: {kind}\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: x"
+    with connected(brief.port) as connection:
+        connection.sendall(f"GET /health HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n\r\n".encode())
+        assert answers(received(connection)) == [200]
 
 
 def test_chunks_beyond_the_limit(brief: Served) -> None:

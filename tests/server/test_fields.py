@@ -187,7 +187,7 @@ def test_many_wrong_items_cost_one_error(kind: type[Schema], field: str, item: s
     others = "".join(f",{json.dumps(name)}:{json.dumps(value)}" for name, value in rest.items())
     body = f'{{"{field}":[{items}{tail}]{others}}}'
     start = time.process_time()
-    with pytest.raises(Refusal, match=r"found|required"):
+    with pytest.raises(Refusal, match=r"found|required|more arrays"):
         parsed(kind, body.encode())
     assert time.process_time() - start < 5, "half a minute, where an error is listed for each item"
 

@@ -66,7 +66,7 @@ def test_json_at_its_limits() -> None:
     for _ in range(MOST_DEPTH):
         deep = {"a": deep}
     assert parse_json(json.dumps(deep).encode()) == deep
-    many = {"a": [[]] * (MOST_NESTED - 2)}
+    many: Any = {"a": [[]] * (MOST_NESTED - 2)}
     assert parse_json(json.dumps(many).encode()) == many
     text = {"a": '[{\\"' * HALF}  # brackets of a text are none of JSON's
     assert parse_json(json.dumps(text).encode()) == text

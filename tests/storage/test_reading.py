@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from qcut.errors import CheckpointError, ConfigError
-from qcut.storage.reading import JSON_DEPTH, closed_if_refused, open_regular, parse_json, read_bytes, read_json
+from qcut.storage.reading import (
+    JSON_DEPTH,
+    JSON_WIDTH,
+    closed_if_refused,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+)
 
 REFUSED = {
     "empty": (b"", "not readable as JSON"),
@@ -30,6 +38,13 @@ REFUSED = {
     "2**63": (b'{"a": 9223372036854775808}', "whole numbers of 64 bits"),
     "twice": (b'{"a": 1, "a": 2}', "the key 'a' twice"),
     "lone surrogate": (b'{"a": "\\ud800"}', "not readable as JSON"),
+    "wide object": (b'{"a": {' + b",".join(b'"k%d": 1' % i for i in range(1_000_000)) + b"}}", "in one object or list"),
+    "wide list": (b'{"a": [' + b"1," * 1_000_000 + b"1]}", "in one object or list"),
+    "wide object of lists": (
+        b'{"a": {' + b",".join(b'"k%d": []' % i for i in range(300_000)) + b"}}",
+        f"an object of 300000 keys; at most {JSON_WIDTH}",
+    ),
+    "wide and deep": (b'{"a": [' + b'{"b": [1, 2]},' * 700_000 + b"1]}", "values; fewer are read"),
     "many values": (b'{"a": [' + b"1," * 2_000_001 + b"1]}", "values; fewer are read"),
 }
 

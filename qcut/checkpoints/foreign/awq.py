@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcut.checkpoints.foreign.fields import GPTQ_HISTORY, refuse_others
 from qcut.checkpoints.foreign.packing import unpack_words
 from qcut.checkpoints.foreign.words import Words
 from qcut.errors import CheckpointError, UnsupportedError
@@ -28,9 +29,11 @@ _CONFIG = schema.record(
         "q_group_size": (schema.nothing_or(schema.integer(-1)), None),
         "version": (schema.text(), "gemm"),
         "format": (schema.nothing_or(schema.text()), None),
+        "pack_dtype": (schema.nothing_or(schema.text(choices=("int32",))), None),
     },
     more=True,
 )
+_FIELDS = ("bits", "w_bit", "group_size", "q_group_size", "version", "format", "checkpoint_format", "pack_dtype", "sym")
 
 
 class Awq(Words):
@@ -39,10 +42,11 @@ class Awq(Words):
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"
         data = schema.conform(config, _CONFIG, where, CheckpointError)
+        refuse_others(config, {*_FIELDS, *GPTQ_HISTORY}, where)
         bits = data["bits"] or data["w_bit"] or 4
         size = data["group_size"] if data["group_size"] is not None else data["q_group_size"]
         size = 128 if size is None else size
-        version = str(data["format"] or data["version"]).lower()
+        version = str(data["format"] or data.get("checkpoint_format") or data["version"]).lower()
         if version != "gemm":
             raise UnsupportedError(f"{where}: version is {version!r}; gemm is served")
         super().__init__(bits, (4,), size, False, where)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcut.checkpoints.foreign.fields import refuse_others
 from qcut.checkpoints.foreign.making import codebook_layer, int8_layer, stored_scales
 from qcut.checkpoints.foreign.parts import Parts, Stored
 from qcut.codebooks.quantizer import RotatedCodebook
@@ -34,6 +35,22 @@ _CONFIG = schema.record(
     },
     more=True,
 )
+_FIELDS = (
+    "_load_in_4bit",
+    "_load_in_8bit",
+    "bnb_4bit_compute_dtype",
+    "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant",
+    "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight",
+    "llm_int8_skip_modules",
+    "llm_int8_threshold",
+    "load_in_4bit",
+    "load_in_8bit",
+    "quant_method",
+)
+"""Types of weights and which layers are quantized stand with the tensors, which are believed."""
 _STATE = schema.record(
     {
         "quant_type": schema.text(choices=("nf4", "fp4")),
@@ -55,7 +72,9 @@ class BitsAndBytes:
     """bitsandbytes's, as `Format` says."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
-        data = schema.conform(config, _CONFIG, f"{where}: quantization_config", CheckpointError)
+        where = f"{where}: quantization_config"
+        data = schema.conform(config, _CONFIG, where, CheckpointError)
+        refuse_others(config, _FIELDS, where)
         # Without a threshold that library quantizes whole tokens, as W8A8 does; with one it keeps large columns in
         # float16, which no int8 product does: weights alone are int8 then.
         self._int8 = W8A8() if data["llm_int8_threshold"] == 0 else W8A16()

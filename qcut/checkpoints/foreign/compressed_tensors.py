@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from qcut.checkpoints.foreign.fields import refuse_others
 from qcut.checkpoints.foreign.making import column_order, int8_layer, packed_layer
 from qcut.checkpoints.foreign.packing import centred, unpack_words
 from qcut.checkpoints.foreign.parts import FLOATS, Parts, Stored
@@ -25,7 +26,7 @@ from qcut.layers.base import Linear
 from qcut.storage import schema
 
 _FORMATS = ("int-quantized", "pack-quantized")
-_MOST_REPEATS = 5
+_MOST_REPEATS, _MOST_PATTERNS, _MOST_GROUPS = 5, 1024, 1024
 _REPEAT, _REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
 _ARGS = schema.record(
     {"num_bits": schema.integer(1, 64)},
@@ -62,29 +63,94 @@ _CONFIG = schema.record(
 )
 
 
+class _Targets:
+    """Names of layers, patterns behind ``re:``, and classes of modules.
+
+    Raises:
+        UnsupportedError: more patterns than are read, or one that may take long.
+        CheckpointError: no pattern.
+    """
+
+    def __init__(self, targets: Collection[str], where: str) -> None:
+        patterns = [target for target in targets if target.startswith("re:")]
+        if len(patterns) > _MOST_PATTERNS:
+            raise UnsupportedError(f"{where}: found {len(patterns)} patterns; at most {_MOST_PATTERNS} are read")
+        self._names = frozenset(targets)
+        self._patterns = [_pattern(target, where) for target in patterns]
+
+    def by_name(self, name: str) -> bool:
+        """Whether a layer is named."""
+        return name in self._names
+
+    def by_pattern(self, name: str) -> bool:
+        """Whether a pattern fits a layer."""
+        return any(pattern.match(name) for pattern in self._patterns)
+
+    def by_class(self, name: str) -> bool:
+        """Whether linear layers are named, by their class."""
+        return "Linear" in self._names
+
+
+_ORDERS = {"none": "none", "false": "none", "weight": "weight", "static": "weight"} | dict.fromkeys(
+    ("group", "dynamic", "true"), "group"
+)
+"""By ``actorder``, whether groups are of columns that are sorted, or weights alone were found in another order."""
+_STATUSES = ("compressed", "frozen")
+"""Of the same tensors: writers of 2024 said frozen of integers. The dtypes of the tensors are checked."""
+_FIELDS = (
+    "config_groups",
+    "format",
+    "global_compression_ratio",
+    "ignore",
+    "kv_cache_scheme",
+    "quant_method",
+    "quantization_status",
+    "run_compressed",
+    "sparsity_config",
+    "transform_config",
+    "version",
+)
+_GROUP_FIELDS = ("format", "input_activations", "output_activations", "targets", "weights")
+_ARGS_FIELDS = (
+    "actorder",
+    "dynamic",
+    "group_size",
+    "num_bits",
+    "observer",
+    "observer_kwargs",
+    "scale_dtype",
+    "strategy",
+    "symmetric",
+    "type",
+    "zp_dtype",
+)
+
+
 @dataclass(frozen=True)
 class _Group:
     """How the layers of one group are stored.
 
     Attributes:
         label: of the group, for messages.
-        targets: names of layers, ``re:`` and a pattern, or classes of modules.
+        targets: the layers of the group.
         packed: whether integers are packed to words.
         bits: of an integer.
         symmetric: whether there are no zero points.
         group_size: columns of a group; None: whole rows.
         one_scale: one scale for the layer.
         int8_tokens: activations are int8, a scale for each token.
+        ordered: columns are sorted by activation, and a tensor has the group of each.
     """
 
     label: str
-    targets: tuple[str, ...]
+    targets: _Targets
     packed: bool
     bits: int
     symmetric: bool
     group_size: int | None
     one_scale: bool
     int8_tokens: bool
+    ordered: bool
 
 
 class CompressedTensors:
@@ -94,20 +160,17 @@ class CompressedTensors:
         where = f"{where}: quantization_config"
         data = schema.conform(config, _CONFIG, where, CheckpointError)
         status = data["quantization_status"]
-        if status not in (None, "compressed"):
-            raise UnsupportedError(f"{where}: quantization_status is {status!r}; 'compressed' is read")
+        refuse_others(config, _FIELDS, where)
+        if status not in (None, *_STATUSES):
+            raise UnsupportedError(f"{where}: quantization_status is {status!r}; {', '.join(_STATUSES)} are read")
         for key in ("kv_cache_scheme", "transform_config"):
             if data[key]:
                 raise UnsupportedError(f"{where}: {key} is {str(data[key])[:80]}; none is served")
         sparsity = data["sparsity_config"] or {}
-        if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-            raise UnsupportedError(
-                f"{where}: sparsity_config is of format {sparsity['format']!r}; dense weights are read"
-            )
+        if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+            raise UnsupportedError(f"{where}: sparsity_config is {str(sparsity)[:80]}; dense weights are read")
         self._where = where
-        self._ignored = tuple(data["ignore"] or ())
-        for target in self._ignored:
-            _check_target(target, f"{where}: ignore")
+        self._ignored = _Targets(data["ignore"] or (), f"{where}: ignore")
         self._groups = [
             _group(label, group, data["format"], f"{where}: config_groups.{label}")
             for label, group in data["config_groups"].items()
@@ -115,6 +178,8 @@ class CompressedTensors:
         ]
         if not self._groups:
             raise CheckpointError(f"{where}: no group has quantized weights")
+        if len(self._groups) > _MOST_GROUPS:
+            raise UnsupportedError(f"{where}: found {len(self._groups)} groups; at most {_MOST_GROUPS} are read")
 
     def quantized(self, tensors: Mapping[str, Stored]) -> bool:
         """See `Format.quantized`."""
@@ -131,7 +196,7 @@ class CompressedTensors:
             return
         own = ("weight_packed", "weight_scale", "weight_shape", "weight_g_idx", "bias")
         parts.only(own if group.symmetric else (*own, "weight_zero_point"))
-        if "weight_g_idx" in parts.tensors:
+        if group.ordered or "weight_g_idx" in parts.tensors:
             parts.require("weight_g_idx", ("I32", "I64"), [k])
         groups = -(-k // (group.group_size or k))
         per_word = 32 // group.bits
@@ -158,6 +223,8 @@ class CompressedTensors:
             zero_points = unpack_words(parts.read("weight_zero_point"), group.bits, 0)[:n]
         g_idx = "weight_g_idx"
         unset = g_idx in parts.tensors and bool((parts.read(g_idx) == -1).all())
+        if unset and group.ordered:
+            raise parts.error(g_idx, "found -1 of all columns; needed: their groups, since actorder is 'group'")
         order = None if unset else column_order(parts, g_idx, group.group_size)
         if group.int8_tokens:
             return int8_layer(parts, centred(q), scales[:, 0], W8A8())
@@ -175,7 +242,7 @@ class CompressedTensors:
         Raises:
             UnsupportedError: the layer is stored in another way.
         """
-        if any(fits(target, name) for target in self._ignored for fits in (_by_name, _by_pattern)):
+        if self._ignored.by_name(name) or self._ignored.by_pattern(name):
             return None
         group = self._target(name)
         if group is not None and (group.packed or group.one_scale):
@@ -187,9 +254,9 @@ class CompressedTensors:
 
     def _target(self, name: str) -> _Group | None:
         """The group whose targets name the layer, by itself before a pattern, and by a pattern before its class."""
-        for fits in (_by_name, _by_pattern, _by_class):
+        for fits in (_Targets.by_name, _Targets.by_pattern, _Targets.by_class):
             for group in self._groups:
-                if any(fits(target, name) for target in group.targets):
+                if fits(group.targets, name):
                     return group
         return None
 
@@ -202,39 +269,26 @@ class CompressedTensors:
         return group
 
 
-def _by_name(target: str, name: str) -> bool:
-    return target == name
-
-
-def _by_pattern(target: str, name: str) -> bool:
-    return target.startswith("re:") and re.match(target[3:], name) is not None
-
-
-def _by_class(target: str, name: str) -> bool:
-    return target == "Linear"
-
-
-def _check_target(target: str, where: str) -> None:
-    """Refuse what is no pattern, and patterns that may take for ever on a name: a checkpoint is not trusted."""
-    if not target.startswith("re:"):
-        return
+def _pattern(target: str, where: str) -> re.Pattern[str]:
+    """A pattern; one that may take for ever on a name is refused: a checkpoint is not trusted."""
     repeats = len(_REPEAT.findall(target))
     if repeats > _MOST_REPEATS or _REPEATED_GROUP.search(target):
         raise UnsupportedError(
             f"{where}: target {target[:80]!r} has {repeats} repetitions; {_MOST_REPEATS} are read, none of a group"
         )
     try:
-        re.compile(target[3:])
+        return re.compile(target[3:])
     except (re.error, RecursionError, OverflowError) as exc:
         raise CheckpointError(f"{where}: target {target[:80]!r} is no pattern: {exc}") from None
 
 
 def _group(label: str, data: dict[str, Any], common: str | None, where: str) -> _Group:
     form = data["format"] or common
+    refuse_others(data, _GROUP_FIELDS, where)
+    for key in ("weights", "input_activations"):
+        refuse_others(data[key] or {}, _ARGS_FIELDS, f"{where}.{key}")
     if form not in _FORMATS:
         raise UnsupportedError(f"{where}: format is {form!r}; {', '.join(_FORMATS)} are served")
-    for target in data["targets"]:
-        _check_target(target, where)
     weights, tokens = data["weights"], data["input_activations"]
     packed = form == "pack-quantized"
     bits, kind, strategy = weights["num_bits"], weights["type"], weights["strategy"]
@@ -245,6 +299,9 @@ def _group(label: str, data: dict[str, Any], common: str | None, where: str) -> 
         raise UnsupportedError(
             f"{where}: weights are {kind} of {bits} bits; {form} is served of int with {'4 or 8' if packed else 8} bits"
         )
+    order = _ORDERS.get(str(weights["actorder"]).lower())
+    if order is None:
+        raise UnsupportedError(f"{where}: actorder is {str(weights['actorder'])[:80]!r}; group and weight are read")
     if weights["dynamic"]:
         raise UnsupportedError(f"{where}: weights are dynamic; static ones are served")
     strategies = {"int-quantized": ("channel", "tensor"), "pack-quantized": ("group", "channel")}[form]
@@ -266,11 +323,12 @@ def _group(label: str, data: dict[str, Any], common: str | None, where: str) -> 
             )
     return _Group(
         label,
-        tuple(data["targets"]),
+        _Targets(data["targets"], where),
         packed,
         bits,
         weights["symmetric"],
         size if strategy == "group" else None,
         strategy == "tensor",
         tokens is not None,
+        order == "group" and strategy == "group",
     )

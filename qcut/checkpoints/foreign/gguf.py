@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.foreign.gguf_file import GgufFile
+from qcut.checkpoints.foreign.gguf_file import GgufModel
 from qcut.checkpoints.foreign.making import byte_layer, integer_layer
 from qcut.checkpoints.foreign.parts import Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
@@ -72,62 +72,7 @@ class Gguf:
         return byte_layer(parts, values.reshape(n, k) ^ 0x80, scales, None, _BLOCK)
 
 
-def config_of(file: GgufFile) -> dict[str, Any]:
-    """The configuration of a ``LlamaForCausalLM`` from a file's metadata.
-
-    Raises:
-        UnsupportedError: another architecture, experts, or scaled rotations (named).
-        CheckpointError: an entry is missing, or of another type.
-    """
-    data, where = file.metadata, file.path
-
-    def entry(key: str, kind: type[int] | type[float], default: Any = None) -> Any:
-        value: Any = data.get(f"llama.{key}", default)
-        if type(value) is not kind or not 0 < value < 1 << 24:
-            raise CheckpointError(
-                f"{where}: metadata llama.{key}: found {value!r}; a {kind.__name__} above 0 is needed"
-            )
-        return value
-
-    if (architecture := data.get("general.architecture")) != "llama":
-        raise UnsupportedError(f"{where}: general.architecture is {architecture!r}; llama is served")
-    if data.get("llama.expert_count"):
-        raise UnsupportedError(f"{where}: llama.expert_count is {data['llama.expert_count']}; none are served")
-    scaling = data.get("llama.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in file.tensors:
-        found = "rope_freqs.weight" if scaling == "none" else f"llama.rope.scaling.type {scaling!r}"
-        raise UnsupportedError(f"{where}: {found}: scaled rotations; put the model's config.json beside the file")
-    heads, hidden = entry("attention.head_count", int), entry("embedding_length", int)
-    head = entry("attention.key_length", int, hidden // heads)
-    if (rotated := entry("rope.dimension_count", int, head)) != head:
-        raise UnsupportedError(f"{where}: {rotated} of {head} dimensions of a head are rotated; all are served")
-    tokens = data.get("tokenizer.ggml.tokens")
-    embedding = file.tensors.get("token_embd.weight")
-    size = embedding.shape[0] if embedding else len(tokens) if isinstance(tokens, list) else entry("vocab_size", int)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": entry("feed_forward_length", int),
-        "num_hidden_layers": entry("block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": entry("attention.head_count_kv", int, heads),
-        "head_dim": head,
-        "max_position_embeddings": entry("context_length", int),
-        "rms_norm_eps": entry("attention.layer_norm_rms_epsilon", float),
-        "rope_theta": entry("rope.freq_base", float, 10000.0),
-        "vocab_size": size,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-    }
-    for key in ("bos", "eos"):
-        token = data.get(f"tokenizer.ggml.{key}_token_id")
-        config[f"{key}_token_id"] = token if type(token) is int else None
-    return config
-
-
-def tensors_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Stored]:
+def tensors_of(file: GgufModel, config: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors of a Llama, by their names in transformers.
 
     Args:
@@ -136,13 +81,18 @@ def tensors_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Stored]:
 
     Raises:
         CheckpointError: a tensor of a name that a Llama does not have, or q and k whose rows are no whole heads.
+        UnsupportedError: factors of rotations that the configuration does not state.
     """
     heads = config.get("num_attention_heads")
     counts = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads}
     stored: dict[str, Stored] = {}
     for name, place in file.tensors.items():
-        if name == "rope_freqs.weight":
-            continue  # the configuration states what these factors come of
+        if name == "rope_freqs.weight":  # the configuration has to state what these factors come of
+            scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+            kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
+            if kind in (None, "default", "linear"):
+                raise UnsupportedError(f"{file.path}: rope_freqs.weight; config.json has rotations of type {kind!r}")
+            continue
         match = _NAME.fullmatch(name)
         if name in _PLAIN:
             new = _PLAIN[name]
@@ -159,7 +109,7 @@ def tensors_of(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Stored]:
     return stored
 
 
-def _reader(file: GgufFile, name: str, heads: int | None) -> Callable[[], Tensor]:
+def _reader(file: GgufModel, name: str, heads: int | None) -> Callable[[], Tensor]:
     if heads is None:
         return lambda: file.read(name)
     return lambda: _halves(file.read(name), heads)

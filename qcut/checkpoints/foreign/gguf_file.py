@@ -7,7 +7,9 @@ uint64 offset; then, aligned, the data.
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +24,9 @@ MAGIC = b"GGUF"
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MOST_TEXT = 1 << 24
-_MOST_ENTRIES = 1 << 22
-_MOST_TENSORS = 1 << 18
+_MOST_ENTRIES, _MOST_VALUES = 1 << 12, 1 << 21
+_MOST_TENSORS, _MOST_PARTS = 1 << 18, 1 << 12
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _BLOCKS = {
     "F32": (0, 1, 4),
     "F16": (1, 1, 2),
@@ -100,13 +103,15 @@ class GgufFile:
         self.path = path
         self._file = open_regular(path, CheckpointError)
         with closed_if_refused(self._file, path, CheckpointError):
-            self._size = file_size(self._file)
-            self._read_head()
+            self._size, self._values = file_size(self._file), 0
+            self._head = io.BufferedReader(self._file)  # type: ignore[arg-type]
+            try:
+                self._read_head()
+            finally:
+                self._head.detach()
 
-    def __enter__(self) -> GgufFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def read(self, name: str) -> Tensor:
@@ -126,7 +131,7 @@ class GgufFile:
         return data.view(*place.shape[:-1], place.shape[-1] // values, size)
 
     def _read_head(self) -> None:
-        if read_up_to(self._file, 4) != MAGIC:
+        if read_up_to(self._head, 4) != MAGIC:
             raise CheckpointError(f"{self.path}: not a GGUF file: it does not begin with GGUF")
         version = self._scalar("<I")
         if version not in (2, 3):
@@ -135,12 +140,14 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._text()
+            if key in self.metadata:
+                raise CheckpointError(f"{self.path}: metadata {key[:80]!r} is there twice")
             self.metadata[key] = self._value(self._scalar("<I"), 0)
         places = [self._place() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}; allowed: powers of two from 8")
-        first = -(-self._file.tell() // alignment) * alignment
+        first = -(-self._head.tell() // alignment) * alignment
         self.tensors: dict[str, GgufTensor] = {}
         for name, kind, shape, offset in places:
             _, values, size = _BLOCKS[kind]
@@ -168,9 +175,9 @@ class GgufFile:
         return name, _READ[kind], tuple(reversed(extents)), offset
 
     def _bytes(self, count: int) -> bytes:
-        if count > self._size - self._file.tell():
+        if count > self._size - self._head.tell():
             raise CheckpointError(f"{self.path}: truncated, or not a GGUF file: {count} bytes more are needed")
-        return read_up_to(self._file, count)
+        return self._head.read(count)
 
     def _scalar(self, form: str) -> Any:
         return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
@@ -192,8 +199,78 @@ class GgufFile:
             return self._text()
         if kind != _ARRAY or depth > 2:
             raise CheckpointError(f"{self.path}: a value of metadata of the type {kind}; allowed: 0 to 12")
-        inner, count = self._scalar("<I"), self._count(_MOST_ENTRIES, "values of metadata")
+        inner, count = self._scalar("<I"), self._count(_MOST_VALUES - self._values, "values of metadata")
+        self._values += count
         if inner in _SCALARS:
             size = struct.calcsize(_SCALARS[inner])
             return list(struct.unpack(f"<{count}{_SCALARS[inner][1]}", self._bytes(count * size)))
         return [self._value(inner, depth + 1) for _ in range(count)]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of which one is given: a model in several files has names that end in ``-00001-of-00003.gguf``."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match[1], int(match[3])
+    return [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, min(count, _MOST_PARTS) + 1)]
+
+
+class GgufModel:
+    """A model in one open GGUF file, or in several.
+
+    Args:
+        path: the file, or any of several.
+
+    Attributes:
+        path: the first file.
+        metadata: of the first file.
+        tensors: of all files, by name.
+
+    Raises:
+        CheckpointError: see `GgufFile`; or a file is missing, or does not belong to the others.
+        UnsupportedError: see `GgufFile`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        paths = parts_of(path)
+        self.path, self._files = paths[0], list[GgufFile]()
+        self._owners: dict[str, GgufFile] = {}
+        try:
+            for i, one in enumerate(paths):
+                self._add(GgufFile(one), i, len(paths))
+            self.metadata = self._files[0].metadata
+            self.tensors = {name: file.tensors[name] for name, file in self._owners.items()}
+            stated = self.metadata.get("split.tensors.count", len(self.tensors))
+            if stated != len(self.tensors):
+                raise CheckpointError(f"{self.path}: split.tensors.count is {stated!r}; found {len(self.tensors)}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, file: GgufFile, index: int, count: int) -> None:
+        self._files.append(file)
+        found = file.metadata.get("split.no", 0), file.metadata.get("split.count", 1)
+        if found != (index, count) and (found[1] not in (0, 1) or count > 1):
+            raise CheckpointError(
+                f"{file.path}: split.no and split.count are {found[0]!r} and {found[1]!r}; by its name {index} and "
+                f"{count} are needed"
+            )
+        for name in file.tensors:
+            if self._owners.setdefault(name, file) is not file:
+                raise CheckpointError(f"{file.path}: tensor {name!r} is in {self._owners[name].path.name} too")
+
+    def read(self, name: str) -> Tensor:
+        """See `GgufFile.read`."""
+        return self._owners[name].read(name)
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> GgufModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from qcut.checkpoints.foreign.fields import GPTQ_HISTORY, refuse_others
 from qcut.checkpoints.foreign.packing import unpack_words
+from qcut.checkpoints.foreign.parts import Parts
 from qcut.checkpoints.foreign.words import Words
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.storage import schema
@@ -26,8 +28,20 @@ _CONFIG = schema.record(
         "pack_dtype": (schema.nothing_or(schema.text()), "int32"),
         "dynamic": (schema.anything(), None),
         "sym": (schema.boolean(), False),
+        "desc_act": (schema.nothing_or(schema.boolean()), None),
     },
     more=True,
+)
+_FIELDS = (
+    "bits",
+    "group_size",
+    "checkpoint_format",
+    "format",
+    "is_marlin_format",
+    "pack_dtype",
+    "dynamic",
+    "sym",
+    "desc_act",
 )
 _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 """What is added to stored zero points, by ``checkpoint_format``."""
@@ -39,6 +53,7 @@ class Gptq(Words):
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"
         data = schema.conform(config, _CONFIG, where, CheckpointError)
+        refuse_others(config, {*_FIELDS, *GPTQ_HISTORY}, where)
         version = data["checkpoint_format"] or data["format"] or "gptq"
         if version not in _VERSIONS or data["is_marlin_format"]:
             found = "marlin" if data["is_marlin_format"] else version
@@ -52,7 +67,13 @@ class Gptq(Words):
         super().__init__(data["bits"], (4, 8), data["group_size"], True, where)
         self._added = _VERSIONS[version]
         # Some writers call the second version the first; the zero point of symmetric weights tells.
-        self._symmetric = data["sym"]
+        self._symmetric, self._sorted = data["sym"], bool(data["desc_act"])
+
+    def check(self, parts: Parts) -> None:
+        """See `Format.check`."""
+        super().check(parts)
+        if self._sorted and self._group_size is not None and "g_idx" not in parts.tensors:
+            raise parts.error("g_idx", "is missing; needed: the group of each column, since desc_act is true")
 
     def _integers(self, qweight: Tensor) -> Tensor:
         return unpack_words(qweight, self._bits, 0)

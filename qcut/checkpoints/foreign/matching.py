@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from qcut.checkpoints.foreign.gguf import Gguf
 from qcut.checkpoints.foreign.parts import FLOATS, Format, Parts, Stored
+from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
@@ -83,6 +85,7 @@ def match(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: 
         UnsupportedError: a layer cannot be served exactly.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    tensors = _without_computed(model, tensors)
     layers: dict[str, Parts] = {}
     rest: dict[str, Stored] = {}
     for name, own in _by_module(model, modules, tensors, where).items():
@@ -99,6 +102,40 @@ def match(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: 
     tied = _tied(modules, layers, rest)
     tables = {name for name in (*layers, *tied) if not is_linear(modules[name])}
     return Matched(where, form, modules, layers, tied, tables, rest, holders)
+
+
+def _without_computed(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors but those that every reader passes over, and the model computes itself, or does not have.
+
+    These are buffers that are no part of the state, what the model's class says to ignore, and a few more that older
+    versions of transformers stored.
+    """
+    computed = passing_buffers(model)
+    wanted = {*dict(model.named_parameters(remove_duplicate=False)), *_persistent(model, computed)}
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    base = getattr(model, "base_model_prefix", "")
+
+    def passed(name: str, stored: Stored) -> bool:
+        names = (name, f"{base}.{name}") if base else (name,)
+        if any(one in wanted for one in names):
+            return False
+        if any(one in computed for one in names) or _COMPUTED.search(name) or any(p.search(name) for p in ignored):
+            return True
+        return bool(_MASK.search(name)) and len(stored.shape) == 4 and stored.shape[2] == stored.shape[3]
+
+    return {name: stored for name, stored in tensors.items() if not passed(name, stored)}
+
+
+_COMPUTED = re.compile(
+    r"(?:^|\.)(?:rotary_emb\.(?:original_)?inv_freq|rotary_emb\._?(?:cos|sin)_cached|\w*(?:attn|attention)\.masked_bias|"
+    r"embeddings\.position_ids)$"
+)
+_MASK = re.compile(r"(?:^|\.)\w*(?:attn|attention)\.bias$")
+"""A causal mask ``[1, 1, n, n]`` goes by the name of a bias."""
+
+
+def _persistent(model: nn.Module, computed: set[str]) -> set[str]:
+    return {name for name, _ in model.named_buffers(remove_duplicate=False)} - computed
 
 
 def _by_module(
@@ -144,8 +181,9 @@ def _held(model: nn.Module, layers: Mapping[str, Parts], rest: Mapping[str, Stor
     """Names of each tensor outside quantized layers that is stored, tied ones together, checked against the model."""
     same: dict[int, list[str]] = {}
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    passing = passing_buffers(model)
     computed = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    tensors |= {name: t for name, t in model.named_buffers(remove_duplicate=False) if name not in passing}
     for name, tensor in tensors.items():
         same.setdefault(id(tensor), []).append(name)
     missing, filled, wanted = [], [], set()
@@ -162,9 +200,7 @@ def _held(model: nn.Module, layers: Mapping[str, Parts], rest: Mapping[str, Stor
         for name in found:
             stored = rest[name]
             dtype = TENSOR_DTYPES.get(stored.code)
-            ok = dtype is not None and (
-                dtype.is_floating_point if tensor.is_floating_point() else dtype == tensor.dtype
-            )
+            ok = stored.code in (*FLOATS, "F64") if tensor.is_floating_point() else dtype == tensor.dtype
             if not ok or list(stored.shape) != list(tensor.shape):
                 raise CheckpointError(
                     f"{where}: tensor {name!r}: found {stored.code} {list(stored.shape)}; {tensor.dtype} "

@@ -16,8 +16,9 @@ from torch.nn.modules import module as registration
 from qcut.checkpoints.foreign.awq import Awq
 from qcut.checkpoints.foreign.bitsandbytes import BitsAndBytes
 from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
-from qcut.checkpoints.foreign.gguf import Gguf, config_of, tensors_of
-from qcut.checkpoints.foreign.gguf_file import MAGIC, GgufFile
+from qcut.checkpoints.foreign.gguf import Gguf, tensors_of
+from qcut.checkpoints.foreign.gguf_file import MAGIC, GgufModel, parts_of
+from qcut.checkpoints.foreign.gguf_metadata import check_architecture, config_of
 from qcut.checkpoints.foreign.gptq import Gptq
 from qcut.checkpoints.foreign.matching import match
 from qcut.checkpoints.foreign.parts import Format, Parts, Stored
@@ -139,9 +140,10 @@ class Reader:
                 key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")
             }
             return _Opened(str(self.path), plain, self.format(), stored_in(_files_of(self.path), stack))
-        file = stack.enter_context(GgufFile(self.path))
+        file = stack.enter_context(GgufModel(self.path))
+        check_architecture(file.metadata, file.path)
         beside = self.path.parent / _CONFIG
-        config = read_config(beside) if beside.exists() else config_of(file)
+        config = read_config(beside) if beside.exists() else config_of(file.metadata, file.tensors, file.path)
         config.pop("quantization_config", None)
         return _Opened(str(self.path), config, Gguf(), tensors_of(file, config))
 
@@ -159,8 +161,8 @@ def reader_of(path: str | Path) -> Reader | None:
     """The reader of a folder or file that another library quantized, or None where it is no such thing.
 
     Args:
-        path: a folder with ``config.json``, whose ``quantization_config`` names the method; a ``.gguf`` file; or a
-            folder with one such file and no safetensors.
+        path: a folder with ``config.json``, whose ``quantization_config`` names the method; a ``.gguf`` file, one of
+            several of a model too; or a folder with one such model and no safetensors.
 
     Raises:
         UnsupportedError: a method that qcut does not read (named).
@@ -177,7 +179,7 @@ def reader_of(path: str | Path) -> Reader | None:
         return None
     files = sorted(path.glob("*.gguf"))
     if files and not any(path.glob("*.safetensors")):
-        if len(files) > 1:
+        if not set(files) <= set(parts_of(files[0])):
             raise CheckpointError(f"{path}: found {len(files)} GGUF files; name one of them")
         return reader_of(files[0])
     if not (path / _CONFIG).exists():

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from qcut.errors import ConfigError, DtypeError, QcutError, ShapeError
+from qcut.errors import ConfigError, DtypeError, ShapeError
+from qcut.process import text as bounded
 
 Message = Mapping[str, Any]
 """``{"role": …, "content": …}``."""
@@ -20,10 +21,12 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Check what is given as tokenizer.
 
     Raises:
-        ConfigError: no tokenizer of transformers.
+        ConfigError: no tokenizer of transformers, or one whose decoder may take any time; see
+            `qcut.process.text.check_decoder`.
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
         raise ConfigError(f"tokenizer is a {type(tokenizer).__name__}; allowed: a tokenizer of transformers, or None")
+    bounded.check_decoder(tokenizer)
 
 
 def as_ids(prompts: Any, tokenizer: Any, vocabulary: int) -> Any:
@@ -91,9 +94,9 @@ def text_ids(
         raise ShapeError(f"prompt {index} is an empty string; allowed: text of 1 character and more")
     try:
         text.encode()  # half of a surrogate pair is no text
-        found = tokenizer(text, verbose=False, add_special_tokens=add_special_tokens)["input_ids"]
-    except Exception as error:  # of whatever kinds tokenizers raise
-        raise ConfigError(f"prompt {index} is no text that the tokenizer takes: {_line(error)}") from error
+        found = bounded.text_ids(tokenizer, text, special_tokens=add_special_tokens)
+    except (UnicodeError, ConfigError) as error:
+        raise ConfigError(f"prompt {index} is no text that the tokenizer takes: {error}") from error
     return _checked(found, tokenizer, index, vocabulary)
 
 
@@ -140,25 +143,18 @@ def chat_ids(
         if name in given:
             raise ConfigError(f"variable {name[:40]!r} of the chat template; allowed: no argument of its tokenizer")
     try:
-        found = tokenizer.apply_chat_template(
-            [dict(message) for message in chat],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tokenize=not add_special_tokens,
-            return_dict=False,
-            **given,
-        )
+        given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if add_special_tokens:
-            found = tokenizer(found, verbose=False)["input_ids"]
-    except QcutError:
-        raise
-    except Exception as error:  # of jinja2, or whatever a template raises
-        raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {_line(error)}") from error
-    return _checked(found, tokenizer, index, vocabulary)
+            ids = bounded.text_ids(tokenizer, bounded.chat_text(tokenizer, chat, **given))
+        else:
+            ids = bounded.chat_ids(tokenizer, chat, **given)
+    except ConfigError as error:
+        raise ConfigError(f"prompt {index}: the tokenizer's chat template refuses it: {error}") from error
+    return _checked(ids, tokenizer, index, vocabulary)
 
 
 def _checked(found: Any, tokenizer: Any, index: int, vocabulary: int) -> list[int]:
-    ids = [int(token) for token in found]
+    ids = list(found)
     if not ids:
         raise ShapeError(f"prompt {index} has no tokens by the tokenizer; allowed: 1 token and more")
     if max(ids) >= vocabulary:
@@ -167,7 +163,3 @@ def _checked(found: Any, tokenizer: Any, index: int, vocabulary: int) -> list[in
             "knows. Is the tokenizer the model's?"
         )
     return ids
-
-
-def _line(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]

@@ -111,8 +111,13 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
                 else StoredPartsLoading(model, config.stored, paths, parallel)
             )
         else:
+            from qcut.checkpoints.skeleton import check_kinds
             from qcut.integrations.transformers.online import OnlineLoading
+            from qcut.integrations.transformers.stored import headers_of
 
+            paths = checkpoint_paths(checkpoint_files)
+            codes = {name: header.code for name, header in headers_of(paths).items()}
+            check_kinds(model, codes, paths[0].parent if paths else "from_pretrained")
             self._loading = OnlineLoading(model, config, parallel)
         self._parallel = parallel
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
 from qcut.checkpoints.quantization_config import description_of
-from qcut.checkpoints.skeleton import check_layer_sizes
+from qcut.checkpoints.skeleton import check_kinds, check_layer_sizes
 from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
 from qcut.integrations.transformers.placing import keep_present_ties, without_weight
@@ -46,7 +46,7 @@ class StoredLoading:
         where = files[0].parent / _WHERE if files else _WHERE
         self._where = where
         self._saved = _renamed(description_of(stored, f"{where}: quantization_config"), model, where)
-        headers = _headers(files)
+        headers = headers_of(files)
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
         self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
@@ -150,6 +150,8 @@ class StoredLoading:
                         f"{self._where}: tensor {full!r}: found {header.dtype} {header.shape}, {tensor.dtype} "
                         f"{list(tensor.shape)} is needed"
                     )
+        codes = {name: header.code for name, header in headers.items()}
+        check_kinds(model, codes, self._where)
         known = {name.removeprefix(base) for name in (*model.state_dict(), *passing_buffers(model))}
         layers = tuple(f"{name.removeprefix(base)}." for name in self._keys)
         children = [name for name, _ in model.named_children()]
@@ -179,7 +181,12 @@ def _own(tensor: Tensor) -> Tensor:
     return local
 
 
-def _headers(files: list[Path]) -> dict[str, TensorHeader]:
+def headers_of(files: list[Path]) -> dict[str, TensorHeader]:
+    """What safetensors files hold.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
     headers: dict[str, TensorHeader] = {}
     with ExitStack() as stack:
         for path in files:

@@ -11,6 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
+from re import search
 from typing import Any, cast
 
 import h11
@@ -28,6 +30,9 @@ CHUNK_READ_BYTES = 512
 PIPELINED_BYTES = 65536
 """Bytes behind a request that are read before its answer: while the server reads, it sees that the client has gone."""
 
+DRAINED_BYTES = 8 << 20
+"""Bytes of a body that are read after its answer: a client that still writes when it is cut off sees no answer."""
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
@@ -40,6 +45,7 @@ class ConnectionLimits:
         head_s: seconds from the first byte of a request to the end of its head, and from the connection's start.
         write_s: seconds in which the client has to read some of what is sent.
         head_bytes: of the request line and all headers.
+        head_lines: of the request line and all headers.
         chunks: of a chunked body.
     """
 
@@ -48,6 +54,7 @@ class ConnectionLimits:
     head_s: float = 20
     write_s: float = 60
     head_bytes: int = 32768
+    head_lines: int = 128
     chunks: int = 4096
 
 
@@ -95,6 +102,8 @@ class _Parser(h11.Connection):
         Raises:
             h11.RemoteProtocolError: no valid request, or one beyond the limits; ``refusal`` has the reason.
         """
+        if self.their_state is h11.IDLE and self._head_lines() > self._limits.head_lines:  # each costs 15 µs to parse
+            self._refuse(431, f"a head of more lines than allowed: {self._limits.head_lines}")
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
@@ -116,6 +125,12 @@ class _Parser(h11.Connection):
             if self._chunks > self._limits.chunks:
                 self._refuse(413, f"a body of more chunks than allowed: {self._limits.chunks}")
         return event
+
+    def _head_lines(self) -> int:
+        """Lines of the head that has come so far."""
+        data = self.trailing_data[0]
+        end = search(rb"\n\r?\n", data)
+        return data.count(b"\n", 0, len(data) if end is None else end.start())
 
     def _refuse(self, status: int, message: str) -> None:
         self.refusal = Refusal(status, message, code="http_invalid")
@@ -182,7 +197,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             answer = refusal.answer
             headers = [*answer.raw_headers, (b"connection", b"close")]
-            self.transport.write(self.conn.send(h11.Response(status_code=refusal.status, headers=headers)))
+            reason = HTTPStatus(refusal.status).phrase.encode()
+            head = h11.Response(status_code=refusal.status, headers=headers, reason=reason)
+            self.transport.write(self.conn.send(head))
             self.transport.write(self.conn.send(h11.Data(data=bytes(answer.body))))
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
@@ -205,7 +222,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._set_deadline(self._limits.head_s)
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
             self._drained += nbytes  # the rest of a body that has been answered already
-            if self._drained > PIPELINED_BYTES:
+            if self._drained > DRAINED_BYTES:
                 self.drop("drained")
                 return
         self.data_received(bytes(self._buffer[:nbytes]))

@@ -11,14 +11,20 @@ T = TypeVar("T")
 
 LARGE_BYTES = 32768
 """Size from which a request is large."""
+_SMALL, _LARGE = 2, 2
 
 
 class Executors:
     """Threads by the size of requests: large requests wait for each other, small ones do not wait for large ones."""
 
     def __init__(self) -> None:
-        self._small = ThreadPoolExecutor(2, "qcut-small")
-        self._large = ThreadPoolExecutor(2, "qcut-large")
+        self._small = ThreadPoolExecutor(_SMALL, "qcut-small")
+        self._large = ThreadPoolExecutor(_LARGE, "qcut-large")
+
+    def prepare(self, function: Callable[[], object]) -> None:
+        """Run a function in each of the threads for small requests, and return at once; what it raises is ignored."""
+        for _ in range(_SMALL):
+            self._small.submit(function)
 
     async def run(self, size: int, function: Callable[[], T]) -> T:
         """Run a function in a thread.

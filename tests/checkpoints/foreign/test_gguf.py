@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -131,6 +132,174 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 def test_scaled_rotations_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", Type.Q4_0, metadata=lambda out: out.add_rope_scaling_type(gguf.RopeScalingType.YARN))
     with pytest.raises(UnsupportedError, match=r"llama.rope.scaling.type 'yarn'.*config.json beside"):
+        qcut.load(tmp_path / "model.gguf", progress=False)
+
+
+def scaled(*entries: tuple[str, str, Any]) -> Callable[[Any], None]:
+    def put(out: Any) -> None:
+        for key, kind, value in entries:
+            getattr(out, f"add_{kind}")(key, value)
+
+    return put
+
+
+TYPE, FACTOR, OLD = "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear"
+
+
+@pytest.mark.parametrize(
+    ("kind", "factors", "rope"),
+    [
+        (None, {FACTOR: 4.0}, ("linear", 4.0)),
+        (None, {OLD: 2.0}, ("linear", 2.0)),
+        (None, {FACTOR: 8.0, OLD: 2.0}, ("linear", 8.0)),
+        ("linear", {FACTOR: 3.0}, ("linear", 3.0)),
+        ("linear", {}, ("default", None)),
+        ("none", {FACTOR: 3.0}, ("default", None)),
+        (None, {FACTOR: 1.0}, ("default", None)),
+        (None, {FACTOR: 0.0}, ("default", None)),
+    ],
+)
+def test_linear_scaling_is_llama_cpps(
+    tmp_path: Path, kind: str | None, factors: dict[str, float], rope: tuple[str, float | None]
+) -> None:
+    entries = [
+        *((key, "float32", value) for key, value in factors.items()),
+        *([(TYPE, "string", kind)] if kind else []),
+    ]
+    expected = write(tmp_path / "model.gguf", Type.F16, metadata=scaled(*entries))
+    model: Any = qcut.load(tmp_path / "model.gguf", dtype=torch.float32, progress=False)
+    found = model.config.rope_parameters
+    assert (found["rope_type"], found.get("factor")) == rope
+    config = expected.config.to_dict() | {"rope_parameters": dict(found)}
+    scaled_model = type(expected)(type(expected.config).from_dict(config))
+    scaled_model.load_state_dict(expected.float().state_dict())
+    assert torch.equal(model(samples.IDS).logits, scaled_model.eval()(samples.IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value"),
+    [
+        ("attention.causal", "bool", False),
+        ("attention.clamp_kqv", "float32", 8.0),
+        ("attention.layer_norm_epsilon", "float32", 1e-5),
+        ("attention.scale", "float32", 0.5),
+        ("attention.sliding_window", "uint32", 16),
+        ("attention.temperature_scale", "float32", 0.1),
+        ("attention.value_length", "uint32", 8),
+        ("attn_logit_softcapping", "float32", 50.0),
+        ("embedding_scale", "float32", 12.0),
+        ("expert_count", "uint32", 4),
+        ("expert_used_count", "uint32", 2),
+        ("final_logit_softcapping", "float32", 30.0),
+        ("logit_scale", "float32", 0.0625),
+        ("nextn_predict_layers", "uint32", 1),
+        ("no_such_entry", "uint32", 1),
+        ("pooling_type", "uint32", 1),
+        ("residual_scale", "float32", 0.25),
+        ("rope.dimension_sections", "array", [4, 4]),
+        ("rope.scaling.attn_factor", "float32", 1.2),
+        ("rope.scaling.yarn_ext_factor", "float32", 1.0),
+        ("use_parallel_residual", "bool", True),
+    ],
+)
+def test_entries_that_change_what_is_computed_are_refused(tmp_path: Path, key: str, kind: str, value: Any) -> None:
+    write(tmp_path / "model.gguf", Type.F16, metadata=scaled((f"llama.{key}", kind, value)))
+    with pytest.raises(UnsupportedError, match=rf"metadata llama\.{key}|and values of 8 columns"):
+        qcut.load(tmp_path / "model.gguf", progress=False)
+
+
+def test_entries_that_change_nothing_are_read(tmp_path: Path) -> None:
+    entries = [
+        ("llama.attention.causal", "bool", True),
+        ("llama.attention.scale", "float32", 0.25),
+        ("llama.attention.value_length", "uint32", 16),
+        ("llama.expert_count", "uint32", 0),
+        ("llama.logit_scale", "float32", 1.0),
+        ("llama.rope.scaling.original_context_length", "uint32", 64),
+        ("llama.tensor_data_layout", "string", "Meta AI original pth"),
+        ("general.finetune", "string", "chat"),
+        ("somebody.quantized_by", "string", "a name"),
+        ("quantize.imatrix.entries_count", "uint32", 9),
+        ("tokenizer.ggml.add_bos_token", "bool", True),
+        ("tokenizer.ggml.eos_token_id", "uint32", 2),
+        ("tokenizer.ggml.eot_token_id", "uint32", 5),
+    ]
+    write(tmp_path / "model.gguf", Type.F16, metadata=scaled(*entries))
+    model: Any = qcut.load(tmp_path / "model.gguf", progress=False)
+    assert model.config.eos_token_id == [2, 5]
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", Type.F16, metadata=scaled(("tokenizer.ggml.eos_token_id", "uint32", 10**6)))
+    with pytest.raises(CheckpointError, match=r"eos_token_id: found 1000000; allowed: 0 to"):
+        qcut.load(tmp_path / "model.gguf", progress=False)
+
+
+def test_other_files_than_models_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", Type.F16, metadata=lambda out: out.add_type("adapter"))
+    with pytest.raises(UnsupportedError, match=r"general.type is 'adapter'"):
+        qcut.load(tmp_path / "model.gguf", progress=False)
+
+
+def split(path: Path, count: int = 3) -> list[Path]:
+    """A model in several files, as llama.cpp's gguf-split writes them."""
+    whole, parts = gguf.GGUFReader(str(path)), []
+    size = -(-len(whole.tensors) // count)
+    for i in range(count):
+        parts.append(path.with_name(f"m-{i + 1:05}-of-{count:05}.gguf"))
+        out = gguf.GGUFWriter(str(parts[-1]), "llama")
+        if not i:
+            for key, field in whole.fields.items():
+                if not key.startswith("GGUF.") and key != "general.architecture":
+                    value, kind = field.contents(), field.types[0]
+                    out.add_key_value(key, value, kind, field.types[1] if len(field.types) > 1 else None)
+        out.add_uint16("split.no", i)
+        out.add_uint16("split.count", count)
+        out.add_int32("split.tensors.count", len(whole.tensors))
+        for tensor in whole.tensors[i * size : (i + 1) * size]:
+            out.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.write_tensors_to_file()
+        out.close()
+    path.unlink()
+    return parts
+
+
+def test_any_file_of_several_reads_all(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", Type.Q4_0)
+    expected = qcut.load(tmp_path / "model.gguf", progress=False)(samples.IDS).logits
+    for path in (*split(tmp_path / "model.gguf"), tmp_path):
+        assert torch.equal(qcut.load(path, progress=False)(samples.IDS).logits, expected)
+
+
+def test_files_of_several_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", Type.Q4_0)
+    first, second, third = split(tmp_path / "model.gguf")
+    kept = third.read_bytes()
+    third.unlink()
+    with pytest.raises(CheckpointError, match=r"m-00003-of-00003\.gguf: there is no such file"):
+        qcut.load(first, progress=False)
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(CheckpointError, match=r"m-00003-of-00003\.gguf: split\.no and split\.count are 1 and 3"):
+        qcut.load(first, progress=False)
+    third.write_bytes(kept)
+    (tmp_path / "other.gguf").write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match="found 4 GGUF files; name one of them"):
+        qcut.load(tmp_path, progress=False)
+    with pytest.raises(CheckpointError, match=r"other\.gguf: split\.no and split\.count are 0 and 3"):
+        qcut.load(tmp_path / "other.gguf", progress=False)
+
+
+def test_factors_of_rotations_want_a_configuration_that_states_them(tmp_path: Path) -> None:
+    factors = numpy.full(8, 2.0, numpy.float32)
+    expected = write(
+        tmp_path / "model.gguf", Type.F16, metadata=lambda out: out.add_tensor("rope_freqs.weight", factors)
+    )
+    with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight: scaled rotations"):
+        qcut.load(tmp_path / "model.gguf", progress=False)
+    (tmp_path / "config.json").write_text(expected.config.to_json_string())
+    with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight; config\.json has rotations of type 'default'"):
         qcut.load(tmp_path / "model.gguf", progress=False)
 
 

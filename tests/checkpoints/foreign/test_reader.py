@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import qcut
 from qcut.checkpoints.foreign.reader import format_of, layer_of, reader_of
 from qcut.checkpoints.pretrained import load_pretrained
-from qcut.errors import CheckpointError
+from qcut.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.foreign import samples
 from tests.support import ROOT
 
@@ -132,3 +133,93 @@ def test_what_is_not_foreign(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"not one")
     with pytest.raises(CheckpointError, match=r"x\.gguf: not a GGUF file"):
         qcut.load(tmp_path / "x.gguf", progress=False)
+
+
+COMPUTED = {
+    "model.layers.0.self_attn.rotary_emb.inv_freq": (8,),
+    "model.layers.1.self_attn.rotary_emb.cos_cached": (1, 1, 64, 16),
+    "model.rotary_emb.inv_freq": (8,),
+    "model.layers.0.self_attn.masked_bias": (),
+}
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_buffers_that_models_compute_are_passed_over(tmp_path: Path, kind: str) -> None:
+    pack = samples.gptq if kind == "gptq" else samples.awq
+    config = {"quant_method": kind, "bits": 4, "group_size": 32}
+    samples.write(tmp_path, config, lambda _, w: pack(w, 32) if kind == "awq" else pack(w, size=32))
+    expected = qcut.load(tmp_path, progress=False)(samples.IDS).logits
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    wrong = {name: torch.full(shape, 7.0, dtype=torch.float16) for name, shape in COMPUTED.items()}
+    save_file({**tensors, **wrong}, path)
+    assert torch.equal(qcut.load(tmp_path, progress=False)(samples.IDS).logits, expected)
+    save_file({**tensors, "model.layers.0.self_attn.extra": torch.ones(8)}, path)
+    with pytest.raises(CheckpointError, match=r"'model.layers.0.self_attn.extra'"):
+        qcut.load(tmp_path, progress=False)
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "gptq": {"bits": 4, "group_size": 32},
+    "awq": {"bits": 4, "group_size": 32, "version": "gemm"},
+    "bitsandbytes": {"load_in_4bit": True},
+    "compressed-tensors": {
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+    },
+}
+
+
+@pytest.mark.parametrize("method", FIELDS)
+def test_unknown_fields_that_hold_something_are_refused(method: str) -> None:
+    config = {"quant_method": method, **FIELDS[method]}
+    for value in (None, False, "", [], {}):
+        format_of({**config, "a_new_field": value}, "x")
+    for value in (1, True, "hadamard", [1], {"rank": 8}):
+        with pytest.raises(UnsupportedError, match="found the field 'a_new_field' with"):
+            format_of({**config, "a_new_field": value}, "x")
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        ((), {"quantization_status": "frozen"}, None),
+        ((), {"quantization_status": "calibration"}, "quantization_status is 'calibration'; compressed, frozen"),
+        ((), {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is .*sparse-24"),
+        ((), {"sparsity_config": ["sparse"]}, "sparsity_config is"),
+        ((), {"transform_config": {"config_groups": {}}}, "transform_config is"),
+        ((), {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
+        (("config_groups", "group_0"), {"rotation": "hadamard"}, "config_groups.group_0: found the field 'rotation'"),
+        (("config_groups", "group_0", "weights"), {"block_structure": [2, 2]}, "weights: found the field 'block_struc"),
+        (("config_groups", "group_0", "weights"), {"actorder": "rows"}, "actorder is 'rows'; group and weight"),
+        (("config_groups", "group_0", "weights"), {"actorder": "static"}, None),
+    ],
+)
+def test_fields_of_compressed_tensors(at: tuple[str, ...], value: dict[str, Any], message: str | None) -> None:
+    config = json.loads(json.dumps({"quant_method": "compressed-tensors", **FIELDS["compressed-tensors"]}))
+    place = config
+    for key in at:
+        place = place[key]
+    place.update(value)
+    if message is None:
+        format_of(config, "x")
+        return
+    with pytest.raises(UnsupportedError, match=message):
+        format_of(config, "x")
+
+
+def test_columns_in_another_order_want_their_groups() -> None:
+    tensors, _ = samples.gptq(torch.randn(32, 64), size=32)
+    tensors.pop("g_idx", None)
+    config = {"quant_method": "gptq", **FIELDS["gptq"]}
+    assert layer_of(format_of(config, "x"), "layer", tensors, 32, 64).out_features == 32
+    with pytest.raises(CheckpointError, match=r"'layer.g_idx': is missing; needed: .*desc_act is true"):
+        layer_of(format_of({**config, "desc_act": True}, "x"), "layer", tensors, 32, 64)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_adapters_beside_a_model_are_refused(tmp_path: Path, name: str) -> None:
+    samples.write(tmp_path, {"quant_method": "gptq", **FIELDS["gptq"]}, lambda _, w: samples.gptq(w, size=32))
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"{name}: an adapter beside a model; allowed:"):
+        qcut.load(tmp_path, progress=False)

@@ -142,3 +142,23 @@ def test_a_float_folder_is_no_quantized_model(tmp_path: Path) -> None:
     small("llama").save_pretrained(tmp_path)
     with pytest.raises(QcutError, match=r"qcut_config\.json"):
         qcut.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.input_layernorm.weight"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_floats_stored_as_other_kinds(folder: Path, name: str, dtype: torch.dtype) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones_like(tensors[name]).to(dtype)}))
+    refused(folder, rf"tensor '{name}': found .*; a floating dtype of 16, 32 or 64 bits is needed")
+
+
+def test_floats_stored_as_integers_are_not_quantized(tmp_path: Path) -> None:
+    small("llama").save_pretrained(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.update({f"{UP}.weight": tensors[f"{UP}.weight"].to(torch.int8)}))
+    with pytest.raises(CheckpointError, match=rf"tensor '{UP}.weight': found I8; a floating dtype"):
+        opened(tmp_path, quantization_config=qcut.QcutConfig("w8a16"))
+
+
+def test_an_adapter_beside_a_model_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: an adapter beside a model"):
+        qcut.load(folder, progress=False)
