@@ -20,7 +20,7 @@ SCHEMES = (
     "codebook4_g64_qr",
     "codebook3",
 )
-K, N = 352, 208
+K, N = 320, 208
 """Sizes of no other test, so that no kernel, constant or tile is there before the capture."""
 
 
@@ -31,7 +31,7 @@ def fresh_layer(scheme: str) -> qcut.Linear:
     return qcut.Linear.from_float(linear, scheme, static_range=static_range).to(DEVICE)
 
 
-@pytest.mark.parametrize("path", ["fused", "portable", "explicit"])
+@pytest.mark.parametrize("path", ["fused", "portable"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_first_call_can_be_captured(scheme: str, path: str) -> None:
     layer = fresh_layer(scheme)
