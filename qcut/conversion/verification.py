@@ -269,7 +269,9 @@ def _values(x: Any, scale: Tensor | None) -> Tensor:
     rows = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
     step = max(1, rows.shape[0] // max(1, _INPUT_VALUES // rows.shape[1]))
     rows = rows[::step][: max(1, -(-_INPUT_VALUES // rows.shape[1]))].cpu()
-    return rows.reshape(-1) if scale is None else (rows.float() * scale.cpu()).to(rows.dtype).reshape(-1)
+    if scale is None:
+        return rows.reshape(-1).clone()
+    return (rows.float() * scale.cpu()).to(rows.dtype).reshape(-1)
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:

@@ -101,7 +101,7 @@ def _has_another(layer: nn.Module, attribute: str) -> bool:
     return hasattr(layer, attribute) or any(hasattr(cls, attribute) for cls in _quantized_classes(Quantized))
 
 
-def _quantized_classes(cls: type) -> Iterator[type]:
+def _quantized_classes(cls: Any) -> Iterator[Any]:
     yield cls
     for one in cls.__subclasses__():
         yield from _quantized_classes(one)
@@ -149,7 +149,7 @@ def _contents(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, (list, tuple, set, frozenset)):
-        inside: list[Any] = list(value)
+        inside: list[Any] = [*value]
         yield from (one for one in inside if isinstance(one, (type, str)))
     elif isinstance(value, type):
         yield value

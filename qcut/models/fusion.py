@@ -120,7 +120,8 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FusedSequential):
             vars(module).pop("_pairs", None)
-            module.__class__ = nn.Sequential
+            cls: Any = nn.Sequential
+            module.__class__ = cls
 
 
 def key_before(parent: nn.Module, key: str) -> str:

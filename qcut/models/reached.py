@@ -107,9 +107,13 @@ def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module]:
                 yield one
 
 
-@cache
 def methods_of(cls: Any) -> tuple[tuple[str, FunctionType], ...]:
     """The methods of a class and its bases but ``nn.Module``, by name; overridden ones where ``super`` calls them."""
+    return _methods_of(cls)
+
+
+@cache
+def _methods_of(cls: Any) -> tuple[tuple[str, FunctionType], ...]:
     found: list[tuple[str, FunctionType]] = []
     final: set[str] = set()
     for base in cls.__mro__:

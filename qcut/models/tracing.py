@@ -184,9 +184,9 @@ class NormTracer(TorchFunctionMode):
         for name in (norm, *layers):
             if name in self.watched:
                 return f"{name!r} has hooks or a forward of its own, which may read its output"
-        paths = [name.split(".")[:-1] for name in (norm, *layers)]
+        paths: list[list[str]] = [name.split(".")[:-1] for name in (norm, *layers)]
         common = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), None)
-        prefix = ".".join(min(paths, key=lambda path: len(path)) if common is None else paths[0][:common])
+        prefix = ".".join(sorted(paths, key=len)[0] if common is None else paths[0][:common])
         below = (name for name in idle if not prefix or name.startswith(f"{prefix}."))
         found = next(below, None)
         return None if found is None else f"{found!r} did not run with these batches, and may read its output"

@@ -157,4 +157,4 @@ def _follow(module: nn.Module, path: Path) -> Any:
 
 
 def _named_below(module: nn.Module, name: str) -> list[nn.Module]:
-    return [m for path, m in module.named_modules() if path.rpartition(".")[2] == name]
+    return [m for path, m in module.named_modules(remove_duplicate=False) if path.rpartition(".")[2] == name]

@@ -341,7 +341,9 @@ def _smoothed(seed: int, x: Tensor, wanted: list[Tensor]) -> Outcome:
     for handle in handles:
         handle.remove()
     try:
-        calibration = qcut.calibrate(build(seed), [x], layers=sorted(set(reached)) or None, skip=(), progress=False)
+        calibration = qcut.calibrate(
+            build(seed), [x.clone()], layers=sorted(set(reached)) or None, skip=(), progress=False
+        )
         model = build(seed)
         qcut.smooth(model, calibration)
     except QcutError as error:

@@ -3,7 +3,7 @@
 A model's source imports all names.
 """
 
-# ruff: noqa: E501, E701, E702, F401
+# ruff: noqa: E501, F401
 from __future__ import annotations
 
 import functools
