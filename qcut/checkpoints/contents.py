@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.checkpoints.huggingface import read_config
+from qcut.checkpoints.marks import marks_among
 from qcut.checkpoints.qcut_format import CONFIG_NAME
 from qcut.checkpoints.skeleton import check_layer_sizes, read_headers
 from qcut.checkpoints.turboquant import reader as turboquant
@@ -282,6 +283,7 @@ def _contents(
 
 
 def _outside(quantized: set[str], headers: Mapping[str, TensorHeader]) -> Iterator[StoredTensor]:
+    marks = marks_among(headers)
     for name, header in headers.items():
-        if name.rpartition(".")[0] not in quantized:
+        if name not in marks and name.rpartition(".")[0] not in quantized:
             yield StoredTensor(name, header.code, tuple(header.shape), header.nbytes)

@@ -31,7 +31,13 @@ def mark(layers: Iterable[str], embeddings: Mapping[str, Any]) -> dict[str, Tens
     return {f"{name}.{key}": torch.zeros(1, dtype=torch.uint8, device="cpu") for name in names for key in KEYS}
 
 
+def marks_among(names: Iterable[str]) -> set[str]:
+    """The marks among the names of stored tensors, which transformers may have changed."""
+    modules = {name.removesuffix(ADVICE) for name in names if name.endswith(f".{ADVICE}")}
+    return {module + key for module in modules for key in KEYS}
+
+
 def marks_pattern(layers: Iterable[str], embeddings: Mapping[str, Any]) -> str:
-    """A regular expression for the names of `mark`, with any prefix."""
+    """A regular expression for the names of `mark` as the model has them, with any prefix."""
     names = "|".join(map(re.escape, sorted({*layers, *embeddings})))
     return rf"(^|\.)({names})\.({'|'.join(map(re.escape, KEYS))})$"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
-from qcut.checkpoints.marks import marks_pattern
+from qcut.checkpoints.marks import marks_among, marks_pattern
 from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_layer_sizes
 from qcut.checkpoints.state import passing_buffers
@@ -53,7 +53,9 @@ class StoredLoading:
         self._saved = _with_own_tables(whole, _renamed(whole, model, self._new_head))
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
         self._files = files
-        headers = {name: header for name, header in _headers(files).items() if not re.search(marks, name)}
+        stored_headers = _headers(files)
+        marked = marks_among(stored_headers)
+        headers = {name: header for name, header in stored_headers.items() if name not in marked}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
         self._ignored = model._keys_to_ignore_on_load_unexpected
