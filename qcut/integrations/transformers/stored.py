@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
-from qcut.checkpoints.marks import marks_among, marks_pattern
+from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
 from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_layer_sizes
 from qcut.checkpoints.state import passing_buffers
@@ -52,9 +52,9 @@ class StoredLoading:
         self._new_head = _has_new_head(model)
         self._saved = _with_own_tables(whole, _renamed(whole, model, self._new_head))
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
-        self._files = files
+        self._paths = files
         stored_headers = _headers(files)
-        marked = marks_among(stored_headers)
+        marked = {name for name in marks_among(stored_headers) if is_mark(stored_headers.get(name))}
         headers = {name: header for name, header in stored_headers.items() if name not in marked}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
@@ -122,7 +122,7 @@ class StoredLoading:
 
     def _read_stored(self, name: str, device: torch.device) -> Tensor | None:
         """A tensor of the files whose place the model does not have."""
-        for path in self._files:
+        for path in self._paths:
             with TensorFile(path, CheckpointError) as file:
                 if name in file.headers:
                     return file.read(name).to(device)
