@@ -19,6 +19,7 @@ from qcut.checkpoints.headers import (
     read_config,
     read_headers,
 )
+from qcut.checkpoints.marks import marks_among
 from qcut.config import parse_scheme, scheme_from_json
 from qcut.errors import CheckpointError, ConfigError
 from qcut.storage import schema
@@ -287,6 +288,7 @@ def _contents(
 
 
 def _outside(quantized: set[str], headers: Mapping[str, TensorHeader]) -> Iterator[StoredTensor]:
+    marks = marks_among(headers)
     for name, header in headers.items():
-        if name.rpartition(".")[0] not in quantized:
+        if name not in marks and name.rpartition(".")[0] not in quantized:
             yield StoredTensor(name, header.code, tuple(header.shape), header.nbytes)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qcut.storage.safetensors_file import TensorHeader
+
 ADVICE = "import qcut before from_pretrained"
 """The name of the second mark."""
 KEYS = ("weight", ADVICE)
@@ -31,7 +33,18 @@ def mark(layers: Iterable[str], embeddings: Mapping[str, Any]) -> dict[str, Tens
     return {f"{name}.{key}": torch.zeros(1, dtype=torch.uint8, device="cpu") for name in names for key in KEYS}
 
 
+def marks_among(names: Iterable[str]) -> set[str]:
+    """The marks among the names of stored tensors, which transformers may have changed."""
+    modules = {name.removesuffix(ADVICE) for name in names if name.endswith(f".{ADVICE}")}
+    return {module + key for module in modules for key in KEYS}
+
+
+def is_mark(header: TensorHeader | None) -> bool:
+    """Whether a stored tensor is of the size of a mark."""
+    return header is not None and header.dtype is torch.uint8 and header.shape == [1]
+
+
 def marks_pattern(layers: Iterable[str], embeddings: Mapping[str, Any]) -> str:
-    """A regular expression for the names of `mark`, with any prefix."""
+    """A regular expression for the names of `mark` as the model has them, with any prefix."""
     names = "|".join(map(re.escape, sorted({*layers, *embeddings})))
     return rf"(^|\.)({names})\.({'|'.join(map(re.escape, KEYS))})$"

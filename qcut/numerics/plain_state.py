@@ -18,7 +18,10 @@ from qcut.process.locks import Lock
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PRODUCTS: tuple[Any, ...] = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+_PRODUCTS: tuple[Any, ...] = (
+    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+    torch.backends.cuda.matmul,
+)
 """Settings by which float32 products may be computed in bfloat16 or TF32."""
 _FULL = ("none", "ieee")
 _lock = Lock()

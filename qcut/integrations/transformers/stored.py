@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
 from qcut.checkpoints.headers import check_layer_sizes
-from qcut.checkpoints.marks import marks_pattern
+from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
 from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.state import passing_buffers
@@ -54,8 +54,10 @@ class StoredLoading:
         self._new_head = _has_new_head(model)
         self._saved = _with_own_tables(whole, _renamed(whole, model, self._new_head))
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
-        self._files = files
-        headers = {name: header for name, header in headers_of(files).items() if not re.search(marks, name)}
+        self._paths = files
+        stored_headers = headers_of(files)
+        marked = {name for name in marks_among(stored_headers) if is_mark(stored_headers.get(name))}
+        headers = {name: header for name, header in stored_headers.items() if name not in marked}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
         self._ignored = model._keys_to_ignore_on_load_unexpected
@@ -122,7 +124,7 @@ class StoredLoading:
 
     def _read_stored(self, name: str, device: torch.device) -> Tensor | None:
         """A tensor of the files whose place the model does not have."""
-        for path in self._files:
+        for path in self._paths:
             with TensorFile(path, CheckpointError) as file:
                 if name in file.headers:
                     return file.read(name).to(device)

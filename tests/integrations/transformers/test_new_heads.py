@@ -55,7 +55,8 @@ def test_base_tensors_may_not_be_missing(tmp_path: Path) -> None:
 
 def without_parameters(dtype: torch.dtype) -> OlmoForCausalLM:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = OlmoForCausalLM(OlmoConfig(vocab_size=64, eos_token_id=2, pad_token_id=0, **sizes)).eval().to(dtype)
+    config = OlmoConfig(vocab_size=64, eos_token_id=2, pad_token_id=0, **sizes)
+    model = OlmoForCausalLM._from_config(config, dtype=dtype).eval()
     count = model.num_parameters()
     qcut.quantize(model, "w8a8", embeddings="w8a16", progress=False)
     assert not [p for p in model.parameters() if p.nbytes]

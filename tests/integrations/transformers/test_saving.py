@@ -78,10 +78,10 @@ def test_what_is_written_is_small_and_says_what_it_is(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     weight = model.model.layers[0].mlp.up_proj
     assert stored["model.layers.0.mlp.up_proj.indices"].nbytes == weight.in_features * weight.out_features // 2
-    assert "model.layers.0.mlp.up_proj.weight" not in stored
+    assert stored["model.layers.0.mlp.up_proj.weight"].nbytes == 1  # a mark
     entry = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert entry["quant_method"] == "qcut"
-    assert entry["format_version"] == 1
+    assert entry["format_version"] == 2
     assert entry["layers"]["model.layers.0.mlp.up_proj"]["scheme"]["bits"] == 4
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import qcut
-from qcut.checkpoints.marks import KEYS, mark, marks_pattern
+from qcut.checkpoints.marks import ADVICE, KEYS, mark, marks_among, marks_pattern
 from tests.integrations.transformers.support import logits, opened, small
 
 READERS = """
@@ -56,7 +56,7 @@ def test_marks_are_not_read_by_qcut(embeddings: str | None, tmp_path: Path, capl
     model.save_pretrained(tmp_path)
     again = opened(tmp_path)
     assert "import qcut" not in caplog.text
-    assert not set(again.state_dict()) & set(mark(["lm_head"], {}))
+    assert not any(ADVICE in name for name in again.state_dict())
     assert torch.equal(logits(again), logits(model))
 
 
@@ -84,5 +84,7 @@ def test_pattern_finds_marks_alone() -> None:
 
     pattern = re.compile(marks_pattern(["a.b", "c.table"], {"c": {}}))
     assert set(mark(["a.b", "c.table"], {"c": {}})) == {f"{name}.{key}" for name in ("a.b", "c") for key in KEYS}
+    files = ["h.0.weight", *mark(["a.b"], {}), "a.b.bias"]
+    assert marks_among(files) == set(mark(["a.b"], {}))
     assert all(pattern.search(f"model.{name}") for name in mark(["a.b"], {"c": {}}))
     assert not any(pattern.search(name) for name in ("a.b.bias", "a.b.qweight", "xa.b.weight", "a.bc.weight"))
