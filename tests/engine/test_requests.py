@@ -154,7 +154,10 @@ def test_prompts_are_scored_beside_other_requests() -> None:
     with torch.no_grad():
         logits = model(torch.tensor(prompts[:1])).logits[0, :-1]
     (first, *_) = likelihoods(logits, torch.tensor(prompts[0][1:]), [3] * 29)
-    assert [token for token, _ in first.top] == [token for token, _ in requests[0].prompt_log_probabilities[0].top]
+    listed = (requests[0].prompt_log_probabilities or [None])[0]
+    assert first is not None
+    assert listed is not None
+    assert [token for token, _ in listed.top] == [token for token, _ in first.top]
 
 
 def test_a_prompt_alone_needs_scores() -> None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from qcut.engine.failures import is_interrupt
+from qcut.errors import ConfigError
+
 Decode = Callable[[list[int]], str]
 """The text of token ids."""
 
@@ -129,10 +132,20 @@ class Detokenizer:
         self._skipped = {token: str(tokenizer.decode([token], skip_special_tokens=False)) for token in skipped}
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, as the tokenizer has it."""
-        if self._direct is not None:
-            return self._direct(list(ids), self._skips)
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=self._skips))
+        """The text of token ids, as the tokenizer has it.
+
+        Raises:
+            ConfigError: the tokenizer has none.
+        """
+        try:
+            if self._direct is not None:
+                return self._direct(list(ids), self._skips)
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=self._skips))
+        except BaseException as error:  # a panic in Rust is no Exception
+            if is_interrupt(error):
+                raise
+            kind = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the tokenizer has no text for tokens {list(ids)[-8:]}: {kind:.300}") from error
 
     def skips(self, token: int) -> bool:
         """Whether a token is special and has no text, whatever is beside it."""
