@@ -152,8 +152,10 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
         else:
             _check(part, wanted, name, known)
             own: Any = vars(part).get("config", config)
-            if own is not config and own.to_dict() != config.to_dict():
-                raise UnsupportedError(f"{name} has a configuration of its own{_INSTEAD}")
+            if own is not config:
+                _check_attention(own)
+                if own.to_dict() != config.to_dict():
+                    raise UnsupportedError(f"{name} has a configuration of its own{_INSTEAD}")
             _check_parts(part, wanted, f"{name}.", config, known)
 
 
