@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from qcut.storage.safetensors_header import TensorHeader
 
-from qcut.storage.safetensors_file import TensorHeader
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ADVICE = "import qcut before from_pretrained"
 """The name of the second mark."""
@@ -29,6 +29,8 @@ def mark(layers: Iterable[str], embeddings: Mapping[str, Any]) -> dict[str, Tens
         layers: names of the quantized layers, tables of embeddings among them.
         embeddings: names of the quantized embeddings, in whose places float models have their tables.
     """
+    import torch
+
     names = sorted({*layers, *embeddings} - {f"{name}.table" for name in embeddings})
     return {f"{name}.{key}": torch.zeros(1, dtype=torch.uint8, device="cpu") for name in names for key in KEYS}
 

@@ -67,8 +67,8 @@ class Engine:
 
     Quantize, load or move the model, set adapters and edit configurations before the engine is made, which looks at
     modules, their code and their hooks once; afterwards, make a new engine. Hooks that come later are not called by
-    replays, nor by what kernels compute in a module's place. The model is put in evaluation mode. An engine serves one batch of sequences at a time, in one
-    thread.
+    replays, nor by what kernels compute in a module's place. The model is put in evaluation mode. An engine serves one
+    batch of sequences at a time, in one thread. Autocast and inference mode around a call change nothing.
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`, computing what transformers' own class does
@@ -475,7 +475,7 @@ class Engine:
             first, history = self.likeliest[:n], None
             sampling: Sampling | Rows = running[0].sampling  # one for all
             if any(sequence.bans for sequence in running):
-                sampling = Rows.of([sampling] * n, device, [sequence.bans for sequence in running])
+                sampling = Rows.of([running[0].sampling] * n, device, [sequence.bans for sequence in running])
             if sampling.penalizes:
                 history = History.empty(n, self.decoder.vocabulary, device)
                 for row, prompt in enumerate(prompts):

@@ -152,16 +152,18 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
             _check_itself(part, kind, name, known)
         else:
             _check(part, wanted, name, known)
-            if getattr(part, "config", config) is not config and part.config.to_dict() != config.to_dict():
-                raise UnsupportedError(f"{name} has a configuration of its own{_INSTEAD}")
+            own: Any = vars(part).get("config", config)
+            if own is not config:
+                _check_attention(own)
+                if own.to_dict() != config.to_dict():
+                    raise UnsupportedError(f"{name} has a configuration of its own{_INSTEAD}")
             _check_parts(part, wanted, f"{name}.", config, known)
 
 
 def _place(layer: nn.Module) -> int | None:
     """The index under which a layer's attention keeps keys and values; None: it has no attention."""
-    return next(
-        (part.layer_idx for part in layer.children() if isinstance(getattr(part, "layer_idx", None), int)), None
-    )
+    places = (getattr(part, "layer_idx", None) for part in layer.children())
+    return next((place for place in places if isinstance(place, int)), None)
 
 
 # ── one module ───────────────────────────────────────────────────────────────────────────────────
@@ -169,12 +171,12 @@ def _place(layer: nn.Module) -> int | None:
 
 def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], more: tuple[str, ...] = ()) -> None:
     """Compare a module with one of transformers that the engine stands for."""
-    kind = type(wanted)
+    kind: type = type(wanted)
     if _package(kind) not in ("torch", "transformers"):
         raise UnsupportedError(f"{name}: {_named(kind)} has been put in place of the class of transformers{_INSTEAD}")
     if kind not in type(module).__mro__:
-        found = f"{name} is a {_named(type(module))}, in place of a {_named(kind)}"
-        raise UnsupportedError(f"{found}{_INSTEAD}")
+        instead = f"{_named(type(module))}, in place of a {_named(kind)}"
+        raise UnsupportedError(f"{name} is a {instead}{_INSTEAD}")
     own = {*vars(wanted), *wanted._parameters, *wanted._buffers, *wanted._modules}
     _check_itself(module, kind, name, known, (*more, *(key for key in own if not hasattr(kind, key))))
     if extra := [
@@ -183,9 +185,10 @@ def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], mo
         raise UnsupportedError(f"{name} has a parameter {extra[0]!r} that a {_named(kind)} has not; allowed: none")
     read = (_names(kind) | _BESIDE) - _READ - _WITHOUT_INFLUENCE
     for key, value in vars(wanted).items():
-        if key in read and isinstance(value, int | float | str | tuple | None):
+        is_read = key in read and not key.endswith("dropout")  # which evaluation leaves out
+        if is_read and isinstance(value, int | float | str | tuple | None):
             found = vars(module).get(key)
-            if found != value and not (key.endswith("dropout") and not module.training):
+            if found != value:
                 by = f"by its configuration {key} is {shown(value)}"
                 raise UnsupportedError(f"{name} has {key} {shown(found)}, and {by}; allowed: the same of both")
 
@@ -213,7 +216,7 @@ def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], mo
 
 
 def _is_shadowed(module: nn.Module, key: str, base: Any) -> bool:
-    """Whether something stands on a module in place of its class's method; accelerate leaves the method itself there."""
+    """Whether something stands on a module in place of its class's method; accelerate leaves the method itself."""
     if key not in vars(module) or not (key in _ALWAYS or callable(base)):
         return False
     found = vars(module)[key]
@@ -231,7 +234,7 @@ def _check_linear(module: nn.Module, name: str, known: set[type]) -> None:
         _check_itself(module, nn.Sequential, name, known)
         for key, part in module._modules.items():
             check = _check_activation if type(part) in _activations() else _check_linear
-            check(cast(nn.Module, part), f"{name}.{key}", known)
+            check(part, f"{name}.{key}", known)
         return
     kind = _known_kind(module)
     if kind is not type(module) and isinstance(module, nn.Linear) and is_linear(module):
@@ -271,7 +274,7 @@ def _activations() -> frozenset[type[nn.Module]]:
 
 
 def _known_kind(module: nn.Module) -> type | None:
-    """The class of a known package as which a linear layer or an embedding computes, row by row; None: there is none."""
+    """The class of a known package as which a linear layer or an embedding computes, row by row; None: it has none."""
     from transformers.pytorch_utils import Conv1D
 
     known = next((cls for cls in type(module).__mro__ if _package(cls) is not None), nn.Module)

@@ -188,14 +188,16 @@ class Rows(NamedTuple):
             *places, values = zip(*entries, strict=True)
             where = torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
             added = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
-            biases = Biases(*where.unbind(), added, max(places[1]))
+            rows, tokens, until = where.unbind()
+            biases = Biases(rows, tokens, until, added, max(places[1]))
         host = (
             torch.tensor([_float_values(s) for s in settings], dtype=torch.float32, device="cpu").view(-1, 4),
             torch.tensor([_whole_values(s) for s in settings], dtype=torch.int64, device="cpu").view(-1, 3),
             key_words([s.seed for s in settings], torch.device("cpu")),
             torch.tensor([s.greedy for s in settings], dtype=torch.bool, device="cpu"),
         )
-        return cls(tuple(settings), *(part.to(device, non_blocking=True) for part in host), biases)
+        floats, wholes, keys, takes_largest = (part.to(device, non_blocking=True) for part in host)
+        return cls(tuple(settings), floats, wholes, keys, takes_largest, biases)
 
     @property
     def greedy(self) -> bool:
@@ -413,7 +415,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilit
 
 def _within(value: Any, least: float, most: float) -> bool:
     """Whether a value is a number of a range; NaN is none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and least <= value <= most
+    return not isinstance(value, bool) and isinstance(value, Real) and bool(least <= value <= most)  # type: ignore
 
 
 def _is_integer(value: Any) -> bool:

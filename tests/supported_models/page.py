@@ -130,5 +130,8 @@ consist of `nn.Linear` or `Conv1D` layers; `python -m tests.conversion.sweep` tr
   what `qcut.quantize` makes of the loaded float model.
 - **`generate`**: transformers' own runs.
 - **engine**: `qcut.Engine` serves the model with the tokens of greedy `generate`. The engine has the families
-  {families}; `qcut generate` runs other decoders through transformers.
+  {families}; `qcut generate` runs other decoders through transformers. It serves what computes as transformers'
+  own classes do: a subclass, a forward, a hook or an attribute that changes the result is refused by the module's name,
+  and so is code of a downloaded folder. Quantized layers, activations of torch and transformers, and adapters of PEFT
+  (LoRA, IA3, AdaLoRA) are served.
 - **–**: does not apply."""
