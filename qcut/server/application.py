@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import logging
 import time
-from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from importlib import resources
-from re import DOTALL, search
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -30,7 +26,7 @@ from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.text.prompts import chat_ids, text_ids
 from qcut.errors import ConfigError, QcutError
-from qcut.server import endpoints
+from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form, finish_reason, usage
 from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, StreamOptions, Text, parsed
@@ -156,7 +152,8 @@ class Service:
 
     async def page(self, request: HTTPRequest) -> Response:
         """The page to chat with the model."""
-        return HTMLResponse(*_page())
+        text, headers = page.document()
+        return HTMLResponse(text, headers=headers)
 
     async def health(self, request: HTTPRequest) -> Response:
         """Whether requests are served."""
@@ -549,20 +546,3 @@ def _sent(value: JSON) -> bytes:
     """A server-sent event, which has a name where its value has a type."""
     name = f"event: {value['type']}\n" if "type" in value else ""
     return f"{name}data: {_encode(value)}\n\n".encode(errors="replace")
-
-
-@cache
-def _page() -> tuple[str, int, dict[str, str]]:
-    """The page, its status, and headers that let it load nothing from elsewhere."""
-    text = resources.files("qcut.server").joinpath("page.html").read_text(encoding="utf-8")
-    allowed = {}
-    for kind in ("style", "script"):
-        found = search(f"<{kind}>(.*?)</{kind}>", text, DOTALL)
-        assert found is not None
-        allowed[kind] = b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{allowed['style']}'; script-src 'sha256-{allowed['script']}'; "
-        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-    return text, 200, headers

@@ -97,7 +97,15 @@ def test_wheel_holds_every_module_and_header(wheel_files: dict[str, str]) -> Non
     expected = {
         str(path.relative_to(ROOT))
         for package in ("qcut", "qcut/emitters")
-        for pattern in ("**/*.py", "**/*.cuh", "dispatch/tuned/*.json", "cli/*.html", "cuda/cpp/*", "py.typed")
+        for pattern in (
+            "**/*.py",
+            "**/*.cuh",
+            "dispatch/tuned/*.json",
+            "cli/*.html",
+            "cuda/cpp/*",
+            "py.typed",
+            "server/page/*.*",
+        )
         for path in (ROOT / package).glob(pattern)
         if path.is_file() and "__pycache__" not in path.parts
     }
