@@ -204,6 +204,9 @@ def test_a_response(served: Served) -> None:
     )
     part = again["output"][0]["content"][0]
     assert ("".join(row["token"] for row in part["logprobs"]), part["text"]) == (text, text)
+    back = ask(served, RESPONSES, {"input": [*items, answer["output"][0], *items], "max_output_tokens": 4})
+    begun = f"user: What is a list?\nassistant: {text}\nuser: What is a list?\nassistant:"
+    assert back["output"][0]["content"][0]["text"] == served.text(begun, 4)
     for method, path in (("GET", f"{RESPONSES}/resp_1"), ("POST", f"{RESPONSES}/resp_1/cancel")):
         status, answer, _ = served.call(method, path)
         assert (status, answer["error"]["code"]) == (404, "not_stored")

@@ -172,8 +172,9 @@ function listNode(block) {
 
 function tableNode(block) {
   const sides = block.aligned.map(text => `${text[0] === ":" ? "l" : ""}${text.at(-1) === ":" ? "r" : ""}`);
-  const row = (tag, texts) => make("tr", "", sides.map((side, i) => {
-    const cell = make(tag, {r: "right", lr: "middle"}[side] ?? "", inline(texts[i] ?? ""));
+  // A short row stays short: many of them under a wide head are no reason for millions of cells.
+  const row = (tag, texts) => make("tr", "", texts.slice(0, sides.length).map((text, i) => {
+    const cell = make(tag, {r: "right", lr: "middle"}[sides[i]] ?? "", inline(text));
     if (tag === "th") cell.scope = "col";
     return cell;
   }));

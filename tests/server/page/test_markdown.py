@@ -63,8 +63,7 @@ CASES = {
     "> > deep\n> less": "<blockquote><blockquote><p>deep\nless</p></blockquote></blockquote>",
     "| a | b |\n|---|:-:|\n| `x` | **y** |\n| 1 \\| 2 |\n\nc": table(
         HEAD + '<th class="middle" scope="col">b</th>',
-        '<tr><td><code>x</code></td><td class="middle"><strong>y</strong></td></tr>'
-        '<tr><td>1 | 2</td><td class="middle"></td></tr>',
+        '<tr><td><code>x</code></td><td class="middle"><strong>y</strong></td></tr><tr><td>1 | 2</td></tr>',
     )
     + "<p>c</p>",
     "a | a\n--- | ---\n1 | 2 | 3": table(HEAD + HEAD, "<tr><td>1</td><td>2</td></tr>"),
@@ -99,6 +98,7 @@ LONG = {
     "spaces": "a" + " " * 60_000 + "b" + " " * 60_000,
     "heads": "#" * 60_000 + "x",
     "pipes": "|" * 30_000 + "\n" + "|-" * 400,
+    "short rows": "|a" * 400 + "\n" + "|-" * 400 + "\n" + "x\n" * 20_000,
     "paragraphs": "a\n\n" * 20_000,
     "lines": "a\n" * 40_000,
     "addresses": "https://x.org/" + ")" * 1500 + " http" * 5_000,
