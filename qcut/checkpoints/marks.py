@@ -43,7 +43,7 @@ def marks_among(names: Iterable[str]) -> set[str]:
 
 def is_mark(header: TensorHeader | None) -> bool:
     """Whether a stored tensor is of the size of a mark."""
-    return header is not None and header.dtype is torch.uint8 and header.shape == [1]
+    return header is not None and header.code == "U8" and header.shape == [1]
 
 
 def marks_pattern(layers: Iterable[str], embeddings: Mapping[str, Any]) -> str:
