@@ -105,7 +105,7 @@ class Calibration:
     pairs: list[NormPair] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
-    batch: Any = field(default=None, repr=False)
+    batch: Any = field(default=None, repr=False, compare=False)
     """A small batch of those that were seen, on which `qcut.quantize` holds the model to the float one; not saved."""
 
     def __post_init__(self) -> None:
