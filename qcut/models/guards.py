@@ -84,7 +84,7 @@ def described(tensor: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
 
 def is_described(tensor: Any, memory: Tensor) -> bool:
     """Whether this is what `described` makes of a tensor in the same memory."""
-    return isinstance(tensor, _Described) and tensor.data_ptr() == memory.data_ptr()
+    return isinstance(tensor, _Described) and bool(memory.is_set_to(tensor))
 
 
 def refuse_foreign_saving(name: str | None) -> None:

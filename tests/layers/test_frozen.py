@@ -43,6 +43,7 @@ def test_copies_and_pickles_hold_their_own(scheme: str) -> None:
         assert isinstance(held, FrozenWeight)
         assert held is not mine
         assert held.of is other[0]._buffers
+        assert isinstance(mine, FrozenWeight)
         assert held.numel() == mine.numel()
         assert torch.equal(other(x), model(x))
 
