@@ -563,8 +563,8 @@ class Scheduler:
                 device = self._next.device
                 bans = [sequence.running.bans for sequence in running]
                 self._settings = Rows.of([sequence.running.sampling for sequence in running], device, bans)
-                indices = [sequence.index for sequence in running]
-                places = torch.tensor([indices, lengths], dtype=torch.int64, device="cpu")
+                numbers = [sequence.index for sequence in running]
+                places = torch.tensor([numbers, lengths], dtype=torch.int64, device="cpu")
                 indices, positions = places.to(device, non_blocking=True)
                 self._places = indices, positions
         logits = self.engine.take_step(self._loop)
