@@ -58,7 +58,11 @@ def test_any_iterable_serves(use: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("batches", [None, 3, "text", {"x": ROWS}, [], (), iter(())], ids=str)
+@pytest.mark.parametrize(
+    "batches",
+    [None, 3, "text", {"x": ROWS}, [], (), iter(())],
+    ids=["none", "number", "text", "dict", "list", "tuple", "iterator"],
+)
 def test_what_is_no_batches_is_refused_in_words(use: str, batches: Any) -> None:
     with pytest.raises(QcutError, match="batch"):
         USES[use](batches)
