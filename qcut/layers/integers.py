@@ -14,7 +14,7 @@ from qcut.config import StaticRange, padded_k
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.readings import Reading
 from qcut.models.classes import activation_of, all_calls_are_watched, computes_its_own, is_exactly, is_unwatched
-from qcut.models.modules import check_batches, float_bias, float_weight, is_linear
+from qcut.models.modules import check_batches, evaluating, float_bias, float_weight, is_linear
 from qcut.numerics import int8, int16
 from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
@@ -270,13 +270,14 @@ class IntegerChain(nn.Module):
                 hooks.
             ConfigError: other bits, or no linear layer.
             CalibrationError: no batches, an empty one, or values that are not finite.
-            QuantizationError: see `IntegerLinear.from_float`.
+            QuantizationError: see `IntegerLinear.from_float`; or the layers, in float, do not give the module's result on
+                the first batch.
 
         Exactness: given the ranges bitwise, on every device.
         """
         _token_dtype(bits)
         steps = _steps(module)
-        ranges = _ranges(steps, batches)
+        ranges = _ranges(module, steps, batches)
         layers = [
             IntegerLinear.from_float(linear, before, after, bits=bits, relu=relu, name=name)
             for (name, linear, relu), (before, after) in zip(steps, pairwise(ranges), strict=True)
@@ -397,6 +398,8 @@ class IntegerChain(nn.Module):
 
 
 _Step = tuple[str, nn.Module, bool]
+_ROUNDING = 0.01
+"""What the same float layers may differ by: bfloat16 rounds by 0.4 %."""
 
 
 def _steps(module: nn.Sequential) -> list[_Step]:
@@ -449,9 +452,25 @@ def _check_chain(module: nn.Module) -> None:
         )
 
 
+def _verify(module: nn.Module, batch: Tensor, found: Tensor) -> None:
+    """Hold the layers, one after the other in float, to the module in evaluation mode.
+
+    Raises:
+        QuantizationError: they differ by more than rounding.
+    """
+    with evaluating(module):
+        wanted = module(batch.clone())
+    error, size = float((found - wanted).norm()), float(wanted.norm())
+    if not error <= _ROUNDING * size:
+        raise QuantizationError(
+            f"IntegerChain: its layers one after the other are {error / max(size, 1e-30):.1%} off the module on the "
+            f"first batch; allowed: {_ROUNDING:.1%}"
+        )
+
+
 @torch.no_grad()
-def _ranges(steps: Sequence[_Step], batches: Iterable[Tensor]) -> list[StaticRange]:
-    """Ranges of the chain's input and of each layer's result."""
+def _ranges(module: nn.Sequential, steps: Sequence[_Step], batches: Iterable[Tensor]) -> list[StaticRange]:
+    """Ranges of the chain's input and of each layer's result; on the first batch the layers must give the module's."""
     low, high = [0.0] * (len(steps) + 1), [0.0] * (len(steps) + 1)
     check_batches(batches)
     seen = False
@@ -461,7 +480,7 @@ def _ranges(steps: Sequence[_Step], batches: Iterable[Tensor]) -> list[StaticRan
         if not fits or batch.numel() == 0:
             found = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
             raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: floats [..., {k}], not empty")
-        seen, x = True, batch
+        x = batch
         for i in range(len(steps) + 1):
             if i:
                 _, linear, relu = steps[i - 1]
@@ -472,6 +491,9 @@ def _ranges(steps: Sequence[_Step], batches: Iterable[Tensor]) -> list[StaticRan
                 what = f"the result of layer {steps[i - 1][0]!r}" if i else "a batch"
                 raise CalibrationError(f"IntegerChain: {what} holds NaN or Inf; allowed: finite values")
             low[i], high[i] = min(low[i], least), max(high[i], most)
+        if not seen:
+            _verify(module, batch, x)
+        seen = True
     if not seen:
         raise CalibrationError("IntegerChain: found no batches; allowed: one or more")
     return [StaticRange(*ends) for ends in zip(low, high, strict=True)]

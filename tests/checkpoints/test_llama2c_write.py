@@ -22,6 +22,7 @@ from tests.support.llama2c_oracle import CASES, IDS, llama, logits_of, make, rel
 from tests.support.zoo import tiny_hf
 
 transformers = pytest.importorskip("transformers")
+modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -101,6 +102,11 @@ def test_a_quantized_table_unties_a_float_classifier(tmp_path: Path):
 class Adapted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + x
+
+
+class LlamaMLP(modeling_llama.LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
 
 def changed(change: Callable[[Any], None], **settings: Any) -> Callable[[], Any]:
@@ -188,6 +194,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         changed(lambda m: setattr(m.model, "embed_tokens", nn.Identity())),
         UnsupportedError,
         r"embed_tokens' is a Identity; token_embedding of llama2\.c is an embedding",
+    ),
+    "another activation": (
+        changed(lambda m: setattr(m.model.layers[1].mlp, "act_fn", nn.ReLU())),
+        UnsupportedError,
+        r"layers\.1\.mlp\.act_fn' is a .*ReLU; llama2\.c has what transformers' Llama",
+    ),
+    "another code of a block": (
+        changed(lambda m: setattr(m.model.layers[0].mlp, "__class__", LlamaMLP)),
+        UnsupportedError,
+        r"layers\.0\.mlp' is a tests.*LlamaMLP; llama2\.c has what transformers' Llama",
+    ),
+    "a forward of its own": (
+        changed(lambda m: setattr(m.model.layers[0].mlp, "forward", torch.relu)),
+        UnsupportedError,
+        r"layers\.0\.mlp' is a .*LlamaMLP",
     ),
     "another size": (
         changed(lambda m: setattr(m, "lm_head", nn.Linear(32, 60, bias=False)), tie_word_embeddings=False),

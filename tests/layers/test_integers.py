@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -250,6 +251,20 @@ def hooked(at: int | None) -> nn.Sequential:
 def test_chains_of_something_else_are_refused(model: Callable[[], nn.Sequential], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         qcut.IntegerChain.from_float(model(), [torch.randn(4, 8)])
+
+
+class CalledAnotherWay(nn.Sequential):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return 3 * super()._call_impl(*args, **kwargs)
+
+
+def test_chain_is_held_to_its_module() -> None:
+    model, x = CalledAnotherWay(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 4)).train(), torch.randn(64, 8)
+    with pytest.raises(QuantizationError, match=r"one after the other are 66\.7% off the module"):
+        qcut.IntegerChain.from_float(model, [x])
+    plain = nn.Sequential(*model).train()
+    assert qcut.IntegerChain.from_float(plain, [x]).training
+    assert plain[2].training
 
 
 def test_subclass_that_only_builds_itself_is_a_chain() -> None:

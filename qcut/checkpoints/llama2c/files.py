@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from qcut.errors import CheckpointError, DtypeError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
+from qcut.models.classes import activation_of, library_class
 from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import in_plain_state
@@ -237,6 +238,7 @@ def save_llama2c(model: nn.Module, path: str | Path) -> None:
     for entry in replace(header, vocab_size=-abs(header.vocab_size)).entries():  # the classifier too if it is tied
         if entry.module:
             _check_module(model, entry)
+    _check_code(model)
     try:
         write_bytes(path, _pieces(model, header))
     except OSError as exc:
@@ -246,7 +248,7 @@ def save_llama2c(model: nn.Module, path: str | Path) -> None:
 def _describe(model: Any) -> _Header:
     """The header of a model; its configuration is checked."""
     config: Any = getattr(model, "config", None)
-    if type(model).__name__ != "LlamaForCausalLM" or getattr(config, "model_type", None) != "llama":
+    if not _is_llamas(model, "LlamaForCausalLM") or getattr(config, "model_type", None) != "llama":
         raise UnsupportedError(f"{type(model).__name__}: llama2.c holds transformers' LlamaForCausalLM alone")
     dim, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or dim // heads
@@ -272,6 +274,21 @@ def _describe(model: Any) -> _Header:
     return _Header(dim, config.intermediate_size, layers, heads, kv_heads, vocabulary, seq_len)
 
 
+def _check_code(model: nn.Module) -> None:
+    """Whether what lies between the weights is transformers' own."""
+    for name, module in model.named_modules():
+        known = isinstance(module, (Linear, Embedding, nn.ModuleList)) or is_linear(module) or is_table(module)
+        if not (known or _is_llamas(module, type(module).__name__) or activation_of(module) == "silu"):
+            found = f"{type(module).__module__}.{type(module).__qualname__}"
+            raise UnsupportedError(f"{name!r} is a {found}; llama2.c has what transformers' Llama has there")
+
+
+def _is_llamas(module: nn.Module, name: str) -> bool:
+    """Whether a module is of a class of transformers' Llama, and no forward was set on it."""
+    of_llama = library_class("transformers.models.llama.modeling_llama", name)
+    return type(module) is of_llama and "forward" not in vars(module)
+
+
 def _is_tied(model: Any) -> bool:
     """Whether table and classifier are one tensor, or one quantized layer."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -292,7 +309,7 @@ def _check_module(model: nn.Module, entry: _Entry) -> None:
     if entry.label == "token_embedding":
         wanted, ok = "an embedding", isinstance(module, Embedding) or is_table(module)
     elif len(entry.shape) == 1:
-        wanted, ok = "a LlamaRMSNorm", type(module).__name__ == "LlamaRMSNorm"
+        wanted, ok = "a LlamaRMSNorm", _is_llamas(module, "LlamaRMSNorm")
     else:
         wanted, ok = "a linear layer", isinstance(module, Linear) or is_linear(module)
     if not ok:
