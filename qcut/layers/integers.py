@@ -270,8 +270,8 @@ class IntegerChain(nn.Module):
                 hooks.
             ConfigError: other bits, or no linear layer.
             CalibrationError: no batches, an empty one, or values that are not finite.
-            QuantizationError: see `IntegerLinear.from_float`; or the layers, in float, do not give the module's result on
-                the first batch.
+            QuantizationError: see `IntegerLinear.from_float`; or the float layers do not give the result of the
+                module on the first batch.
 
         Exactness: given the ranges bitwise, on every device.
         """

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property, partial
-from time import perf_counter
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,35 +15,27 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.text.prompts import chat_ids, text_ids
 from qcut.errors import ConfigError, QcutError
 from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
-from qcut.server.answers import JSON, ChatCompletion, Completion, Form, finish_reason, usage
-from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, StreamOptions, Text, parsed
+from qcut.server.answers import JSON, ChatCompletion, Completion, Form
+from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
 from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
 from qcut.server.known_fields import UnknownFields
 from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.limits.prompts import PromptLimit
-from qcut.server.logprobs import CONTEXT, Scored, Vocabulary, continued
+from qcut.server.logprobs import Vocabulary
 from qcut.server.metrics import Metrics
-from qcut.server.refusals import Refusal
+from qcut.server.refusals import CLIENT_GONE, Refusal
+from qcut.server.sending import Answer, EventStream, watched
 from qcut.server.streams import Bridge, Stream
 
-_log = logging.getLogger("qcut")
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-CLIENT_GONE = 499
-"""Status, in the log of figures alone, of an answer that nobody is there to take; proxies use the same."""
-_MANY_TOKENS = 512
-"""Tokens whose texts the event loop decodes at most for one request at a time."""
 B = TypeVar("B", bound=Schema)
-T = TypeVar("T")
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
@@ -264,9 +252,10 @@ class Service:
         if self._bridge is None:
             self._bridge = Bridge(loop)
         stream = Stream(self._bridge, given.n)
-        answer = _Answer(self, given, form, stream)
+        stops = given.stops(self.scheduler.engine.end_tokens)
+        answer = Answer(given, form, stream, stops, self.vocabulary, self.metrics, self.executors)
         try:
-            async with _watched(request.receive, stream):
+            async with watched(request.receive, stream):
                 await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given))
         except QcutError as error:
             param = "prompt" if isinstance(given, CompletionBody) else "messages"
@@ -275,8 +264,8 @@ class Service:
             raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         request.state.requests = stream.requests
         if given.stream:
-            return _EventStream(stream, answer.pieces())
-        async with _watched(request.receive, stream):
+            return EventStream(stream, answer.pieces())
+        async with watched(request.receive, stream):
             return await answer.whole()
 
     def _submit(self, stream: Stream, given: Body) -> None:
@@ -307,242 +296,3 @@ class Service:
                 )
 
             stream.submit(partial(submit, ids=self._ids(prompt)))
-
-
-class _Answer:
-    """The answer to one request.
-
-    Args:
-        service: that answers.
-        given: the request.
-        form: of the answer.
-        stream: what comes for the request.
-    """
-
-    def __init__(self, service: Service, given: Body, form: Form, stream: Stream) -> None:
-        self._given, self._form, self._stream = given, form, stream
-        self._vocabulary, self._stops = service.vocabulary, given.stops(service.scheduler.engine.end_tokens)
-        self._metrics, self._executors = service.metrics, service.executors
-        self._watch = service.metrics.watch()
-        self._scored: dict[int, Scored] = {}
-
-    async def whole(self) -> Response:
-        """The answer at once.
-
-        Raises:
-            Refusal: the engine has failed, the server closes, or the client has gone.
-        """
-        seen: list[tuple[int, Event]] = []
-        async for come in self._stream.events():
-            seen += self._seen(come)
-        return await self._made(seen, partial(self._assembled, seen))
-
-    def _assembled(self, seen: list[tuple[int, Event]]) -> Response:
-        count = len(self._stream.requests)
-        texts = [[self._begin(i)] for i in range(count)]
-        reasons: list[str | None] = [None] * count
-        for choice, event in seen:
-            texts[choice].append(event.text or "")
-            self._score(choice, event)
-            reasons[choice] = finish_reason(event)
-            if event.reason == "stop":
-                texts[choice].append(self._ending(choice, len("".join(texts[choice][1:]))))
-        choices = [
-            {**self._form.choice(i, "".join(texts[i]), self._scored.get(i), reasons[i]), **self._more_of(i)}
-            for i in range(count)
-        ]
-        return JSONResponse(self._form.whole(choices, self._usage))
-
-    async def _made(self, seen: list[tuple[int, Event]], make: Callable[[], T]) -> T:
-        """What a function makes of events; made in another thread if it decodes many tokens."""
-        given, requests = self._given, self._stream.requests
-        each = 1 + (given.top or 0)
-        work = len(seen) * each
-        if given.echoes:
-            work += each * sum(len(requests[i].prompt) for i in {i for i, _ in seen if i not in self._scored})
-        if given.include_stop_str_in_output:
-            work += sum(len(requests[i].tokens) for i, event in seen if event.reason == "stop")
-        return make() if work <= _MANY_TOKENS else await self._executors.run(LARGE_BYTES, make)
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer as it comes: server-sent events."""
-        form, options = self._form, self._given.stream_options or StreamOptions()
-        counts = options.include_usage or options.continuous_usage_stats
-
-        def sent(value: JSON) -> bytes:
-            if not counts:
-                return _sent(value)
-            return _sent({**value, "usage": self._usage if options.continuous_usage_stats else None})
-
-        try:
-            count = len(self._stream.requests)
-
-            def beginnings() -> list[str]:
-                return [self._begin(index) for index in range(count)]
-
-            texts = await self._executors.run(LARGE_BYTES, beginnings) if self._given.echoes else beginnings()
-            for index, text in enumerate(texts):
-                for value in form.begin(index, text):
-                    yield sent(value)
-            lengths: dict[int, int] = {}
-            async for come in self._stream.events():
-                seen = self._seen(come)
-                if not seen:
-                    yield b": waiting\n\n"
-                for piece in await self._made(seen, partial(self._parts, seen, lengths, sent)):
-                    yield piece
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as error:  # a tokenizer's panic is no Exception
-            self._stream.cancel()
-            if not isinstance(error, Refusal):
-                _log.exception("a fault in the server, within a stream")
-            refusal = error if isinstance(error, Refusal) else Refusal.of_fault(error)
-            self._metrics.refused(refusal.status)
-            for value in form.failed(refusal):
-                yield _sent(value)
-            return
-        for value in form.end(self._usage):
-            yield _sent(value)
-        if options.include_usage:
-            yield _sent({**form.piece([]), "usage": self._usage})
-        if form.END:
-            yield form.END
-
-    def _parts(
-        self, seen: list[tuple[int, Event]], lengths: dict[int, int], sent: Callable[[JSON], bytes]
-    ) -> list[bytes]:
-        """Pieces with what has come.
-
-        Args:
-            seen: what has come.
-            lengths: characters of each choice so far, which are counted on.
-            sent: writes a piece.
-        """
-        texts: dict[int, list[str]] = {}
-        tokens: dict[int, list[int]] = {}
-        reasons: dict[int, str | None] = {}
-        for choice, event in seen:
-            text = event.text or ""
-            lengths[choice] = lengths.get(choice, 0) + len(text)
-            if event.reason == "stop":
-                text += self._ending(choice, lengths[choice])
-            texts.setdefault(choice, []).append(text)
-            tokens.setdefault(choice, []).extend(() if event.token is None else (event.token,))
-            reasons[choice] = finish_reason(event)
-            self._score(choice, event)
-        pieces: list[bytes] = []
-        for choice, parts in texts.items():
-            text, scored = "".join(parts), self._scored.get(choice)
-            found = None if scored is None else scored.take()
-            has_ids = self._given.return_token_ids and tokens[choice]
-            if text or reasons[choice] is not None or (found is not None and found.rows) or has_ids:
-                more = {"token_ids": tokens[choice]} if self._given.return_token_ids else {}
-                pieces += map(sent, self._form.pieces(choice, text, found, reasons[choice], more))
-        return pieces
-
-    def _seen(self, come: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
-        """Measure events, and look whether one is an end without an answer."""
-        now = perf_counter()
-        for choice, event in come:
-            self._watch.take(choice, event, now)
-            if event.reason == "failed":
-                failure = self._stream.requests[choice].error or "the request has failed"
-                raise Refusal(500, str(failure)[:500], code="failed")
-            if event.reason == "cancelled" and self._stream.is_left:
-                raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
-            if event.reason == "cancelled":
-                raise Refusal(503, "the request has been cancelled: the server closes", code="cancelled")
-        return come
-
-    def _begin(self, choice: int) -> str:
-        """The text before a choice's first token: its prompt's, where that is asked for."""
-        if not self._given.echoes:
-            return ""
-        prompt = self._given.prompts[choice // self._given.n]
-        ids = self._stream.requests[choice].prompt
-        return prompt.text if isinstance(prompt, Text) else self._vocabulary.decode(ids, skip_special_tokens=False)
-
-    def _score(self, choice: int, event: Event) -> None:
-        """Take the log-probabilities of an event, after those of the prompt where these are asked for."""
-        given, request = self._given, self._stream.requests[choice]
-        if given.top is None:
-            return
-        scored = self._scored.get(choice)
-        if scored is None:
-            scored = self._scored[choice] = Scored(
-                self._vocabulary,
-                () if given.echoes else request.prompt[-CONTEXT:],
-                skip_special_tokens=given.skip_special_tokens,
-                names_ids=given.return_tokens_as_token_ids,
-            )
-            if given.echoes:
-                for token, found in zip(request.prompt, (None, *(request.prompt_log_probabilities or ())), strict=True):
-                    scored.add(token, found)
-        if event.token is not None and event.log_probability is not None:
-            scored.add(event.token, event.log_probability, is_last=event.reason is not None)
-
-    def _ending(self, choice: int, length: int) -> str:
-        """The stop string, or the stop token's text, after so many characters, where it is asked for."""
-        given, request = self._given, self._stream.requests[choice]
-        if not given.include_stop_str_in_output:
-            return ""
-        rest = continued(self._vocabulary, request.prompt, request.tokens, given.skip_special_tokens)[length:]
-        if request.tokens[-1] in self._stops:
-            return rest
-        return min((stop for stop in given.stop_strings if rest.startswith(stop)), key=len, default="")
-
-    def _more_of(self, choice: int) -> JSON:
-        """The ids of a whole choice, where they are asked for."""
-        request = self._stream.requests[choice]
-        if not self._given.return_token_ids:
-            return {}
-        return {"token_ids": request.tokens, "prompt_token_ids": list(request.prompt)}
-
-    @property
-    def _usage(self) -> JSON:
-        return usage(self._stream.requests, self._given.n)
-
-
-class _EventStream(Response):
-    """Server-sent events; a client that goes ends what it asked for."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, stream: Stream, pieces: AsyncIterator[bytes]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._stream, self._pieces = stream, pieces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        async with _watched(receive, self._stream):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-@contextlib.asynccontextmanager
-async def _watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
-    """Cancel a stream at once when its client goes, and when the block fails."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        stream.leave()
-
-    watcher = asyncio.ensure_future(watch())
-    try:
-        yield
-    except BaseException:
-        stream.cancel()
-        raise
-    finally:
-        watcher.cancel()
-
-
-def _sent(value: JSON) -> bytes:
-    """A server-sent event, which has a name where its value has a type."""
-    name = f"event: {value['type']}\n" if "type" in value else ""
-    return f"{name}data: {_encode(value)}\n\n".encode(errors="replace")

@@ -8,6 +8,9 @@ from qcut.errors import BusyError, ContextError, QcutError
 
 RETRY_AFTER_S = 1
 
+CLIENT_GONE = 499
+"""Status, in the log of figures alone, of an answer that nobody is there to take; proxies use the same."""
+
 
 class Refusal(Exception):
     """A request that is not served.
