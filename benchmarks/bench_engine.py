@@ -149,6 +149,8 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
         for module in layers[index].modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index  # type: ignore[assignment]
+            if hasattr(module, "config"):
+                module.config = model.config  # the copies have copies of it
     model.config.num_hidden_layers = case.layers
     return model
 

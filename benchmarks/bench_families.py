@@ -104,6 +104,8 @@ def build(family: Family, device: str) -> Any:
         for module in layers[index].modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index  # type: ignore[assignment]
+            if hasattr(module, "config"):
+                module.config = config  # the copies have copies of it
     config.num_hidden_layers = family.layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1] * family.layers

@@ -31,7 +31,9 @@ from qcut.codebooks import packing
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Codebook
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
+from qcut.layers.base import state_dtype
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.frozen import float_dtype
 from qcut.models.modules import is_linear, replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.process.progress import progress_bar
@@ -118,6 +120,7 @@ def load(
                 _fill(model, holders, others, stored, device, dtype, verify)
                 advance(1)
     check_no_meta(dict(model.named_modules()), directory)
+    state_dtype(model, dtype or float_dtype(model))
     return model.eval()
 
 
