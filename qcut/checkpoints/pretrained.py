@@ -21,8 +21,8 @@ from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.process import versions
+from qcut.process.failures import is_interrupt
 from qcut.process.text import check_decoder, start_process, text_ids
-from qcut.process.text_worker import is_failure
 from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
 
 _Stored = dict[str, tuple[str, list[int]]]
@@ -245,7 +245,7 @@ def _as_checkpoint_errors(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # transformers, tokenizers, safetensors and the hub have dozens of kinds
-        if not is_failure(error) or (isinstance(error, QcutError) and not isinstance(error, ConfigError)):
+        if is_interrupt(error) or (isinstance(error, QcutError) and not isinstance(error, ConfigError)):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{what}: {text[:_MOST_CHARACTERS]}") from error

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 
 import torch
 
 from qcut.errors import DeviceError, QcutError, RequestError
-
-
-def is_interrupt(error: BaseException) -> bool:
-    """Whether somebody interrupts the program, which ends no request: Ctrl-C reaches the main thread alone."""
-    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def as_failure(error: BaseException) -> QcutError:

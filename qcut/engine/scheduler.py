@@ -19,7 +19,7 @@ from qcut.engine.arguments import Options, is_whole
 from qcut.engine.chunks import size_for
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
-from qcut.engine.failures import as_failure, check_device, is_interrupt
+from qcut.engine.failures import as_failure, check_device
 from qcut.engine.generated import Event, LogProbability, Running
 from qcut.engine.likelihoods import check_top, likelihoods
 from qcut.engine.modes import inference
@@ -28,6 +28,7 @@ from qcut.engine.request import Listener, Request
 from qcut.engine.text.prompts import Chat
 from qcut.errors import BusyError, ConfigError, QcutError, ShapeError
 from qcut.numerics.sampling import History, Rows, Sampling, sample
+from qcut.process.failures import is_interrupt
 
 Prompt = str | Chat | Sequence[int] | Tensor
 """A text, a chat or ids."""

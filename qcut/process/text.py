@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 from qcut.errors import ConfigError
 from qcut.process import text_worker
+from qcut.process.failures import is_interrupt, line_of
 from qcut.process.locks import Lock
 from qcut.process.text_worker import LENGTH
 
@@ -142,9 +143,9 @@ def _done(tokenizer: Any, kind: str, given: Any, options: dict[str, Any], size: 
                 return text_worker.tokenized(tokenizer, given, **options)
             return text_worker.rendered(tokenizer, given, **options)
         except BaseException as error:
-            if text_worker.is_failure(error):
-                raise ConfigError(text_worker.line_of(error)) from error
-            raise
+            if is_interrupt(error):
+                raise
+            raise ConfigError(line_of(error)) from error
     seconds, nbytes = SECONDS + SECONDS_PER_BYTE * size, BYTES + BYTES_PER_BYTE * size
     work = kind, given, options
     with _pool.lent() as process:
@@ -255,7 +256,7 @@ class _Process:
         try:
             request = pickle.dumps((key.number, source, forgotten, work, seconds, nbytes))
         except Exception as error:
-            raise _Ended(f"it holds more than plain data: {text_worker.line_of(error)}") from error
+            raise _Ended(f"it holds more than plain data: {line_of(error)}") from error
         end = time.monotonic() + 10 * seconds + _WAIT_S + (_LOAD_S if source is not None else 0)
         try:
             stdin = self._process.stdin

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
+from qcut.process.failures import line_of
+
 LENGTH = struct.Struct("<Q")
 """The head of a frame."""
 
@@ -38,16 +40,6 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(LENGTH.pack(len(answer)) + answer)
         answers.flush()
-
-
-def line_of(error: BaseException) -> str:
-    """What an exception says, in a line of at most 300 characters."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]
-
-
-def is_failure(error: BaseException) -> bool:
-    """Whether an exception says that code failed, and not that it is to end. A panic in Rust is no `Exception`."""
-    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
 
 
 def _answer(request: tuple[Any, ...], tokenizers: dict[int, Any]) -> bytes:

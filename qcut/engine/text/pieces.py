@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from qcut.engine.failures import is_interrupt
 from qcut.errors import ConfigError
+from qcut.process.failures import is_interrupt, line_of
 
 Decode = Callable[[list[int]], str]
 """The text of token ids."""
@@ -135,7 +135,7 @@ class Detokenizer:
         """The text of token ids, as the tokenizer has it.
 
         Raises:
-            ConfigError: the tokenizer has none.
+            ConfigError: the tokenizer fails.
         """
         try:
             if self._direct is not None:
@@ -144,8 +144,7 @@ class Detokenizer:
         except BaseException as error:  # a panic in Rust is no Exception
             if is_interrupt(error):
                 raise
-            kind = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"the tokenizer has no text for tokens {list(ids)[-8:]}: {kind:.300}") from error
+            raise ConfigError(f"the tokenizer fails on {len(ids)} tokens: {line_of(error)}") from error
 
     def skips(self, token: int) -> bool:
         """Whether a token is special and has no text, whatever is beside it."""
