@@ -63,8 +63,6 @@ class Linear(Quantized):
     Attributes:
         bias: float32 ``[N]`` or None.
         k_max: the largest K whose products are exact, or None where any is.
-        weight_dtype: of the float weight that the layer stands for; ``.half()`` and the like change it. Model code
-            reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
         input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
         parts: processes that have a part each of a layer that is cut across them; 1 where the layer is whole. Nothing
@@ -280,7 +278,10 @@ class Linear(Quantized):
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the float weight that the layer stands for."""
+        """The dtype of the float weight that the layer stands for; ``.half()`` and the like change it.
+
+        Model code reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
+        """
         held = self._parameters["weight"]
         assert held is not None
         return held.dtype
