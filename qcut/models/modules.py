@@ -159,8 +159,15 @@ def weight_dtype_names() -> str:
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
-    """A key that is equal for tied tensors: two tensors with the same memory, shape and strides."""
-    pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    """A key that is equal for tied tensors: two tensors with the same memory, shape and strides.
+
+    A tensor without memory of its own is tied to itself alone: one on the meta device, a sparse one, or a wrapper of
+    other tensors, such as ``DTensor``.
+    """
+    try:
+        pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # torch's way to say that there is no storage, or no memory behind it
+        pointer = 0
     if pointer == 0:
         return (id(tensor),)
     return (tensor.device, pointer, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -261,10 +261,14 @@ def test_a_weight_that_others_hold_stays_tied(scheme: str | None) -> None:
     assert stack(modules, [sibling(scheme, 64), sibling(scheme, 80)]) is None  # none of the model's
 
 
-def test_tensors_of_inference_mode_stay_where_they_are() -> None:
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+def test_tensors_of_inference_mode_stay_where_they_are(scheme: str | None) -> None:
     with torch.inference_mode():
-        modules = siblings_of("w8a8")
+        modules = copy.deepcopy(siblings_of(scheme))
+    assert all(t.is_inference() for t in stacking._rows(modules[0]).values())
+    before = snapshot(modules)
     assert stack(modules) is None
+    assert same(before, snapshot(modules))
 
 
 @pytest.mark.parametrize("scheme", [None, "codebook4_g32_int8"])

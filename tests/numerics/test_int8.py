@@ -45,11 +45,20 @@ def test_ties_round_to_even():
 
 def test_zero_and_subnormal_rows_have_scale_one():
     tiny = 2.0**-149
-    x = torch.tensor([[0.0, 0.0], [tiny, -tiny], [63 * tiny, 0.0], [64 * tiny, -64 * tiny]])
+    x = torch.tensor([[0.0, 0.0], [tiny, -tiny], [63 * tiny, 0.0], [64 * tiny, -64 * tiny], [127.0, -1.0]])
     q, scale = numerics.quantize_weight(x)
-    assert scale.tolist() == [1.0, 1.0, 1.0, tiny]  # 64/127 of the smallest subnormal rounds to one of it
-    assert q.tolist() == [[0, 0], [0, 0], [0, 0], [64, -64]]
+    assert scale.tolist() == [1.0, 1.0, 1.0, tiny, 1.0]  # 64/127 of the smallest subnormal rounds to one of it
+    assert q.tolist() == [[0, 0], [0, 0], [0, 0], [64, -64], [127, -1]]
     assert torch.equal(numerics.quantize_per_token_ref(x, 2)[0], q)
+
+
+def test_weights_whose_scales_are_all_subnormal_are_refused():
+    least = numerics.LEAST_MAGNITUDE
+    scale = numerics.weight_qparams(torch.tensor([[0.0, -least], [1e-45, 0.0]]))
+    assert scale.tolist() == [torch.finfo(torch.float32).tiny, 1.0]
+    message = r"^layer 'fc': the weight's largest magnitude is 7\.4\d*e-37; allowed: 1\.493e-36 and more"
+    with pytest.raises(errors.QuantizationError, match=message):
+        numerics.weight_qparams(torch.tensor([[0.0, -least / 2], [1e-45, 0.0]]), layer="fc")
 
 
 def test_float32_extremes_do_not_overflow():
