@@ -98,7 +98,7 @@ class Contents:
         model: class of the model, or its type; empty where nothing says so.
         layers: quantized layers.
         tensors: all tensors outside of them.
-        files: bytes of the files with tensors, by name.
+        files: bytes of the files with the model's tensors, by name.
     """
 
     directory: Path
@@ -160,6 +160,7 @@ def contents(directory: str | Path) -> Contents:
         quantization = found if isinstance(found, dict) else {}
         method = quantization.get("quant_method")
         if method == "qcut":
+            files, headers = _without_marks(files, headers)
             layers = _own_layers(quantization, headers, files, directory / "config.json")
         else:
             layers = [] if method is None else _packed_layers(str(method), headers)
@@ -201,6 +202,15 @@ def _all_of(
 
 def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str, HeaderFile]:
     return {name: opened.enter_context(HeaderFile(directory / name, CheckpointError)) for name in sorted(names)}
+
+
+def _without_marks(
+    files: Mapping[str, HeaderFile], headers: Mapping[str, TensorHeader]
+) -> tuple[dict[str, HeaderFile], dict[str, TensorHeader]]:
+    """The model's tensors, and the files with any of them."""
+    marks = marks_among(headers)
+    kept = {name: header for name, header in headers.items() if name not in marks}
+    return {name: file for name, file in files.items() if kept.keys() & file.headers.keys()}, kept
 
 
 def _own_layers(
@@ -288,7 +298,6 @@ def _contents(
 
 
 def _outside(quantized: set[str], headers: Mapping[str, TensorHeader]) -> Iterator[StoredTensor]:
-    marks = marks_among(headers)
     for name, header in headers.items():
-        if name not in marks and name.rpartition(".")[0] not in quantized:
+        if name.rpartition(".")[0] not in quantized:
             yield StoredTensor(name, header.code, tuple(header.shape), header.nbytes)

@@ -29,7 +29,7 @@ FIELDS = {
     "schemes": "by scheme, {layers, bytes}",
     "parameters": "number of weights and other floating-point values, shared ones once; null where not known",
     "percent_float": "of the parameters, the per cent left in floating point; null where not known",
-    "bytes": "bytes of the files with tensors",
+    "bytes": "bytes of the files with the model's tensors",
     "files": "bytes by file",
 }
 

@@ -265,7 +265,7 @@ def _input(args: Any, kwargs: Any) -> Any:
 def _values(x: Any, scale: Tensor | None) -> Tensor:
     """Some values of a layer's input, on the CPU, as they were before smoothing divided them."""
     if not isinstance(x, Tensor) or x.numel() == 0:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
     rows = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
     step = max(1, rows.shape[0] // max(1, _INPUT_VALUES // rows.shape[1]))
     rows = rows[::step][: max(1, -(-_INPUT_VALUES // rows.shape[1]))].cpu()

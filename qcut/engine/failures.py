@@ -30,7 +30,7 @@ def check_device(device: torch.device, error: BaseException) -> None:
         return
     try:
         torch.cuda.synchronize(device)
-        torch.ones(1, device=device).item()
+        torch.ones(1, dtype=torch.uint8, device=device).item()
     except torch.OutOfMemoryError:
         return
     except Exception as lost:

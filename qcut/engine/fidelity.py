@@ -259,7 +259,7 @@ def _check_activation(module: nn.Module, name: str, known: set[type]) -> None:
         raise UnsupportedError(f"{name} is a {_named(kind)}; allowed: {allowed}")
     _check_itself(module, kind, name, known)
     if kind in kernel_activations(False) | kernel_activations(True):
-        x = torch.linspace(-6, 6, 25)
+        x = torch.linspace(-6, 6, 25, dtype=torch.float32, device="cpu")
         if not torch.equal(module(x), kind()(x)):
             raise UnsupportedError(f"{name} computes otherwise than a {_named(kind)} that is new{_INSTEAD}")
 

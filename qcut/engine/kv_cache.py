@@ -78,8 +78,9 @@ class KVCache:
             from qcut.cuda.attention import check_cache
 
             of_keys, of_values = (_STORED.get(kind, dtype) for kind in kinds)
+            number = torch.empty(0, dtype=dtype, device=device).get_device()
             try:
-                check_cache(dtype, of_keys, of_values, head_size, torch.empty(0, device=device).get_device())
+                check_cache(dtype, of_keys, of_values, head_size, number)
             except UnsupportedError as error:
                 raise UnsupportedError(f"kv_cache is {kv_dtype!r} for heads of {head_size} columns: {error}") from error
         self._rings, self._places = tuple(rings) or (None,) * layers, context - 1

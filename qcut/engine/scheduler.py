@@ -548,7 +548,7 @@ class Scheduler:
         """The tokens before of all rows, with one row begun anew."""
         if self._counts is None:
             self._counts = self._history()
-        self._counts.start(row, torch.tensor(prompt))
+        self._counts.start(row, torch.tensor(prompt, dtype=torch.int64, device="cpu"))
         return self._counts
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────

@@ -186,8 +186,8 @@ class Rows(NamedTuple):
         biases = None
         if entries:
             *places, values = zip(*entries, strict=True)
-            where = torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)
-            added = torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+            where = torch.tensor(places, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+            added = torch.tensor(values, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
             rows, tokens, until = where.unbind()
             biases = Biases(rows, tokens, until, added, max(places[1]))
         host = (
@@ -409,7 +409,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilit
     # Numbers with the order of (value, first index): topk alone would take any of equals, and a sort takes all.
     bits = (values + 0.0).view(torch.int32)
     keys = (bits ^ (bits >> 31 & 0x7FFF_FFFF)).long() << 32
-    ids = keys.sub_(torch.arange(values.shape[1], device=values.device)).topk(top, dim=1).indices
+    ids = keys.sub_(torch.arange(values.shape[1], dtype=torch.int64, device=values.device)).topk(top, dim=1).indices
     return LogProbabilities(values.gather(1, tokens[:, None]).squeeze(1), ids, values.gather(1, ids))
 
 

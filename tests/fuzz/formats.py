@@ -33,6 +33,7 @@ from qcut.errors import QcutError
 from qcut.jit import cache
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.frozen import FrozenWeight
 from qcut.tuning.journal import Journal
 from tests.fuzz import readers
 from tests.support import llama2c_oracle
@@ -184,7 +185,8 @@ def read_turboquant(folder: Path) -> Read:
     model = qcut.load(folder, progress=False)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, CodebookLinear)}
     inside = {id(b) for m in layers.values() for b in m.buffers()}
-    rest = [*model.named_parameters(), *model.named_buffers()]
+    kept = [item for item in model.named_parameters() if not isinstance(item[1], FrozenWeight)]
+    rest = [*kept, *model.named_buffers()]
     return Read(
         {
             "layers": {

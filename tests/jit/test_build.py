@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -17,6 +18,7 @@ from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import Binary, Resources, build, build_many, cache, compilers, toolchain
+from tests.support.terminal import Terminal
 
 builder = import_module("qcut.jit.build")  # qcut.jit.build is the function
 
@@ -284,18 +286,20 @@ def test_nothing_is_left_in_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir(tmp_path / "scratch") == []
 
 
-def test_build_many(compilations: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_many(compilations: list[str]) -> None:
     broken = replace(RAW, name="broken", text="oops")
     build(RAW)
-    results = build_many([broken, RAW, HOSTED, RAW], jobs=2)
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        results = build_many([broken, RAW, HOSTED, RAW], jobs=2)
     assert list(results) == ["broken", "scale", "hosted"]
     assert isinstance(results["broken"], BuildError)
     assert results["scale"] == build(RAW)
     assert results["hosted"] == build(HOSTED)
     assert sorted(compilations) == ["broken", "hosted", "scale"]
-    assert "building kernels" in capsys.readouterr().err
-    assert build_many([RAW, HOSTED]) == {"scale": build(RAW), "hosted": build(HOSTED)}
-    assert capsys.readouterr().err == ""  # no bar where nothing is built
+    assert "building kernels" in terminal.getvalue()
+    with contextlib.redirect_stderr(Terminal()) as terminal:
+        assert build_many([RAW, HOSTED]) == {"scale": build(RAW), "hosted": build(HOSTED)}
+    assert terminal.getvalue() == ""  # no bar where nothing is built
     assert build_many([]) == {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 import subprocess
 import sys
@@ -14,13 +13,7 @@ from tqdm import tqdm
 
 from qcut.process import progress
 from tests.support import ROOT
-
-
-class Terminal(io.StringIO):
-    """Standard error of a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from tests.support.terminal import Terminal
 
 
 def test_a_bar_that_is_not_shown_touches_no_tqdm():
