@@ -219,7 +219,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(error: BaseException) -> 
     bad, good = scheduler.submit("1 77", 12), scheduler.submit("3", 12)
     tokenizer.fails = True
     with scheduler:
-        with pytest.raises(ConfigError, match="the tokenizer fails on [0-9]+ tokens"):
+        with pytest.raises(ConfigError, match=r"the tokenizer fails on [0-9]+ tokens"):
             bad.result()
         assert good.result().tokens == alone(model, [3], 12).tokens
         assert scheduler.error is None
