@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if answer.text and not as_json:
                     print(answer.text)
         except KeyboardInterrupt as ended:
-            number = _signal_of(ended)
-            name, answer, error = _failed(ended, ENDING[number], 128 + number)
+            name, answer, error = _failed(ended, "")
         if error:
             print(f"qcut: {error}", file=sys.stderr)
         if as_json:
@@ -159,7 +158,13 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(one, signal.SIG_DFL)
 
 
-def _failed(error: BaseException, message: str, status: int = 1) -> tuple[str, Answer, str]:
+def _failed(error: BaseException, message: str) -> tuple[str, Answer, str]:
+    status, inner = 1, error
+    while inner.__context__ and not isinstance(inner, KeyboardInterrupt):
+        inner = inner.__context__
+    if isinstance(inner, KeyboardInterrupt):  # or what failed because a signal ended it
+        error, number = inner, _signal_of(inner)
+        message, status = ENDING[number], 128 + number
     data = {"error": {"kind": type(error).__name__, "message": message}}
     return "error", Answer(data, status=status), message
 

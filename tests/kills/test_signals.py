@@ -90,6 +90,21 @@ def test_a_signal_while_an_object_is_deleted(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failure_by_a_signal_is_the_signal(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        finally:
+            raise RuntimeError("half entered")
+
+    monkeypatch.setattr(qcut, "save", save)
+    assert quantize(folder, tmp_path / "out") == 143
+    assert capsys.readouterr().err.endswith("qcut: terminated\n")
+
+
 def test_signals_that_are_ignored_stay_ignored(folder: Path, tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
