@@ -64,10 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     as_json, out = "--json" in words, sys.stdout
     try:
         # What commands print on the way is for people: with --json standard output has the answer alone.
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _ended_by_signals():
-            name, answer, error = _run(words)
-            if answer.text and not as_json:
-                print(answer.text)
+        try:
+            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _ended_by_signals():
+                name, answer, error = _run(words)
+                if answer.text and not as_json:
+                    print(answer.text)
+        except KeyboardInterrupt as ended:
+            name, answer, error = _failed(ended, "")
         if error:
             print(f"qcut: {error}", file=sys.stderr)
         if as_json:
@@ -103,9 +106,6 @@ def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
         raise
     except (QcutError, EmitError) as error:
         return _failed(error, str(error))
-    except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, Ended) else signal.SIGINT
-        return _failed(error, ENDING[number], 128 + number)
     except OSError as error:
         if error.filename is None:  # standard output's
             raise
@@ -122,6 +122,10 @@ def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
         return _failed(error, told if os.environ.get(TRACEBACK) else f"{told}; {TRACEBACK}=1 shows more")
 
 
+def _signal_of(error: KeyboardInterrupt) -> signal.Signals:
+    return error.number if isinstance(error, Ended) else signal.SIGINT
+
+
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Have SIGTERM and SIGHUP raise `Ended` in a block, as Ctrl-C raises, unless somebody has dealt with them."""
@@ -129,19 +133,38 @@ def _ended_by_signals() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise Ended(number)
 
-    taken = []
+    def send_again(dropped: Any) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):  # raised while an object was deleted
+            timers.append(threading.Timer(0.01, os.kill, (os.getpid(), _signal_of(dropped.exc_value))))
+            timers[-1].start()
+        else:
+            report(dropped)
+
+    taken, report = [], sys.unraisablehook
+    timers: list[threading.Timer] = []
     if threading.current_thread() is threading.main_thread():
+        sys.unraisablehook = send_again
         taken = [one for one in ENDING if signal.getsignal(one) is signal.SIG_DFL]  # nohup ignores SIGHUP
     for one in taken:
         signal.signal(one, end)
     try:
         yield
     finally:
+        for timer in timers:
+            timer.cancel()
+        if sys.unraisablehook is send_again:
+            sys.unraisablehook = report
         for one in taken:
             signal.signal(one, signal.SIG_DFL)
 
 
-def _failed(error: BaseException, message: str, status: int = 1) -> tuple[str, Answer, str]:
+def _failed(error: BaseException, message: str) -> tuple[str, Answer, str]:
+    status, inner = 1, error
+    while inner.__context__ and not isinstance(inner, KeyboardInterrupt):
+        inner = inner.__context__
+    if isinstance(inner, KeyboardInterrupt):  # or what failed because a signal ended it
+        error, number = inner, _signal_of(inner)
+        message, status = ENDING[number], 128 + number
     data = {"error": {"kind": type(error).__name__, "message": message}}
     return "error", Answer(data, status=status), message
 

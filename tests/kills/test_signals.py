@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("model")
     build_huggingface(found)
+    assert quantize(found, tmp_path_factory.mktemp("warm") / "out") == 0  # the first command of a process takes longer
     return found
 
 
@@ -33,6 +35,7 @@ def quantize(folder: Path, out: Path, *more: str) -> int:
 def _write_on(folder: Path, out: Path, begun: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # so that all signals end the process between two commands
     begun.set()
     while not (status := quantize(folder, out, "--overwrite")):
         pass
@@ -45,7 +48,9 @@ def test_a_signal_leaves_the_old_folder_or_the_new_one(folder: Path, tmp_path: P
     assert quantize(folder, tmp_path / "first") == 0
     typical, draws = time.monotonic() - begin, Random(int(number))
     expected = model_state(qcut.load(tmp_path / "first", progress=False))
-    context = multiprocessing.get_context("fork")
+    # Of a process with one thread, as that of a command: locks that other threads hold at a fork stay taken.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     for i in range(6):
         place = tmp_path / f"{i}"
         place.mkdir()
@@ -61,6 +66,43 @@ def test_a_signal_leaves_the_old_folder_or_the_new_one(folder: Path, tmp_path: P
         assert left in ([], ["out"])
         if left:
             assert model_state(qcut.load(place / "out", progress=False)) == expected
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_an_object_is_deleted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Python drops what is raised there."""
+
+    class Deleted:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+
+    def save(*_: object, **__: object) -> None:
+        Deleted()
+        time.sleep(30)
+
+    monkeypatch.setattr(qcut, "save", save)
+    begin, hook = time.monotonic(), sys.unraisablehook
+    assert quantize(folder, tmp_path / "out") == 128 + number
+    assert time.monotonic() - begin < 20
+    assert sys.unraisablehook is hook
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_by_a_signal_is_the_signal(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        finally:
+            raise RuntimeError("half entered")
+
+    monkeypatch.setattr(qcut, "save", save)
+    assert quantize(folder, tmp_path / "out") == 143
+    assert capsys.readouterr().err.endswith("qcut: terminated\n")
 
 
 def test_signals_that_are_ignored_stay_ignored(folder: Path, tmp_path: Path) -> None:
