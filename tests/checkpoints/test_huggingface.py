@@ -223,4 +223,4 @@ def test_odd_values_are_refused_or_run(kind: str) -> None:
                 made.load_state_dict(state, strict=False)
                 assert torch.isfinite(made(ids, return_dict=True).logits).all(), (key, value)
                 outcomes["runs"] += 1
-    assert min(outcomes.values()) > 100
+    assert min(outcomes.values()) > 50
