@@ -1,6 +1,6 @@
 """Finds linear layers whose class other code asks for, and would go another way with a quantized layer in their place.
 
-``isinstance(self.proj, nn.Linear)`` in a forward holds for the float layer alone: the code goes on without an error,
+``isinstance(self.proj, nn.Linear)`` in a forward holds only for the float layer: the code goes on without an error,
 and computes something else. Questions are found as weights that code reads are (`qcut.models.weight_reads`), in
 what a forward call may reach. A question that both layers answer alike, such as ``isinstance(layer, nn.Module)`` or
 ``hasattr(layer, "weight")``, is none.

@@ -38,7 +38,7 @@ class Quantized(nn.Module):
 
     Attributes:
         activation: that the layer computes after its bias.
-        apart: whether ``forward`` leaves the activation to the module behind, and `forward_fused` alone computes it.
+        apart: whether ``forward`` leaves the activation to the module behind, and only `forward_fused` computes it.
     """
 
     activation: str
@@ -161,7 +161,7 @@ def weight_dtype_names() -> str:
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     """A key that is equal for tied tensors: two tensors with the same memory, shape and strides.
 
-    A tensor without memory of its own is tied to itself alone: one on the meta device, a sparse one, or a wrapper of
+    A tensor without memory of its own is tied only to itself: one on the meta device, a sparse one, or a wrapper of
     other tensors, such as ``DTensor``.
     """
     try:

@@ -72,7 +72,7 @@ def mentions(model: nn.Module, names: Sequence[str], besides: type) -> bool:
 
     Args:
         model: its code is read, not run.
-        names: of children; the first of them decides alone in libraries, which have the others in many places.
+        names: of children; only the first of them decides in libraries, which have the others in many places.
         besides: the class whose own ``forward`` calls them.
     """
     known = vars(besides)["forward"]

@@ -1,7 +1,7 @@
 """What a function's source mentions: the layers it reads weights of, and what it asks about their classes.
 
 Paths begin at ``self``; names that stand for a part of the model are followed through assignments and loops. Functions
-without source are read as bytecode, which tells names alone.
+without source are read as bytecode, which tells only names.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunction
 
 
 def _without_source(code: CodeType) -> Code:
-    """Where there is bytecode alone: a function that names ``weight`` may read it off any layer that it names."""
+    """Where there is only bytecode: a function that names ``weight`` may read it off any layer that it names."""
     names = _all_names(code)
     reads: set[tuple[str, str, Conditions]] = {
         (name, attribute, ()) for attribute in VALUES if attribute in names for name in names

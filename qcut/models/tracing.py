@@ -35,25 +35,6 @@ class NormPair:
         return {"norm": self.norm, "layers": list(self.layers)}
 
 
-def trace_norms(model: nn.Module, *calls: Callable[[], Any]) -> tuple[list[NormPair], dict[str, str]]:
-    """Run forward calls and find the norms that may be rescaled; see `NormTracer`.
-
-    Args:
-        model: in evaluation mode.
-        calls: each runs the model once, under ``torch.no_grad()``.
-
-    Returns:
-        See `NormTracer.verdict`.
-    """
-    tracer = NormTracer(model)
-    try:
-        for call in calls:
-            tracer.run(call)
-    finally:
-        tracer.remove()
-    return tracer.verdict()
-
-
 class NormTracer(TorchFunctionMode):
     """Watches forward calls of a model for the readers of its norms.
 

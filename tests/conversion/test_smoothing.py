@@ -11,7 +11,7 @@ from qcut.conversion.smoothing import smooth
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.base import Linear
 from qcut.models.modules import weight_nk
-from qcut.models.tracing import trace_norms
+from qcut.models.tracing import NormTracer
 from tests.support.zoo import inject_outliers, same, snapshot, tiny_hf, tiny_lm, token_batches
 
 WIDTH = 8
@@ -43,9 +43,11 @@ class OnePlus(nn.Module):
 
 
 def trace(model: nn.Module, *inputs: Tensor):
-    model.eval()
+    tracer = NormTracer(model.eval())
     with torch.no_grad():
-        return trace_norms(model, lambda: model(*inputs))
+        tracer.run(lambda: model(*inputs))
+    tracer.remove()
+    return tracer.verdict()
 
 
 def pairs_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
