@@ -56,7 +56,7 @@ def fetch_processors(name: str, directory: Path, on_disk: bool) -> None:
     Args:
         name: of the model on the hub.
         directory: where the model was saved.
-        on_disk: take them from the hub's cache alone; see `qcut.checkpoints.hub.answers`.
+        on_disk: take them only from the hub's cache; see `qcut.checkpoints.hub.answers`.
 
     Raises:
         CheckpointError: the files cannot be written.

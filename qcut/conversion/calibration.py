@@ -252,7 +252,7 @@ class Calibration:
         pairs = [NormPair(pair["norm"], tuple(pair["layers"])) for pair in data["pairs"]]
         refused = dict(data["refused"])
         if data["version"] == _FIRST_BATCH_ALONE:
-            refused |= {pair.norm: "its readers were looked for in one batch alone; calibrate anew" for pair in pairs}
+            refused |= {pair.norm: "its readers were looked for in only one batch; calibrate anew" for pair in pairs}
             pairs = []
         return cls(layers, data["method"], data["quantile"], pairs, refused)
 

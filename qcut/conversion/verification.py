@@ -7,7 +7,7 @@ Two proofs, each with a bound that no scheme's own error comes near:
 2. **The model.** The float model runs once, and the result of every layer that will be quantized is kept. In the
    quantized model each layer then answers with the result that it had in the float model: whatever the scheme costs is
    gone, and the calls, their order, their inputs and the model's output must be those of the float model, to rounding.
-   An activation that was lost, a norm rescaled for one reader alone or a branch that another class takes is none of
+   An activation that was lost, a norm rescaled for only one reader or a branch that another class takes is none of
    that, under 2 bits as under 16. See `Recording`.
 """
 

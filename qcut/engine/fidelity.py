@@ -2,7 +2,7 @@
 
 A reference of the same configuration is made of the installed transformers' classes, without memory for weights, and
 every module of the model is compared with the reference's of the same name: its class and what that overrides, what is
-set on the object itself, its hooks, and the attributes that its code reads. Functions are told by the file of their
+set on the object itself, its hooks, and the attributes that its code reads. Functions are known by the file of their
 code, not by their names. Linear layers and activations, which the engine calls, may be others of a known kind.
 """
 

@@ -41,7 +41,7 @@ class GenerationSettings:
         vocabulary: number of token ids.
         repetition_penalty: of a `Sampling` that names none.
         min_length: tokens of prompt and continuation before which no stop token is chosen.
-        min_new_tokens: the same of the continuation alone, where a call names no number.
+        min_new_tokens: the same of only the continuation, where a call names no number.
         suppressed: ids that are never chosen.
         suppressed_first: ids that no continuation begins with.
     """

@@ -110,7 +110,7 @@ class _Prompt:
         number: of those that came before.
         scores: log-probabilities of the tokens that have been read; None: nobody wants them.
         read: tokens that have been read.
-        is_begun: whether the cache of beginnings has been looked at.
+        is_begun: whether the prefix cache has been looked at.
     """
 
     ids: Tensor
@@ -211,7 +211,7 @@ class Scheduler:
 
         Args:
             prompt: ids, 1 and more; or, where the engine has a tokenizer, a text or a chat.
-            max_new_tokens: None fills the context. 0, with ``prompt_top``, reads the prompt alone.
+            max_new_tokens: None fills the context. 0, with ``prompt_top``, reads only the prompt.
             min_new_tokens: see `qcut.Engine.generate`.
             sampling: see `qcut.Engine.generate`.
             stop: see `qcut.Engine.generate`.
@@ -219,7 +219,7 @@ class Scheduler:
             top: each event has the log-probabilities of its token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             prompt_top: `Request.prompt_log_probabilities` has those of the prompt's tokens, each with so many of the
-                likeliest ones; None: of none. The whole prompt is read then, whatever the cache of beginnings has.
+                likeliest ones; None: of none. The whole prompt is read then, whatever the prefix cache has.
             listener: called with each `Event` in the thread that turns, in place of the request's own queue.
 
         Raises:

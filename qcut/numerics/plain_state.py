@@ -88,7 +88,7 @@ def _switch_to_full() -> Callable[[], None]:
     try:
         older = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
-    except RuntimeError:  # the caller has used the newer switch alone
+    except RuntimeError:  # the caller has used only the newer switch
         older = None
     _set(["ieee"] * len(_PRODUCTS))
 

@@ -6,7 +6,7 @@ import threading
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether somebody ends the program: Ctrl-C and the exit at a signal reach the main thread alone.
+    """Whether somebody ends the program: Ctrl-C and the exit at a signal reach only the main thread.
 
     Panics of code in Rust, and exits in other threads, are failures, though they are no `Exception`.
     """

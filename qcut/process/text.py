@@ -79,7 +79,7 @@ def chat_ids(tokenizer: Any, chat: Sequence[Mapping[str, Any]], /, **template: A
     Args:
         tokenizer: of transformers, with a template.
         chat: messages, plain data.
-        **template: what the template is told: ``add_generation_prompt``, True unless given, and others.
+        **template: what the template is given: ``add_generation_prompt``, True unless given, and others.
 
     Raises:
         ConfigError: the template refuses the chat or takes more time or memory for it than is allowed, or an argument

@@ -46,10 +46,10 @@ class AccessLog:
             level = logging.WARNING if status >= 400 or not status else level
             if _log.isEnabledFor(level):
                 host, port = scope.get("client") or ("", 0)
-                told = f"{reason or ('' if status else 'the client has gone')}{_tokens(scope)}"
+                why = f"{reason or ('' if status else 'the client has gone')}{_tokens(scope)}"
                 path = _printable(scope["path"])
                 seconds = perf_counter() - start
-                _log.log(level, "%s:%s %s %s %s in %.3f s%s", host, port, scope["method"], path, status, seconds, told)
+                _log.log(level, "%s:%s %s %s %s in %.3f s%s", host, port, scope["method"], path, status, seconds, why)
 
 
 def _tokens(scope: Scope) -> str:

@@ -203,7 +203,7 @@ async def _drain(receive: Receive) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is one of this machine alone, ``127.0.0.2`` and ``::ffff:127.0.0.1`` included."""
+    """Whether an address is one of only this machine, ``127.0.0.2`` and ``::ffff:127.0.0.1`` included."""
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:

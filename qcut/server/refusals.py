@@ -9,7 +9,7 @@ from qcut.errors import BusyError, ContextError, QcutError
 RETRY_AFTER_S = 1
 
 CLIENT_GONE = 499
-"""Status, in the log of figures alone, of an answer that nobody is there to take; proxies use the same."""
+"""Status, only in the metrics, of an answer that nobody is there to take; proxies use the same."""
 
 
 class Refusal(Exception):

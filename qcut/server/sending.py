@@ -109,10 +109,10 @@ class Answer:
         try:
             count = len(self._stream.requests)
 
-            def beginnings() -> list[str]:
+            def first_texts() -> list[str]:
                 return [self._begin(index) for index in range(count)]
 
-            texts = await self._executors.run(LARGE_BYTES, beginnings) if self._given.echoes else beginnings()
+            texts = await self._executors.run(LARGE_BYTES, first_texts) if self._given.echoes else first_texts()
             for index, text in enumerate(texts):
                 for value in form.begin(index, text):
                     yield sent(value)

@@ -94,7 +94,7 @@ class _Targets:
 _ORDERS = {"none": "none", "false": "none", "weight": "weight", "static": "weight"} | dict.fromkeys(
     ("group", "dynamic", "true"), "group"
 )
-"""By ``actorder``, whether groups are of columns that are sorted, or weights alone were found in another order."""
+"""By ``actorder``, whether groups are of columns that are sorted, or only weights were found in another order."""
 _STATUSES = ("compressed", "frozen")
 """Of the same tensors: writers of 2024 said frozen of integers. The dtypes of the tensors are checked."""
 _FIELDS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _BY_CONFIGURATION = ("mistral", "phi3", "starcoder2")
-"""Models whose windows are in their configurations alone; others without windows of layers pass an entry there over."""
+"""Models whose windows are only in their configurations; others without windows of layers pass an entry there over."""
 
 
 def window_of(attention: Any) -> int:

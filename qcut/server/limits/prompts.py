@@ -33,7 +33,7 @@ class PromptLimit:
 
         Raises:
             ContextError: the text has more bytes than the context has room for, if each token were the longest one
-                (only where the tokenizer has no normalizer, which may remove some); or a beginning of the text alone
+                (only where the tokenizer has no normalizer, which may remove some); or only a prefix of the text
                 has many more tokens than the context.
             ConfigError: text that the tokenizer does not take.
         """
@@ -52,7 +52,7 @@ class PromptLimit:
             )
         try:
             ids = text_ids(self._tokenizer, "".join(texts)[:probed], self._vocabulary, add_special_tokens=False)
-        except ShapeError:  # of spaces alone, which the tokenizer leaves out
+        except ShapeError:  # of only spaces, which the tokenizer leaves out
             return
         if len(ids) > _PROBE_MARGIN * context:
             raise ContextError(f"the prompt has more than {len(ids)} tokens; this engine's context is {context}")
