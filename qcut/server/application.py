@@ -258,8 +258,7 @@ class Service:
             async with watched(request.receive, stream):
                 await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given))
         except QcutError as error:
-            param = "prompt" if isinstance(given, CompletionBody) else "messages"
-            raise Refusal.of(error, self.scheduler.engine.context, param) from error
+            raise Refusal.of(error, self.scheduler.engine.context, given.PROMPT) from error
         if stream.is_left:
             raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         request.state.requests = stream.requests
@@ -271,7 +270,12 @@ class Service:
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
-        most = min(limits, default=None)
+        most, batch = min(limits, default=None), self.scheduler.engine.batch
+        if given.n > batch:
+            raise Refusal(400, f"n: found {given.n}; allowed: 1 to {batch}, the sequences that run at once", param="n")
+        if most is not None and (given.min_tokens or 0) > most:
+            message = f"min_tokens: found {given.min_tokens}; allowed: 0 to {most}, the most new tokens"
+            raise Refusal(400, message, param="min_tokens")
         prompts, most_prompts = given.prompts, self.settings.most_prompts
         if len(prompts) > most_prompts:
             raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")

@@ -65,12 +65,17 @@ class TokenizeBody(ChatFields):
     messages: Annotated[list[Message], Field(default_factory=list, fail_fast=True)]
     return_token_strs: bool = False
 
+    @property
+    def turns(self) -> list[Message]:
+        """See `ChatFields`."""
+        return self.messages
+
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """See `Schema`. A text gets the tokenizer's own tokens, and a chat those of its template."""
         given.setdefault("add_special_tokens", "prompt" in given)
         if ("prompt" in given) == ("messages" in given):
-            raise Refusal(400, "prompt: Field required, or messages in its place", param="prompt")
+            raise Refusal(400, "prompt: Field required, or messages in its place, not both", param="prompt")
         return given
 
 
@@ -97,9 +102,13 @@ def routes(service: Service) -> list[Route]:
         else:
             prompt = given.chat if given.prompt is None else Text(given.prompt, given.add_special_tokens)
             ids = await service.ids(request, prompt)
-        names = engine.tokenizer.convert_ids_to_tokens(ids) if given.return_token_strs else None
-        found = {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
-        return JSONResponse(found)
+
+        def made() -> Response:
+            names = engine.tokenizer.convert_ids_to_tokens(ids) if given.return_token_strs else None
+            found = {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
+            return JSONResponse(found)
+
+        return await run_in_threadpool(made)
 
     async def detokenize(request: Request) -> Response:
         given = await service.read(request, DetokenizeBody)

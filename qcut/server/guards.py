@@ -149,13 +149,16 @@ async def body(scope: Scope, receive: Receive, *, most: int, seconds: float, mem
         memory: that all bodies share.
 
     Raises:
-        Refusal: another type than JSON, which also keeps out what a page of another origin may send without asking; a
-            longer body; one that is not there in time, or not whole; no memory for it.
+        Refusal: another type than JSON, which also keeps out what a page of another origin may send without asking; one
+            that is compressed; a longer body; one that is not there in time, or not whole; no memory for it.
     """
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, f"content-type {kind[:80]!r}; allowed: application/json", code="content_type")
+    coding = headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise Refusal(415, f"content-encoding {coding[:80]!r}; allowed: none", code="content_encoding")
     too_long = Refusal(
         413, f"a body of more bytes than allowed: {most}", code="too_long", headers={"Connection": "close"}
     )

@@ -48,6 +48,7 @@ def refused(data: bytes) -> str:
         (b'{"a":-Infinity}', "no JSON"),
         (b'{"a":1' + b"0" * HALF + b"}", "no JSON"),
         (b'{"a":"' + b"\\" * HALF, "no JSON"),
+        (b"[" * (MOST_NESTED + 1) + b'\\"' * HALF, "more arrays and objects"),
         (b"[1]", "array"),
         (b"1e999", "number"),
         (b"true", "truth value"),
@@ -70,6 +71,7 @@ def test_json_at_its_limits() -> None:
     assert parse_json(json.dumps(many).encode()) == many
     text = {"a": '[{\\"' * HALF}  # brackets of a text are none of JSON's
     assert parse_json(json.dumps(text).encode()) == text
+    assert parse_json(b'\xef\xbb\xbf{"a":1}') == {"a": 1}
 
 
 @pytest.mark.parametrize(
