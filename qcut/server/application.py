@@ -57,7 +57,7 @@ class Settings:
         strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
 
     Raises:
-        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have.
+        ConfigError: a key that is empty, has spaces at its ends, or characters that not every client can send.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         key = self.key
-        if key is not None and (not key or key != key.strip() or not key.isprintable()):
-            raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")
+        if key is not None and not (key and key == key.strip() and key.isascii() and key.isprintable()):
+            raise ConfigError("the API key is empty, or has spaces at its ends; allowed: printable characters of ASCII")
 
 
 def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:

@@ -246,6 +246,15 @@ def test_field_without_a_number_is_refused(browser: Any, scripted: Scripted) -> 
     tab.page.close()
 
 
+def test_key_that_no_header_holds(browser: Any, scripted: Scripted) -> None:
+    tab = Tab(browser, scripted.url)
+    tab.page.fill("#key", "schl\u00fcssel")
+    tab.send("hello")
+    assert tab.text("error") == "The API key has characters that no key has."
+    assert scripted.bodies == []
+    tab.page.close()
+
+
 def test_new_chat_leaves_the_old_answer_behind(browser: Any, scripted: Scripted) -> None:
     old, new = Slow(), Slow()
     scripted.answers = [old, new]
