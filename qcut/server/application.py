@@ -20,12 +20,12 @@ from starlette.types import ASGIApp
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.text.prompts import chat_ids, text_ids
-from qcut.errors import ConfigError, QcutError
+from qcut.errors import ConfigError, QcutError, shown
 from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form
 from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
-from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
+from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body, host_name
 from qcut.server.known_fields import UnknownFields
 from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.limits.prompts import PromptLimit
@@ -57,7 +57,8 @@ class Settings:
         strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
 
     Raises:
-        ConfigError: a key that is empty, has spaces at its ends, or characters that not every client can send.
+        ConfigError: a key that is empty, has spaces at its ends, or characters that not every client can send; a host
+            or an origin that no request has.
     """
 
     name: str
@@ -76,6 +77,15 @@ class Settings:
         key = self.key
         if key is not None and not (key and key == key.strip() and key.isascii() and key.isprintable()):
             raise ConfigError("the API key is empty, or has spaces at its ends; allowed: printable characters of ASCII")
+        for host in self.hosts:
+            if not host or host_name(host) != host.lower():
+                raise ConfigError(f"--allow-host {shown(host)}; allowed: a name without a port, such as proxy.example")
+        for origin in self.origins:
+            scheme, _, place = origin.partition("://")
+            if origin != "*" and not (scheme and place and origin == origin.lower() and "/" not in place):
+                raise ConfigError(
+                    f"--allow-origin {shown(origin)}; allowed: a scheme, a name and a port, such as https://a.example"
+                )
 
 
 def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:

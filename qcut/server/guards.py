@@ -81,7 +81,7 @@ class Hosts:
         """Answer."""
         if scope["type"] == "http" and is_loopback((scope.get("server") or ("",))[0]):
             given = Headers(scope=scope).get("host", "")
-            name = _host(given).rstrip(".")
+            name = host_name(given).rstrip(".")
             local = name == "localhost" or name.endswith(".localhost") or is_loopback(name)
             if not local and name not in self._allowed:
                 allowed = ", ".join(["localhost", "127.0.0.1", "[::1]", *sorted(self._allowed)])
@@ -214,8 +214,8 @@ def is_loopback(address: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
-def _host(given: str) -> str:
-    """The name in a Host header, without port."""
+def host_name(given: str) -> str:
+    """The name in a Host header, in lower case and without port; empty where it has none."""
     try:
         found = urlsplit(f"//{given}")
     except ValueError:

@@ -228,6 +228,20 @@ def test_keys_that_are_none(key: str) -> None:
         Settings("name", key=key)
 
 
+@pytest.mark.parametrize("host", ["", "proxy:8080", "http://proxy", "a/b", "me@proxy"])
+def test_hosts_that_no_request_names(host: str) -> None:
+    Settings("name", hosts=["proxy.example", "Proxy"])
+    with pytest.raises(ConfigError, match="--allow-host"):
+        Settings("name", hosts=["proxy", host])
+
+
+@pytest.mark.parametrize("origin", ["", "a.example", "https://a.example/", "https://", "://a", "HTTPS://a.example"])
+def test_origins_that_no_browser_sends(origin: str) -> None:
+    Settings("name", origins=["*", "https://a.example", "http://localhost:3000"])
+    with pytest.raises(ConfigError, match="--allow-origin"):
+        Settings("name", origins=[origin])
+
+
 def test_addresses_of_this_machine_alone() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.0.0.2", "127.255.255.254", "::1", "::ffff:127.0.0.1", "::1%lo"]))
     assert not any(
