@@ -164,6 +164,10 @@ class Response(Form):
             self._event(f"response.{self._status}", response=self._response(self._status, [item], usage)),
         ]
 
+    def counted(self, usage: JSON) -> list[JSON]:
+        """See `Form`: nothing, since the last event counts tokens."""
+        return []
+
     def failed(self, refusal: Refusal) -> list[JSON]:
         """See `Form`."""
         error = {"code": refusal.code or "server_error", "message": str(refusal)}

@@ -213,7 +213,8 @@ def test_a_response(served: Served) -> None:
 
 
 def test_events_of_a_response(served: Served) -> None:
-    body = {"input": "What is a list?", "max_output_tokens": 6, "ignore_eos": True}
+    body: dict[str, Any] = {"input": "What is a list?", "max_output_tokens": 6, "ignore_eos": True}
+    body["stream_options"] = {"include_usage": True}
     found = events(served, RESPONSES, body)
     kinds = [event["type"] for event in found]
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
