@@ -57,8 +57,8 @@ class Settings:
         strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
 
     Raises:
-        ConfigError: a key that is empty, has spaces at its ends, or characters that not every client can send; a host
-            or an origin that no request has.
+        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have; a host or an
+            origin that no request has.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         key = self.key
-        if key is not None and not (key and key == key.strip() and key.isascii() and key.isprintable()):
-            raise ConfigError("the API key is empty, or has spaces at its ends; allowed: printable characters of ASCII")
+        if key is not None and (not key or key != key.strip() or not key.isprintable()):
+            raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")
         for host in self.hosts:
             if not host or host_name(host) != host.lower():
                 raise ConfigError(f"--allow-host {shown(host)}; allowed: a name without a port, such as proxy.example")
@@ -174,8 +174,9 @@ class Service:
 
     async def unknown(self, request: HTTPRequest, error: Any) -> Response:
         """Refuse a path that nobody knows, or a method that it has not."""
-        served = "; GET /docs lists what is served" if error.status_code == 404 else ""
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}{served}"
+        methods = (error.headers or {}).get("Allow")
+        served = "GET /docs lists what is served" if methods is None else f"allowed: {methods}"
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}; {served}"
         raise Refusal(error.status_code, message, headers=error.headers)
 
     @cached_property

@@ -104,6 +104,7 @@ def test_refusals_say_what_to_do(kind: type[Schema], field: str, value: Any, adv
         (CompletionBody, {"cache_prompt": True, "id_slot": -1, "spaces_between_special_tokens": False, "user": "me"}),
         (ChatBody, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False, "service_tier": "priority"}),
         (ChatBody, {"tools": [{"type": "function"}], "tool_choice": "none"}),
+        (ChatBody, {"response_format": {"type": "text", "json_schema": None}}),
         (ChatBody, {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"}),
         (ChatBody, {"store": True, "metadata": {"a": None}, "safety_identifier": "x", "prompt_cache_key": "y"}),
         (ChatBody, {"logprobs": False, "top_logprobs": 0, "stream_options": {"include_obfuscation": True}}),

@@ -222,7 +222,7 @@ def test_the_log_counts_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> 
     assert lines == ["refused 0", "refused 1", "refused 10 (8 lines like this were left out)"]
 
 
-@pytest.mark.parametrize("key", ["", " ", "a ", "\n", "a\nb", "a\x00b", "schlüssel"])
+@pytest.mark.parametrize("key", ["", " ", "a ", "\n", "a\nb", "a\x00b"])
 def test_keys_that_are_none(key: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         Settings("name", key=key)

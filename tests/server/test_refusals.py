@@ -129,6 +129,7 @@ def test_paths_and_methods(served: Served) -> None:
     ):
         status, answer, _ = served.call(method, path)
         assert (status, "error" in answer) == (expected, True), path
+        assert expected != 405 or "; allowed: " in answer["error"]["message"]
     status, answer, _ = served.call("POST", COMPLETIONS, {**GOOD, "model": "gpt-4o"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert "--any-model" in answer["error"]["message"]
