@@ -351,10 +351,14 @@ def _foreign(raw: Any, kind: type) -> str | None:
             continue
         for name in {name for code in _nested(function.__code__) for name in code.co_names}:
             value = function.__globals__.get(name)
-            if isinstance(value, FunctionType):
-                left += _functions(value)
-            elif isinstance(value, type) and issubclass(value, nn.Module) and _package(value) not in packages:
-                return _named(value)
+            if isinstance(value, type):
+                if issubclass(value, nn.Module) and _package(value) not in packages:
+                    return _named(value)
+            elif callable(value):
+                functions = [*_functions(value)]
+                if not functions and _package(type(value)) != "transformers":  # a partial, or an object with a call
+                    return _named(value)
+                left += functions
     return None
 
 

@@ -46,7 +46,7 @@ class AccessLog:
             level = logging.WARNING if status >= 400 or not status else level
             if _log.isEnabledFor(level):
                 host, port = scope.get("client") or ("", 0)
-                why = f"{reason or ('' if status else 'the client has gone')}{_tokens(scope)}"
+                why = f"{reason if status else ': cut off before an answer, at the end of the server'}{_tokens(scope)}"
                 path = _printable(scope["path"])
                 seconds = perf_counter() - start
                 _log.log(level, "%s:%s %s %s %s in %.3f s%s", host, port, scope["method"], path, status, seconds, why)

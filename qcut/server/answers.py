@@ -69,6 +69,10 @@ class Form:
         """What a stream has after its choices, whether or not usage is asked for."""
         return []
 
+    def counted(self, usage: JSON) -> list[JSON]:
+        """What a stream has at last where usage is asked for."""
+        return [{**self.piece([]), "usage": usage}]
+
     def failed(self, refusal: Refusal) -> list[JSON]:
         """What a stream ends with that goes on no more."""
         return [refusal.body]

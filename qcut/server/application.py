@@ -20,12 +20,12 @@ from starlette.types import ASGIApp
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.text.prompts import chat_ids, text_ids
-from qcut.errors import ConfigError, QcutError
+from qcut.errors import ConfigError, QcutError, shown
 from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form
 from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
-from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body
+from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body, host_name
 from qcut.server.known_fields import UnknownFields
 from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.limits.prompts import PromptLimit
@@ -57,7 +57,8 @@ class Settings:
         strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
 
     Raises:
-        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have.
+        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have; a host or an
+            origin that no request has.
     """
 
     name: str
@@ -76,6 +77,15 @@ class Settings:
         key = self.key
         if key is not None and (not key or key != key.strip() or not key.isprintable()):
             raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")
+        for host in self.hosts:
+            if not host or host_name(host) != host.lower():
+                raise ConfigError(f"--allow-host {shown(host)}; allowed: a name without a port, such as proxy.example")
+        for origin in self.origins:
+            scheme, _, place = origin.partition("://")
+            if origin != "*" and not (scheme and place and origin == origin.lower() and "/" not in place):
+                raise ConfigError(
+                    f"--allow-origin {shown(origin)}; allowed: a scheme, a name and a port, such as https://a.example"
+                )
 
 
 def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:
@@ -164,8 +174,9 @@ class Service:
 
     async def unknown(self, request: HTTPRequest, error: Any) -> Response:
         """Refuse a path that nobody knows, or a method that it has not."""
-        served = "; GET /docs lists what is served" if error.status_code == 404 else ""
-        message = f"{request.method} {request.url.path[:80]}: {error.detail}{served}"
+        methods = (error.headers or {}).get("Allow")
+        served = "GET /docs lists what is served" if methods is None else f"allowed: {methods}"
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}; {served}"
         raise Refusal(error.status_code, message, headers=error.headers)
 
     @cached_property
@@ -258,8 +269,7 @@ class Service:
             async with watched(request.receive, stream):
                 await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given))
         except QcutError as error:
-            param = "prompt" if isinstance(given, CompletionBody) else "messages"
-            raise Refusal.of(error, self.scheduler.engine.context, param) from error
+            raise Refusal.of(error, self.scheduler.engine.context, given.PROMPT) from error
         if stream.is_left:
             raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         request.state.requests = stream.requests
@@ -271,7 +281,12 @@ class Service:
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
-        most = min(limits, default=None)
+        most, batch = min(limits, default=None), self.scheduler.engine.batch
+        if given.n > batch:
+            raise Refusal(400, f"n: found {given.n}; allowed: 1 to {batch}, the sequences that run at once", param="n")
+        if most is not None and (given.min_tokens or 0) > most:
+            message = f"min_tokens: found {given.min_tokens}; allowed: 0 to {most}, the most new tokens"
+            raise Refusal(400, message, param="min_tokens")
         prompts, most_prompts = given.prompts, self.settings.most_prompts
         if len(prompts) > most_prompts:
             raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")

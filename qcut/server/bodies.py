@@ -34,6 +34,7 @@ from qcut.server.refusals import Refusal
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
 MOST_BIASED = 1024
+MOST_NAME_CHARACTERS = 4096
 _LARGEST = (1 << 63) - 1
 _MOST_TOP_K = (1 << 31) - 1
 _SHOWN = 80
@@ -42,11 +43,12 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 _Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 _Token = Annotated[int, Field(ge=0, le=_LARGEST)]
 _Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
+_Name = Annotated[str, Field(max_length=MOST_NAME_CHARACTERS)]  # each piece of a stream has it
 B = TypeVar("B", bound="Schema")
 
 
-def _limit(value: object) -> object:
-    """A number of tokens; -1 is no limit."""
+def _unset(value: object) -> object:
+    """A number; -1 is as good as null: no limit, or no seed."""
     return None if type(value) is int and value == -1 else value
 
 
@@ -75,7 +77,8 @@ def _bias(value: object) -> object:
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-_Limit = Annotated[Annotated[int, Field(ge=0, le=_LARGEST)] | None, BeforeValidator(_limit)]
+_Limit = Annotated[Annotated[int, Field(ge=0, le=_LARGEST)] | None, BeforeValidator(_unset)]
+_Seed = Annotated[Annotated[int, Field(ge=-(2**63), lt=2**64)] | None, BeforeValidator(_unset)]
 
 
 class Schema(BaseModel):
@@ -165,9 +168,10 @@ class Body(Schema):
     """The fields of all requests for text.
 
     Attributes:
+        PROMPT: name of the field that is continued.
         model: the name under which the model is served; null is as good.
         n: continuations of each prompt.
-        seed: of the draws; null draws one. The same seed gives the same text again.
+        seed: of the draws; null or -1 draws one. The same seed gives the same text again.
         stop_token_ids: end the text, besides the model's own.
         ignore_eos: the model's own end tokens do not end the text.
         min_tokens: before so many new tokens nothing ends the text.
@@ -178,7 +182,8 @@ class Body(Schema):
 
     UNSERVED = ONLY
     UNUSED = IGNORED
-    model: str | None = None
+    PROMPT: ClassVar[str] = "messages"
+    model: _Name | None = None
     n: _Positive = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -186,7 +191,7 @@ class Body(Schema):
     stop_token_ids: Annotated[list[_Token], Field(max_length=MOST_STOPS, fail_fast=True)] = []
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: _Seed = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MOST_TOP_K)] | None = None
@@ -269,6 +274,7 @@ class CompletionBody(Body):
     """The body of ``/v1/completions``."""
 
     UNSERVED = COMPLETION_ONLY
+    PROMPT = "prompt"
 
     prompt: Annotated[Any, BeforeValidator(_prompt)]
     max_tokens: _Limit = 16
@@ -328,9 +334,10 @@ class Message(Schema):
     @classmethod
     def _empty(cls, value: object) -> object:
         """No content is no text, where it is null and where an answer has none."""
-        if isinstance(value, dict) and value.get("content", value.get("role")) in (None, "assistant"):
-            return {**value, "content": ""}
-        return value
+        if not isinstance(value, dict):
+            return value
+        is_empty = value["content"] is None if "content" in value else value.get("role") == "assistant"
+        return {**value, "content": ""} if is_empty else value
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -341,19 +348,23 @@ class Message(Schema):
 
 
 class ChatFields(Schema):
-    """The fields that make a prompt of messages.
+    """The fields that make a prompt of a chat.
 
     Attributes:
         chat_template_kwargs: variables of the template.
         reasoning_effort: one of them, under OpenAI's name.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     add_special_tokens: bool = False
+
+    @property
+    def turns(self) -> list[Message]:
+        """The messages."""
+        raise NotImplementedError
 
     @property
     def chat(self) -> Chat:
@@ -368,7 +379,7 @@ class ChatFields(Schema):
         adds = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return Chat(
-            [message.plain for message in self.messages],
+            [message.plain for message in self.turns],
             adds,
             self.continue_final_message,
             self.add_special_tokens,
@@ -381,6 +392,7 @@ class ChatBody(ChatFields, Body):
 
     UNSERVED = CHAT_ONLY
 
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: _Limit = None
     max_completion_tokens: _Limit = None
     logprobs: bool = False
@@ -400,6 +412,11 @@ class ChatBody(ChatFields, Body):
         if self.top_logprobs and not self.logprobs:
             message = f"top_logprobs: found {self.top_logprobs}; allowed: 0, or logprobs true"
             raise Refusal(400, message, param="top_logprobs")
+
+    @property
+    def turns(self) -> list[Message]:
+        """See `ChatFields`."""
+        return self.messages
 
     @property
     def prompts(self) -> list[AnyPrompt]:

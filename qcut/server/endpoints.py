@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, partial
 from html import escape
 from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -19,6 +19,7 @@ from qcut.errors import QcutError
 from qcut.server.answers import Form
 from qcut.server.bodies import AnyPrompt, Body, ChatBody, ChatFields, CompletionBody, Message, Schema, Text
 from qcut.server.known_fields import CHAT_ONLY, IGNORED
+from qcut.server.limits.executors import Executors
 from qcut.server.refusals import Refusal
 from qcut.server.responses_api import Response as ResponseForm
 from qcut.server.responses_api import ResponsesBody
@@ -33,6 +34,7 @@ class Service(Protocol):
     """What the endpoints need of the service."""
 
     scheduler: Scheduler
+    executors: Executors
 
     async def health(self, request: Request) -> Response:
         """Whether requests are served."""
@@ -65,12 +67,17 @@ class TokenizeBody(ChatFields):
     messages: Annotated[list[Message], Field(default_factory=list, fail_fast=True)]
     return_token_strs: bool = False
 
+    @property
+    def turns(self) -> list[Message]:
+        """See `ChatFields`."""
+        return self.messages
+
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """See `Schema`. A text gets the tokenizer's own tokens, and a chat those of its template."""
         given.setdefault("add_special_tokens", "prompt" in given)
         if ("prompt" in given) == ("messages" in given):
-            raise Refusal(400, "prompt: Field required, or messages in its place", param="prompt")
+            raise Refusal(400, "prompt: Field required, or messages in its place, not both", param="prompt")
         return given
 
 
@@ -97,9 +104,13 @@ def routes(service: Service) -> list[Route]:
         else:
             prompt = given.chat if given.prompt is None else Text(given.prompt, given.add_special_tokens)
             ids = await service.ids(request, prompt)
-        names = engine.tokenizer.convert_ids_to_tokens(ids) if given.return_token_strs else None
-        found = {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
-        return JSONResponse(found)
+
+        def made() -> Response:
+            names = engine.tokenizer.convert_ids_to_tokens(ids) if given.return_token_strs else None
+            found = {"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": names}
+            return JSONResponse(found)
+
+        return await service.executors.run(request.state.body_bytes, made)
 
     async def detokenize(request: Request) -> Response:
         given = await service.read(request, DetokenizeBody)
@@ -107,7 +118,8 @@ def routes(service: Service) -> list[Route]:
             check_ids(token_row(given.tokens, None), engine.decoder.vocabulary)
         except QcutError as error:
             raise Refusal(400, f"tokens: {error}", param="tokens") from error
-        return JSONResponse({"prompt": await run_in_threadpool(engine.tokenizer.decode, given.tokens)})
+        decode = partial(engine.tokenizer.decode, given.tokens)
+        return JSONResponse({"prompt": await service.executors.run(request.state.body_bytes, decode)})
 
     async def tokenizer_info(request: Request) -> Response:
         tokenizer = engine.tokenizer
@@ -179,6 +191,7 @@ _PATHS: Mapping[str, tuple[str, str, type[Schema] | None]] = {
 }
 
 
+@cache
 def description() -> dict[str, Any]:
     """All endpoints and the fields of their bodies, as OpenAPI 3.1 has them."""
     paths: dict[str, Any] = {}

@@ -81,7 +81,7 @@ class Hosts:
         """Answer."""
         if scope["type"] == "http" and is_loopback((scope.get("server") or ("",))[0]):
             given = Headers(scope=scope).get("host", "")
-            name = _host(given).rstrip(".")
+            name = host_name(given).rstrip(".")
             local = name == "localhost" or name.endswith(".localhost") or is_loopback(name)
             if not local and name not in self._allowed:
                 allowed = ", ".join(["localhost", "127.0.0.1", "[::1]", *sorted(self._allowed)])
@@ -149,13 +149,16 @@ async def body(scope: Scope, receive: Receive, *, most: int, seconds: float, mem
         memory: that all bodies share.
 
     Raises:
-        Refusal: another type than JSON, which also keeps out what a page of another origin may send without asking; a
-            longer body; one that is not there in time, or not whole; no memory for it.
+        Refusal: another type than JSON, which also keeps out what a page of another origin may send without asking; one
+            that is compressed; a longer body; one that is not there in time, or not whole; no memory for it.
     """
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, f"content-type {kind[:80]!r}; allowed: application/json", code="content_type")
+    coding = headers.get("content-encoding", "").strip().lower()
+    if coding not in ("", "identity"):
+        raise Refusal(415, f"content-encoding {coding[:80]!r}; allowed: none", code="content_encoding")
     too_long = Refusal(
         413, f"a body of more bytes than allowed: {most}", code="too_long", headers={"Connection": "close"}
     )
@@ -211,8 +214,8 @@ def is_loopback(address: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
-def _host(given: str) -> str:
-    """The name in a Host header, without port."""
+def host_name(given: str) -> str:
+    """The name in a Host header, in lower case and without port; empty where it has none."""
     try:
         found = urlsplit(f"//{given}")
     except ValueError:

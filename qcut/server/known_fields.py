@@ -191,7 +191,10 @@ def refuse_unserved(given: Mapping[str, Any], table: Mapping[str, Only], where: 
         if name not in table:
             continue
         values, advice = table[name]
-        if not any(type(given[name]) in _alike(value) and given[name] == value for value in values):
+        found = given[name]
+        if isinstance(found, dict):
+            found = {key: value for key, value in found.items() if value is not None}
+        if not any(type(found) in _alike(value) and found == value for value in values):
             passes = " or ".join([*(shown(value) for value in values), "null"])
             message = f"{where}{name}: found {shown(given[name])}; allowed: {passes}. {advice}"
             raise Refusal(400, message, param=f"{where}{name}", code="unsupported")

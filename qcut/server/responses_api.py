@@ -11,13 +11,15 @@ from pydantic import Field
 
 from qcut.engine.likelihoods import MOST_TOP
 from qcut.server.answers import JSON, Form
-from qcut.server.bodies import AnyPrompt, Body, ChatFields, Schema, without_tools
+from qcut.server.bodies import AnyPrompt, Body, ChatFields, Message, Schema, without_tools
 from qcut.server.known_fields import IGNORED, RESPONSES_ONLY, Only
 from qcut.server.logprobs import Scored, lines
 from qcut.server.refusals import Refusal
 
 _LOGPROBS = "message.output_text.logprobs"
 _Limit = Annotated[int, Field(ge=1, le=(1 << 63) - 1)]
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
 
 
 class TextFormat(Schema):
@@ -39,39 +41,34 @@ class Reasoning(Schema):
 
 
 class ResponsesBody(ChatFields, Body):
-    """The body of ``/v1/responses``.
-
-    Attributes:
-        messages: the instructions, and the input's items.
-    """
+    """The body of ``/v1/responses``."""
 
     UNSERVED = RESPONSES_ONLY
-    UNUSED = IGNORED - {"metadata"} | {"input"}
+    UNUSED = IGNORED - {"metadata"}
+    PROMPT = "input"
+    input: str | Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_output_tokens: _Limit | None = None
     instructions: str | None = None
     include: Annotated[list[str], Field(default_factory=list, fail_fast=True)]
-    metadata: Annotated[dict[str, Any], Field(default_factory=dict)]
+    metadata: Annotated[dict[_Key, _Value], Field(default_factory=dict, max_length=16)]
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
     text: TextFormat | None = None
     reasoning: Reasoning | None = None
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Schema`. The input becomes messages."""
+        """See `Schema`. An input is refused here, with one reason for all its kinds."""
         given = without_tools(super().renamed(given))
         if "input" not in given:
             raise Refusal(400, "input: Field required", param="input")
         asked = given["input"]
-        items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        if not isinstance(items, list) or not items:
+        if not isinstance(asked, str | list) or asked == []:
             raise Refusal(400, "input: allowed: a text, or a list of messages", param="input")
-        for i, item in enumerate(items):
+        for i, item in enumerate(asked if isinstance(asked, list) else ()):
             kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
             if kind not in (None, "message"):
                 message = f"input.{i}: found {str(kind)[:80]}; allowed: message. The model reads and writes text only"
                 raise Refusal(400, message, param="input", code="unsupported")
-        first = [{"role": "system", "content": given["instructions"]}] if given.get("instructions") else []
-        given["messages"] = [*first, *items]
         if isinstance(reasoning := given.get("reasoning"), dict) and reasoning.get("effort") is not None:
             given.setdefault("reasoning_effort", reasoning["effort"])
         return given
@@ -81,6 +78,13 @@ class ResponsesBody(ChatFields, Body):
         super().check()
         if self.n != 1:
             raise Refusal(400, f"n: found {self.n}; allowed: 1. Use /v1/chat/completions", param="n")
+
+    @property
+    def turns(self) -> list[Message]:
+        """See `ChatFields`: the instructions, and the input's messages."""
+        first = [Message(role="system", content=self.instructions)] if self.instructions else []
+        asked = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return [*first, *asked]
 
     @property
     def prompts(self) -> list[AnyPrompt]:
@@ -159,6 +163,10 @@ class Response(Form):
             self._event("response.output_item.done", output_index=0, item=item),
             self._event(f"response.{self._status}", response=self._response(self._status, [item], usage)),
         ]
+
+    def counted(self, usage: JSON) -> list[JSON]:
+        """See `Form`: nothing, since the last event counts tokens."""
+        return []
 
     def failed(self, refusal: Refusal) -> list[JSON]:
         """See `Form`."""

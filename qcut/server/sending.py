@@ -136,8 +136,8 @@ class Answer:
             return
         for value in form.end(self._usage):
             yield _sent(value)
-        if options.include_usage:
-            yield _sent({**form.piece([]), "usage": self._usage})
+        for value in form.counted(self._usage) if options.include_usage else ():
+            yield _sent(value)
         if form.END:
             yield form.END
 

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,17 @@ def test_code_replaced_in_transformers_is_refused(owner: Any, name: str, monkeyp
     before = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *a, **b: before(*a, **b))
     refused(small("llama"), "test_code_replaced_in_transformers_is_refused")
+
+
+def test_callables_in_place_of_functions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turned(self: Any, *a: Any, **b: Any) -> Any:
+        raise AssertionError
+
+    own = type("Own", (), {"turned": turned, "__call__": turned})()
+    scripted = torch.jit.script(torch.nn.functional.mish)
+    for found in (partial(turned, None), own, own.turned, scripted):
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", found)
+        refused(small("llama"), "LlamaAttention.forward runs")
 
 
 def test_class_replaced_in_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

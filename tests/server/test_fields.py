@@ -49,6 +49,7 @@ def test_null_is_as_good_as_absent(kind: type[Body]) -> None:
         {"role": "assistant", "content": None, "function_call": None, "tool_calls": []},
         {"role": "assistant"},
         {"role": "user", "content": None, "name": None},
+        {"role": "user", "content": "assistant"},
         {"role": "user", "content": [{"type": "text", "text": "A "}, {"type": "output_text", "text": "list"}, "s"]},
         {"role": "assistant", "content": "x", "reasoning_content": None, "id": "msg_1", "status": "completed"},
     ],
@@ -56,7 +57,7 @@ def test_null_is_as_good_as_absent(kind: type[Body]) -> None:
 def test_messages_that_clients_send(message: dict[str, Any]) -> None:
     (chat,) = read(ChatBody, {"messages": [USER, message, USER]}).prompts
     assert [one["role"] for one in chat.messages] == ["user", message["role"], "user"]
-    assert chat.messages[1]["content"] in ("A sequence.", "", "A lists", "x")
+    assert chat.messages[1]["content"] in ("A sequence.", message.get("content") or "", "A lists")
     assert "name" not in chat.messages[1]
 
 
@@ -103,6 +104,7 @@ def test_refusals_say_what_to_do(kind: type[Schema], field: str, value: Any, adv
         (CompletionBody, {"cache_prompt": True, "id_slot": -1, "spaces_between_special_tokens": False, "user": "me"}),
         (ChatBody, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False, "service_tier": "priority"}),
         (ChatBody, {"tools": [{"type": "function"}], "tool_choice": "none"}),
+        (ChatBody, {"response_format": {"type": "text", "json_schema": None}}),
         (ChatBody, {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"}),
         (ChatBody, {"store": True, "metadata": {"a": None}, "safety_identifier": "x", "prompt_cache_key": "y"}),
         (ChatBody, {"logprobs": False, "top_logprobs": 0, "stream_options": {"include_obfuscation": True}}),
@@ -119,8 +121,31 @@ def test_numbers_that_mean_no_limit() -> None:
         assert read(CompletionBody, {field: value}).most == most
     assert read(ChatBody, {"max_tokens": 5, "max_completion_tokens": -1}).most == 5
     assert [read(CompletionBody, {"top_k": k}).sampling.top_k for k in (-1, 0, 7, 2**31 - 1)] == [0, 0, 7, 2**31 - 1]
+    draws = {read(CompletionBody, {"seed": seed}).sampling.seed for seed in (-1, -1, None)}
+    assert len(draws) == 3
     assert read(CompletionBody, {"repeat_penalty": 1.5}).sampling.repetition_penalty == 1.5
     assert read(CompletionBody, {"logit_bias": {"7": -100, "9": 0.5}}).sampling.logit_bias == {7: -100.0, 9: 0.5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"instructions": True}, "instructions"),
+        ({"instructions": "b", "input": [{"role": 5, "content": "a"}]}, "input.0.role"),
+        ({"messages": [USER]}, "messages"),
+        ({"metadata": {"a": [1]}}, "metadata"),
+        ({"model": "m" * 5000}, "model"),
+    ],
+)
+def test_refusals_name_the_field_that_was_sent(fields: dict[str, Any], param: str) -> None:
+    assert refusal(ResponsesBody, fields, UnknownFields(strict=True)).param == param
+
+
+def test_infinite_numbers_are_not_sent_back() -> None:
+    with pytest.raises(Refusal, match="metadata"):
+        parsed(ResponsesBody, b'{"input": "a", "metadata": {"a": 1e999}}')
 
 
 def test_prompts_of_all_kinds() -> None:

@@ -22,11 +22,16 @@ from tests.server.serving import MODEL, Process, call, engine, serving
 LONG = {"prompt": "The import statement", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
 
 
+def asking(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
+    """A request that waits for its answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
 def asked(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     """A stream."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+    connection = asking(port, {**body, "stream": True})
     return connection, connection.getresponse()
 
 
@@ -93,10 +98,15 @@ def test_a_second_signal_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_grace_bounds_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     with serving(engine(), grace_s=1) as served:
         connection, _ = begun(served.port, {**LONG, "prompt": [LONG["prompt"]] * 200})
+        waiting = asking(served.port, {**LONG, "stream": False})
+        while len(served.server.server_state.tasks) < 2:
+            time.sleep(0.01)
         served.server.handle_exit(signal.SIGTERM, None)
     assert served.finished == [False]
     assert served.scheduler.load.new_tokens < 200 * 90
     connection.close()
+    waiting.close()
+    assert "s: cut off before an answer, at the end of the server" in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
 
 

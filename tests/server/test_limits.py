@@ -48,6 +48,7 @@ def refused(data: bytes) -> str:
         (b'{"a":-Infinity}', "no JSON"),
         (b'{"a":1' + b"0" * HALF + b"}", "no JSON"),
         (b'{"a":"' + b"\\" * HALF, "no JSON"),
+        (b"[" * (MOST_NESTED + 1) + b'\\"' * HALF, "more arrays and objects"),
         (b"[1]", "array"),
         (b"1e999", "number"),
         (b"true", "truth value"),
@@ -70,6 +71,7 @@ def test_json_at_its_limits() -> None:
     assert parse_json(json.dumps(many).encode()) == many
     text = {"a": '[{\\"' * HALF}  # brackets of a text are none of JSON's
     assert parse_json(json.dumps(text).encode()) == text
+    assert parse_json(b'\xef\xbb\xbf{"a":1}') == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -224,6 +226,20 @@ def test_the_log_counts_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> 
 def test_keys_that_are_none(key: str) -> None:
     with pytest.raises(ConfigError, match="API key"):
         Settings("name", key=key)
+
+
+@pytest.mark.parametrize("host", ["", "proxy:8080", "http://proxy", "a/b", "me@proxy"])
+def test_hosts_that_no_request_names(host: str) -> None:
+    Settings("name", hosts=["proxy.example", "Proxy"])
+    with pytest.raises(ConfigError, match="--allow-host"):
+        Settings("name", hosts=["proxy", host])
+
+
+@pytest.mark.parametrize("origin", ["", "a.example", "https://a.example/", "https://", "://a", "HTTPS://a.example"])
+def test_origins_that_no_browser_sends(origin: str) -> None:
+    Settings("name", origins=["*", "https://a.example", "http://localhost:3000"])
+    with pytest.raises(ConfigError, match="--allow-origin"):
+        Settings("name", origins=[origin])
 
 
 def test_addresses_of_this_machine_alone() -> None:

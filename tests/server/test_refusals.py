@@ -42,7 +42,7 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
         (COMPLETIONS, {**GOOD, "max_tokens": "2"}, "max_tokens", 'found "2"'),
         (COMPLETIONS, {**GOOD, "max_tokens": 2.5}, "max_tokens", "found 2.5"),
         (COMPLETIONS, {**GOOD, "max_tokens": True}, "max_tokens", "found true"),
-        (COMPLETIONS, {**GOOD, "n": 5}, None, "samples is 5; allowed: 1 to 4"),
+        (COMPLETIONS, {**GOOD, "n": 5}, "n", "n: found 5; allowed: 1 to 4"),
         (COMPLETIONS, {**GOOD, "n": 0}, "n", "greater"),
         (COMPLETIONS, {**GOOD, "temperature": -1}, None, "temperature -1"),
         (COMPLETIONS, {**GOOD, "temperature": "hot"}, "temperature", 'found "hot"'),
@@ -61,7 +61,7 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
         (COMPLETIONS, {**GOOD, "logit_bias": {"a": 1}}, "logit_bias", "token ids"),
         (COMPLETIONS, {**GOOD, "logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
         (COMPLETIONS, {**GOOD, "logit_bias": {"8192": 1}}, None, "8192"),
-        (COMPLETIONS, {**GOOD, "min_tokens": 3}, None, "min_new_tokens"),
+        (COMPLETIONS, {**GOOD, "min_tokens": 3}, "min_tokens", "found 3; allowed: 0 to 2"),
         (COMPLETIONS, {**GOOD, "stream_options": 1}, "stream_options", "found 1"),
         (CHATS, without(CHAT, "messages"), "messages", "required"),
         (CHATS, {**CHAT, "messages": []}, "messages", "at least 1 item"),
@@ -129,6 +129,7 @@ def test_paths_and_methods(served: Served) -> None:
     ):
         status, answer, _ = served.call(method, path)
         assert (status, "error" in answer) == (expected, True), path
+        assert expected != 405 or "; allowed: " in answer["error"]["message"]
     status, answer, _ = served.call("POST", COMPLETIONS, {**GOOD, "model": "gpt-4o"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert "--any-model" in answer["error"]["message"]
@@ -156,6 +157,8 @@ def test_another_type_than_json(served: Served) -> None:
         status, answer, _ = served.call("POST", COMPLETIONS, GOOD, Content_Type=kind)
         assert (status, answer["error"]["code"]) == (415, "content_type")
     assert served.call("POST", COMPLETIONS, GOOD, Content_Type="Application/JSON; charset=utf-8")[0] == 200
+    status, answer, _ = served.call("POST", COMPLETIONS, GOOD, Content_Encoding="gzip")
+    assert (status, answer["error"]["code"]) == (415, "content_encoding")
 
 
 def test_who_asks() -> None:

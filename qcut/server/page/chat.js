@@ -6,7 +6,8 @@ const SILENT = "The server does not answer.";
 /** A call to this server. */
 async function call(path, key, options = {}) {
   const headers = {...options.headers};
-  if (key) headers.Authorization = `Bearer ${key}`;
+  // A header takes bytes, a character each.
+  if (key) headers.Authorization = `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}`;
   let answer;
   try {
     answer = await fetch(path, {...options, headers});

@@ -49,6 +49,7 @@ class Scripted:
     Attributes:
         answers: to requests, in this order: pieces of text and events, or a refusal. Then each request gets "ok".
         bodies: of requests, in the order in which they came.
+        keys: of the same requests, as their headers have them.
         chat: whether the model has a template.
         context: tokens that the model takes; each character of a message is one.
         broken: whether answers end without their last line.
@@ -58,6 +59,7 @@ class Scripted:
     def __init__(self) -> None:
         self.answers: list[Iterable[Event] | Refused] = []
         self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
         self.chat, self.context, self.broken, self.left = True, 4096, False, 0
         self.port = 0
 
@@ -120,6 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.scripted.keys.append(self.headers.get("Authorization", ""))
         try:
             events = self.scripted.answer(body)
         except Refused as refused:

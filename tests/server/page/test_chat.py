@@ -246,6 +246,15 @@ def test_field_without_a_number_is_refused(browser: Any, scripted: Scripted) -> 
     tab.page.close()
 
 
+def test_key_is_sent_as_its_bytes(browser: Any, scripted: Scripted) -> None:
+    tab = Tab(browser, scripted.url)
+    tab.page.fill("#key", "schl\u00fcssel\u2026")
+    tab.send("hello")
+    tab.text("figures")
+    assert scripted.keys[-1].encode("latin-1") == "Bearer schl\u00fcssel\u2026".encode()
+    tab.page.close()
+
+
 def test_new_chat_leaves_the_old_answer_behind(browser: Any, scripted: Scripted) -> None:
     old, new = Slow(), Slow()
     scripted.answers = [old, new]
