@@ -186,6 +186,14 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)",
     )
+    group.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="hold each quantized layer to its float weight, and the model to the float one, before anything is "
+        "written: on a part of the text of --calibrate or, without one, on 16 tokens of the vocabulary; of a model "
+        "that reads images or sound, the layers alone; --no-verify leaves it out (default: do)",
+    )
     use = "what is derived from data: the ranges of w8a8_static, --bits, --smooth, --fit and --refine (default: none)"
     add_data_options(group, use, "lm_head; with --plan, none")
 
