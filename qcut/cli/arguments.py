@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         if extra:
             command = getattr(found, "parser", self)
             options = [option for action in command._actions for option in action.option_strings]
-            near = get_close_matches(extra[0].partition("=")[0], options, 1)
+            near = get_close_matches(extra[0].partition("=")[0], options, 1, 0.7)
             hint = f"did you mean {near[0]}? " if near else ""
             command.error(f"{hint}unrecognized arguments: {' '.join(map(str, extra))}")
         return found
@@ -113,7 +113,7 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number from 0 up")
     if len(text) > _DIGITS:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r}… has {len(text)} digits; allowed: {_DIGITS}")
+        raise argparse.ArgumentTypeError(f"{text[:_DIGITS]}… has {len(text)} digits; allowed: {_DIGITS}")
     return int(text)
 
 
