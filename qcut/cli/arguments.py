@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         if extra:
             command = getattr(found, "parser", self)
             options = [option for action in command._actions for option in action.option_strings]
-            near = get_close_matches(extra[0].partition("=")[0], options, 1)
+            near = get_close_matches(extra[0].partition("=")[0], options, 1, 0.7)
             hint = f"did you mean {near[0]}? " if near else ""
             command.error(f"{hint}unrecognized arguments: {' '.join(map(str, extra))}")
         return found
@@ -113,7 +113,7 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number from 0 up")
     if len(text) > _DIGITS:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r}… has {len(text)} digits; allowed: {_DIGITS}")
+        raise argparse.ArgumentTypeError(f"{text[:_DIGITS]}… has {len(text)} digits; allowed: {_DIGITS}")
     return int(text)
 
 
@@ -185,6 +185,14 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
         "--embeddings",
         metavar="NAME",
         help="scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)",
+    )
+    group.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="hold each quantized layer to its float weight, and the model to the float one, before anything is "
+        "written: on a part of the text of --calibrate or, without one, on 16 tokens of the vocabulary; of a model "
+        "that reads images or sound, the layers alone; --no-verify leaves it out (default: do)",
     )
     use = "what is derived from data: the ranges of w8a8_static, --bits, --smooth, --fit and --refine (default: none)"
     add_data_options(group, use, "lm_head; with --plan, none")

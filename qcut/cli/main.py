@@ -63,16 +63,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     as_json, out = "--json" in words, sys.stdout
     try:
-        # What commands print on the way is for people: with --json standard output has the answer alone.
         try:
+            # What commands print on the way is for people: with --json standard output has the answer alone.
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _ended_by_signals():
                 name, answer, error = _run(words)
                 if answer.text and not as_json:
                     print(answer.text)
         except KeyboardInterrupt as ended:
             name, answer, error = _failed(ended, "")
+        except UsageError as problem:
+            _tell(f"{problem.parser.format_usage()}{problem.parser.prog}: error: {problem}")
+            if as_json:
+                write_json(out, "error", 2, {"error": {"kind": "UsageError", "message": str(problem)}})
+            raise SystemExit(2) from None
         if error:
-            print(f"qcut: {error}", file=sys.stderr)
+            _tell(f"qcut: {error}")
         if as_json:
             write_json(out, name, answer.status, answer.data)
         out.flush()
@@ -81,15 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _forget(out)
         return 1
     except OSError as problem:
-        print(f"qcut: standard output cannot be written: {problem.strerror}", file=sys.stderr)
+        _tell(f"qcut: standard output cannot be written: {problem.strerror}")
         _forget(out)
         return 1
-    except UsageError as problem:
-        problem.parser.print_usage(sys.stderr)
-        print(f"{problem.parser.prog}: error: {problem}", file=sys.stderr)
-        if as_json:
-            write_json(out, "error", 2, {"error": {"kind": "UsageError", "message": str(problem)}})
-        raise SystemExit(2) from None
+
+
+def _tell(text: str) -> None:
+    """Write to standard error, where anything can be written."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
 
 
 def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
@@ -128,34 +133,43 @@ def _signal_of(error: KeyboardInterrupt) -> signal.Signals:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have SIGTERM and SIGHUP raise `Ended` in a block, as Ctrl-C raises, unless somebody has dealt with them."""
+    """Have the signals of `ENDING` raise `Ended` in a block, unless somebody has dealt with them."""
 
     def end(number: int, frame: object) -> None:
-        raise Ended(number)
-
-    def send_again(dropped: Any) -> None:
-        if isinstance(dropped.exc_value, KeyboardInterrupt):  # raised while an object was deleted
-            timers.append(threading.Timer(0.01, os.kill, (os.getpid(), _signal_of(dropped.exc_value))))
-            timers[-1].start()
+        torch = sys.modules.get("torch")
+        if getattr(getattr(torch, "__spec__", None), "_initializing", False):  # an exception in its C++ would abort
+            send_again(number)
         else:
-            report(dropped)
+            raise Ended(number)
 
-    taken, report = [], sys.unraisablehook
-    timers: list[threading.Timer] = []
+    def send_again(number: int) -> None:
+        timers.append(threading.Timer(0.01, os.kill, (os.getpid(), number)))
+        timers[-1].start()
+
+    def dropped(problem: Any) -> None:
+        if isinstance(problem.exc_value, KeyboardInterrupt):  # raised while an object was deleted
+            send_again(_signal_of(problem.exc_value))
+        else:
+            report(problem)
+
+    report, timers = sys.unraisablehook, list[threading.Timer]()
+    before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        sys.unraisablehook = send_again
-        taken = [one for one in ENDING if signal.getsignal(one) is signal.SIG_DFL]  # nohup ignores SIGHUP
-    for one in taken:
+        sys.unraisablehook = dropped
+        found = {one: signal.getsignal(one) for one in ENDING}
+        untouched = (signal.SIG_DFL, signal.default_int_handler)  # nohup ignores SIGHUP
+        before = {one: handler for one, handler in found.items() if handler in untouched}
+    for one in before:
         signal.signal(one, end)
     try:
         yield
     finally:
         for timer in timers:
             timer.cancel()
-        if sys.unraisablehook is send_again:
+        if sys.unraisablehook is dropped:
             sys.unraisablehook = report
-        for one in taken:
-            signal.signal(one, signal.SIG_DFL)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _failed(error: BaseException, message: str) -> tuple[str, Answer, str]:

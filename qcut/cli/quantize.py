@@ -33,8 +33,8 @@ FIELDS = {
     "schemes": "number of layers by scheme",
     "bytes_before, bytes_after": "bytes of the model in memory, shared tensors once",
     "file_bytes": "bytes of the folder's files",
-    "report": "what became of each layer: {layers, skipped, bytes_before, bytes_after, parameters, already, smoothed}, "
-    "see qcut.conversion.report.Report",
+    "report": "what became of each layer: {layers, skipped, bytes_before, bytes_after, parameters, already, verified, "
+    "held, unseen, smoothed}, see qcut.conversion.report.Report",
 }
 
 

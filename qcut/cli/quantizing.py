@@ -157,6 +157,7 @@ class Quantizing:
         embeddings: scheme of tables and classifier, or None.
         include: globs of layers to take, or None.
         skip: globs of layers to leave, or None.
+        verify: whether the quantized model is held to the float one; see `qcut.quantize`.
     """
 
     scheme: Scheme | Plan | None
@@ -169,6 +170,7 @@ class Quantizing:
     embeddings: Scheme | None
     include: list[str] | None
     skip: list[str] | None
+    verify: bool
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Quantizing:
@@ -201,6 +203,7 @@ class Quantizing:
             embeddings,
             arguments.include,
             arguments.skip,
+            arguments.verify is not False,
         )
 
     def while_loading(self) -> QcutConfig | None:
@@ -218,6 +221,7 @@ class Quantizing:
             include=self.include,
             modules_to_not_convert=self.skip,
             embeddings=self.embeddings,
+            verify=self.verify,
             report=True,
         )
 
@@ -276,6 +280,7 @@ class Quantizing:
             include=self.include,
             skip=self.skip,
             embeddings=self.embeddings,
+            verify=self.verify,
             progress=shown(),
         )
         if reference is not None and self.text is not None:
@@ -301,7 +306,7 @@ def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) ->
     """Refuse options that lack what they need, before anything is read or computed."""
     given = {
         f"--{name}": getattr(arguments, name)
-        for name in ("calibrate", "smooth", "refine", "embeddings", "include", "skip")
+        for name in ("calibrate", "smooth", "refine", "embeddings", "include", "skip", "verify")
     }
     given["--fit"] = arguments.fit or None
     if scheme is None and arguments.bits is None:

@@ -193,12 +193,12 @@ def run(arguments: argparse.Namespace) -> Answer:
         any_model=arguments.any_model,
         strict=arguments.strict,
     )
-    _say(_several(arguments))
     with (
         _logging(arguments.log_level),
         running.listening(arguments.host, arguments.port) as found,
     ):  # before the model is read: ports may be taken
         scheduler = _scheduler(arguments)
+        _say(_several(arguments))
         where = running.address(found)
         found.listen(running.BACKLOG)  # who reads the next line may call at once
         _say(_ready(scheduler, settings.name, where))
@@ -279,7 +279,7 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
 
 
 def _several(arguments: argparse.Namespace) -> str:
-    """The first line: what serves more than one GPU."""
+    """What serves more than one GPU."""
     scheme = f" --quantization qcut-{arguments.scheme}" if arguments.scheme else ""
     return (
         "one GPU, or the processor, serves here; more than one: "

@@ -76,6 +76,7 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         type=_layouts,
         default=["tnt"],
+        metavar="ABD",
         help="memory orders of A, B, D: t row-major, n column-major (default: tnt)",
     )
     parser.add_argument(
@@ -148,6 +149,8 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
     path = arguments.out or tuned.user_path(gpu)
     if path is None:
         raise ConfigError("tune: there is no home directory for the table; set QCUT_CACHE_DIR or give --out FILE")
+    if path.is_dir():
+        raise ConfigError(f"tune: --out {path}: there is a folder of that name; allowed: a file")
     book = _Book(path, gpu)
     if merged is not None:
         book.take(merged)

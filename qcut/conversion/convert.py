@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from qcut.conversion.report import LayerReport, Report, weight_error
 from qcut.conversion.smoothing import Smoothing, migrations_for, norm_updates, rescale, scaled_weight
 from qcut.conversion.tables import classifier_tasks, quantized_table, table_report
 from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
-from qcut.conversion.verification import MOST_BYTES, Recording, check_layer
+from qcut.conversion.verification import Proof
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
@@ -99,8 +98,10 @@ def quantize(
             half a minute each are built in the background, unless ``QCUT_BUILD`` is ``wait``, and others serve until
             then. Other kernels are built at their first use. Of no effect on the CPU.
         verify: a batch, as `qcut.calibrate` takes them, on which the quantized model is held to the float one; see
-            `qcut.conversion.verification`. None takes a small one that the calibration has seen, if there is one;
-            False leaves the proof out. Costs two forward passes, and the memory of all layers' results on the batch.
+            `qcut.conversion.verification`. None takes a small one that the calibration has seen, if there is one; True
+            takes that, or else 16 tokens of the vocabulary where the model is one of transformers that reads token ids,
+            and otherwise shows each layer alone, which the report says; False leaves the proof out. Costs two forward
+            passes, and the memory of all layers' results on the batch.
         progress: show a progress bar.
 
     Returns:
@@ -131,9 +132,10 @@ def quantize(
     target = None if device is None else torch.device(device)
     before = model_bytes(model)
     prebuild_layers(work.tasks, target, prebuild, progress)
-    recording = _recording(model, work, calibration, verify)
+    proof = Proof(verify, None if calibration is None else calibration.batch)
+    proof.record(model, {name: task.module for name, task in work.tasks.items()} | work.tables)
 
-    layers, reports = _make_layers(work.tasks, calibration, target, progress, recording)
+    layers, reports = _make_layers(work.tasks, calibration, target, progress, proof)
     tables = _make_tables(work, layers, embeddings, target)
     for name, module in work.tables.items():
         error = weight_error(module.weight, tables[name].dequantized_weight())
@@ -145,23 +147,24 @@ def quantize(
     parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
     if include is None and not isinstance(scheme, Plan):
         warn_of_float(model, replacements, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
-    changes, calls = changes_of(model, replacements, work.fused, updates, target), 0
-    if recording is not None and recording.complete:
-        calls, scales = len(recording), {} if smoothing is None else smoothing.scales
-        commit(changes, lambda: recording.check(model, {**layers, **tables}, scales))
-    else:
-        commit(changes)
+    changes, scales = (
+        changes_of(model, replacements, work.fused, updates, target),
+        smoothing.scales if smoothing else {},
+    )
+    commit(changes, lambda: proof.check(model, {**layers, **tables}, scales))
     announce(model)
-    return Report(tuple(reports), work.skipped, before, model_bytes(model), parameters, already, smoothing, calls)
-
-
-def _recording(model: nn.Module, work: Work, calibration: Calibration | None, verify: Any) -> Recording | None:
-    """What the float model computes on the batch of a proof; None without one."""
-    batch = verify if verify is not None else None if calibration is None else calibration.batch
-    if batch is None or verify is False:
-        return None
-    layers = {name: task.module for name, task in work.tasks.items()} | work.tables
-    return Recording(model, batch, layers, MOST_BYTES if verify is None else math.inf)
+    return Report(
+        tuple(reports),
+        work.skipped,
+        before,
+        model_bytes(model),
+        parameters,
+        already,
+        smoothing,
+        proof.calls,
+        proof.held,
+        proof.unseen,
+    )
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -241,7 +244,7 @@ def _make_layers(
     calibration: Calibration | None,
     device: torch.device | None,
     progress: bool,
-    recording: Recording | None,
+    proof: Proof,
 ) -> tuple[dict[str, Linear], list[LayerReport]]:
     """The quantized layers by name, those of one weight tied, and their reports."""
     layers: dict[str, Linear] = {}
@@ -260,10 +263,9 @@ def _make_layers(
         owner = owners.setdefault(tensor_key(weight_of(task.module)), name)
         tied_to = None if owner == name else owner
         reports.append(_report(name, task, source, layer, calibration, tied_to))
-        if recording is not None and name in recording.samples:
-            x = recording.samples[name]
-            x = x if task.scale is None else x / task.scale.to(x.device)
-            check_layer(name, source, layer, x, reports[-1].weight_error, task.second_moment is not None)
+        x = proof.sample(name)
+        x = x if x is None or task.scale is None else x / task.scale.to(x.device)
+        proof.layer(name, source, layer, reports[-1].weight_error, task.second_moment is not None, x)
         if tied_to is not None:
             layer.tie_to(layers[tied_to])
         keep_hooks(task.module, layer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from qcut.codebooks import lloyd_max, pairs, rotation
 from qcut.codebooks.quantizer import RotatedCodebook, dequantize, nearest_indices, stored_norms
 from qcut.layers.codebook import CodebookLinear
+from qcut.models.fusion import Change
 from qcut.numerics.hadamard import walsh_hadamard
 
 _EDGE = 0.25  # a number starts this share of the way from the border of its codebook value's interval to the value
@@ -156,8 +158,12 @@ class Vectors:
             for module, key, i in self.holders:
                 module._parameters[key] = self.parameters[i]
 
+    def change(self) -> Change:
+        """Puts the masters' values in the model's parameters."""
+        before = [p.detach().clone() for p in self.parameters]
+        return Change(partial(self._store, self.masters), partial(self._store, before))
+
     @torch.no_grad()
-    def store(self) -> None:
-        """Put the masters' values in the model's parameters."""
-        for master, p in zip(self.masters, self.parameters, strict=True):
-            p.copy_(master)
+    def _store(self, values: list[Tensor]) -> None:
+        for value, p in zip(values, self.parameters, strict=True):
+            p.copy_(value)

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.codebooks.rotation import NO_ROTATION
+from qcut.conversion.commit import commit
 from qcut.conversion.curvature import frozen
 from qcut.conversion.refined import RefinedLayer, Vectors
-from qcut.errors import CalibrationError, ConfigError, ShapeError
+from qcut.conversion.report import weight_error
+from qcut.conversion.verification import Proof, excerpt
+from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
+from qcut.models.fusion import Change
 from qcut.models.modules import (
     check_batches,
     evaluating,
@@ -84,6 +89,7 @@ def refine(
     rate: float = RATE,
     code_rate: float = CODE_RATE,
     seed: int = 0,
+    verify: Any = None,
     progress: bool = True,
 ) -> Refinement:
     """Tune a quantized model's codebook layers and vectors, in place, to predict what the float model predicts.
@@ -105,6 +111,9 @@ def refine(
         rate: of norms, relative to themselves, and of vectors.
         code_rate: of codes, in units of the least distance of two codebook values; 0 leaves them.
         seed: of the order of batches.
+        verify: a batch on which the loss of the refined model may be at most twice that of the model before; None takes
+            a short part of the first of ``batches``. Each tuned layer is held to the reference's weight and to its own,
+            as `qcut.quantize` does; how the layers are put together stays as it was. False leaves the proof out.
         progress: show a progress bar.
 
     Returns:
@@ -114,7 +123,8 @@ def refine(
         CalibrationError: no batch, or a loss that is NaN or infinite.
         ConfigError: no such layer, a rate or number of steps out of range, or a model that cannot be differentiated.
         ShapeError: the outputs of the two models differ in shape.
-        QuantizationError: a norm grows beyond float16.
+        QuantizationError: a norm grows beyond float16, or the refined model fails the proof of ``verify`` (layer named,
+            where it is one's).
 
     Exactness: float32 weights; products and activations in the models' types, without int8 products. Not deterministic
     where torch's derivatives are not.
@@ -133,7 +143,10 @@ def refine(
     if steps < 1:
         raise ConfigError(f"steps: found {steps}; allowed: 1 and more")
     device = model_device(model)
-    floats = {name: weight_nk(module).to(device) for name, module in linear_layers(reference)[0].items()}
+    proof = Proof(verify, excerpt(held[0]))
+    loss_before = _loss_on(model, reference, proof.batch) if proof.wanted else math.inf
+    sources = linear_layers(reference)[0]
+    floats = {name: weight_nk(module).to(device) for name, module in sources.items()}
     tuned = {name: RefinedLayer(layer, floats.get(name), code_rate > 0) for name, layer in chosen.items()}
     vectors = Vectors(model)
     by_rate: dict[float, list[Tensor]] = {rate: list(vectors.masters)}
@@ -170,15 +183,39 @@ def refine(
                 pending = []
     results = {name: layer.result(name) for name, layer in tuned.items()}
     changed = total = 0
+    changes = [vectors.change()]
     for name, layer in chosen.items():
-        *before, last = layer.passes
+        *first, last = before = layer.passes
         changed += int((last.indices != results[name].indices).sum())
         total += last.indices.numel()
-        layer._set_passes([*before, results[name]], device)
+        after = [*first, results[name]]
+        changes.append(Change(partial(layer._set_passes, after, device), partial(layer._set_passes, before, device)))
         if (bias := tuned[name].bias) is not None:
-            layer.bias = bias.detach()
-    vectors.store()
+            changes.append(
+                Change(partial(setattr, layer, "bias", bias.detach()), partial(setattr, layer, "bias", layer.bias))
+            )
+
+    def check() -> None:
+        for name in (name for name in chosen if name in sources):
+            error = weight_error(floats[name], chosen[name].dequantized_weight())
+            proof.layer(name, sources[name], chosen[name], error, fitted=True)
+        loss_after = _loss_on(model, reference, proof.batch) if proof.wanted else 0.0
+        if not loss_after <= 2 * loss_before + 1e-6:
+            raise QuantizationError(
+                f"verify: the loss on a batch is {loss_after:.4g} after refining, and was {loss_before:.4g}; allowed: "
+                "twice that. Take lower rates, or more batches"
+            )
+
+    commit(changes, check)
     return Refinement(tuple(losses), changed / total)
+
+
+@torch.no_grad()
+def _loss_on(model: nn.Module, reference: nn.Module, batch: Any) -> float:
+    """The loss of a model as it is, in evaluation mode."""
+    with evaluating(model), evaluating(reference):
+        given = to_device(batch, model_device(model))
+        return _distance(forward(model, given), forward(reference, given)).item()
 
 
 def _finite(losses: list[Tensor], batches: list[int]) -> list[float]:
@@ -242,12 +279,18 @@ def _computed_by(model: nn.Module, tuned: dict[str, RefinedLayer]) -> Iterator[N
 
 
 def _loss(output: Any, wanted: Any) -> Tensor:
+    """See `_distance`."""
+    loss = _distance(output, wanted)
+    if not loss.requires_grad:
+        raise ConfigError("the model cannot be differentiated: its output depends on no layer that is tuned")
+    return loss
+
+
+def _distance(output: Any, wanted: Any) -> Tensor:
     """Mean divergence of the positions' distributions where outputs are logits, else the relative squared error."""
     found, target = output_tensor(output).float(), output_tensor(wanted).float()
     if found.shape != target.shape:
         raise ShapeError(f"the model's output has shape {list(found.shape)}, the reference's {list(target.shape)}")
-    if not found.requires_grad:
-        raise ConfigError("the model cannot be differentiated: its output depends on no layer that is tuned")
     if isinstance(getattr(wanted, "logits", None), Tensor):
         divergence = F.kl_div(found.log_softmax(-1), target.log_softmax(-1), reduction="sum", log_target=True)
         return divergence / max(1, found[..., 0].numel())

@@ -60,6 +60,8 @@ class Report:
         already: layers that were quantized before.
         smoothing: the smoothing that was applied, or None.
         verified: calls of layers on which the model was held to the float one; 0 without that proof.
+        held: layers that were held to their float weights; see `qcut.conversion.verification`.
+        unseen: why the model as a whole was not held to the float one, where that was asked for; else empty.
     """
 
     layers: tuple[LayerReport, ...]
@@ -70,6 +72,8 @@ class Report:
     already: tuple[str, ...] = ()
     smoothing: Smoothing | None = field(default=None, repr=False)
     verified: int = 0
+    held: int = 0
+    unseen: str = ""
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -92,6 +96,8 @@ class Report:
             "parameters": self.parameters,
             "already": list(self.already),
             "verified": self.verified,
+            "held": self.held,
+            "unseen": self.unseen,
             "smoothed": [m.norm for m in self.smoothing.migrations] if self.smoothing else [],
         }
 
@@ -120,6 +126,10 @@ class Report:
         )
         if self.verified:
             lines.append(f"verified: {self.verified} calls of layers on a batch, and the output, are the float model's")
+        elif self.held:
+            lines.append(
+                f"verified: {self.held} layers against their float weights; the model as a whole was not: {self.unseen}"
+            )
         if self.parameters:
             lines.append(self._shares())
         return "\n".join(lines)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qcut.config import Codebook
-from qcut.errors import QuantizationError
+from qcut.errors import DtypeError, QcutError, QuantizationError
 from qcut.layers.base import Linear
-from qcut.models.modules import as_given, evaluating, forward, input_ids_of, model_device, to_device, weight_nk
+from qcut.layers.embedding import Embedding
+from qcut.models.modules import (
+    as_given,
+    evaluating,
+    forward,
+    input_ids_of,
+    is_conv1d,
+    model_device,
+    to_device,
+    weight_nk,
+)
 from qcut.numerics.int8 import apply_activation
 
 SAMPLE_ROWS = 16
-"""Tokens of each layer's input that the layer is checked on."""
+"""Tokens of each layer's input that the layer is checked on; and tokens of a batch that qcut makes up."""
 MOST_TOKENS = 64
 """Tokens of a sequence that `excerpt` keeps."""
 MOST_BYTES = 1 << 30
@@ -51,6 +61,144 @@ def excerpt(batch: Any) -> Any:
 def _copied(batch: Any) -> Any:
     """A batch of copies: a model may change its input in place."""
     return pytree.tree_map_only(Tensor, lambda t: t.clone(), batch)
+
+
+def vocabulary_tokens(model: nn.Module) -> Any:
+    """A batch for a proof of a model of transformers that reads text: one token of each sixteenth of its vocabulary.
+
+    Returns:
+        What the model is called on, its decoder included; or None where it reads anything else than token ids.
+    """
+    config, table = getattr(model, "config", None), None
+    if getattr(model, "main_input_name", None) == "input_ids":
+        with suppress(NotImplementedError):  # models that read token ids beside something else
+            table = model.get_input_embeddings()  # type: ignore[operator]
+    if not isinstance(table, (nn.Embedding, Embedding)):
+        return None
+    context = getattr(config, "max_position_embeddings", None)
+    count = min(SAMPLE_ROWS, max(1, context // 2)) if isinstance(context, int) else SAMPLE_ROWS
+    ids = (2 * torch.arange(count, dtype=torch.int64, device="cpu") + 1) * table.num_embeddings // (2 * count)
+    names = ("input_ids", "decoder_input_ids") if getattr(config, "is_encoder_decoder", False) else ("input_ids",)
+    return dict.fromkeys(names, ids[None])
+
+
+class Proof:
+    """The proof of one quantization, as far as there is something to hold the model to.
+
+    Args:
+        verify: a batch; None takes the calibration's, if there is one; True takes that, or else tokens of the
+            vocabulary (`vocabulary_tokens`); False leaves the proof out.
+        calibrated: the calibration's small batch, or None.
+
+    Attributes:
+        batch: what models are called on, or None.
+        wanted: whether anything is to be shown.
+        held: how many layers were held to their float weights.
+        unseen: why there is none; empty where nothing was asked for.
+    """
+
+    def __init__(self, verify: Any, calibrated: Any) -> None:
+        asked = verify is None or verify is True or verify is False
+        self.batch = calibrated if asked else verify
+        self._most: float = MOST_BYTES if asked else math.inf
+        self._made_up = verify is True and calibrated is None
+        self.wanted = verify is not False and (self._made_up or self.batch is not None)
+        self._recording: Recording | None = None
+        self.held, self.unseen = 0, ""
+
+    @property
+    def calls(self) -> int:
+        """Calls of layers that were recorded; 0 without a recording."""
+        return 0 if self._recording is None else len(self._recording)
+
+    def record(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+        """Run the float model; arguments and errors are those of `Recording`, but for made-up tokens."""
+        if not self.wanted:
+            return
+        batch = vocabulary_tokens(model) if self._made_up else self.batch
+        if batch is None:
+            reads = getattr(model, "main_input_name", "")
+            self.unseen = f"it reads {reads}" if reads not in ("", "input_ids") else "qcut knows no input for it"
+            return
+        try:
+            recording = Recording(model, batch, layers, self._most)
+        except (QcutError, AssertionError) as error:
+            if not self._made_up:
+                raise
+            self.unseen = " ".join(str(error).split())[:200]
+            return
+        if recording.complete:
+            self._recording = recording
+        else:
+            self.unseen = f"the results of its layers on a batch have more than {MOST_BYTES} bytes"
+
+    def layer(
+        self, name: str, source: nn.Module, layer: Linear, error: float, fitted: bool, sample: Tensor | None = None
+    ) -> None:
+        """Hold a layer to its float weight, see `check_layer`, on ``sample``, or else on normal random tokens."""
+        if not self.wanted:
+            return
+        if sample is None:
+            generator = torch.Generator().manual_seed(0)
+            sample = torch.randn(SAMPLE_ROWS, layer.in_features, generator=generator, dtype=torch.float32, device="cpu")
+        check_layer(name, source, layer, sample, error, fitted)
+        self.held += 1
+
+    def sample(self, name: str) -> Tensor | None:
+        """Some tokens of a layer's first recorded input."""
+        return None if self._recording is None else self._recording.samples.get(name)
+
+    def check(self, model: nn.Module, layers: Mapping[str, nn.Module], scales: Mapping[str, Tensor]) -> None:
+        """Hold the quantized model to the recorded one; see `Recording.check`."""
+        if self._recording is None:
+            return
+        try:
+            self._recording.check(model, layers, scales)
+        except DtypeError as error:  # kernels on a GPU that take no float32, of a model that is only to be written
+            if not self._made_up:
+                raise
+            self._recording, self.unseen = None, str(error)
+
+
+@contextmanager
+def lent_weights(modules: Mapping[nn.Module, Linear | Embedding]) -> Iterator[None]:
+    """Let float modules without weights compute with those of their quantized layers, one module at a time.
+
+    For a proof after the float weights are gone: how the layers are put together, which `Recording` shows, does not
+    depend on the weights.
+
+    Args:
+        modules: linear layers and embeddings, whose weights are on the meta device before and after, with what replaces
+            each.
+    """
+    before: dict[nn.Module, Any] = {module: module._parameters["weight"] for module in modules}
+    handles = []
+
+    def put(module: nn.Module, weight: Tensor) -> None:
+        old = before[module]
+        module._parameters["weight"] = nn.Parameter(weight.to(old.dtype), old.requires_grad)
+
+    def fill(module: nn.Module, _: Any) -> None:
+        weight = modules[module].dequantized_weight()
+        put(module, weight.t() if is_conv1d(module) else weight)
+
+    def empty(module: nn.Module) -> None:
+        """A weight of its shape on the layer's device, of one element of memory, for code that asks for these."""
+        layer = modules[module]
+        device = next((layer.linear if isinstance(layer, Embedding) else layer).buffers()).device
+        put(module, torch.zeros((), dtype=before[module].dtype, device=device).expand(before[module].shape))
+
+    try:
+        for module in modules:
+            empty(module)
+            handles.append(module.register_forward_pre_hook(fill))
+            handles.append(module.register_forward_hook(lambda module, _, __: empty(module)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, weight in before.items():
+            module._parameters["weight"] = weight
 
 
 def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: float, fitted: bool = False) -> None:
@@ -77,13 +225,15 @@ def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: f
             f"verify: the {layer.scheme.name} weight is {error:.1%} off the float one; allowed: {allowed:.1%}", name
         )
     given = as_given(x, source)
+    if given.is_cuda and given.dtype is torch.float32 and not layer.scheme.int8_products:
+        given = given.half()  # such kernels take no others
     tokens = layer.quantized_tokens(given)
     exact = tokens is not None
     tokens = given.float() if tokens is None else tokens
     weight = layer.dequantized_weight()
     product = nn.functional.linear(tokens, weight)
     bias = layer.bias
-    wanted = apply_activation(product if bias is None else product + bias, layer.activation)
+    wanted = apply_activation(product if bias is None else product + bias, "none" if layer.apart else layer.activation)
     scale = max(product.norm().item(), tokens.norm().item() * weight.norm().item() / math.sqrt(weight.shape[1]))
     least = 1e-3 if given.dtype is torch.float32 and not weight.is_cuda else 0.03
     allowed = max(least, 0 if exact else _ROTATED_INT8) * scale + least * wanted.norm().item()

@@ -105,16 +105,13 @@ def make_directory(path: Path) -> None:
     Raises:
         OSError: it cannot be made, or is no directory.
     """
-    try:
-        os.mkdir(path, 0o700)
-    except FileNotFoundError:
-        if path.parent == path:
-            raise
-        make_directory(path.parent)
-        make_directory(path)
-    except FileExistsError:
-        if not path.is_dir():
-            raise
+    for each in (*reversed(path.parents), path):
+        if not each.is_dir():
+            try:
+                os.mkdir(each, 0o700)
+            except FileExistsError:
+                if not each.is_dir():
+                    raise
 
 
 @contextlib.contextmanager

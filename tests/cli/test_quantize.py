@@ -67,6 +67,19 @@ def test_bits_make_a_plan_of_the_text(text: Path, tmp_path: Path, capfd: pytest.
         assert message in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_the_proof_is_on_unless_refused(
+    calibrated: bool, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quantize", DEMO, "--scheme", "w8a8", "--include", "h.0.*", "--overwrite", "--out", tmp_path / "out"]
+    if calibrated:
+        words += ["--calibrate", text, "--window", 64, "--max-windows", 1]
+    counts = [answer(capfd, *words, *option)["report"]["verified"] for option in ((), ("--verify",), ("--no-verify",))]
+    assert counts == [4, 4, 0]
+    assert cli.main(["generate", str(DEMO), "--no-verify"]) == 1
+    assert "--verify says how to quantize" in capfd.readouterr().err
+
+
 def test_a_folder_is_what_python_makes(saved: Path, text: Path) -> None:
     model, tokenizer = load_pretrained(str(DEMO), dtype=torch.float16, device=torch.device("cpu"))
     windows = windows_of(torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"]), 64)

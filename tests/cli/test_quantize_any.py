@@ -58,7 +58,8 @@ def test_a_model_for_any_task(name: str, tmp_path: Path, capfd: pytest.CaptureFi
     options = ("--embeddings", "w8a16") if name.startswith("Bert") else ()
     made = answer(capfd, "quantize", folder, "--scheme", "codebook4", "--out", out, *options)
     expected = getattr(transformers, name).from_pretrained(folder)
-    report = qcut.quantize(expected, "codebook4", embeddings=options[1] if options else None, progress=False)
+    embeddings = options[1] if options else None
+    report = qcut.quantize(expected, "codebook4", embeddings=embeddings, verify=True, progress=False)
     assert made["report"] == json.loads(json.dumps(report.to_json()))
     found: Any = qcut.load(out, progress=False)
     want, got = expected.state_dict(), found.state_dict()

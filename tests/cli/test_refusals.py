@@ -349,6 +349,17 @@ def test_no_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().err == "qcut: there is not enough memory\n"
 
 
+@pytest.mark.parametrize(("redirection", "status"), [(">/dev/full", 1), ("| true", 0), ("2>/dev/full", 2)])
+def test_wrong_commands_on_broken_outputs(redirection: str, status: int) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    line = f'"$0" -m qcut quantize --json {redirection}'
+    done = subprocess.run(["sh", "-c", line, sys.executable], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert ("required: MODEL, --out" in done.stdout) == (status == 2)
+
+
 @pytest.mark.parametrize("redirection", [">/dev/full", ">&-", "2>&-", ">&- 2>&-"])
 def test_outputs_that_cannot_be_written(redirection: str) -> None:
     if not Path("/dev/full").exists():

@@ -96,6 +96,15 @@ def test_the_command_fails_where_a_kernel_is_wrong_and_says_what_no_family_has(
     assert "WRONG qcut_int8_mma" in said.err
 
 
+def test_a_folder_is_no_table(tmp_path: Path) -> None:
+    table, out = tmp_path / "table.json", tmp_path / "out"
+    tuned.write(table, tuned.Table(H200.machine))
+    out.mkdir()
+    with pytest.raises(ConfigError, match=r"--out .*out: there is a folder of that name; allowed: a file"):
+        command("--merge", str(table), "--out", str(out))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "table.json"]
+
+
 def test_the_command_merges_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tile = TileConfig((128, 128, 64), (64, 64, 64), 4)
     slow = tuned.Row("int8_mma", "s8", "tnt", 64, 1280, 1280, tile, 5.0)

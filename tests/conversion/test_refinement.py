@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.errors import CalibrationError, ConfigError, ShapeError
+from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError
 from tests.support.zoo import tiny_hf
 
 RATES = {"rate": 3e-3, "code_rate": 3e-2}
@@ -144,3 +144,18 @@ def test_what_is_refused():
         refine(model, broken, texts(1))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_a_worse_model_is_refused_and_undone():
+    model, reference = pair("codebook4")
+    state = copy.deepcopy(model.state_dict())
+    wild = {"rate": 5.0, "code_rate": 0.0, "steps": 6, "progress": False}
+    with pytest.raises(QuantizationError, match=r"verify: the loss on a batch is .* after refining, and was"):
+        qcut.refine(model, reference, texts(2), **wild)
+    other = copy.deepcopy(reference)
+    other.model.layers[1].mlp.up_proj.weight.neg_()
+    with pytest.raises(QuantizationError, match=r"layer 'model.layers.1.mlp.up_proj': verify: the codebook4 weight is"):
+        qcut.refine(model, other, texts(1), progress=False)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    qcut.refine(model, reference, texts(2), **wild, verify=False)
+    assert not all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

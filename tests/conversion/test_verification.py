@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.conversion.verification import Recording, check_layer, excerpt
+from qcut.conversion.verification import Recording, check_layer, excerpt, vocabulary_tokens
 from qcut.errors import QuantizationError
 from tests.support.zoo import inject_outliers, same, snapshot, tiny_hf, tiny_lm, token_batches
 
@@ -137,3 +137,23 @@ def test_excerpt_is_one_short_sequence_of_ids() -> None:
     }
     image = torch.zeros(2, 3, 8, 8)
     assert excerpt(image).shape == image.shape
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_tokens_of_the_vocabulary_are_a_batch(name: str) -> None:
+    model = tiny_hf(name)
+    ids = vocabulary_tokens(model)["input_ids"]
+    assert ids.dtype == torch.int64
+    assert 0 <= int(ids.min()) < int(ids.max()) < model.config.vocab_size
+    assert ids.unique().numel() == ids.numel() == 16
+    report = qcut.quantize(model, "w8a8", verify=True, allow_growth=True, progress=False)
+    assert report.verified == report.held == len(report.layers)
+    assert report.unseen == ""
+
+
+def test_layers_alone_are_held_without_an_input() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    report = qcut.quantize(model, "w8a8", verify=True, progress=False)
+    assert (report.verified, report.held) == (0, 2)
+    assert "2 layers against their float weights; the model as a whole was not: qcut knows no input" in str(report)
+    assert qcut.quantize(nn.Sequential(nn.Linear(32, 32)), "w8a8", progress=False).held == 0

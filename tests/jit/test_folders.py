@@ -161,3 +161,9 @@ def test_a_file_in_a_directorys_place(base: Path, tmp_path: Path, which: str) ->
         assert not cache.write("kernel", KEY, ENTRY)
     with keylocks.locked(KEY):
         pass
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a file system in which nothing can be made")
+def test_a_folder_that_cannot_be_made_is_an_oserror() -> None:
+    with pytest.raises(FileNotFoundError, match="/proc/none"):
+        folders.make_directory(Path("/proc/none/of/these"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 import qcut
-from qcut.cli.main import main
+from qcut.cli.main import ENDING, main
 from tests.fuzz.formats import build_huggingface, model_state
+from tests.support import ROOT
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -120,3 +122,22 @@ def test_a_folder_that_made_room_comes_back(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "out[1]").rename(tmp_path / ".out[1].01234567.old")  # its writer was killed between two renames
     assert quantize(folder, tmp_path / "out[1]") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out[1]"]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_waits_for_the_import_of_torch(tmp_path: Path, number: signal.Signals) -> None:
+    """An exception in its C++ ends the process with SIGABRT."""
+    lines = (
+        "import os, time, types",
+        "ops = types.SimpleNamespace(aten=types.ModuleType('aten'))",
+        f"os.kill(os.getpid(), {int(number)})",
+        "time.sleep(0.1)",
+        "open('imported', 'w').close()",
+        "def __getattr__(name): time.sleep(30)",
+    )
+    (tmp_path / "torch.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "qcut", "generate", "model"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (128 + number, f"qcut: {ENDING[number]}\n")
+    assert (tmp_path / "imported").exists()

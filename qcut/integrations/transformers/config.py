@@ -61,6 +61,10 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
             codebooks are fitted to them.
         fuse: let a layer compute the activation that follows.
         allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more.
+        verify: a batch, as `qcut.calibrate` takes them: each layer is held to its float weight while both exist, on the
+            calibration's tokens or else on random ones. How the layers are put together is then held, on the batch, to
+            the model's own modules, which compute with the quantized layers' weights, one at a time. None and True are
+            those of `qcut.quantize`; False leaves the proof out.
         report: keep, as ``model.hf_quantizer.report``, the report that `qcut.quantize` returns, but for the errors of
             outputs. Measuring the errors of weights takes time.
 
@@ -84,6 +88,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         second_moments: Mapping[str, Tensor | Curvature] | None = None,
         fuse: bool = True,
         allow_growth: bool = False,
+        verify: Any = None,
         report: bool = False,
     ) -> None:
         self.quant_method = _METHOD
@@ -95,6 +100,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.second_moments = second_moments
         self.fuse = fuse
         self.allow_growth = allow_growth
+        self.verify = verify
         self.report = report
         self.stored: dict[str, Any] | None = None
         self.foreign: dict[str, Any] | None = None

@@ -20,6 +20,7 @@ from qcut.conversion.inventory import count_parameters, warn_of_float
 from qcut.conversion.report import LayerReport, Report, weight_error
 from qcut.conversion.tables import table_report
 from qcut.conversion.tasks import Task
+from qcut.conversion.verification import SAMPLE_ROWS, Proof, lent_weights
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
@@ -28,6 +29,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, quantized_layers
+from qcut.numerics.plain_state import plain_state
 from qcut.process.memory import return_free_memory
 
 _LARGE_BYTES = 1 << 20
@@ -77,10 +79,15 @@ class OnlineLoading:
 
     def __init__(self, model: Any, config: QcutConfig, parallel: TensorParallel | None = None) -> None:
         self._config, self._parallel = config, parallel
-        if parallel is not None and config.report:
-            raise UnsupportedError(
-                f"report=True with tp_size={parallel.size}: a process has parts of the layers; allowed: report=False"
-            )
+        asked = {"report=True": config.report, "verify": config.verify is not None and config.verify is not False}
+        for option, given in asked.items():
+            if given and parallel is not None:
+                raise UnsupportedError(
+                    f"{option} with tp_size={parallel.size}: a process has parts of the layers; allowed: "
+                    f"{option.partition('=')[0]}=False"
+                )
+        calibrated = None if config.calibration is None or parallel is not None else config.calibration.batch
+        self._proof = Proof(config.verify, calibrated)
         self._to_tie = set(getattr(model, "all_tied_weights_keys", {}))
         untied = tie_parameters(model)
         self._work = prepare(
@@ -180,11 +187,25 @@ class OnlineLoading:
             kept = self._config.modules_to_not_convert
             skip = DEFAULT_SKIP if kept is None else kept
             warn_of_float(model, replacements, self._work.skipped, skip, stacklevel=6)
-        commit(changes_of(model, replacements, self._work.fused, (), None))
+        self._commit(model, replacements)
         if self._parallel is not None:
             self._parallel.install()
         if report is not None:
-            self.report = replace(report, bytes_after=model_bytes(model))
+            proof = self._proof
+            self.report = replace(
+                report, bytes_after=model_bytes(model), verified=proof.calls, held=proof.held, unseen=proof.unseen
+            )
+
+    def _commit(self, model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
+        """Put the modules in place, and hold the model to what its own modules make of the quantized weights."""
+        new: dict[str, Linear | Embedding] = {**self._layers, **self._tables}
+        old = {name: task.module for name, task in self._work.tasks.items()} | self._work.tables
+        with plain_state():
+            if self._proof.wanted:
+                with lent_weights({old[name]: layer for name, layer in new.items()}):
+                    self._proof.record(model, old)
+            changes = changes_of(model, replacements, self._work.fused, (), None)
+            commit(changes, lambda: self._proof.check(model, new, {}))
 
     def _report(self, model: nn.Module, replacements: Mapping[int, nn.Module]) -> Report:
         """The report of `qcut.quantize`, before the modules are replaced."""
@@ -234,12 +255,14 @@ class OnlineLoading:
         one.nbytes = weight.nbytes
         weight_nk = weight.t() if is_conv1d(module) else weight
         for layer_name, task in one.layers.items():
-            layer = _from_weight(weight_nk, task, layer_name)
+            source = _stand_in(weight_nk)
+            layer = _from_float(source, task, layer_name)
             _tie(layer, one.made, name, again=before is not None)
             one.made = one.made or layer
             if before is None:
                 self._layers[layer_name] = layer
                 self._measure(one, layer_name, weight_nk, layer)
+                self._hold(layer_name, source, task, layer, one)
         if self._parallel is not None and len(one.layers) == 1 and before is None:
             (layer_name,) = one.layers
             part = self._parallel.part(layer_name, self._layers[layer_name])
@@ -247,7 +270,7 @@ class OnlineLoading:
         if not one.layers:
             assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
             served, _ = rotatable(self._config.embeddings, weight.shape[1])
-            made = _from_weight(weight, Task(module, served), next(iter(one.tables)))
+            made = _from_float(_stand_in(weight), Task(module, served), next(iter(one.tables)))
             _tie(made, one.made, name, again=before is not None)
             one.made = one.made or made
             self._measure(one, next(iter(one.tables)), weight, made)
@@ -260,15 +283,27 @@ class OnlineLoading:
         wanted._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def _measure(self, one: _Shared, name: str, weight: Tensor, layer: Linear) -> None:
-        if self._config.report:
+        if self._config.report or self._proof.wanted:
             one.errors[name] = weight_error(weight, layer.dequantized_weight())
 
+    def _hold(self, name: str, source: nn.Module, task: Task, layer: Linear, one: _Shared) -> None:
+        """Hold a layer to its float weight, while there is one."""
+        calibrated = None if self._config.calibration is None else self._config.calibration.layers.get(name)
+        sample = None if calibrated is None else calibrated.sample[:SAMPLE_ROWS]
+        with plain_state():
+            self._proof.layer(name, source, layer, one.errors.get(name, 0.0), task.second_moment is not None, sample)
 
-def _from_weight(weight: Tensor, task: Task, name: str) -> Linear:
+
+def _stand_in(weight: Tensor) -> nn.Linear:
+    """A linear layer of a float weight ``[N, K]``, without a bias."""
     stand_in = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     stand_in.weight = nn.Parameter(weight, requires_grad=False)
+    return stand_in
+
+
+def _from_float(source: nn.Linear, task: Task, name: str) -> Linear:
     return Linear.from_float(
-        stand_in,
+        source,
         task.scheme,
         activation=task.activation,
         static_range=task.static_range,

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import qcut
-from qcut.errors import CheckpointError, ConfigError, QuantizationError
+from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError
 from qcut.layers.base import Linear
 from qcut.models.fusion import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
@@ -68,6 +68,37 @@ def test_static_ranges_come_from_a_calibration(tmp_path: Path) -> None:
     assert same(model, expected)
     model.save_pretrained(tmp_path / "out")
     assert same(opened(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize(("kind", "embeddings"), [("gpt2", "w8a16"), ("llama", None), ("llama", "codebook4_g16")])
+def test_the_proof_of_loading(kind: str, embeddings: str | None, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path)
+    config = qcut.QcutConfig("w8a8", embeddings=embeddings, verify=IDS, report=True)
+    report = opened(folder, quantization_config=config).hf_quantizer.report
+    expected = qcut.quantize(opened(folder), "w8a8", embeddings=embeddings, verify=IDS, progress=False)
+    assert (report.verified, report.held, report.unseen) == (expected.verified, expected.held, "")
+    assert report.verified >= report.held > 0
+    report = opened(folder, quantization_config=qcut.QcutConfig("w8a8", report=True)).hf_quantizer.report
+    assert (report.verified, report.held) == (0, 0)
+
+
+class Asking(LlamaForCausalLM):
+    """Computes something else where a weight wants no gradient: a question that code reading does not find."""
+
+    def forward(self, input_ids: Tensor, **options: Any) -> Any:
+        out = super().forward(input_ids, **options)
+        out.logits = out.logits * (1 + float(self.model.layers[0].mlp.up_proj.weight.requires_grad))
+        return out
+
+
+def test_a_model_that_differs_is_not_loaded(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    Asking.from_pretrained(folder, quantization_config=qcut.QcutConfig("w8a8"))
+    for verify in (IDS, True):
+        with pytest.raises(QuantizationError, match=r"output is off the float model's by 50\.0%"):
+            Asking.from_pretrained(folder, quantization_config=qcut.QcutConfig("w8a8", verify=verify))
+    with pytest.raises(DtypeError, match="token ids are float32"):
+        opened(folder, quantization_config=qcut.QcutConfig("w8a8", verify=torch.ones(1, 3)))
 
 
 def test_codebooks_are_fitted_to_second_moments(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def _jobs(folder: Path) -> list[Job]:
         Job("odd", str(folder / "odd"), {"scheme": "w8a8"}),
         Job("gpt2", str(folder / "gpt2"), {"scheme": "w8a8"}),
         Job("report", llama, {"scheme": "w8a8", "report": True}),
+        Job("verify", llama, {"scheme": "w8a8", "verify": True}),
         Job("fsdp", llama, {"scheme": "w8a8"}, distributed={"fsdp_size": 2}),
         Job("style", llama, {"scheme": "w8a8"}, distributed={"tp_plan": {"model.layers.*.mlp.up_proj": "all_reduce"}}),
         Job(
@@ -334,6 +335,7 @@ REFUSED = {
     "groups": r"tp_size=2 for 64 input channels.*'model\.layers\.0\.self_attn\.o_proj'.*codebook4.*32.*groups of 128",
     "odd": r"'model\.layers\.0\.mlp\.gate_proj': 99 output channels over tp_size=2",
     "report": r"report=True with tp_size=2",
+    "verify": r"verify with tp_size=2: .*; allowed: verify=False",
     "fsdp": r"\{'fsdp_size': 2\}; allowed: tp_size alone",
     "style": r"'model\.layers\.0\.mlp\.up_proj'.*style 'all_reduce'",
     "weight": r"'model\.layers\.0\.mlp\.up_proj'.*'rowwise' for its weight and 'colwise'",
