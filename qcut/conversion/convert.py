@@ -27,7 +27,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.models.fusion import fusible_activations
 from qcut.models.listeners import announce
-from qcut.models.modules import as_given, keep_hooks, tensor_key, weight_nk, weight_of
+from qcut.models.modules import as_given, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.numerics.plain_state import in_plain_state
@@ -166,7 +166,7 @@ def _recording(model: nn.Module, work: Work, calibration: Calibration | None, ve
 
 def model_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, tied ones once."""
-    return sum({tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
+    return sum({tensor_key(t): tensor_bytes(t) for t in (*model.parameters(), *model.buffers())}.values())
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Survey:
         self._measure, self._few = measure, sensitivity_batches
         self._additive = measure != "layer"
         self._fitted = second_moments is not None
-        self._sets = siblings(model, self._batches[0], self._modules)
+        self._sets = siblings(model, self._batches, self._modules)
         if calibration is None and (measure != "model" or any(scheme.needs_range for scheme in schemes)):
             calibration = calibrate(model, self._batches, layers=list(self._modules), skip=skip, progress=progress)
         sets = self._sets if together else []

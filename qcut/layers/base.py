@@ -222,11 +222,11 @@ class Linear(Quantized):
         """
         return ()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Applies the layer.
 
         Args:
-            x: ``[..., K]`` float16, bfloat16 or float32, any strides, any number of tokens.
+            input: x, ``[..., K]`` float16, bfloat16 or float32, any strides, any number of tokens.
 
         Returns:
             ``[..., N]`` of x's dtype.
@@ -238,7 +238,7 @@ class Linear(Quantized):
 
         Exactness: see the class of the layer.
         """
-        return self._without_activation().forward_fused(x) if self.apart else self.forward_fused(x)
+        return self._without_activation().forward_fused(input) if self.apart else self.forward_fused(input)
 
     def forward_fused(self, x: Tensor) -> Tensor:
         """Applies the layer, its activation included, as `forward` does where the layer is not `apart`."""

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError
-from qcut.models.class_questions import layers_asked
+from qcut.models.class_questions import modules_asked
 from qcut.models.modules import Quantized, looks_linear, own_ways
 from qcut.models.reached import modules_inside
 from qcut.models.weight_reads import layers_read
@@ -32,9 +33,15 @@ def check_model(model: Any) -> None:
 
     Raises:
         DtypeError: it is something else; the message says what to pass.
-        UnsupportedError: a parameter has no size yet (named).
+        UnsupportedError: a parameter has no size yet, or a module is TorchScript (named).
     """
     if isinstance(model, nn.Module):
+        script = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+        if script is not None:
+            raise UnsupportedError(
+                f"module {script!r} is TorchScript, whose layers cannot be looked at; allowed: modules of Python, "
+                "which may be scripted or traced after they are quantized"
+            )
         lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
         if lazy is not None:
             raise UnsupportedError(f"parameter {lazy!r} has no size yet; run the model once")
@@ -77,7 +84,7 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
     looking = {name: module for name, module in model.named_modules() if name and looks_linear(module)}
     adapters = _adapters(model)
     read = layers_read(model, looking.values())
-    asked = layers_asked(model, [module for module in looking.values() if id(module) not in read])
+    asked = modules_asked(model, [module for module in looking.values() if id(module) not in read])
     held = _held_elsewhere(model, looking.values())
     layers: dict[str, nn.Module] = {}
     left: dict[str, str] = {}

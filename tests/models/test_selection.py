@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError
+from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, UnsupportedError
 from qcut.models.modules import forward
 from qcut.models.selection import find_layers, linear_layers, matches, summary_of
 from tests.support.zoo import tiny_hf, tiny_lm, token_batches
@@ -45,6 +45,12 @@ def test_what_is_no_model(given: Any, message: str) -> None:
     ):
         with pytest.raises(DtypeError, match=message):
             call()
+
+
+def test_torchscript_is_refused_by_name() -> None:
+    model = nn.Sequential(torch.jit.trace(nn.Linear(8, 8), torch.randn(1, 8)), nn.Linear(8, 8))
+    with pytest.raises(UnsupportedError, match="module '0' is TorchScript"):
+        qcut.quantize(model, progress=False)
 
 
 def refused(model: nn.Module, message: str, **options: Any) -> None:
