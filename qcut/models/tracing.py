@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from qcut.models.branches import conditional_reads
+from qcut.models.branches import Places, branches_by_values
 from qcut.models.classes import is_unwatched
 from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
 from qcut.models.weight_reads import layers_read
@@ -45,7 +45,7 @@ class NormTracer(TorchFunctionMode):
     is a hook.
 
     What no call comes to may read the output as well. A norm is refused where a module near it and its readers never
-    ran, and where code reads its output in a branch that other inputs may take.
+    ran, and where code may read its output at a place that no call came to (`qcut.models.branches`).
 
     Args:
         model: in evaluation mode while it runs; hooks are on its modules until `remove`.
@@ -67,6 +67,7 @@ class NormTracer(TorchFunctionMode):
         self.holders = weight_holders(model)
         self.modules = dict(model.named_modules())
         self.watched = {name for name, module in self.modules.items() if not is_unwatched(module)}
+        self.places = Places(NormTracer.run.__code__)
         self.handles: list[Any] = []
         for name, module in self.modules.items():
             if is_linear(module):
@@ -95,9 +96,13 @@ class NormTracer(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if self.outputs and self.depth == 0 and not self.probing:
             for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and id(leaf) in self.outputs and not _harmless(func, leaf, result):
-                    name = getattr(func, "__name__", str(func))
-                    self.reasons.setdefault(self.outputs[id(leaf)][0], f"its output is also read by {name}()")
+                if not isinstance(leaf, Tensor) or id(leaf) not in self.outputs:
+                    continue
+                norm, name = self.outputs[id(leaf)][0], getattr(func, "__name__", str(func))
+                if not _harmless(func, leaf, result):
+                    self.reasons.setdefault(norm, f"its output is also read by {name}()")
+                elif result is leaf:
+                    self.places.passes(norm, name)
         return result
 
     def _enter(self, name: str) -> Callable[..., None]:
@@ -110,6 +115,7 @@ class NormTracer(TorchFunctionMode):
                     source = self.outputs[id(leaf)][0]
                     if name not in self.layers[source]:
                         self.layers[source].append(name)
+                    self.places.reads(source, name, leaf)
             self.sources.setdefault(name, set()).add(source)
 
         return hook
@@ -138,6 +144,7 @@ class NormTracer(TorchFunctionMode):
                         "(as in norms that multiply by 1 + weight)"
                     )
             self.outputs[id(output)] = (name, output)
+            self.places.made(name)
 
         return hook
 
@@ -151,11 +158,14 @@ class NormTracer(TorchFunctionMode):
         idle = {name: m for name, m in self.modules.items() if m._parameters and id(m) not in self.ran}
         read = layers_read(self.model, idle.values())  # by modules that call functions with the weights
         idle = {name: module for name, module in idle.items() if id(module) not in read}
-        branches = conditional_reads(self.model)
+        own = layers_read(self.model, [self.modules[norm] for norm in self.layers])
         for norm, layers in self.layers.items():
             reason = self._unsafe(norm, layers) or self._unknown(norm, layers, idle)
-            reason = reason or branches.get(id(self.modules[norm]))
-            if reason:
+            if id(self.modules[norm]) in own:
+                reason = reason or f"{own[id(self.modules[norm])]} reads its weight itself, without calling it"
+            if not reason and branches_by_values(self.modules[norm]):
+                reason = "its forward goes another way with other values"
+            if reason := reason or (None if norm in self.reasons else self.places.problem(self.model, norm)):
                 self.reasons.setdefault(norm, reason)
         pairs = [NormPair(norm, tuple(layers)) for norm, layers in self.layers.items() if norm not in self.reasons]
         return pairs, {norm: self.reasons[norm] for norm in self.layers if norm in self.reasons}
