@@ -192,6 +192,7 @@ class Places:
         return frames
 
 
+@cache
 def _passes_by(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in _PASSED_BY)
 
