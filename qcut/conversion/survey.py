@@ -20,7 +20,7 @@ from qcut.conversion.sensitivity import Judge
 from qcut.conversion.siblings import siblings
 from qcut.errors import CalibrationError, PlanError
 from qcut.models.modules import check_batches, tied_elsewhere, weight_nk
-from qcut.models.selection import find_layers
+from qcut.models.selection import find_layers, globs
 
 Measure = Literal["model", "gradient", "layer"]
 
@@ -66,6 +66,7 @@ class Survey:
         progress: bool,
         passes: Passes | None = None,
     ) -> None:
+        include, skip = None if include is None else globs(include, "include"), globs(skip, "skip")
         check_batches(batches)
         self._model, self._batches, self._progress = model, list(batches), progress
         if not self._batches:

@@ -481,12 +481,13 @@ def _ranges(module: nn.Sequential, steps: Sequence[_Step], batches: Iterable[Ten
     low, high = [0.0] * (len(steps) + 1), [0.0] * (len(steps) + 1)
     check_batches(batches)
     seen = False
+    weight = float_weight(steps[0][1], steps[0][0])
+    k, dtype = weight.shape[1], weight.dtype
     for batch in batches:
-        k = float_weight(steps[0][1], steps[0][0]).shape[1]
-        fits = isinstance(batch, Tensor) and batch.shape[-1:] == (k,) and batch.is_floating_point()
+        fits = isinstance(batch, Tensor) and batch.shape[-1:] == (k,) and batch.dtype == dtype
         if not fits or batch.numel() == 0:
             found = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
-            raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: floats [..., {k}], not empty")
+            raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: {dtype} [..., {k}], not empty")
         x = batch
         for i in range(len(steps) + 1):
             if i:

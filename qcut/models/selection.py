@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from qcut.errors import DtypeError, QuantizationError, UnsupportedError
+from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
 from qcut.models.class_questions import modules_asked
 from qcut.models.modules import Quantized, looks_linear, own_ways
 from qcut.models.reached import modules_inside
@@ -76,6 +76,25 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for n in names for p in patterns)
 
 
+def globs(patterns: Any, what: str) -> tuple[str, ...]:
+    """Globs of module names; one alone may be given as a string.
+
+    Args:
+        patterns: as the caller of a public function gave them.
+        what: the argument's name, for the error message.
+
+    Raises:
+        ConfigError: there is something else than strings among them.
+    """
+    try:
+        found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    except TypeError:
+        found = (patterns,)
+    if other := [one for one in found if not isinstance(one, str)]:
+        raise ConfigError(f"{what}: found {other[0]!r}; allowed: globs of module names, such as ['lm_head', '*.mlp.*']")
+    return found
+
+
 def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """The linear layers that can be replaced, by name, and the reason of each that cannot.
 
@@ -127,9 +146,11 @@ def find_layers(
     Raises:
         DtypeError: the model is no ``nn.Module``.
         UnsupportedError: a parameter has no size yet.
+        ConfigError: a glob is no string.
         QuantizationError: a glob of ``include`` matches nothing, or no layer is left; the message says why.
     """
     check_model(model)
+    include, skip = None if include is None else globs(include, "include"), globs(skip, "skip")
     layers, left = linear_layers(model) if known is None else known
     for pattern in include or ():
         if not any(matches(name, [pattern]) for name in layers):

@@ -201,6 +201,7 @@ def test_what_exceeds_64_bits_is_refused_at_construction() -> None:
         (lambda: qcut.IntegerChain([qcut.IntegerLinear(4, 5), qcut.IntegerLinear(4, 4)]), ShapeError, "K = 4"),
         (lambda: made(8)[1](torch.zeros(3, 36)), ShapeError, "37"),
         (lambda: made(8)[1].layers[0](torch.zeros(3, 37)), DtypeError, "q is float32"),
+        (lambda: qcut.IntegerChain.from_float(Built().half(), [torch.ones(2, 8)]), CalibrationError, "torch.float16"),
         (lambda: made(8)[1].layers[0](torch.zeros(3, 37, dtype=torch.int16)), ShapeError, "zero_point"),
     ],
 )
