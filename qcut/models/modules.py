@@ -29,6 +29,12 @@ WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
 
 
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is transformers' ``Conv1D``, a linear layer whose weight is stored as ``[K, N]``."""
     return type(module) is conv1d_class()
@@ -81,6 +87,8 @@ def own_ways(module: nn.Module) -> str | None:
         return f"its bias is a {type(bias).__name__} {shape}, not a plain vector of {len(weight_nk(module))} values"
     if others := [*module._parameters.keys() - {"weight", "bias"}, *module._buffers, *module._modules]:
         return f"it holds {others[0]!r} besides its weight and bias, which a quantized layer does not keep"
+    if any(vars(module).get(hooks) for hooks in _STATE_HOOKS):
+        return "hooks are called where its state is written or read"
     if has_extra_state(module):
         return f"its class keeps extra state (get_extra_state of {type(module).__module__}.{type(module).__qualname__})"
     return own_forward(module)
@@ -367,8 +375,9 @@ def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
 
 
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a module the forward hooks of the one that it replaces; their handles stay good for both."""
-    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+    """Give a module the hooks of the one that it replaces; their handles stay good for both."""
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         for extra in ("", "_with_kwargs", "_always_called"):
             if hooks + extra in vars(old):
                 setattr(new, hooks + extra, getattr(old, hooks + extra))
+    new._is_full_backward_hook = old._is_full_backward_hook

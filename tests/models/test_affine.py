@@ -155,4 +155,8 @@ def test_other_reasons() -> None:
     packed = nn.Linear(8, 8)
     packed.weight = nn.Parameter(torch.randn(8, 8).as_subclass(Packed))  # type: ignore[arg-type]
     assert "not a plain matrix" in str(own_ways(packed))
+    for register in ("register_state_dict_post_hook", "register_load_state_dict_pre_hook"):
+        stored = nn.Linear(8, 8)
+        getattr(stored, register)(lambda *_: None)
+        assert "hooks are called where its state" in str(own_ways(stored))
     assert own_ways(nn.Linear(8, 8)) is None
