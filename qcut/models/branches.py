@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from qcut.models.guards import DESCRIPTIONS
 from qcut.models.reached import WALKS, is_library_code, names_of, reached, strings_of
-from qcut.models.syntax import Conditions
-from qcut.models.weight_reads import may_run
+from qcut.models.syntax import Conditions, paths_of
+from qcut.models.weight_reads import may_run, modules_at
 
 _PASSED_BY = ("torch", "qcut", "transformers.utils", "transformers.modeling_layers", "accelerate", "contextlib")
 """Modules whose functions hand their arguments on."""
@@ -109,8 +109,8 @@ class Places:
             self._read.setdefault(norm, set()).add((frame.f_code.co_filename, span))
             self._again.setdefault(norm, set()).add((frame.f_code, span))
 
-    def problem(self, model: nn.Module, norm: str) -> str | None:
-        """Who else may read a norm's output, or None where nobody does."""
+    def problem(self, model: nn.Module, norm: str, readers: Sequence[nn.Module]) -> str | None:
+        """Who else than these layers may read a norm's output, or None where nobody does."""
         if norm in self._kept:
             return self._kept[norm]
         births, names, read = self._births.get(norm, {}), self._names.get(norm, {}), self._read.get(norm, set())
@@ -125,6 +125,11 @@ class Places:
             reader = _Reader(place.module, births.get(place, set()), results, again, names.get(place, set()), spans)
             if reader.finds(definition):
                 return f"{where} reads its output where other inputs may take it"
+            for call in (node for node in ast.walk(definition) if isinstance(node, ast.Call)):
+                seen = any(span.holds(call) and span.within(call) for span in spans)
+                given = names.get(place) or any(span.within(call) and not span.holds(call) for span in results)
+                if seen and given and _may_call_others(call, definition, place.module, readers):
+                    return f"{where} gives its output to what other inputs may choose"
         calls = [(place.code.co_filename, span) for place, spans in births.items() for span in spans]
         module = model.get_submodule(norm)
         everywhere = (name for name, one in model.named_modules(remove_duplicate=False) if one is module)
@@ -288,6 +293,18 @@ class _Values(ast.NodeVisitor):
             case ast.Name(id=name):
                 return name not in self.locals
         return all(self._describes(part) for part in ast.iter_child_nodes(node))
+
+
+def _may_call_others(call: ast.Call, definition: Any, module: nn.Module | None, readers: Sequence[nn.Module]) -> bool:
+    """Whether a call that came to these layers may come to another module, as one chosen by an index or a name."""
+    paths = paths_of(definition, call.func)
+    if not paths:
+        held = _bound(definition) | {part.arg for part in ast.walk(definition.args) if isinstance(part, ast.arg)}
+        return isinstance(call.func, ast.Name) and call.func.id in held
+    if module is None or (len(paths) == 1 and not any(container for _, container in paths)):
+        return False
+    chosen = [one for path, container in paths for one in modules_at(module, path, container)]
+    return not all(any(part in readers for part in one.modules()) for one in chosen)
 
 
 class _Mention(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qcut.models.modules import Quantized
 from qcut.models.reached import is_library_code, methods_of, names_of, reached, strings_of
-from qcut.models.syntax import SHOWS, Question, code_of
+from qcut.models.syntax import SHOWN, SHOWS, Question, code_of
 from qcut.models.weight_reads import may_run, modules_at
 
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
@@ -69,7 +69,7 @@ def modules_asked(
 
 def _may_ask(function: FunctionType) -> bool:
     names = names_of(function)
-    asks = ("isinstance", "issubclass", "type", "hasattr", "getattr", "__class__", "_get_name", "__dict__", *SHOWS)
+    asks = ("isinstance", "issubclass", "type", "hasattr", "getattr", "__class__", "_get_name", *SHOWN, *SHOWS)
     classes = (_global(function, name) for name in names)
     return not names.isdisjoint(asks) or any(isinstance(c, type) for c in (*classes, *_of_torch(names)))
 

@@ -104,7 +104,7 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
     adapters = _adapters(model)
     read = layers_read(model, looking.values())
     asked = modules_asked(model, [module for module in looking.values() if id(module) not in read])
-    held = _held_elsewhere(model, looking.values())
+    held = held_elsewhere(model, looking.values())
     layers: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in looking.items():
@@ -193,7 +193,7 @@ def _adapters(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
+def held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
     """Layers, by id, that a module holds as plain data too, where no replacement reaches them, and the class's name."""
     candidates = {id(layer) for layer in layers}
     found: dict[int, str] = {}

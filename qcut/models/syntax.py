@@ -26,6 +26,8 @@ _PEEKS = ("isinstance", "hasattr", "type", "id")
 
 SHOWS = ("vars", "dir", "repr", "str")
 """Functions whose result says all that an object has, or of which class it is."""
+SHOWN = ("__dict__", "__module__", "__doc__", "extra_repr")
+"""Attributes that do."""
 
 Path = tuple[str, ...]
 """Names of attributes from ``self`` on."""
@@ -101,6 +103,11 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunction
     return found[0] if found and (wanted != (ast.Lambda,) or len(found) == 1) else None
 
 
+def paths_of(definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, node: ast.expr) -> set[tuple[Path, bool]]:
+    """Paths from ``self`` that an expression in a function may stand for; with True, for a child of that."""
+    return _Reader(definition)._paths(node)
+
+
 def _without_source(code: CodeType) -> Code:
     """Where there is only bytecode: a function that names ``weight`` may read it off any layer that it names."""
     names = _all_names(code)
@@ -161,7 +168,7 @@ class _Reader(ast.NodeVisitor):
         if asked is not None and id(node) not in self.answered:
             self.answered.add(id(node.value))
             self._note_question(asked, None)
-        if node.attr == "__dict__":
+        if node.attr in SHOWN:
             self._note_question(node.value, None, "*")
         if node.attr in DESCRIPTIONS:
             self.quiet.add(id(node.value))

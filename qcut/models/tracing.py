@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from qcut.models.branches import Places, branches_by_values
 from qcut.models.classes import is_unwatched
 from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
+from qcut.models.selection import held_elsewhere
 from qcut.models.weight_reads import layers_read
 
 
@@ -164,14 +165,19 @@ class NormTracer(TorchFunctionMode):
         idle = {name: m for name, m in self.modules.items() if m._parameters and id(m) not in self.ran}
         read = layers_read(self.model, idle.values())  # by modules that call functions with the weights
         idle = {name: module for name, module in idle.items() if id(module) not in read}
+        held = held_elsewhere(self.model, [self.modules[norm] for norm in self.layers])
         own = layers_read(self.model, [self.modules[norm] for norm in self.layers])
         for norm, layers in self.layers.items():
             reason = self._unsafe(norm, layers) or self._unknown(norm, layers, idle)
             if id(self.modules[norm]) in own:
                 reason = reason or f"{own[id(self.modules[norm])]} reads its weight itself, without calling it"
+            if id(self.modules[norm]) in held:
+                reason = reason or f"it is also held outside of the model's modules ({held[id(self.modules[norm])]})"
             if not reason and branches_by_values(self.modules[norm]):
                 reason = "its forward goes another way with other values"
-            if reason := reason or (None if norm in self.reasons else self.places.problem(self.model, norm)):
+            if not reason and norm not in self.reasons:
+                reason = self.places.problem(self.model, norm, [self.modules[layer] for layer in layers])
+            if reason:
                 self.reasons.setdefault(norm, reason)
         pairs = [NormPair(norm, tuple(layers)) for norm, layers in self.layers.items() if norm not in self.reasons]
         return pairs, {norm: self.reasons[norm] for norm in self.layers if norm in self.reasons}

@@ -408,6 +408,38 @@ class Choosing(nn.LayerNorm):
         return super().forward(x) if x.abs().max() < 100 else x
 
 
+class Indexed(Routed):
+    """Other inputs take a part without parameters."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.experts.append(nn.Tanh())
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.experts[min(int(kind), 1)](h)
+
+
+class Chosen(Routed):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.layer, self.tanh = self.experts[0], nn.Tanh()
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        part = self.tanh if int(kind) else self.layer
+        return part(self.norm(x))
+
+
+class Listed(Routed):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.__dict__["plain"] = [self.norm]
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        y = self.experts[0](self.norm(x))
+        return y + self.plain[0](x) if int(kind) else y
+
+
 class OwnNorm(Routed):
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -429,7 +461,10 @@ class Fitting(Routed):
         return y.view(h.shape) if int(kind) else y
 
 
-KEEPING = (Branches, Early, Helper, Child, Chain, Counted, Packed, Kept, Lambdas, Weighs, ByName, OwnNorm)
+KEEPING = (
+    *(Branches, Early, Helper, Child, Chain, Counted, Packed, Kept, Lambdas),
+    *(Weighs, ByName, Indexed, Chosen, Listed, OwnNorm),
+)
 
 
 @pytest.mark.parametrize(("cls", "kept"), [*((cls, True) for cls in KEEPING), (Reassigned, False), (Fitting, False)])

@@ -127,6 +127,11 @@ class Text(Base):
         return self.b(x) * len(str(self.a))
 
 
+class Place(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if self.a.__module__.startswith("torch") else 1)
+
+
 class Sum(nn.Module):
     def forward(self, part: nn.Module) -> Tensor:
         return torch.stack([p.sum() for p in part.parameters()]).sum()
@@ -191,6 +196,7 @@ ALL = {"a", "b", "list.0", "list.1"}
         (Dict, {"a"}),
         (Vars, {"a"}),
         (Text, {"a"}),
+        (Place, {"a"}),
         (Harmless, set()),
     ],
 )
