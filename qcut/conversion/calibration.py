@@ -370,7 +370,8 @@ class _Observer:
 
 def _observe(observer: _Observer, counter: list[int]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        observer(args[0] if args else next(iter(kwargs.values())), counter[0])
+        with torch._C.DisableTorchFunction():  # statistics are none of the reads that are traced
+            observer(args[0] if args else next(iter(kwargs.values())), counter[0])
 
     return hook
 

@@ -26,8 +26,8 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.models.fusion import fusible_activations
 from qcut.models.listeners import announce
-from qcut.models.modules import as_given, keep_hooks, tensor_key, weight_nk, weight_of
-from qcut.models.selection import DEFAULT_SKIP, check_model, quantized_layers
+from qcut.models.modules import as_given, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
+from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import with_progress
@@ -108,9 +108,9 @@ def quantize(
         A `Report`; print it.
 
     Raises:
-        ConfigError: an unknown scheme, ``fp16`` for the whole model, calibration missing or contradicting a plan, a
-            group that the rotation cannot take, a scheme that tables cannot have, or float32 weights where kernels
-            take 16-bit tokens (layer named).
+        ConfigError: a glob that is no string, an unknown scheme, ``fp16`` for the whole model, calibration missing or
+            contradicting a plan, a group that the rotation cannot take, a scheme that tables cannot have, or float32
+            weights where kernels take 16-bit tokens (layer named).
         QuantizationError: no layer to quantize, or a weight that cannot be (layer named), or no table of tokens; or
             the quantized model fails the proof of ``verify`` (layer named). The model is then as it was.
         UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
@@ -127,6 +127,7 @@ def quantize(
     Source: docs/schemes.md, sections 2 to 4; SmoothQuant, see `qcut.smooth`.
     """
     check_model(model)
+    include, skip = (None if g is None else globs(g, what) for g, what in ((include, "include"), (skip, "skip")))
     smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
     work = prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth)
     target = None if device is None else torch.device(device)
@@ -169,7 +170,7 @@ def quantize(
 
 def model_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, tied ones once."""
-    return sum({tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
+    return sum({tensor_key(t): tensor_bytes(t) for t in (*model.parameters(), *model.buffers())}.values())
 
 
 @dataclass(frozen=True)

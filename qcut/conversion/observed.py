@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from qcut.errors import CalibrationError
-from qcut.models.modules import check_batches, evaluating, model_device, to_device
+from qcut.models.modules import check_batches, eagerly, evaluating, model_device, to_device
 from qcut.process.progress import with_progress
 
 
@@ -43,7 +43,7 @@ def run_observed(
     handles: list[RemovableHandle] = []
     try:
         handles.extend(place() for place in hooks)
-        with evaluating(model):
+        with evaluating(model), eagerly():
             for batch in with_progress(batches, what, "batch", shown=progress):
                 run(to_device(batch, device))
                 count += 1

@@ -42,7 +42,7 @@ from qcut.models.modules import (
     to_device,
     weight_nk,
 )
-from qcut.models.selection import check_model, linear_layers, matches
+from qcut.models.selection import check_model, globs, linear_layers, matches
 from qcut.numerics.plain_state import in_plain_state
 from qcut.process.progress import with_progress
 
@@ -236,6 +236,7 @@ def _layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, Codeboo
     for name, module in model.named_modules():
         if isinstance(norms := getattr(module, "norms", None), Tensor):
             owners.setdefault(tensor_key(norms), []).append(name)
+    layers = None if layers is None else globs(layers, "layers")
     tied = {name for names in owners.values() if len(names) > 1 for name in names}
     chosen = {
         name: layer

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qcut.models.modules import evaluating, forward, model_device, to_device, weight_of
+from qcut.conversion.observed import run_observed
+from qcut.models.modules import forward, weight_of
 
 
 @torch.no_grad()
-def siblings(model: nn.Module, batch: Any, layers: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
+def siblings(model: nn.Module, batches: Iterable[Any], layers: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
     """Sets of layers of one parent that are called one after the other with the same tensor: q, k, v, or gate, up.
 
     Only layers that `qcut.layers.stacking.Stacker` could stack under one scheme are in one set: those that all have a
@@ -20,8 +22,8 @@ def siblings(model: nn.Module, batch: Any, layers: Mapping[str, nn.Module]) -> l
     no set.
 
     Args:
-        model: run once, in evaluation mode.
-        batch: what the model is called on.
+        model: in evaluation mode while it runs.
+        batches: what the model is called on: each of them once, since data may decide which layers a call comes to.
         layers: the layers to look at, by name.
 
     Returns:
@@ -41,13 +43,12 @@ def siblings(model: nn.Module, batch: Any, layers: Mapping[str, nn.Module]) -> l
 
         return observe
 
-    handles = [module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in layers.items()]
-    try:
-        with evaluating(model):
-            forward(model, to_device(batch, model_device(model)))
-    finally:
-        for handle in handles:
-            handle.remove()
+    def run(batch: Any) -> None:
+        forward(model, batch)
+        last.clear()
+
+    hooks = (partial(module.register_forward_pre_hook, hook(n), with_kwargs=True) for n, module in layers.items())
+    run_observed(model, batches, hooks, run, "siblings", progress=False)
     sets = dict.fromkeys(tuple(names) for names in calls)
     often = [name for names in sets for name in names]
     return [names for names in sets if len(names) > 1 and all(often.count(name) == 1 for name in names)]

@@ -20,7 +20,7 @@ from qcut.conversion.sensitivity import Judge
 from qcut.conversion.siblings import siblings
 from qcut.errors import CalibrationError, PlanError
 from qcut.models.modules import check_batches, tied_elsewhere, weight_nk
-from qcut.models.selection import find_layers
+from qcut.models.selection import find_layers, globs
 
 Measure = Literal["model", "gradient", "layer"]
 
@@ -66,6 +66,7 @@ class Survey:
         progress: bool,
         passes: Passes | None = None,
     ) -> None:
+        include, skip = None if include is None else globs(include, "include"), globs(skip, "skip")
         check_batches(batches)
         self._model, self._batches, self._progress = model, list(batches), progress
         if not self._batches:
@@ -74,7 +75,7 @@ class Survey:
         self._measure, self._few = measure, sensitivity_batches
         self._additive = measure != "layer"
         self._fitted = second_moments is not None
-        self._sets = siblings(model, self._batches[0], self._modules)
+        self._sets = siblings(model, self._batches, self._modules)
         if calibration is None and (measure != "model" or any(scheme.needs_range for scheme in schemes)):
             calibration = calibrate(model, self._batches, layers=list(self._modules), skip=skip, progress=progress)
         sets = self._sets if together else []

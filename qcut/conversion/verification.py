@@ -2,8 +2,9 @@
 
 Two proofs, each with a bound that no scheme's own error comes near:
 
-1. **Each layer.** The layer's result on tokens of the batch is that of the weight and the tokens that its scheme stands
-   for, to rounding; and that weight is as near to the float one as its bits allow. See `check_layer`.
+1. **Each layer.** The float layer's result on tokens of the batch is ``x @ W.T + b``, to rounding; the quantized
+   layer's is that of the weight and the tokens that its scheme stands for; and that weight is as near to the float one
+   as its bits allow. See `check_layer`.
 2. **The model.** The float model runs once, and the result of every layer that will be quantized is kept. In the
    quantized model each layer then answers with the result that it had in the float model: whatever the scheme costs is
    gone, and the calls, their order, their inputs and the model's output must be those of the float model, to rounding.
@@ -28,11 +29,14 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import (
     as_given,
+    eagerly,
     evaluating,
     forward,
     input_ids_of,
     is_conv1d,
+    looks_linear,
     model_device,
+    tensor_bytes,
     to_device,
     weight_nk,
 )
@@ -246,6 +250,22 @@ def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: f
         )
 
 
+def _check_float(name: str, module: nn.Module, x: Tensor, output: Any) -> None:
+    """Hold a float layer's result to ``x @ W.T + b``."""
+    weight, bias = weight_nk(module).float(), module._parameters.get("bias")
+    wanted = nn.functional.linear(x, weight, None if bias is None else bias.float())
+    rows = isinstance(output, Tensor) and output.shape[-1:] == wanted.shape[-1:]
+    found = output.reshape(-1, len(weight))[: len(x)].float() if rows else torch.full_like(wanted, math.nan)
+    allowed = 0.03 if weight.is_cuda or weight_nk(module).dtype.itemsize < 4 else 1e-3
+    size = max(wanted.norm().item(), x.norm().item() * weight.norm().item() / math.sqrt(weight.shape[1]), 1e-30)
+    if not (off := (found - wanted).norm().item() / size) <= allowed and math.isfinite(size):
+        raise QuantizationError(
+            f"verify: the float layer's result is {off:.1%} off x @ W.T + b; allowed: {allowed:.1%}. Leave it in float "
+            "with skip=[...]",
+            name,
+        )
+
+
 def _weight_bound(source: nn.Module, layer: Linear, fitted: bool) -> float:
     """The most that a weight may be off."""
     if isinstance(layer.scheme, Codebook):
@@ -279,6 +299,7 @@ class Recording:
 
     Raises:
         ConfigError: the model fails on the batch.
+        QuantizationError: a linear layer's result is not ``x @ W.T + b`` (layer named).
     """
 
     def __init__(self, model: nn.Module, batch: Any, layers: Mapping[str, nn.Module], most_bytes: float) -> None:
@@ -297,7 +318,9 @@ class Recording:
             x = _input(args, kwargs)
             if isinstance(x, Tensor) and x.is_floating_point() and name not in self.samples and x.numel():
                 self.samples[name] = x.detach().reshape(-1, x.shape[-1])[:SAMPLE_ROWS].float().clone()
-            self._bytes += sum(t.nbytes for t in pytree.tree_leaves(output) if isinstance(t, Tensor))
+                if len(module._forward_hooks) == 1 and looks_linear(module):  # no other hook has changed the result
+                    _check_float(name, module, self.samples[name], output)
+            self._bytes += sum(tensor_bytes(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor))
             if self._bytes > self._most:
                 self.complete = False
                 self._calls.clear()
@@ -378,7 +401,8 @@ def _run(model: nn.Module, batch: Any, hooks: Mapping[str, tuple[nn.Module, Call
     """The tensors of a model's output, with hooks on its layers meanwhile, and its state as before."""
     handles = []
     try:
-        with evaluating(model), _state_kept(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        cuda = [model_device(model)] if model_device(model).type == "cuda" else []
+        with evaluating(model), eagerly(), _state_kept(model), torch.no_grad(), torch.random.fork_rng(devices=cuda):
             torch.manual_seed(0)
             for layer, hook in hooks.values():
                 handles.append(layer.register_forward_hook(hook, with_kwargs=True))
@@ -395,7 +419,8 @@ def _run(model: nn.Module, batch: Any, hooks: Mapping[str, tuple[nn.Module, Call
 def _state_kept(model: nn.Module) -> Iterator[None]:
     """Give a model's buffers and plain attributes their values back: a call may count, or cache."""
     modules = [module for module in model.modules() if not isinstance(module, Linear)]
-    buffers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
+    held = (b for module in modules for b in module._buffers.values() if b is not None)
+    buffers = [(b, b.clone()) for b in held if b.layout is torch.strided]
     plain = (bool, int, float, str, type(None))
     values = [(vars(m), key, v) for m in modules for key, v in vars(m).items() if isinstance(v, plain)]
     try:
@@ -403,7 +428,8 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, copied in buffers:
-                buffer.copy_(copied)
+                if not torch.equal(buffer, copied):  # some, such as expanded ones, cannot be written to
+                    buffer.copy_(copied)
         for state, key, value in values:
             state[key] = value
 

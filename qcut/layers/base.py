@@ -222,11 +222,11 @@ class Linear(Quantized):
         """
         return ()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Applies the layer.
 
         Args:
-            x: ``[..., K]`` float16, bfloat16 or float32, any strides, any number of tokens.
+            input: x, ``[..., K]`` float16, bfloat16 or float32, any strides, any number of tokens.
 
         Returns:
             ``[..., N]`` of x's dtype.
@@ -235,10 +235,11 @@ class Linear(Quantized):
             ShapeError: x has another number of columns.
             DtypeError: x has another dtype; kernels of some schemes refuse float32.
             DeviceError: x is on another device.
+            UnsupportedError: somebody has put another weight in the place of the layer's parameter.
 
         Exactness: see the class of the layer.
         """
-        return self._without_activation().forward_fused(x) if self.apart else self.forward_fused(x)
+        return self._without_activation().forward_fused(input) if self.apart else self.forward_fused(input)
 
     def forward_fused(self, x: Tensor) -> Tensor:
         """Applies the layer, its activation included, as `forward` does where the layer is not `apart`."""
@@ -246,6 +247,13 @@ class Linear(Quantized):
             raise ShapeError(
                 f"{layer_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]"
             )
+        if not torch.compiler.is_compiling():
+            held = self._parameters["weight"]
+            if held.__class__ is not FrozenWeight and held is not None and held.shape[0]:
+                raise UnsupportedError(
+                    f"{layer_prefix(self.name)}its weight is quantized, and it is called with another one, as "
+                    "torch.func.functional_call does; quantize the float layer that has the new weight"
+                )
         if x.requires_grad and torch.is_grad_enabled():
             result: Tensor
             if self.input_gradients:

@@ -139,11 +139,11 @@ class Embedding(nn.Module):
         """The layer's weight. Model code reads the device here."""
         return self.linear.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Looks rows up.
 
         Args:
-            ids: int32 or int64, any shape and strides, on the table's device.
+            input: ids, int32 or int64, any shape and strides, on the table's device.
 
         Returns:
             ``[*ids.shape, columns]`` of `dtype`.
@@ -156,6 +156,7 @@ class Embedding(nn.Module):
         Exactness: rows of `dequantized_weight`, rounded to `dtype`: bitwise, but for the rotation ``qr``, whose float32
         products depend on the device and the number of rows.
         """
+        ids = input  # the name is nn.Embedding's
         if ids.dtype not in _ID_DTYPES:
             raise DtypeError(f"{type(self).__name__}: ids are {dtype_name(ids.dtype)}; allowed: int32, int64")
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():

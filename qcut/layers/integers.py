@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from qcut.config import StaticRange, padded_k
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.readings import Reading
-from qcut.models.classes import activation_of, all_calls_are_watched, computes_its_own, is_exactly, is_unwatched
+from qcut.models.classes import (
+    activation_of,
+    all_calls_are_watched,
+    computes_its_own,
+    is_called_as_written,
+    is_exactly,
+    is_unwatched,
+)
 from qcut.models.modules import check_batches, evaluating, float_bias, float_weight, is_linear
 from qcut.numerics import int8, int16
 from qcut.numerics import integers as numerics
@@ -439,8 +446,8 @@ def _check_chain(module: nn.Module) -> None:
     cls = type(module)
     if not isinstance(module, nn.Sequential):
         raise UnsupportedError(f"IntegerChain: cannot quantize a {cls.__name__}; allowed: nn.Sequential")
-    inherited = all(getattr(cls, key) is getattr(nn.Sequential, key) for key in ("forward", "__call__", "__iter__"))
-    if not inherited or not computes_its_own(nn.Sequential):
+    inherited = all(getattr(cls, key) is getattr(nn.Sequential, key) for key in ("forward", "__iter__"))
+    if not inherited or not is_called_as_written(cls) or not computes_its_own(nn.Sequential):
         raise UnsupportedError(
             f"IntegerChain: {cls.__module__}.{cls.__qualname__} computes something of its own; allowed: nn.Sequential "
             "with the forward of torch"
@@ -474,12 +481,13 @@ def _ranges(module: nn.Sequential, steps: Sequence[_Step], batches: Iterable[Ten
     low, high = [0.0] * (len(steps) + 1), [0.0] * (len(steps) + 1)
     check_batches(batches)
     seen = False
+    weight = float_weight(steps[0][1], steps[0][0])
+    k, dtype = weight.shape[1], weight.dtype
     for batch in batches:
-        k = float_weight(steps[0][1], steps[0][0]).shape[1]
-        fits = isinstance(batch, Tensor) and batch.shape[-1:] == (k,) and batch.is_floating_point()
+        fits = isinstance(batch, Tensor) and batch.shape[-1:] == (k,) and batch.dtype == dtype
         if not fits or batch.numel() == 0:
             found = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
-            raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: floats [..., {k}], not empty")
+            raise CalibrationError(f"IntegerChain: found a batch of {found}; allowed: {dtype} [..., {k}], not empty")
         x = batch
         for i in range(len(steps) + 1):
             if i:

@@ -1,4 +1,4 @@
-"""Finds linear layers whose class other code asks for, and would go another way with a quantized layer in their place.
+"""Finds modules whose class other code asks for, and would go another way with another class in their place.
 
 ``isinstance(self.proj, nn.Linear)`` in a forward holds only for the float layer: the code goes on without an error,
 and computes something else. Questions are found as weights that code reads are (`qcut.models.weight_reads`), in
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterable, Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from qcut.models.modules import Quantized
 from qcut.models.reached import is_library_code, methods_of, names_of, reached, strings_of
-from qcut.models.syntax import Question, code_of
+from qcut.models.syntax import SHOWN, SHOWS, Question, code_of
 from qcut.models.weight_reads import may_run, modules_at
 
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
@@ -26,14 +27,17 @@ _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
 _UNKNOWN: Any = object()
 
 
-def layers_asked(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
-    """Of these layers, by id, those whose class other code asks for, and the class or function that asks.
+def modules_asked(
+    model: nn.Module, modules: Iterable[nn.Module], replacement: type[nn.Module] = Quantized
+) -> dict[int, str]:
+    """Of these modules, by id, those whose class other code asks for, and the class or function that asks.
 
     Args:
         model: the model; its code is read, not run.
-        layers: linear layers in it.
+        modules: linear layers in it, or others that a module of another class may replace.
+        replacement: that class, or a base of the classes.
     """
-    candidates = {id(layer): layer for layer in layers}
+    candidates = {id(layer): layer for layer in modules}
     found: dict[int, str] = {}
     for module, functions in reached(model):
         own = {function for _, function in methods_of(type(module))}
@@ -50,7 +54,7 @@ def layers_asked(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str
                 continue
             asks = type(module).__name__ if function in own else function.__qualname__
             for layer in below:
-                if any(_differs(layer, [cls]) for cls in dispatched):
+                if _differs(layer, dispatched, replacement):
                     found.setdefault(id(layer), asks)
             for question in questions:
                 if not may_run(module, question.conditions):
@@ -58,14 +62,14 @@ def layers_asked(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str
                 asked = list(_asked(module, question, function in own))
                 known = bool(asked)
                 for layer in asked if known else below:
-                    if id(layer) in candidates and _matters(question, layer, function, known):
+                    if id(layer) in candidates and _matters(question, layer, function, known, replacement):
                         found.setdefault(id(layer), asks)
     return found
 
 
 def _may_ask(function: FunctionType) -> bool:
     names = names_of(function)
-    asks = ("isinstance", "issubclass", "type", "hasattr", "getattr", "__class__", "_get_name")
+    asks = ("isinstance", "issubclass", "type", "hasattr", "getattr", "__class__", "_get_name", *SHOWN, *SHOWS)
     classes = (_global(function, name) for name in names)
     return not names.isdisjoint(asks) or any(isinstance(c, type) for c in (*classes, *_of_torch(names)))
 
@@ -78,44 +82,53 @@ def _asked(module: nn.Module, question: Question, method: bool) -> Iterator[nn.M
             yield module
 
 
-def _matters(question: Question, layer: nn.Module, function: FunctionType, known: bool) -> bool:
-    """Whether a quantized layer would give another answer, as far as can be told."""
+def _matters(question: Question, layer: nn.Module, function: FunctionType, known: bool, replacement: Any) -> bool:
+    """Whether the replacement would give another answer, as far as can be told."""
     if question.attribute:
-        return not question.of and known and _has_another(layer, question.attribute)
+        return not question.of and known and _has_another(layer, question.attribute, replacement)
     if question.classes is None:
-        return not question.of and (known or _knows(function, layer))
+        return not question.of and (known or _knows(function, layer, replacement))
     classes = [cls for expression in question.classes for cls in _values(expression, function)]
     if any(cls is _UNKNOWN for cls in classes):
-        return not question.of and (known or (not is_library_code(function) and _knows(function, layer)))
+        return not question.of and (known or (not is_library_code(function) and _knows(function, layer, replacement)))
     if question.of:
         tensor = layer._parameters.get(question.of)
         return tensor is not None and any(isinstance(tensor, c) and not issubclass(Tensor, c) for c in _types(classes))
-    return _differs(layer, classes)
+    return _differs(layer, classes, replacement, question.exact)
 
 
-def _has_another(layer: nn.Module, attribute: str) -> bool:
+def _has_another(layer: nn.Module, attribute: str, replacement: Any) -> bool:
     if attribute == "*":
         return True
     if attribute in _SHARED or hasattr(nn.Module, attribute):
         return False
-    return hasattr(layer, attribute) or any(hasattr(cls, attribute) for cls in _quantized_classes(Quantized))
+    if hasattr(layer, attribute):
+        return not hasattr(replacement, attribute)
+    return any(attribute in _attributes(cls) for cls in _subclasses(replacement))
 
 
-def _quantized_classes(cls: Any) -> Iterator[Any]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     yield cls
     for one in cls.__subclasses__():
-        yield from _quantized_classes(one)
+        yield from _subclasses(one)
 
 
-def _differs(layer: nn.Module, classes: Iterable[Any]) -> bool:
-    """Whether a layer is of a class, or has a class's name, that no quantized layer has."""
+@cache
+def _attributes(cls: Any) -> frozenset[str]:
+    """Names that objects of a class may have as attributes: those that the class or its code mentions."""
+    methods = [function for _, function in methods_of(cls)]
+    return frozenset(vars(cls)).union(*(names_of(f) | strings_of(f) for f in methods))
+
+
+def _differs(layer: nn.Module, classes: Iterable[Any], replacement: Any, exact: bool = False) -> bool:
+    """Whether a layer is of a class, or has a class's name, that the replacement has not."""
     names = {cls.__name__ for cls in type(layer).__mro__ if cls not in (nn.Module, object)}
     for cls in classes:
         if isinstance(cls, str) and any(name in cls for name in names):
             return True
         if isinstance(cls, type):
             try:
-                if isinstance(layer, cls) and not issubclass(Quantized, cls):
+                if (exact and type(layer) is cls) or (isinstance(layer, cls) and not issubclass(replacement, cls)):
                     return True
             except TypeError:  # a protocol, or another class that is no set of classes
                 return True
@@ -126,11 +139,12 @@ def _types(values: Iterable[Any]) -> Iterator[type]:
     return (value for value in values if isinstance(value, type))
 
 
-def _knows(function: FunctionType, layer: nn.Module) -> bool:
+def _knows(function: FunctionType, layer: nn.Module, replacement: Any) -> bool:
     """Whether a function mentions a class of the layer, by itself, in a table or by its name."""
     values = (_global(function, name) for name in names_of(function))
     inside = [one for value in values for one in _contents(value)]
-    return _differs(layer, [*inside, *_of_torch(names_of(function)), *strings_of(function)])
+    mentioned = [*inside, *_of_torch(names_of(function)), *strings_of(function)]
+    return _differs(layer, mentioned, replacement, exact=True)
 
 
 def _of_torch(names: Iterable[str]) -> list[Any]:

@@ -15,7 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-_CALL = nn.Module.__call__
+_WAY: dict[str, Any] = {
+    key: getattr(nn.Module, key) for key in ("__call__", "_call_impl", "__getattr__", "__getattribute__")
+}
+"""What a call of a module goes through before it comes to ``forward``."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -28,6 +31,11 @@ def library_class(place: str, name: str) -> type[nn.Module] | None:
     return found
 
 
+def is_called_as_written(cls: type) -> bool:
+    """Whether a call of a module of this class comes to its ``forward``, and that to its parameters, as torch does."""
+    return all(getattr(cls, key) is value for key, value in _WAY.items())
+
+
 def computes_its_own(cls: type) -> bool:
     """Whether objects of a class are computed by the ``forward`` that the class's own module defines in it."""
     function = vars(cls).get("forward")
@@ -35,7 +43,7 @@ def computes_its_own(cls: type) -> bool:
         isinstance(function, FunctionType)
         and function.__globals__ is vars(sys.modules[cls.__module__])
         and function.__qualname__ == f"{cls.__qualname__}.forward"
-        and cls.__call__ is _CALL
+        and is_called_as_written(cls)
     )
 
 

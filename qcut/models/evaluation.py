@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from qcut.errors import DtypeError, ShapeError
 from qcut.models.modules import evaluating, forward, model_device, output_tensor
+from qcut.models.selection import check_model
 from qcut.process.progress import with_progress
 
 
@@ -25,13 +26,18 @@ def windows_of(token_ids: Tensor, window: int = 512, max_windows: int | None = N
         int64 ``[min(T // window, max_windows), window]``, on the device of ``token_ids``.
 
     Raises:
-        DtypeError: the ids are not integers.
+        DtypeError: the ids, or the sizes, are not integers.
         ShapeError: the ids are not one-dimensional or fewer than one window, or a window has fewer than 2 tokens.
     """
+    if not isinstance(token_ids, Tensor):
+        raise DtypeError(f"token_ids: found {type(token_ids).__name__}; a tensor of integers, shape [T], is needed")
     if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
         raise DtypeError(f"token_ids: found {token_ids.dtype}; token ids are integers")
     if token_ids.ndim != 1:
         raise ShapeError(f"token_ids: found shape {tuple(token_ids.shape)}; pass one stream of tokens, shape [T]")
+    for what, count in (("window", window), ("max_windows", max_windows)):
+        if not (isinstance(count, int) or (what == "max_windows" and count is None)):
+            raise DtypeError(f"{what}: found {count!r}; an integer is needed")
     if window < 2:
         raise ShapeError(f"window: found {window}; a window needs 2 tokens or more, the first only predicts")
     if max_windows is not None and max_windows < 1:
@@ -90,12 +96,13 @@ def perplexity(
         The perplexity; NaN or infinite where logits are NaN or infinite.
 
     Raises:
-        DtypeError: the ids are not integers.
+        DtypeError: the model is no ``nn.Module``, or the ids are not integers.
         ShapeError: the ids are not one-dimensional, or too few for one window; or the model returns something other
             than ``[B, T, V]``.
 
     Exactness: the batch size may change the last bits, as far as the model's kernels depend on it.
     """
+    check_model(model)
     windows = windows_of(token_ids, window, max_windows)
     if batch_size < 1:
         raise ShapeError(f"batch_size: found {batch_size}; at least 1 is allowed")

@@ -39,6 +39,10 @@ class _Described(Tensor):
             name = getattr(func.__self__, "__name__", "")
             if name == "dtype":
                 return args[0].stated
+            if name == "nbytes":
+                return args[0].numel() * args[0].stated.itemsize
+        if name in ("itemsize", "element_size"):
+            return args[0].stated.itemsize
         if name == "is_floating_point":
             return args[0].stated.is_floating_point
         if name in DESCRIPTIONS or name in ("__repr__", "__len__", "__hash__", "_is_view", "is_set_to"):

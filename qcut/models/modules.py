@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
@@ -22,10 +23,16 @@ from qcut.errors import (
     layer_prefix,
 )
 from qcut.models.affine import is_affine
-from qcut.models.classes import computes_its_own, conv1d_class
+from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_written
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
+
+
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -74,8 +81,14 @@ def own_ways(module: nn.Module) -> str | None:
         return f"its weight is {dtype_name(weight.dtype)}; {weight_dtype_names()} can be quantized"
     if weight.numel() == 0:
         return f"its weight is empty: {list(weight.shape)}"
+    bias: Any = getattr(module, "bias", None)
+    if bias is not None and (type(bias) not in (nn.Parameter, Tensor) or bias.shape != weight_nk(module).shape[:1]):
+        shape = list(bias.shape) if isinstance(bias, Tensor) else ""
+        return f"its bias is a {type(bias).__name__} {shape}, not a plain vector of {len(weight_nk(module))} values"
     if others := [*module._parameters.keys() - {"weight", "bias"}, *module._buffers, *module._modules]:
         return f"it holds {others[0]!r} besides its weight and bias, which a quantized layer does not keep"
+    if any(vars(module).get(hooks) for hooks in _STATE_HOOKS):
+        return "hooks are called where its state is written or read"
     if has_extra_state(module):
         return f"its class keeps extra state (get_extra_state of {type(module).__module__}.{type(module).__qualname__})"
     return own_forward(module)
@@ -86,8 +99,8 @@ def own_forward(module: nn.Module) -> str | None:
     cls = type(module)
     if "forward" in vars(module):
         return "a forward of its own was set on the layer itself"
-    if cls.__call__ is not nn.Module.__call__:
-        return f"a subclass with its own __call__ (class {cls.__module__}.{cls.__qualname__})"
+    if not is_called_as_written(cls):
+        return f"a subclass that is called in its own way (class {cls.__module__}.{cls.__qualname__})"
     if not isinstance(module, nn.Linear):
         return None if computes_its_own(cls) else f"{cls.__qualname__}.forward is not that of transformers"
     if not (cls.forward is nn.Linear.forward and computes_its_own(nn.Linear)) and not is_affine(module):
@@ -210,6 +223,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run compiled modules as they are written: graphs that were compiled before call no hooks placed since then."""
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor's values; of a sparse one, of those that it holds."""
+    return tensor.nbytes if tensor.layout is torch.strided else tensor._nnz() * tensor.itemsize
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -347,8 +375,9 @@ def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
 
 
 def keep_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a module the forward hooks of the one that it replaces; their handles stay good for both."""
-    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+    """Give a module the hooks of the one that it replaces; their handles stay good for both."""
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         for extra in ("", "_with_kwargs", "_always_called"):
             if hooks + extra in vars(old):
                 setattr(new, hooks + extra, getattr(old, hooks + extra))
+    new._is_full_backward_hook = old._is_full_backward_hook

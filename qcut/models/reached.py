@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers")
 _KNOWN = (*_LIBRARIES, "builtins", "collections", "functools", "types")
 """Packages whose objects hold no code of a model's author."""
-_WALKS = ("children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "__dict__", "vars")
+WALKS = ("children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "__dict__", "vars")
 """Names by which code comes to modules without their names."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -78,7 +78,7 @@ def mentions(model: nn.Module, names: Sequence[str], besides: type) -> bool:
     known = vars(besides)["forward"]
     for function in {f for _, functions in reached(model) for f in functions} - {known}:
         found = names_of(function) | {part for text in strings_of(function) for part in text.split(".")}
-        if names[0] in found or (not is_library_code(function) and not found.isdisjoint((*names, *_WALKS))):
+        if names[0] in found or (not is_library_code(function) and not found.isdisjoint((*names, *WALKS))):
             return True
     return False
 

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from qcut.errors import DtypeError, QuantizationError, UnsupportedError
-from qcut.models.class_questions import layers_asked
+from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
+from qcut.models.class_questions import modules_asked
 from qcut.models.modules import Quantized, looks_linear, own_ways
 from qcut.models.reached import modules_inside
 from qcut.models.weight_reads import layers_read
@@ -32,9 +33,15 @@ def check_model(model: Any) -> None:
 
     Raises:
         DtypeError: it is something else; the message says what to pass.
-        UnsupportedError: a parameter has no size yet (named).
+        UnsupportedError: a parameter has no size yet, or a module is TorchScript (named).
     """
     if isinstance(model, nn.Module):
+        script = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
+        if script is not None:
+            raise UnsupportedError(
+                f"module {script!r} is TorchScript, whose layers cannot be looked at; allowed: modules of Python, "
+                "which may be scripted or traced after they are quantized"
+            )
         lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
         if lazy is not None:
             raise UnsupportedError(f"parameter {lazy!r} has no size yet; run the model once")
@@ -69,6 +76,25 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for n in names for p in patterns)
 
 
+def globs(patterns: Any, what: str) -> tuple[str, ...]:
+    """Globs of module names; one alone may be given as a string.
+
+    Args:
+        patterns: as the caller of a public function gave them.
+        what: the argument's name, for the error message.
+
+    Raises:
+        ConfigError: there is something else than strings among them.
+    """
+    try:
+        found = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    except TypeError:
+        found = (patterns,)
+    if other := [one for one in found if not isinstance(one, str)]:
+        raise ConfigError(f"{what}: found {other[0]!r}; allowed: globs of module names, such as ['lm_head', '*.mlp.*']")
+    return found
+
+
 def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """The linear layers that can be replaced, by name, and the reason of each that cannot.
 
@@ -77,8 +103,8 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
     looking = {name: module for name, module in model.named_modules() if name and looks_linear(module)}
     adapters = _adapters(model)
     read = layers_read(model, looking.values())
-    asked = layers_asked(model, [module for module in looking.values() if id(module) not in read])
-    held = _held_elsewhere(model, looking.values())
+    asked = modules_asked(model, [module for module in looking.values() if id(module) not in read])
+    held = held_elsewhere(model, looking.values())
     layers: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     for name, module in looking.items():
@@ -120,9 +146,11 @@ def find_layers(
     Raises:
         DtypeError: the model is no ``nn.Module``.
         UnsupportedError: a parameter has no size yet.
+        ConfigError: a glob is no string.
         QuantizationError: a glob of ``include`` matches nothing, or no layer is left; the message says why.
     """
     check_model(model)
+    include, skip = None if include is None else globs(include, "include"), globs(skip, "skip")
     layers, left = linear_layers(model) if known is None else known
     for pattern in include or ():
         if not any(matches(name, [pattern]) for name in layers):
@@ -165,7 +193,7 @@ def _adapters(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
+def held_elsewhere(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
     """Layers, by id, that a module holds as plain data too, where no replacement reaches them, and the class's name."""
     candidates = {id(layer) for layer in layers}
     found: dict[int, str] = {}

@@ -19,10 +19,15 @@ from qcut.models.guards import DESCRIPTIONS
 
 VALUES = ("weight", "bias")
 """Tensors of a linear layer."""
-ALL_VALUES = ("parameters", "named_parameters", "state_dict", "_parameters")
+ALL_VALUES = ("parameters", "named_parameters", "state_dict", "_parameters", "buffers", "named_buffers", "_buffers")
 """Attributes of a module that give the tensors of all that is in it."""
 _PEEKS = ("isinstance", "hasattr", "type", "id")
 """Functions that look at an object without reading a tensor's values."""
+
+SHOWS = ("vars", "dir", "repr", "str")
+"""Functions whose result says all that an object has, or of which class it is."""
+SHOWN = ("__dict__", "__module__", "__doc__", "extra_repr")
+"""Attributes that do."""
 
 Path = tuple[str, ...]
 """Names of attributes from ``self`` on."""
@@ -38,7 +43,8 @@ class Question(NamedTuple):
         paths: of the modules that may be asked, and whether a path is that of a container; none where they are unknown.
         of: ``weight`` or ``bias`` where that tensor is asked and not the module; else "".
         classes: expressions of the classes that it may be of; None where the class itself is taken, as by ``type``.
-        attribute: that it may have; "" where the class is asked for.
+        attribute: that it may have, "*" for any; "" where the class is asked for.
+        exact: whether an object of a subclass is none of these classes, as for ``type(x) is C``.
         conditions: under which the question is asked.
     """
 
@@ -46,6 +52,7 @@ class Question(NamedTuple):
     of: str
     classes: tuple[ast.expr, ...] | None
     attribute: str
+    exact: bool
     conditions: Conditions
 
 
@@ -96,6 +103,11 @@ def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunction
     return found[0] if found and (wanted != (ast.Lambda,) or len(found) == 1) else None
 
 
+def paths_of(definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, node: ast.expr) -> set[tuple[Path, bool]]:
+    """Paths from ``self`` that an expression in a function may stand for; with True, for a child of that."""
+    return _Reader(definition)._paths(node)
+
+
 def _without_source(code: CodeType) -> Code:
     """Where there is only bytecode: a function that names ``weight`` may read it off any layer that it names."""
     names = _all_names(code)
@@ -106,7 +118,9 @@ def _without_source(code: CodeType) -> Code:
     if not names.isdisjoint(ALL_VALUES):
         wholes.add((frozenset(), ()))
     asks = not names.isdisjoint(("isinstance", "issubclass", "type", "__class__", "_get_name", "singledispatch"))
-    return Code(loose=reads, questions={Question(frozenset(), "", None, "", ())} if asks else set(), wholes=wholes)
+    return Code(
+        loose=reads, questions={Question(frozenset(), "", None, "", True, ())} if asks else set(), wholes=wholes
+    )
 
 
 def _all_names(code: CodeType) -> set[str]:
@@ -154,6 +168,8 @@ class _Reader(ast.NodeVisitor):
         if asked is not None and id(node) not in self.answered:
             self.answered.add(id(node.value))
             self._note_question(asked, None)
+        if node.attr in SHOWN:
+            self._note_question(node.value, None, "*")
         if node.attr in DESCRIPTIONS:
             self.quiet.add(id(node.value))
         if node.attr in ALL_VALUES and id(node) not in self.quiet:
@@ -201,7 +217,7 @@ class _Reader(ast.NodeVisitor):
         for side in sides:
             asked = _class_taken(side)
             if asked is not None:
-                self._note_question(asked, tuple(other for other in sides if other is not side))
+                self._note_question(asked, tuple(other for other in sides if other is not side), exact=True)
                 self.answered.add(id(side))
         if all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
             self.quiet.update(map(id, sides))
@@ -220,6 +236,8 @@ class _Reader(ast.NodeVisitor):
             key = node.args[1] if len(node.args) > 1 else None
             name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else "*"
             self._note_question(node.args[0], None, name)
+        elif called in SHOWS and len(node.args) == 1:
+            self._note_question(node.args[0], None, "*")
         if called == "next" and node.args:
             # The first parameter says which dtype or device a module has.
             self.quiet.update(id(part) for part in ast.walk(node.args[0]) if isinstance(part, ast.Attribute))
@@ -234,10 +252,12 @@ class _Reader(ast.NodeVisitor):
                 self.code.passed |= {(called, i, path) for path, _ in self._paths(argument)}
         self.generic_visit(node)
 
-    def _note_question(self, asked: ast.expr, classes: tuple[ast.expr, ...] | None, attribute: str = "") -> None:
+    def _note_question(
+        self, asked: ast.expr, classes: tuple[ast.expr, ...] | None, attribute: str = "", exact: bool = False
+    ) -> None:
         of = asked.attr if isinstance(asked, ast.Attribute) and asked.attr in VALUES else ""
         paths = self._paths(asked.value if of and isinstance(asked, ast.Attribute) else asked)
-        self.code.questions.add(Question(frozenset(paths), of, classes, attribute, self.conditions))
+        self.code.questions.add(Question(frozenset(paths), of, classes, attribute, exact, self.conditions))
 
     def _note_read(self, owner: ast.expr, attribute: str) -> None:
         paths = self._paths(owner)

@@ -8,7 +8,7 @@ in the code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from qcut.models.branches import conditional_reads
+from qcut.models.branches import Places, branches_by_values
 from qcut.models.classes import is_unwatched
 from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
+from qcut.models.selection import held_elsewhere
 from qcut.models.weight_reads import layers_read
 
 
@@ -45,7 +46,7 @@ class NormTracer(TorchFunctionMode):
     is a hook.
 
     What no call comes to may read the output as well. A norm is refused where a module near it and its readers never
-    ran, and where code reads its output in a branch that other inputs may take.
+    ran, and where code may read its output at a place that no call came to (`qcut.models.branches`).
 
     Args:
         model: in evaluation mode while it runs; hooks are on its modules until `remove`.
@@ -67,6 +68,7 @@ class NormTracer(TorchFunctionMode):
         self.holders = weight_holders(model)
         self.modules = dict(model.named_modules())
         self.watched = {name for name, module in self.modules.items() if not is_unwatched(module)}
+        self.places = Places(NormTracer.run.__code__)
         self.handles: list[Any] = []
         for name, module in self.modules.items():
             if is_linear(module):
@@ -94,11 +96,21 @@ class NormTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.outputs and self.depth == 0 and not self.probing:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and id(leaf) in self.outputs and not _harmless(func, leaf, result):
-                    name = getattr(func, "__name__", str(func))
-                    self.reasons.setdefault(self.outputs[id(leaf)][0], f"its output is also read by {name}()")
+            for leaf in self._among(args) if kwargs is None else self._among((*args, *kwargs.values())):
+                norm, name = self.outputs[id(leaf)][0], getattr(func, "__name__", str(func))
+                if not _harmless(func, leaf, result):
+                    self.reasons.setdefault(norm, f"its output is also read by {name}()")
+                elif result is leaf:
+                    self.places.passes(norm, name)
         return result
+
+    def _among(self, values: Iterable[Any]) -> Iterator[Tensor]:
+        """The norm outputs among arguments; faster than pytree, which this is called too often for."""
+        for value in values:
+            if id(value) in self.outputs:
+                yield value
+            elif isinstance(value, (list, tuple)):
+                yield from self._among(value)
 
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -110,6 +122,7 @@ class NormTracer(TorchFunctionMode):
                     source = self.outputs[id(leaf)][0]
                     if name not in self.layers[source]:
                         self.layers[source].append(name)
+                    self.places.reads(source, name, leaf)
             self.sources.setdefault(name, set()).add(source)
 
         return hook
@@ -138,6 +151,7 @@ class NormTracer(TorchFunctionMode):
                         "(as in norms that multiply by 1 + weight)"
                     )
             self.outputs[id(output)] = (name, output)
+            self.places.made(name)
 
         return hook
 
@@ -151,10 +165,18 @@ class NormTracer(TorchFunctionMode):
         idle = {name: m for name, m in self.modules.items() if m._parameters and id(m) not in self.ran}
         read = layers_read(self.model, idle.values())  # by modules that call functions with the weights
         idle = {name: module for name, module in idle.items() if id(module) not in read}
-        branches = conditional_reads(self.model)
+        held = held_elsewhere(self.model, [self.modules[norm] for norm in self.layers])
+        own = layers_read(self.model, [self.modules[norm] for norm in self.layers])
         for norm, layers in self.layers.items():
             reason = self._unsafe(norm, layers) or self._unknown(norm, layers, idle)
-            reason = reason or branches.get(id(self.modules[norm]))
+            if id(self.modules[norm]) in own:
+                reason = reason or f"{own[id(self.modules[norm])]} reads its weight itself, without calling it"
+            if id(self.modules[norm]) in held:
+                reason = reason or f"it is also held outside of the model's modules ({held[id(self.modules[norm])]})"
+            if not reason and branches_by_values(self.modules[norm]):
+                reason = "its forward goes another way with other values"
+            if not reason and norm not in self.reasons:
+                reason = self.places.problem(self.model, norm, [self.modules[layer] for layer in layers])
             if reason:
                 self.reasons.setdefault(norm, reason)
         pairs = [NormPair(norm, tuple(layers)) for norm, layers in self.layers.items() if norm not in self.reasons]

@@ -43,14 +43,17 @@ def layers_read(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]
                 if id(layer) in candidates and layer._parameters.get(attribute) is not None:
                     found.setdefault(id(layer), type(module).__name__)
         for function in functions:
-            for layer in _read_as_a_whole(module, function):
+            for layer in _read_as_a_whole(model, module, function):
                 if id(layer) in candidates:
                     found.setdefault(id(layer), type(module).__name__)
     return found
 
 
-def _read_as_a_whole(module: nn.Module, function: FunctionType) -> Iterator[nn.Module]:
-    """The modules below this one whose parameters the function takes all, whatever their names."""
+def _read_as_a_whole(model: nn.Module, module: nn.Module, function: FunctionType) -> Iterator[nn.Module]:
+    """The modules whose parameters the function takes all, whatever their names.
+
+    Of an object that the function is given, it may be any module of the model.
+    """
     if names_of(function).isdisjoint(ALL_VALUES):
         return
     known, method = not is_library_code(function), function in (f for _, f in methods_of(module.__class__))
@@ -59,7 +62,7 @@ def _read_as_a_whole(module: nn.Module, function: FunctionType) -> Iterator[nn.M
             continue
         tops = [top for path, container in paths if path for top in modules_at(module, path, container)]
         if not tops and known and (method or not paths):
-            tops = [module]
+            tops = [module] if paths else [model]
         for top in tops:
             yield from top.modules()
 

@@ -126,6 +126,22 @@ def test_readers_between_see_the_layer_alone(reader):
     assert off(Body(READERS[reader]).eval()) < 0.03
 
 
+CONTAINERS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "type": lambda m, x: m.net(x) * (1 if type(m.net) is nn.Sequential else 3),
+    "name": lambda m, x: m.net(x) * (1 if m.net.__class__.__name__ == "Sequential" else 3),
+    "table": lambda m, x: m.net(x) * {nn.Sequential: 1.0}.get(type(m.net), 3.0),
+    "text": lambda m, x: m.net(x) * (1 if repr(m.net).startswith("Sequential(") else 3),
+    "harmless": lambda m, x: m.net(x) if isinstance(m.net, nn.Sequential) else x,
+}
+
+
+@pytest.mark.parametrize("reader", CONTAINERS)
+def test_sequentials_whose_class_code_asks_for_stay(reader):
+    model = Body(CONTAINERS[reader]).eval()
+    assert bool(fusible_activations(model)) == (reader == "harmless")
+    assert off(model) < 0.03
+
+
 def test_sequentials_of_ones_own_are_called_as_written():
     assert off(Adds(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU()).eval()) < 0.03
 

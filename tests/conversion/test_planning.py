@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from qcut.conversion.plan import Plan
 from qcut.conversion.planning import plan
 from qcut.conversion.sensitivity import Judge, best_range, output_error
 from qcut.conversion.smoothing import smooth
-from qcut.errors import CalibrationError, ConfigError, PlanError
+from qcut.errors import CalibrationError, ConfigError, DtypeError, PlanError
 from qcut.layers.base import Linear
 from qcut.models.evaluation import perplexity, token_nll, windows_of
 from tests.support.zoo import inject_outliers, same, snapshot, tiny_lm, token_batches
@@ -274,6 +275,17 @@ def test_perplexity_is_that_of_the_definition() -> None:
     assert windows_of(ids, 50).shape == (2, 50)
     assert windows_of(ids, 16, 3).shape == (3, 16)
     assert token_nll(torch.zeros(2, 5, 64), torch.zeros(2, 5).long()).allclose(torch.full((2, 4), math.log(64)))
+
+
+@pytest.mark.parametrize("given", [[1, 2], "text", None, {"input_ids": torch.arange(16)}])
+def test_perplexity_refuses_what_is_no_tensor(given: Any) -> None:
+    for call in (
+        lambda: perplexity(tiny_lm(), given, window=8, progress=False),
+        lambda: perplexity(given, torch.arange(16), window=8, progress=False),
+        lambda: windows_of(torch.arange(16), given or 2.5),
+    ):
+        with pytest.raises(DtypeError):
+            call()
 
 
 def test_perplexity_refuses_bad_input() -> None:

@@ -16,7 +16,7 @@ def test_they_are_the_engines_projections() -> None:
         ("gpt2", []),
     ):
         model = small(kind)
-        found = siblings(model, torch.arange(8)[None], find_layers(model))
+        found = siblings(model, [torch.arange(8)[None]], find_layers(model))
         names = [tuple(name.rpartition(".")[2] for name in names) for names in found]
         assert names == want * (len(names) // max(1, len(want)))
         assert len(names) == len(want) * model.config.num_hidden_layers
@@ -40,6 +40,23 @@ class Odd(nn.Module):
 
 def test_biases_parents_and_second_calls_part_them() -> None:
     model = Odd()
-    assert siblings(model, torch.randn(2, 8), find_layers(model)) == []
+    assert siblings(model, [torch.randn(2, 8)], find_layers(model)) == []
     handles = [len(module._forward_pre_hooks) for module in model.modules()]
     assert not any(handles)
+
+
+class Gated(nn.Module):
+    """Comes to its second layer only with some batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x) if float(x.mean()) > 0 else self.a(x)
+
+
+def test_any_batch_may_part_them() -> None:
+    model, x = Gated(), torch.ones(2, 8)
+    assert siblings(model, [x, x], find_layers(model)) == [("a", "b")]
+    assert siblings(model, [x, -x], find_layers(model)) == []

@@ -310,7 +310,164 @@ class Reassigned(Routed):
         return h
 
 
-@pytest.mark.parametrize(("cls", "kept"), [(Branches, True), (Early, True), (Reassigned, False)])
+class Helper(Routed):
+    def mix(self, h: Tensor, kind: Tensor) -> Tensor:
+        y: Tensor = self.experts[0](h)
+        return y + h if int(kind) else y
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.mix(self.norm(x), kind)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, kind: Tensor) -> Tensor:
+        y: Tensor = self.layer(h)
+        while int(kind):
+            y, kind = y + h, kind // 2
+        return y
+
+
+class Child(Routed):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.experts[0] = Part()
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.experts[0](self.norm(x), kind)
+
+
+class Chain(Routed):
+    """The norm is the first of a Sequential, which other inputs index."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.chain = nn.Sequential(self.norm, nn.Linear(WIDTH, WIDTH))
+        del self.experts
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        y = self.chain(x)
+        return y + self.chain[0](x) if int(kind) else y
+
+
+class Counted(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        y = self.experts[0](h)
+        for _ in range(int(kind)):
+            y = y + h
+        return y
+
+
+class Packed(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        state = {"h": self.norm(x)}
+        y = self.experts[0](state["h"])
+        if int(kind):
+            y = y + state["h"]
+        return y
+
+
+class Kept(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        self.last = self.norm(x)
+        return self.later(self.experts[0](self.last), kind)
+
+    def later(self, y: Tensor, kind: Tensor) -> Tensor:
+        return y + self.last if int(kind) else y
+
+
+class Lambdas(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        y = self.experts[0](h)
+        return (lambda: y + h)() if int(kind) else y
+
+
+class Weighs(Routed):
+    """Reads the norm's weight, and not its output."""
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        y = self.experts[0](self.norm(x))
+        return y + self.norm.weight if int(kind) else y
+
+
+class ByName(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        y = self.experts[0](self.norm(x))
+        return y + self.get_submodule("norm").weight if int(kind) else y
+
+
+class Choosing(nn.LayerNorm):
+    """Its weight multiplies only small values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.abs().max() < 100 else x
+
+
+class Indexed(Routed):
+    """Other inputs take a part without parameters."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.experts.append(nn.Tanh())
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.experts[min(int(kind), 1)](h)
+
+
+class Chosen(Routed):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.layer, self.tanh = self.experts[0], nn.Tanh()
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        part = self.tanh if int(kind) else self.layer
+        return part(self.norm(x))
+
+
+class Listed(Routed):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.__dict__["plain"] = [self.norm]
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        y = self.experts[0](self.norm(x))
+        return y + self.plain[0](x) if int(kind) else y
+
+
+class OwnNorm(Routed):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.norm.__class__ = Choosing
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        return self.experts[0](self.norm(x * 1000 ** int(kind)))
+
+
+class Fitting(Routed):
+    """Says much about the norm's output, and reads it only by layers."""
+
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        if x.ndim != 2:
+            raise ValueError(x.shape)
+        h, cache = self.norm(x), None
+        if cache is None and isinstance(h, Tensor):
+            y = sum(expert(h) for expert in self.experts)
+        return y.view(h.shape) if int(kind) else y
+
+
+KEEPING = (
+    *(Branches, Early, Helper, Child, Chain, Counted, Packed, Kept, Lambdas),
+    *(Weighs, ByName, Indexed, Chosen, Listed, OwnNorm),
+)
+
+
+@pytest.mark.parametrize(("cls", "kept"), [*((cls, True) for cls in KEEPING), (Reassigned, False), (Fitting, False)])
 def test_branches_that_read_the_norm_keep_it(cls: type[Routed], kept: bool) -> None:
     model = cls(1)
     weight = model.norm.weight.detach().clone()

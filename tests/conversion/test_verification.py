@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -157,3 +158,48 @@ def test_layers_alone_are_held_without_an_input() -> None:
     assert (report.verified, report.held) == (0, 2)
     assert "2 layers against their float weights; the model as a whole was not: qcut knows no input" in str(report)
     assert qcut.quantize(nn.Sequential(nn.Linear(32, 32)), "w8a8", progress=False).held == 0
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.mm(self.mask, self.a(x)))
+
+
+@pytest.mark.parametrize("kind", ["expanded", "sparse", "inference"])
+def test_buffers_that_cannot_be_written_pass(kind: str) -> None:
+    with torch.inference_mode(kind == "inference"):
+        mask = torch.ones(4, 4)
+    mask = {"expanded": torch.ones(1, 4).expand(4, 4), "sparse": torch.eye(4).to_sparse(), "inference": mask}[kind]
+    report = qcut.quantize(Masked(mask), "w8a16", verify=torch.randn(4, 32), allow_growth=True, progress=False)
+    assert report.verified == 2
+
+
+def test_compiled_models_are_run_as_written() -> None:
+    x = torch.randn(4, 32)
+    model = torch.compile(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)), backend="eager")
+    with torch.no_grad():
+        model(x)
+    calibration = qcut.calibrate(model, [x], progress=False)
+    report = qcut.quantize(model, "w8a8", calibration=calibration, allow_growth=True, progress=False)
+    assert report.verified == 2
+    assert torch.isfinite(model(x)).all()
+
+
+def test_float_layers_that_compute_something_else_are_named() -> None:
+    layer = nn.Linear(32, 32)
+    object.__setattr__(layer, "_parameters", Doubling(layer._parameters))
+    with pytest.raises(QuantizationError, match=r"layer '0': verify: the float layer's result is .* off x @ W.T \+ b"):
+        qcut.quantize(nn.Sequential(layer), "w8a16", verify=torch.randn(4, 32), allow_growth=True, progress=False)
+
+
+class Doubling(dict[str, Tensor]):
+    """Parameters that are others where a module's own code reads them."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        value = super().__getitem__(key)
+        return value * 2 if sys._getframe(2).f_code.co_name == "forward" else value

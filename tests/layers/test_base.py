@@ -94,6 +94,13 @@ def test_close_to_the_float_layer(scheme):
         assert numerics.sqnr_db(want, layer(x)) > 38
 
 
+def test_keyword_is_that_of_the_float_layer():
+    layer, x = Linear.from_float(nn.Linear(32, 16), "w8a16"), torch.randn(2, 32)
+    assert torch.equal(layer(input=x), layer(x))
+    table = qcut.Embedding.from_float(nn.Embedding(8, 32))
+    assert torch.equal(table(input=torch.arange(8)), table(torch.arange(8)))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_conv1d_is_the_transposed_linear(scheme):
     conv = conv1d(33, 21)

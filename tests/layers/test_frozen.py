@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import qcut
+from qcut.errors import UnsupportedError
 from qcut.layers.frozen import FrozenWeight, float_dtype
 
 
@@ -72,3 +73,15 @@ def test_dtype_of_a_model_is_that_of_its_floats() -> None:
     model = nn.Sequential(net(), nn.LayerNorm(32, dtype=torch.bfloat16))
     assert float_dtype(model) == torch.bfloat16
     assert float_dtype(net()) == torch.float32
+
+
+def test_other_weights_are_refused_in_a_call() -> None:
+    x = torch.randn(3, 32)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)).eval()
+    for model in (net(), plain):
+        if model is plain:
+            qcut.quantize(plain, "w8a8", allow_growth=True, progress=False)  # called as one with its activation
+        with pytest.raises(UnsupportedError, match="layer '0': its weight is quantized, and it is called with another"):
+            torch.func.functional_call(model, {"0.weight": torch.zeros(48, 32)}, (x,))
+        own = {name: p.detach() for name, p in model.named_parameters()}
+        assert torch.equal(torch.func.functional_call(model, own, (x,)), model(x))

@@ -258,3 +258,12 @@ def test_models_without_quantized_layers_are_refused() -> None:
         qcut.enable_input_gradients(nn.Sequential(nn.Linear(3, 4)))
     with pytest.raises(DtypeError, match=r"an nn\.Module"):
         qcut.disable_input_gradients("gpt2")  # type: ignore[arg-type]
+
+
+def test_backward_hooks_of_replaced_layers_are_kept():
+    model, seen = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), []
+    model[0].register_full_backward_hook(lambda module, given, wanted: seen.append(wanted[0].shape))
+    qcut.quantize(model, "w8a8", allow_growth=True, progress=False)
+    qcut.enable_input_gradients(model)
+    model(torch.randn(4, 32, requires_grad=True)).sum().backward()
+    assert seen == [(4, 32)]

@@ -201,6 +201,7 @@ def test_what_exceeds_64_bits_is_refused_at_construction() -> None:
         (lambda: qcut.IntegerChain([qcut.IntegerLinear(4, 5), qcut.IntegerLinear(4, 4)]), ShapeError, "K = 4"),
         (lambda: made(8)[1](torch.zeros(3, 36)), ShapeError, "37"),
         (lambda: made(8)[1].layers[0](torch.zeros(3, 37)), DtypeError, "q is float32"),
+        (lambda: qcut.IntegerChain.from_float(Built().half(), [torch.ones(2, 8)]), CalibrationError, "torch.float16"),
         (lambda: made(8)[1].layers[0](torch.zeros(3, 37, dtype=torch.int16)), ShapeError, "zero_point"),
     ],
 )
@@ -242,6 +243,7 @@ def hooked(at: int | None) -> nn.Sequential:
     ("model", "message"),
     [
         (lambda: Doubled(nn.Linear(8, 8)), r"Doubled computes something of its own"),
+        (lambda: CalledAnotherWay(nn.Linear(8, 8)), r"CalledAnotherWay computes something of its own"),
         (lambda: nn.Sequential(nn.Linear(8, 8), Squares()), r"layer '1': found a Squares in a chain"),
         (lambda: hooked(None), r"the Built has hooks"),
         (lambda: hooked(0), r"layer '0': it has hooks"),
@@ -258,11 +260,19 @@ class CalledAnotherWay(nn.Sequential):
         return 3 * super()._call_impl(*args, **kwargs)
 
 
+class Twice(dict[str, nn.Module]):
+    """Modules of which a Sequential computes the last one twice."""
+
+    def values(self) -> Any:
+        return [*super().values(), list(super().values())[-1]]
+
+
 def test_chain_is_held_to_its_module() -> None:
-    model, x = CalledAnotherWay(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 4)).train(), torch.randn(64, 8)
-    with pytest.raises(QuantizationError, match=r"one after the other are 66\.7% off the module"):
+    plain, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 8)).train(), torch.randn(64, 8)
+    model = nn.Sequential(*plain).train()
+    model._modules = Twice(model._modules)
+    with pytest.raises(QuantizationError, match=r"one after the other are \d+\.\d% off the module"):
         qcut.IntegerChain.from_float(model, [x])
-    plain = nn.Sequential(*model).train()
     assert qcut.IntegerChain.from_float(plain, [x]).training
     assert plain[2].training
 

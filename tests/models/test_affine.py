@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -110,6 +112,10 @@ def test_not_proved(cls: type[nn.Linear]) -> None:
     assert own_ways(module) == f"a subclass with its own forward (class {__name__}.{cls.__name__})"
 
 
+class Packed(Tensor):
+    pass
+
+
 def test_other_reasons() -> None:
     parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     assert "computed from other parameters" in str(own_ways(parametrized))
@@ -122,12 +128,35 @@ def test_other_reasons() -> None:
         def __call__(self, x: Tensor) -> Tensor:
             return x
 
-    assert "its own __call__" in str(own_ways(Called(8, 8)))
+    class CalledInside(nn.Linear):
+        def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+            return 3 * super()._call_impl(*args, **kwargs)
 
-    class Packed(Tensor):
-        pass
+    class Reached(nn.Linear):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            return (lambda x: value(x) * 3) if name == "forward" else value
+
+    class Found(nn.Linear):
+        def __getattr__(self, name: str) -> Any:
+            value = super().__getattr__(name)
+            return value * 2 if name == "weight" else value
+
+    for cls in (Called, CalledInside, Reached):
+        assert "called in its own way" in str(own_ways(cls(8, 8)))
+    found = nn.Linear(8, 8)
+    found.__class__ = Found
+    assert "called in its own way" in str(own_ways(found))
+    for bias in (torch.randn(1), torch.randn(4, 8), torch.randn(8).as_subclass(Packed)):
+        odd = nn.Linear(8, 8)
+        odd.bias = nn.Parameter(bias)
+        assert "not a plain vector of 8 values" in str(own_ways(odd))
 
     packed = nn.Linear(8, 8)
     packed.weight = nn.Parameter(torch.randn(8, 8).as_subclass(Packed))  # type: ignore[arg-type]
     assert "not a plain matrix" in str(own_ways(packed))
+    for register in ("register_state_dict_post_hook", "register_load_state_dict_pre_hook"):
+        stored = nn.Linear(8, 8)
+        getattr(stored, register)(lambda *_: None)
+        assert "hooks are called where its state" in str(own_ways(stored))
     assert own_ways(nn.Linear(8, 8)) is None

@@ -107,6 +107,50 @@ class Attribute(Base):
         return self.b(x) * (2 if hasattr(self.a, "dequantized_weight") else 1)
 
 
+class Buffer(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if hasattr(self.a, "qweight") else 1)
+
+
+class Dict(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if "scheme" in self.a.__dict__ else 1)
+
+
+class Vars(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * len(vars(self.a))
+
+
+class Text(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * len(str(self.a))
+
+
+class Place(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) * (2 if self.a.__module__.startswith("torch") else 1)
+
+
+class Sum(nn.Module):
+    def forward(self, part: nn.Module) -> Tensor:
+        return torch.stack([p.sum() for p in part.parameters()]).sum()
+
+
+class Given(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + self.sum(self.a)
+
+
+class Buffers(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + len(list(self.a.buffers()))
+
+
 class Hooked(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -148,6 +192,11 @@ ALL = {"a", "b", "list.0", "list.1"}
         (LooksUp, {"a"}),
         (Weight, {"a"}),
         (Attribute, {"a"}),
+        (Buffer, {"a"}),
+        (Dict, {"a"}),
+        (Vars, {"a"}),
+        (Text, {"a"}),
+        (Place, {"a"}),
         (Harmless, set()),
     ],
 )
@@ -164,6 +213,8 @@ def test_hooks_that_ask_keep_their_layer() -> None:
 
 def test_parameters_taken_as_a_whole_are_read() -> None:
     assert set(linear_layers(Parameters())[1]) == {"a"}
+    assert set(linear_layers(Buffers())[1]) == {"a"}
+    assert set(linear_layers(Given())[1]) == ALL
 
 
 def test_layers_held_as_plain_data_stay() -> None:

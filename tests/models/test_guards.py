@@ -30,6 +30,7 @@ def test_the_weight_says_what_it_is(scheme: str) -> None:
     assert (weight.dtype, weight.device.type, weight.shape, weight.ndim) == (torch.float32, "cpu", (16, 32), 2)
     assert (weight.size(0), weight.numel(), weight.is_cuda, weight.requires_grad) == (16, 512, False, False)
     assert weight.is_floating_point()
+    assert (weight.itemsize, weight.element_size(), weight.nbytes) == (4, 4, 2048)
     assert len(weight) == 16
     assert "quantized weight [16, 32]" in repr(weight)
     assert not hasattr(weight, "quant_state")

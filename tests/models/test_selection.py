@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError
+from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, UnsupportedError
 from qcut.models.modules import forward
 from qcut.models.selection import find_layers, linear_layers, matches, summary_of
 from tests.support.zoo import tiny_hf, tiny_lm, token_batches
@@ -45,6 +45,33 @@ def test_what_is_no_model(given: Any, message: str) -> None:
     ):
         with pytest.raises(DtypeError, match=message):
             call()
+
+
+def test_one_glob_may_be_a_string() -> None:
+    chosen = [name for name in linear_layers(tiny_lm())[0] if name.endswith(".q")]
+    assert list(find_layers(tiny_lm(), "*.q")) == chosen
+    assert not {*chosen} & {*find_layers(tiny_lm(), skip="*.q")}
+    report = qcut.quantize(tiny_lm(), skip=(glob for glob in ["*.q"]), allow_growth=True, progress=False)
+    assert {name for name, reason in report.skipped.items() if reason == "matched by skip"} == {*chosen}
+    assert [r.name for r in qcut.quantize(tiny_lm(), include="*.q", allow_growth=True, progress=False).layers] == chosen
+
+
+@pytest.mark.parametrize("globs", [[1], [None], 3, ["*.q", b"x"]])
+def test_globs_are_strings(globs: Any) -> None:
+    for call in (
+        lambda: qcut.quantize(tiny_lm(), include=globs, progress=False),
+        lambda: qcut.quantize(tiny_lm(), skip=globs, progress=False),
+        lambda: qcut.calibrate(tiny_lm(), token_batches(), skip=globs, progress=False),
+        lambda: qcut.plan(tiny_lm(), token_batches(), include=globs, bits=8, progress=False),
+    ):
+        with pytest.raises(ConfigError, match="globs of module names"):
+            call()
+
+
+def test_torchscript_is_refused_by_name() -> None:
+    model = nn.Sequential(torch.jit.trace(nn.Linear(8, 8), torch.randn(1, 8)), nn.Linear(8, 8))
+    with pytest.raises(UnsupportedError, match="module '0' is TorchScript"):
+        qcut.quantize(model, progress=False)
 
 
 def refused(model: nn.Module, message: str, **options: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qcut.config import Scheme, parse_scheme
 from qcut.errors import CheckpointError
+from qcut.models.selection import globs
 from qcut.process import versions
 from qcut.storage import schema
 
@@ -69,7 +70,8 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
             outputs. Measuring the errors of weights takes time.
 
     Raises:
-        ConfigError: an unknown scheme, ``fp16`` for the whole model, or ``w8a8_static`` without a calibration.
+        ConfigError: an unknown scheme, ``fp16`` for the whole model, ``w8a8_static`` without a calibration, or a glob
+            that is no string.
         UnsupportedError: transformers is missing, or too old.
 
     With ``tp_plan="auto"`` each process keeps its parts of the layers; see docs/transformers.md.
@@ -93,8 +95,9 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         self.quant_method = _METHOD
         self.scheme: Any = _checked(scheme, calibration)
-        self.include = include
-        self.modules_to_not_convert = modules_to_not_convert
+        self.include = None if include is None else globs(include, "include")
+        kept = modules_to_not_convert
+        self.modules_to_not_convert = None if kept is None else globs(kept, "modules_to_not_convert")
         self.embeddings = None if embeddings is None else parse_scheme(embeddings)
         self.calibration = calibration
         self.second_moments = second_moments
