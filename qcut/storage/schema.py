@@ -13,7 +13,7 @@ from typing import Any
 
 from qcut.errors import QcutError
 
-Check = Callable[[Any, str], Any]
+Check = Callable[[Any], Any]
 NAME_LENGTH = 4096
 """Characters of the longest name: of a layer, a tensor or a field."""
 

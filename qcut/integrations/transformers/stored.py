@@ -271,10 +271,8 @@ def _added_to_base(model: Any) -> set[str]:
 
     names = set()
     for name in model.config.architectures:
-        cls = getattr(transformers, name, None) if isinstance(name, str) else None
-        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-            continue
-        if cls.config_class is not type(model.config):
+        cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        if getattr(cls, "config_class", None) is not type(model.config):
             continue
         with contextlib.suppress(Exception), torch.device("meta"):  # else nothing may be missing
             base = cls(copy.deepcopy(model.config)).base_model
