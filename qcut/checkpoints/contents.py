@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.checkpoints.headers import (
+    INDEX,
     QCUT_CONFIG,
     TURBOQUANT_CONFIG,
     TURBOQUANT_TENSORS,
@@ -18,6 +19,8 @@ from qcut.checkpoints.headers import (
     is_turboquant,
     read_config,
     read_headers,
+    safetensors_files,
+    weight_map,
 )
 from qcut.checkpoints.marks import marks_among
 from qcut.config import parse_scheme, scheme_from_json
@@ -26,7 +29,6 @@ from qcut.storage import schema
 from qcut.storage.reading import read_json
 from qcut.storage.safetensors_header import HeaderFile, TensorHeader, plain_name
 
-_INDEX = "model.safetensors.index.json"
 _PACKED = ("I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2")
 _LAYER = schema.record(
     {"scheme": schema.anything(), "in_features": schema.integer(1), "out_features": schema.integer(1)}, more=True
@@ -180,16 +182,11 @@ def _model_name(config: Mapping[str, Any]) -> str:
 
 def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, HeaderFile], dict[str, TensorHeader]]:
     """The files of a folder of transformers, and their tensors."""
-    path = directory / _INDEX
-    if path.exists():
-        index = read_json(path, CheckpointError)
-        where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
-        files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
-        return files, read_headers(files, where, path)
-    names = sorted(found.name for found in directory.glob("*.safetensors"))
-    if not names:
-        raise CheckpointError(f"{directory}: there are no safetensors files")
-    return _all_of(directory, names, opened)
+    names = [path.name for path in safetensors_files(directory)]
+    if (where := weight_map(directory)) is None:
+        return _all_of(directory, names, opened)
+    files = _open(directory, names, opened)
+    return files, read_headers(files, where, directory / INDEX)
 
 
 def _all_of(

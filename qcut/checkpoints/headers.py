@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qcut.errors import CheckpointError
-from qcut.storage.reading import JSON_BYTES, check_extent, read_bytes
-from qcut.storage.safetensors_header import HeaderFile, TensorHeader
+from qcut.storage import schema
+from qcut.storage.reading import JSON_BYTES, check_extent, read_bytes, read_json
+from qcut.storage.safetensors_header import HeaderFile, TensorHeader, plain_name
 from qcut.storage.together import record_path
 
 QCUT_CONFIG = "qcut_config.json"
@@ -18,6 +19,9 @@ TURBOQUANT_CONFIG = "turboquant_config.json"
 """The file by which a folder of the turboquant-model package is known."""
 TURBOQUANT_TENSORS = ("model.safetensors", "non_quantized.safetensors")
 """That package's files with tensors: of quantized layers, and of the rest."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file that transformers reads of a folder, and the one by which it finds several, where that is missing."""
+_INDEX_FIELDS = schema.record({"weight_map": schema.table(schema.text())}, more=True)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -63,6 +67,34 @@ def is_turboquant(directory: str | Path) -> bool:
     """Whether a directory looks like one of that package's."""
     directory = Path(directory)
     return (directory / TURBOQUANT_CONFIG).is_file() or record_path(directory, TURBOQUANT_CONFIG).is_file()
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, by the index of a folder of transformers; None where transformers reads no index.
+
+    Raises:
+        CheckpointError: the index cannot be read, or names a file that is not beside it.
+    """
+    path = folder / INDEX
+    if not path.exists() or (folder / SINGLE).exists():
+        return None
+    places = schema.conform(read_json(path, CheckpointError), _INDEX_FIELDS, path, CheckpointError)["weight_map"]
+    return {name: plain_name(file, path, CheckpointError) for name, file in places.items()}
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads of a folder, or all where it reads none.
+
+    Raises:
+        CheckpointError: there are none; or see `weight_map`.
+    """
+    places = weight_map(folder)
+    if places is None and (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    names = {path.name for path in folder.glob("*.safetensors")} if places is None else set(places.values())
+    if not names:
+        raise CheckpointError(f"{folder}: there are no safetensors files; pickles are not read")
+    return [folder / name for name in sorted(names)]
 
 
 def check_layer_sizes(layers: Mapping[str, Mapping[str, Any]], stored_bytes: int, path: Path) -> None:

@@ -4,6 +4,11 @@ transformers skips quantization methods that it does not know, with a warning: i
 random. Each quantized layer has two marks in the files. One has the name of the float weight and a shape that the float
 layer refuses, so that ``from_pretrained`` raises. The other has a name that says what to do, which the report above
 that error shows.
+
+With ``ignore_mismatched_sizes=True`` such shapes are no error. The ``config.json`` of `qcut.save` therefore names, as
+the file of the weights, what to do: transformers refuses it with that sentence, and qcut's quantizer takes it away
+before files are looked for. ``save_pretrained`` leaves no way to write such a name: transformers deletes it, and
+writes the file after the quantizer's last word.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
 ADVICE = "import qcut before from_pretrained"
 """The name of the second mark."""
+NO_FILE = "transformers_weights"
+"""The field of ``config.json`` that names the file of the weights."""
 KEYS = ("weight", ADVICE)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from qcut.checkpoints import hub
-from qcut.checkpoints.headers import read_config
+from qcut.checkpoints.headers import read_config, safetensors_files
 from qcut.checkpoints.huggingface import check_class, model_of, plain_config
 from qcut.checkpoints.quantization_config import QUANT_METHOD, entry_of
 from qcut.errors import CheckpointError, QcutError
@@ -45,7 +45,7 @@ def is_saved(folder: Path, index: str) -> bool:
 def _stored_tensors(folder: Path) -> int:
     """Number of tensors in a folder's safetensors files."""
     count = 0
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in safetensors_files(folder):
         with TensorFile(path, CheckpointError) as file:
             count += len(file.headers)
     return count

@@ -25,7 +25,7 @@ from qcut.checkpoints.description import (
 )
 from qcut.checkpoints.foreign.reader import reader_of
 from qcut.checkpoints.headers import QCUT_CONFIG, check_layer_sizes, is_turboquant, read_headers, refuse_adapter
-from qcut.checkpoints.marks import mark
+from qcut.checkpoints.marks import ADVICE, NO_FILE, mark
 from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.skeleton import (
     as_like,
@@ -174,7 +174,8 @@ def _huggingface(model: nn.Module) -> dict[str, Any]:
         return {}
     config: Any = model.config
     plain = json.loads(config.to_json_string(use_diff=False))
-    plain.pop("quantization_config", None)  # of the last save, perhaps; what is in the model counts
+    for key in ("quantization_config", NO_FILE):  # of the last save, perhaps; what is in the model counts
+        plain.pop(key, None)
     described = {"class": type(model).__name__, "config": plain | _loading_facts(model)}
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
@@ -203,7 +204,7 @@ def _beside(
     config = dict(huggingface["config"])
     entry = quantization_config(model, tied, QCUT_CONFIG)
     if entry["layers"]:
-        config["quantization_config"] = entry
+        config |= {"quantization_config": entry, NO_FILE: ADVICE}
     passing = passing_buffers(model)
     listed = {name: file for name, file in weight_map.items() if name not in passing}
     size = sum(tensors[name].nbytes for name in listed) + len(marked)

@@ -249,7 +249,7 @@ def table_of(module: nn.Module) -> Table | CodebookTable | None:
 
 
 def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """The embeddings of tokens, by name: the model's ``get_input_embeddings()``, and those tied to a linear layer.
+    """The embeddings of tokens, by name: ``get_input_embeddings()``, and those tied to it or to a linear layer.
 
     Tables of positions are small, and are neither.
 
@@ -263,7 +263,9 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
         main = given() if callable(given) else None
     except NotImplementedError:
         main = None
-    of_tokens = {name: m for name, m in tables.items() if m is main or tensor_key(m.weight) in shared}
+    if isinstance(main, nn.Embedding):
+        shared.add(tensor_key(main.weight))
+    of_tokens = {name: m for name, m in tables.items() if tensor_key(m.weight) in shared}
     if not of_tokens:
         raise QuantizationError(
             f"{type(model).__name__}: none of its embeddings ({', '.join(tables) or 'there are none'}) is that of "

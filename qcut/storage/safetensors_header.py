@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from qcut.errors import QcutError
 from qcut.storage import schema
 from qcut.storage.digests import HEX, bytes_digest
-from qcut.storage.reading import closed_if_refused, file_size, open_regular, parse_json, read_up_to
+from qcut.storage.reading import closed_if_refused, file_size, open_regular, parse_json, read_up_to, uncollected
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,7 +61,7 @@ _FACTS = schema.record(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorHeader:
     """What a header says of one tensor.
 
@@ -103,7 +103,7 @@ class HeaderFile:
     def __init__(self, path: Path, error: type[QcutError], file: BinaryIO | None = None) -> None:
         self.path, self._error = path, error
         self._file = open_regular(path, error) if file is None else file
-        with closed_if_refused(self._file, path, error):
+        with closed_if_refused(self._file, path, error), uncollected():
             self.size = file_size(self._file)
             self._read_header()
 

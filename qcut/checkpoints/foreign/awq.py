@@ -30,10 +30,14 @@ _CONFIG = schema.record(
         "version": (schema.text(), "gemm"),
         "format": (schema.nothing_or(schema.text()), None),
         "pack_dtype": (schema.nothing_or(schema.text(choices=("int32",))), None),
+        "method": (schema.nothing_or(schema.text(choices=("awq",))), None),
     },
     more=True,
 )
-_FIELDS = ("bits", "w_bit", "group_size", "q_group_size", "version", "format", "checkpoint_format", "pack_dtype", "sym")
+_FIELDS = (
+    *("bits", "w_bit", "group_size", "q_group_size", "version", "format", "checkpoint_format", "pack_dtype", "sym"),
+    "method",
+)
 
 
 class Awq(Words):

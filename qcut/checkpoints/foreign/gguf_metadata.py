@@ -113,6 +113,58 @@ def config_of(data: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where:
     }
 
 
+def check_config(config: Mapping[str, Any], data: Mapping[str, Any], where: Path) -> None:
+    """Hold a ``config.json`` beside a file to the metadata. It may state more, such as scaled rotations, not otherwise.
+
+    Args:
+        config: as JSON holds it.
+        data: the metadata.
+        where: the GGUF file, for messages.
+
+    Raises:
+        CheckpointError: both state a number of heads, an epsilon, a base of rotations or their factor, and not the
+            same one (named).
+        UnsupportedError: an entry that llama.cpp may compute by, and of which the configuration says nothing (named).
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = rope if isinstance(rope, dict) else {}
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    heads = config.get("num_attention_heads")
+    stated = {
+        "attention.head_count": heads,
+        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", 1e-6),
+        "rope.freq_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+    }
+    scaled = data.get("llama.rope.scaling.type") not in (None, "none", "linear")
+    if not scaled and (scaling := _scaling(data, where))["rope_type"] == "linear":
+        scaled, stated["rope.scaling.factor"] = True, rope.get("factor") if kind == "linear" else None
+        data = {**data, "llama.rope.scaling.factor": scaling["factor"]}
+    for key, value in stated.items():
+        found = data.get(f"llama.{key}")
+        if found is not None and not _same(found, value):
+            raise CheckpointError(
+                f"{where}: metadata llama.{key}: found {_short(found)}; config.json beside it has {_short(value)}; "
+                "allowed: the same in both, or no config.json"
+            )
+    if scaled and kind == "default":
+        found = data.get("llama.rope.scaling.type")
+        raise UnsupportedError(f"{where}: llama.rope.scaling.type {_short(found)}; config.json has none; {_BESIDE}")
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"{where}: config.json beside it has the hidden_act {_short(act)}; allowed: 'silu'")
+    head = data.get("llama.attention.key_length") or config.get("head_dim")
+    neutral: dict[str, tuple[Any, ...]] = {"attention.sliding_window": (0, config.get("sliding_window"))}
+    if isinstance(head, int) and head > 0:
+        neutral["attention.scale"] = (0, _float32(1 / math.sqrt(head)))
+    described = "llama.rope.scaling." if kind != "default" else "\0"
+    _refuse_others({key: value for key, value in data.items() if not key.startswith(described)}, neutral, where)
+
+
+def _same(found: Any, value: Any) -> bool:
+    numbers = type(found) in (int, float) and type(value) in (int, float)
+    return numbers and math.isclose(found, value, rel_tol=1e-6)  # metadata have float32
+
+
 def check_architecture(data: Mapping[str, Any], where: Path) -> None:
     """Check that a file is a Llama's, whose rows of q and k lie in the order that is read.
 

@@ -29,6 +29,7 @@ _CONFIG = schema.record(
         "dynamic": (schema.anything(), None),
         "sym": (schema.boolean(), False),
         "desc_act": (schema.nothing_or(schema.boolean()), None),
+        "method": (schema.nothing_or(schema.text(choices=("gptq",))), None),
     },
     more=True,
 )
@@ -42,6 +43,7 @@ _FIELDS = (
     "dynamic",
     "sym",
     "desc_act",
+    "method",
 )
 _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 """What is added to stored zero points, by ``checkpoint_format``."""

@@ -56,8 +56,16 @@ class Matched:
             What takes the place of the model's modules, by their id.
 
         Raises:
-            CheckpointError, UnsupportedError: see `Format.layer`.
+            CheckpointError, UnsupportedError: see `Format.layer`; or tensors that are tied differ (named).
         """
+        for names in self.holders:
+            first, *others = (name for name in names if name in self.rest)
+            for other in others:
+                if not torch.equal(self.rest[first].read(), self.rest[other].read()):
+                    raise CheckpointError(
+                        f"{self.where}: tensors {first!r} and {other!r} differ, and the configuration ties them; "
+                        "allowed: tie_word_embeddings false in config.json"
+                    )
         made: dict[str, Linear] = {}
         new: dict[int, nn.Module] = {}
         for name in with_progress(self.layers, "load", "layer", shown=progress):

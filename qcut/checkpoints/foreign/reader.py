@@ -18,11 +18,11 @@ from qcut.checkpoints.foreign.bitsandbytes import BitsAndBytes
 from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
 from qcut.checkpoints.foreign.gguf import Gguf, tensors_of
 from qcut.checkpoints.foreign.gguf_file import MAGIC, GgufModel, parts_of
-from qcut.checkpoints.foreign.gguf_metadata import check_architecture, config_of
+from qcut.checkpoints.foreign.gguf_metadata import check_architecture, check_config, config_of
 from qcut.checkpoints.foreign.gptq import Gptq
 from qcut.checkpoints.foreign.matching import match
 from qcut.checkpoints.foreign.parts import Format, Parts, Stored
-from qcut.checkpoints.headers import read_config
+from qcut.checkpoints.headers import read_config, safetensors_files
 from qcut.checkpoints.huggingface import causal_class, model_of
 from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.errors import CheckpointError, UnsupportedError
@@ -30,7 +30,6 @@ from qcut.layers.base import Linear, state_dtype
 from qcut.layers.frozen import float_dtype
 from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
-from qcut.storage import schema
 from qcut.storage.reading import open_regular, read_json, read_up_to
 from qcut.storage.safetensors_file import TensorFile
 
@@ -41,10 +40,9 @@ _FORMATS: dict[str, Callable[[dict[str, Any], str], Format]] = {
     "bitsandbytes": BitsAndBytes,
 }
 """By ``quant_method``."""
-_CONFIG, _GENERATION, _INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files that older writers put their configuration in, beside config.json."""
-_INDEX_SCHEMA = schema.record({"weight_map": schema.table(schema.text())}, more=True)
 _OUR_OWN = "qcut"
 
 
@@ -140,11 +138,15 @@ class Reader:
             plain = {
                 key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")
             }
-            return _Opened(str(self.path), plain, self.format(), stored_in(_files_of(self.path), stack))
+            return _Opened(str(self.path), plain, self.format(), stored_in(safetensors_files(self.path), stack))
         file = stack.enter_context(GgufModel(self.path))
         check_architecture(file.metadata, file.path)
         beside = self.path.parent / _CONFIG
-        config = read_config(beside) if beside.exists() else config_of(file.metadata, file.tensors, file.path)
+        if beside.exists():
+            config = read_config(beside)
+            check_config(config, file.metadata, file.path)
+        else:
+            config = config_of(file.metadata, file.tensors, file.path)
         config.pop("quantization_config", None)
         return _Opened(str(self.path), config, Gguf(), tensors_of(file, config))
 
@@ -267,21 +269,6 @@ def layer_of(form: Format, name: str, tensors: Mapping[str, Tensor], n: int, k: 
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """A folder's safetensors files: those of its index, or all."""
-    index = folder / _INDEX
-    if index.exists():
-        data = schema.conform(read_json(index, CheckpointError), _INDEX_SCHEMA, index, CheckpointError)
-        names = sorted(set(data["weight_map"].values()))
-        if foreign := [name for name in names if Path(name).name != name]:
-            raise CheckpointError(f"{index}: found the file {foreign[0]!r}; names without folders are allowed")
-    else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        raise CheckpointError(f"{folder}: there are no safetensors files; pickles are not read")
-    return [folder / name for name in names]
 
 
 def stored_in(files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:

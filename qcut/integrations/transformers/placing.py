@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from qcut.layers.frozen import float_dtype
 from qcut.models.modules import weight_of
 
 
@@ -41,6 +43,12 @@ def ignore_unexpected(model: Any, patterns: Sequence[str]) -> None:
     ignored = model._keys_to_ignore_on_load_unexpected
     kind = set if isinstance(ignored, set) else list  # older versions of transformers add a list to it
     model._keys_to_ignore_on_load_unexpected = kind((*(ignored or ()), *patterns))
+
+
+def loading_dtype(model: Any) -> torch.dtype:
+    """The dtype that a model is loaded in. Its first parameter may be one that is kept in float32."""
+    stated = getattr(model.config, "dtype", None)
+    return stated if isinstance(stated, torch.dtype) else float_dtype(model)
 
 
 def without_weight(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
+from qcut.checkpoints.marks import ADVICE, NO_FILE
 from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.process import versions
@@ -71,6 +72,14 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """
         _check_devices(device_map)
         return device_map
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Drops the file name in ``config.json`` that stops programs without qcut; see `qcut.checkpoints.marks`."""
+        if getattr(config, NO_FILE, None) == ADVICE:
+            delattr(config, NO_FILE)
+        return config
+
+    update_tp_plan = update_attn_implementation  # of the hooks that get the configuration, transformers' before 5.19
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
         """Whether a weight is to be quantized when it arrives."""
@@ -143,7 +152,8 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """The tensors to save, those of quantized layers as they are stored, and no metadata.
 
         Raises:
-            UnsupportedError: ``save_pretrained`` was given a state dict, which says nothing of its layers' schemes.
+            UnsupportedError: ``save_pretrained`` was given a state dict, which says nothing of its layers' schemes; or
+                would convert quantized tensors.
         """
         caller = sys._getframe(1).f_locals
         if caller.get("state_dict") is not None:
@@ -154,7 +164,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         from qcut.integrations.transformers.saving import describe, state_of
 
         describe(model)
-        return state_of(model), {}
+        return state_of(model, bool(caller.get("save_original_format"))), {}
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         from qcut.integrations.transformers.dequantizing import dequantize

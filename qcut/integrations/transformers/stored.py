@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -19,9 +21,14 @@ from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.state import passing_buffers
 from qcut.config import scheme_from_json
 from qcut.errors import CheckpointError
-from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, without_weight
+from qcut.integrations.transformers.placing import (
+    ignore_unexpected,
+    keep_present_ties,
+    loading_dtype,
+    without_weight,
+)
 from qcut.layers.base import Linear, state_dtype
-from qcut.layers.frozen import FrozenWeight, float_dtype
+from qcut.layers.frozen import FrozenWeight
 from qcut.numerics.checks import out_of_range
 from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile
 from qcut.storage.safetensors_header import TensorHeader
@@ -51,8 +58,12 @@ class StoredLoading:
         where = files[0].parent / _WHERE if files else _WHERE
         self._where = where
         whole = description_of(stored, f"{where}: quantization_config")
-        self._new_head = _has_new_head(model)
-        self._saved = _with_own_tables(whole, _renamed(whole, model, self._new_head))
+        other_class = _is_other_class(model)
+        self._new_head = other_class and _has_base(model)
+        self._added = _added_to_base(model) if other_class else set()
+        renamed = _renamed(whole, model, self._new_head)
+        self._saved = _with_own_tables(whole, _present(renamed, model) if other_class else renamed)
+        self._other_class = other_class
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
         self._paths = files
         stored_headers = headers_of(files)
@@ -93,7 +104,7 @@ class StoredLoading:
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if found := out_of_range(_own(parameter.detach())):
                 raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
-        dtype = float_dtype(model)
+        dtype = loading_dtype(model)
         state_dtype(model, dtype)
         for name in self._saved.embeddings:
             model.get_submodule(name).dtype = dtype
@@ -131,8 +142,9 @@ class StoredLoading:
         return None
 
     def _is_new(self, model: Any, name: str) -> bool:
-        """Whether a tensor is of a head that the saved model did not have, which transformers initializes."""
-        return self._new_head and not name.startswith(f"{model.base_model_prefix}.")
+        """Whether the saved model had no such tensor, of a head or a pooler, and transformers initializes it."""
+        prefix = f"{model.base_model_prefix}."
+        return (self._new_head and not name.startswith(prefix)) or name.removeprefix(prefix) in self._added
 
     def _make_room(self, model: nn.Module, name: str, wanted: Mapping[str, Tensor]) -> None:
         """Let transformers find the buffers that it is to fill."""
@@ -194,7 +206,7 @@ class StoredLoading:
         for name in foreign:
             if name.removeprefix(base) in read or self._is_new(model, name):
                 continue
-            expected = converted or any(pattern.search(name) for pattern in ignored)
+            expected = converted or self._other_class or any(pattern.search(name) for pattern in ignored)
             if name.removeprefix(base).startswith(layers) or not expected:
                 raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
         tied = model.all_tied_weights_keys
@@ -242,11 +254,32 @@ def _converted(model: Any) -> bool:
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
-def _has_new_head(model: Any) -> bool:
-    """Whether a model is of another class than was saved, around the same base."""
+def _is_other_class(model: Any) -> bool:
+    """Whether a model's class does not come of the saved one: it is the base alone, or the base with another head."""
     saved = getattr(model.config, "architectures", None) or ()
-    has_base = model.base_model_prefix in {name for name, _ in model.named_children()}
-    return bool(saved) and has_base and type(model).__name__ not in saved
+    return bool(saved) and not any(cls.__name__ in saved for cls in type(model).__mro__)
+
+
+def _has_base(model: Any) -> bool:
+    """Whether a model has a base within it, and a head."""
+    return model.base_model_prefix in {name for name, _ in model.named_children()}
+
+
+def _added_to_base(model: Any) -> set[str]:
+    """Parameters of a model's base that the saved model, with a base of the same class, was built without: a pooler."""
+    import transformers
+
+    names = set()
+    for name in model.config.architectures:
+        cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+        if getattr(cls, "config_class", None) is not type(model.config):
+            continue
+        with contextlib.suppress(Exception), torch.device("meta"):  # else nothing may be missing
+            base = cls(copy.deepcopy(model.config)).base_model
+            if type(base) is type(model.base_model):
+                names |= {key for key, _ in model.base_model.named_parameters()}
+                names -= {key for key, _ in base.named_parameters()}
+    return names
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -276,6 +309,14 @@ def _renamed(saved: Description, model: Any, new_head: bool) -> Description:
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
     return _mapped(saved, inside)
+
+
+def _present(saved: Description, model: nn.Module) -> Description:
+    """The description without modules that a model of another class does not have: a pooler, a layer of the head."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {f"{name}.table" for name in saved.embeddings if name in names}
+    names |= {name for name in saved.tied if name.rpartition(".")[0] in names}
+    return _mapped(saved, lambda name: name if name in names or name in saved.tied.values() else None)
 
 
 def _mapped(saved: Description, rename: Any) -> Description:

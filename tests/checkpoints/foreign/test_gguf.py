@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,12 +304,36 @@ def test_factors_of_rotations_want_a_configuration_that_states_them(tmp_path: Pa
         qcut.load(tmp_path / "model.gguf", progress=False)
 
 
-def test_a_configuration_beside_the_file_wins(tmp_path: Path) -> None:
+def test_configuration_beside_the_file_states_more(tmp_path: Path) -> None:
     expected = write(tmp_path / "model.gguf", Type.Q4_0, arch="llama")
-    expected.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    expected.config.rope_parameters = {**expected.config.rope_parameters, "rope_type": "linear", "factor": 2.0}
     (tmp_path / "config.json").write_text(expected.config.to_json_string())
     model: Any = qcut.load(tmp_path / "model.gguf", progress=False)
     assert model.config.rope_parameters["factor"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "entries", "text"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}, (), "head_count: found 4; .* has 8"),
+        ({"num_key_value_heads": 1}, (), "head_count_kv: found 2"),
+        ({"rms_norm_eps": 1e-2}, (), "layer_norm_rms_epsilon"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, (), "rope.freq_base"),
+        ({"hidden_act": "gelu"}, (), "hidden_act 'gelu'"),
+        ({}, ((TYPE, "string", "yarn"),), "type 'yarn'; config.json has none"),
+        ({}, ((FACTOR, "float32", 4.0),), "factor: found 4.0"),
+        ({}, (("llama.logit_scale", "float32", 2.0),), "logit_scale: found 2.0"),
+    ],
+    ids=str,
+)
+def test_configuration_beside_the_file_states_nothing_else(
+    changes: dict[str, Any], entries: tuple[Any, ...], text: str, tmp_path: Path
+) -> None:
+    expected = write(tmp_path / "model.gguf", Type.Q4_0, metadata=scaled(*entries))
+    config = {**json.loads(expected.config.to_json_string()), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((CheckpointError, UnsupportedError), match=text):
+        qcut.load(tmp_path / "model.gguf", progress=False)
 
 
 @pytest.mark.parametrize("kept", [3, 20, 400, 5000, -1])

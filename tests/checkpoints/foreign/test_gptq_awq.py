@@ -109,6 +109,15 @@ def test_16_bit_tokens_round_once(tmp_path: Path) -> None:
     assert bool(((layer(x).double() - exact).abs() <= bound).all())
 
 
+@pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
+def test_method_under_both_its_names(config: dict[str, Any], tmp_path: Path) -> None:
+    kind = config["quant_method"]
+    both = {**config, "method": kind, "meta": {"quantizer": ["gptqmodel:6.0.0"]}, "pack_dtype": "int32"}
+    pack = {"awq": lambda _, w: samples.awq(w, 32), "gptq": lambda _, w: samples.gptq(w, size=32)}[kind]
+    expected = samples.write(tmp_path, both, pack)
+    check(tmp_path, expected, "int4_g32_shifted")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
@@ -119,6 +128,7 @@ def test_16_bit_tokens_round_once(tmp_path: Path) -> None:
         ("pack_dtype", "int8", "pack_dtype is 'int8'"),
         ("dynamic", {"-:lm_head": {}}, "dynamic is"),
         ("quant_method", ["gptq"], r"quant_method \"\['gptq'\]\"; compressed-tensors, gptq"),
+        ("method", "qqq", "field 'method': found 'qqq'; allowed: one of gptq"),
         ("quant_method", "quip", "quant_method 'quip'; compressed-tensors, gptq"),
         ("group_size", 64, "qzeros': found I32 .*; needed: I32"),
     ],

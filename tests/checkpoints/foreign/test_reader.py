@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import qcut
+from qcut.checkpoints.contents import contents
 from qcut.checkpoints.foreign.reader import format_of, layer_of, reader_of
 from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError, UnsupportedError
@@ -80,7 +81,7 @@ def test_shards(tmp_path: Path) -> None:
     assert torch.equal(qcut.load(tmp_path, progress=False)(samples.IDS).logits, whole)
     index["weight_map"]["x"] = "../a.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    samples.refused(tmp_path, CheckpointError, r"found the file '\.\./a\.safetensors'")
+    samples.refused(tmp_path, CheckpointError, r"found the file name '\.\./a\.safetensors'")
 
 
 def test_a_tied_classifier_stays_float(tmp_path: Path) -> None:
@@ -223,3 +224,21 @@ def test_adapters_beside_a_model_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError, match=rf"{name}: an adapter beside a model; allowed:"):
         qcut.load(tmp_path, progress=False)
+
+
+def test_tied_tensors_may_not_differ(tmp_path: Path) -> None:
+    samples.write(tmp_path, CONFIG, pack)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    samples.refused(tmp_path, CheckpointError, r"'model\.embed_tokens\.weight' and 'lm_head\.weight' differ")
+    samples.change(tmp_path, lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    model = samples.loaded(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_files_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    samples.write(tmp_path, CONFIG, pack)
+    save_file({"layers.0.wq": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    samples.loaded(tmp_path)
+    assert list(contents(tmp_path).files) == ["model.safetensors"]

@@ -162,3 +162,21 @@ def test_an_adapter_beside_a_model_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: an adapter beside a model"):
         qcut.load(folder, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ({"weight_map": {"a": "../other/model.safetensors"}}, "a .safetensors file in the same directory is needed"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "no such file"),
+        ({}, "field 'weight_map' is missing"),
+    ],
+    ids=str,
+)
+def test_index_of_other_files_is_refused(index: dict[str, Any], text: str, tmp_path: Path) -> None:
+    model = small("llama")
+    qcut.quantize(model, "w8a8", progress=False)
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=text):
+        qcut.load(tmp_path, progress=False)

@@ -20,6 +20,7 @@ from qcut.layers.base import Linear
 from qcut.models.fusion import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
 from tests.support.alive import watch_float_weights
+from tests.support.architectures import tiny_model
 from tests.support.tensors import write_tensors
 
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
@@ -287,3 +288,13 @@ def test_float_models_load_as_before(tmp_path: Path) -> None:
     folder = folder_of("gpt2", tmp_path)
     assert torch.equal(logits(opened(folder)), logits(small("gpt2")))
     assert not hasattr(opened(folder).config, "quantization_config")
+
+
+def test_tables_tied_to_the_first_are_quantized(tmp_path: Path) -> None:
+    model = tiny_model("Pop2PianoForConditionalGeneration")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=qcut.QcutConfig("w8a8", embeddings="w8a16"))
+    qcut.quantize(model, "w8a8", embeddings="w8a16", progress=False)
+    tables = [one.get_submodule(name) for one in (model, loaded) for name in ("shared", "encoder.embed_tokens")]
+    assert all(isinstance(table, qcut.Embedding) for table in tables)
+    assert all(torch.equal(tensor, loaded.state_dict()[key]) for key, tensor in model.state_dict().items())

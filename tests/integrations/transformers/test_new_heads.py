@@ -11,8 +11,12 @@ import transformers
 from packaging.version import Version
 from transformers import (
     AutoModel,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BartConfig,
+    BartForCausalLM,
+    BertConfig,
     OlmoConfig,
     OlmoForCausalLM,
 )
@@ -53,6 +57,28 @@ def test_base_tensors_may_not_be_missing(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+
+
+@pytest.mark.parametrize("saved", ["BertForMaskedLM", "BertForSequenceClassification"])
+def test_pooler_may_be_new_or_left_out(saved: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = getattr(transformers, saved)(BertConfig(vocab_size=64, **sizes)).eval()
+    qcut.quantize(model, "w8a8", skip=["classifier"], progress=False)
+    model.save_pretrained(tmp_path)
+    hidden = model.base_model(IDS)[0]
+    for cls in (AutoModel, AutoModelForSequenceClassification, AutoModelForMaskedLM):
+        made = cls.from_pretrained(tmp_path)
+        assert torch.equal(made.base_model(IDS)[0], hidden)
+
+
+def test_other_encoder_is_not_made_up(tmp_path: Path) -> None:
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64}
+    model = BartForCausalLM(BartConfig(vocab_size=64, **sizes))
+    qcut.quantize(model, "w8a8", progress=False)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"encoder\..* is missing"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 def without_parameters(dtype: torch.dtype) -> OlmoForCausalLM:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import AutoModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.core_model_loading import Chunk, WeightConverter
 
 import qcut
 from qcut.checkpoints.pretrained import load_pretrained
@@ -226,3 +227,31 @@ def test_dequantizing_gives_the_class_its_own_modules_back(tmp_path: Path) -> No
             model.save_pretrained(folder)
             assert "quantization_config" not in json.loads((folder / "config.json").read_text())
             assert same(opened(folder), model)
+
+
+class Kept(LlamaForCausalLM):
+    """A Llama of which transformers keeps a parameter in float32."""
+
+    _keep_in_fp32_modules_strict = ("input_layernorm",)
+
+
+def test_parameters_kept_in_float32_change_no_dtype(tmp_path: Path) -> None:
+    model = small("llama").to(torch.bfloat16)
+    qcut.quantize(model, "w8a8", embeddings="w8a16", progress=False)
+    model.save_pretrained(tmp_path)
+    again = Kept.from_pretrained(tmp_path, dtype="auto")
+    assert again.model.layers[0].input_layernorm.weight.dtype is torch.float32
+    assert again.model.embed_tokens.dtype is again.model.layers[0].mlp.up_proj.weight.dtype is torch.bfloat16
+    assert again.dtype is torch.bfloat16
+
+
+def test_quantized_tensors_are_not_converted(tmp_path: Path) -> None:
+    model = small("llama")
+    parts = [f"self_attn.{key}_proj" for key in "qkv"]
+    model._weight_conversions = [WeightConverter("wqkv", parts, operations=[Chunk(dim=0)])]
+    qcut.quantize(model, "w8a8", progress=False)
+    with pytest.raises(UnsupportedError, match="save_original_format=False"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert torch.equal(logits(opened(tmp_path)), logits(model))

@@ -49,6 +49,20 @@ def test_other_programs_are_told_to_import_qcut(tmp_path: Path) -> None:
     assert run.stderr.count("import qcut before from_pretrained") >= 4 * len(folders), run.stderr
 
 
+def test_ignored_sizes_do_not_hide_the_advice(tmp_path: Path) -> None:
+    model = small("llama")
+    qcut.quantize(model, "w8a8", progress=False)
+    qcut.save(model, tmp_path)
+    text = "from transformers import LlamaForCausalLM as M; M.from_pretrained({!r}, ignore_mismatched_sizes=True)"
+    command = [sys.executable, "-c", text.format(str(tmp_path))]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].endswith(f": {ADVICE}"), run.stderr
+    again = opened(tmp_path, ignore_mismatched_sizes=True)
+    assert torch.equal(logits(again), logits(model))
+    assert not hasattr(again.config, "transformers_weights")
+
+
 @pytest.mark.parametrize("embeddings", [None, "w8a16"])
 def test_marks_are_not_read_by_qcut(embeddings: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = small("gpt2")
