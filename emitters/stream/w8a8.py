@@ -14,7 +14,7 @@ from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Const
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
@@ -24,7 +24,6 @@ MAX_TOKENS = 32
 MAX_ROWS = 8
 """The most rows that a kernel quantizes, and the most tokens in halves: the columns of one tensor-core product."""
 Tokens = Literal["none", "given", "rows", "floats"]
-Norm = Literal["none", "rms", "layer", "next"]
 
 _TOKENS = (1, 2, 4, 8, 16, 32)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
@@ -51,10 +50,6 @@ class W8A8Problem:
         aligned: addresses and strides of rows are multiples of 16 bytes.
         absmax: whether ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN counts
             as the largest.
-        norm: a norm that the product takes part in. ``rms``, ``layer``: that of its rows, which it multiplies by the
-            norm's weight ``gain`` before it quantizes them, and whose root and mean, which it finds, change the
-            epilogue; ``a_absmax`` are the largest magnitudes of the products with the weight. ``next``: that of its
-            result: ``absmax`` is raised to the largest magnitude of each row of D times ``gain``.
     """
 
     tokens: Tokens
@@ -62,20 +57,13 @@ class W8A8Problem:
     epilogue: Epilogue
     aligned: bool = True
     absmax: bool = False
-    norm: Norm = "none"
 
     @property
     def name(self) -> str:
-        """``{tokens}_{epilogue}``, with the type of rows before; then ``_absmax``, ``_{norm}``, ``_u`` if unaligned."""
+        """``{tokens}_{epilogue}``, with the type of rows before; then ``_absmax``, ``_u`` if unaligned."""
         rows = f"_{self.x.value}" * self.quantizes
-        norm = "" if self.norm == "none" else f"_{self.norm}"
-        flags = f"{'_absmax' * self.absmax}{norm}{'' if self.aligned else '_u'}"
+        flags = f"{'_absmax' * self.absmax}{'' if self.aligned else '_u'}"
         return f"{self.tokens}{rows}_{self.epilogue.name}{flags}"
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether the kernel computes a norm of its rows."""
-        return self.norm in ("rms", "layer")
 
     @property
     def quantizes(self) -> bool:
@@ -83,12 +71,10 @@ class W8A8Problem:
         return self.tokens in ("rows", "floats")
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments, in order: those of a `GemmProblem`, ``absmax`` where there is one, the norm's, ``activation``.
+        """Arguments, in order: those of a `GemmProblem`, ``absmax`` where there is one, ``activation``.
 
         int8 and int16 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``,
-        ``floats`` neither. With halves, ``tokens`` counts, and m is of no use. A norm has its weight ``gain`` of type
-        x, ``[k]`` or, of the result, ``[n]``; ``layer`` has ``gain_sums``, float32 ``[n]``, of gain times weight over
-        k; both that the product computes have ``eps``.
+        ``floats`` neither. With halves, ``tokens`` counts, and m is of no use.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
@@ -103,9 +89,6 @@ class W8A8Problem:
             *(Param(size, "i32") for size in sizes),
             *(param for param in scaling if param.name != "activation"),
             *(Param("absmax", "ptr", "float*"),) * self.absmax,
-            *(Param("gain", "ptr", f"const {self.x.cpp}*"),) * (self.norm != "none"),
-            *(Param("gain_sums", "ptr", "const float*"),) * (self.norm == "layer"),
-            *(Param("eps", "f32"),) * self.normalizes,
             *(param for param in scaling if param.name == "activation"),
         )
 
@@ -126,19 +109,19 @@ class W8A8Tile(Int8StreamTile):
         return super().name + "_c" * self.common_sums
 
 
-def smem_bytes(tile: W8A8Tile, halves: bool = False, rescale: bool = False, normalizes: bool = False) -> int:
+def smem_bytes(tile: W8A8Tile, halves: bool = False, rescale: bool = False) -> int:
     """Dynamic shared memory of a CTA.
 
     Rows of weights have a scale, a bias and a sum; tokens a scale, a zero point and a largest magnitude. The sums of
-    the warps follow, and before them what each warp finds of up to eight tokens: largest magnitudes, or sums and sums
-    of squares for a norm. Sums of tokens in halves have 64 bits. Where results are rescaled, rows have a bias, a
-    multiplier and a shift, and the CTA a zero point.
+    the warps follow, and before them the largest magnitudes that each warp finds of up to eight tokens. Sums of tokens
+    in halves have 64 bits. Where results are rescaled, rows have a bias, a multiplier and a shift, and the CTA a zero
+    point.
     """
     rows, sets = 16 * tile.row_tiles, 1 if tile.common_sums else tile.warps
     sums = (8 if halves else 4) * sets * tile.tokens * (rows + 4)
     if rescale:
         return 16 * rows + 16 + sums
-    found = -(-tile.warps * tile.tokens // 4) * 16 * (1 + normalizes) if tile.tokens <= MAX_ROWS else 0
+    found = -(-tile.warps * tile.tokens // 4) * 16 if tile.tokens <= MAX_ROWS else 0
     return 12 * rows + 12 * max(8, tile.tokens) + found + sums
 
 
@@ -152,8 +135,6 @@ def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     if problem.epilogue.halves:  # of each token two halves, and sums of theirs; a single row leaves room for them
         one = problem.tokens == "floats" and tile.tokens == 1
         more += 24 * (tile.units - 1) + (16 if arch in _NEEDS_MORE else 0 if one else 8)
-    if problem.normalizes and not (tile.tokens == 1 and problem.x is not DType.F32):  # the norm's weight, and two sums
-        more += (16 if problem.x is DType.F32 else 8) * tile.units * (2 if tile.tokens == 8 else 1)
     other = _OTHER_REGISTERS if tiles == 1 else _OTHER_REGISTERS_INT8
     return 16 * tile.units * tile.prefetch + tiles * (tokens + 4) + other + more
 
@@ -170,18 +151,6 @@ CONSTRAINTS = (
         lambda p, t, arch: (
             (p.epilogue.col_scale == "per_channel" or p.epilogue.rescale)
             and (not p.epilogue.residual or p.tokens == "rows")
-        ),
-    ),
-    Constraint(
-        "norm",
-        "is of rows of D's type, of a whole K; a layer's has a bias, the next one's largest magnitudes",
-        lambda p, t, arch: (
-            p.norm == "none"
-            or (
-                (p.tokens, p.x, p.epilogue.halves, t.splits) == ("rows", p.epilogue.out, False, 1)
-                and (p.norm != "layer" or p.epilogue.bias)
-                and (p.norm != "next" or p.absmax)
-            )
         ),
     ),
     Constraint(
@@ -219,7 +188,7 @@ CONSTRAINTS = (
     CLUSTERS,
     shared_memory(
         "sums fit what the architecture gives a CTA",
-        lambda p, tile: smem_bytes(tile, p.epilogue.halves, p.epilogue.rescale, p.normalizes),
+        lambda p, tile: smem_bytes(tile, p.epilogue.halves, p.epilogue.rescale),
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
@@ -281,14 +250,10 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     params, halves, rescale = problem.params(), problem.epilogue.halves, problem.epilogue.rescale
     function, m = ("int16x8_stream", "tokens") if halves else ("int8_stream", "m")
     header = "int16x8" if halves else "w8a8"
-    sizes, norm = tile.sizes, ""
-    if problem.norm != "none":
-        sizes += f", qcut::Norm::k{problem.norm.capitalize()}"
-        norm = f", {{{call_arguments(('gain', 'gain_sums', 'eps'), params, absent='{}')}}}"
-    using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {sizes}>;"
+    using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"
     call = (
         f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
-        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args{norm});"
+        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);"
     )
     if rescale:
         header = "integers"
@@ -306,6 +271,6 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
         block=32 * tile.warps,
         ctas_per_sm=1,
         waits=True,
-        smem_bytes=smem_bytes(tile, halves, rescale, problem.normalizes),
+        smem_bytes=smem_bytes(tile, halves, rescale),
         cluster=tile.splits,
     )

@@ -17,7 +17,7 @@ from typing import Literal
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
-from qcut.emitters.core.arch import ARCHITECTURES, architecture
+from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import BuildError, ConfigError, QcutError, UnsupportedError
 from qcut.jit import cache, device, folders, launch, packs, toolchain
@@ -80,7 +80,6 @@ def examine(compile_probe: bool = True) -> list[Finding]:
         findings.append(_cpp_operators())
     if compile_probe:
         findings += _probe("raw kernels", "nvrtc", gpus) + _probe("CUTLASS route", "nvcc", gpus)
-        findings += [found for gpu in gpus for found in _clusters(gpu)]
     findings += _packs(gpus)
     findings += [_table(gpu) for gpu in {gpu.name: gpu for gpu in gpus}.values()]
     findings.append(_cache())
@@ -255,30 +254,6 @@ def _pack(arch: str) -> Finding:
         return Finding(topic, "ok", _NO_PACK, f"`qcut precompile --arch {arch}` builds all of them ahead of time")
     needs = f"; its CUTLASS kernels need {pack.facts['needs']}" if pack.facts.get("needs") else ""
     return Finding(topic, "ok", f"{len(pack)} kernels, {pack.path.stat().st_size / 1e6:.1f} MB, {pack.path}{needs}")
-
-
-def _clusters(gpu: device.Device) -> list[Finding]:
-    """Try what attention's cluster form relies on, where the GPU has clusters and torch can use it."""
-    if importlib.util.find_spec("torch") is None:
-        return []
-    import torch
-
-    from qcut.cuda import clusters
-
-    if not torch.cuda.is_available():
-        return []
-    try:
-        target = _target(gpu)
-        if not architecture(target.arch).clusters:
-            return []
-        found = clusters.probe_all(gpu.ordinal, target.arch)
-    except QcutError as error:
-        return [Finding("clusters", "warn", f"{gpu}: {error}")]
-    if all(outcome.works for outcome in found):
-        measured = "" if target.arch in clusters.MEASURED else "; attention's cluster form was not measured here"
-        return [Finding("clusters", "ok", f"CTAs exchange data on {gpu}{measured}")]
-    text = "; ".join(outcome.text for outcome in found if not outcome.works)
-    return [Finding("clusters", "warn", f"{gpu}: {text}", "attention does without clusters, and takes longer")]
 
 
 def _attempt(topic: str, find: Callable[[], str]) -> Finding:

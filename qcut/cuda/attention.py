@@ -11,11 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qcut.cuda import clusters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, describing, has_pdl, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import closed
-from qcut.dispatch.attention import Attention, check_heads, emit_attention, select_attention
+from qcut.dispatch.attention import check_heads, emit_attention, select_attention
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
@@ -319,24 +318,18 @@ def _plan_attention(
     (batch, heads, head), gpu = q, target(device)
     queries = heads // kv_heads
 
-    def select(with_clusters: bool) -> tuple[Attention, int]:
-        return select_attention(
-            DTYPES[dtype],
-            DTYPES[cache],
-            head,
-            queries,
-            gpu,
-            batch=batch,
-            kv_heads=kv_heads,
-            context=places,
-            clusters=with_clusters,
-            values=values_beside(cache, values),
-            scores=Scores(*options),
-        )
-
-    desc, parts = select(True)
-    if isinstance(desc, AttentionMma) and desc.cluster > 1 and not clusters.are_usable(gpu, device, desc.cluster):
-        desc, parts = select(False)
+    desc, parts = select_attention(
+        DTYPES[dtype],
+        DTYPES[cache],
+        head,
+        queries,
+        gpu,
+        batch=batch,
+        kv_heads=kv_heads,
+        context=places,
+        values=values_beside(cache, values),
+        scores=Scores(*options),
+    )
     if appends := form != "read" and isinstance(desc, AttentionMma):
         rotary = form == "rotate_and_append"
         norms = norms and closed.has_head_norms(head, rotary, gpu)

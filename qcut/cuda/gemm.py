@@ -30,7 +30,7 @@ from qcut.emitters.families import (
     W8A16_WGMMA,
 )
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.stream.w8a8 import Norm, Tokens
+from qcut.emitters.stream.w8a8 import Tokens
 from qcut.ops.gemm import GemmS8
 from qcut.ops.registry import serves
 from qcut.process.locks import once
@@ -108,7 +108,6 @@ class Product(NamedTuple):
         *,
         aligned: bool = True,
         absmax: bool = False,
-        norm: Norm = "none",
         constants: bool = False,
     ) -> LaunchSpec | None:
         """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
@@ -118,12 +117,11 @@ class Product(NamedTuple):
             gpu: the GPU.
             aligned: whether rows of tokens start at multiples of 16 bytes.
             absmax: whether the kernel also computes the largest magnitude of each row of its result.
-            norm: that the product takes part in.
             constants: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel that
                 takes tokens as ``none`` reads nothing so early, and always may.
         """
         sizes = (self.rows, self.n, self.k)
-        few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax, norm=norm)
+        few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
         if few is None:
             return None
         problem, tail = closed.bounded_problem(few.problem, gpu)

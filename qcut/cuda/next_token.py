@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.cuda.clusters import MEASURED
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
@@ -50,7 +49,8 @@ def _launch(
         logits = logits.contiguous()
     device = logits.get_device()
     gpu, parts = target(device), 1
-    if columns * logits.element_size() >= SPLIT_BYTES and gpu.arch in MEASURED and rows * PARTS <= gpu.sm_count:
+    is_long = columns * logits.element_size() >= SPLIT_BYTES
+    if is_long and gpu.exchanges_in_clusters and rows * PARTS <= gpu.sm_count:
         parts = PARTS
     key = (logits.dtype, bool(context), parts, bool(told), device)
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))

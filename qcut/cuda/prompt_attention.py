@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from qcut.cuda import clusters
 from qcut.cuda.attention import scores_arguments, seen_through
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.attention import emit_prompt_attention, select_prompt_attention
 from qcut.emitters.decoder.attention.prompt import tiles
-from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.decoder.attention.scores import Scores
 from qcut.numerics import int4, int8
 from qcut.ops.cache import dequantized, mixed_values, seen, unrolled
@@ -87,8 +83,6 @@ def _plan(
     read = min(ring or context, window + length) if window else context
     options = {"context": read, "values": beside, "scores": Scores(window > 0, capped, ring > 0)}
     desc = select_prompt_attention(DTYPES[dtype], DTYPES[keys], head, gpu, **shape, **options)  # type: ignore[arg-type]
-    if isinstance(desc, PromptWgmma) and desc.parts > 1 and not clusters.are_usable(gpu, device, desc.parts):
-        desc = replace(desc, parts=1)
     if desc is None or (ring and context % desc.keys):
         return _IN_TORCH
     grid = desc.grid(tiles(desc.rows, **shape), gpu.sm_count)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
-from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
@@ -53,7 +52,6 @@ def select_attention(
     batch: int,
     kv_heads: int,
     context: int,
-    clusters: bool = True,
     values: DType | None = None,
     scores: Scores = PLAIN,
 ) -> tuple[Attention, int]:
@@ -72,7 +70,6 @@ def select_attention(
         kv_heads: number of heads of keys.
         context: tokens that the cache has room for, or, where that is less, those that a window leaves or that
             sequences have at most.
-        clusters: whether the parts of a context may meet in a cluster, where the architecture has clusters.
         values: element type of values; None: that of keys.
         scores: a window, a softcap.
 
@@ -84,7 +81,7 @@ def select_attention(
     if not AttentionMma.is_legal(x, cache, head, 1, arch, values=values) and not _has_nibbles(cache, values):
         simt = AttentionDecode.for_shape(x, cache, head, group, arch, scores)
         return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
-    clusters = clusters and architecture(arch).clusters and (not target.closed or head in closed.CLUSTER_HEADS)
+    clusters = target.exchanges_in_clusters and (not target.closed or head in closed.CLUSTER_HEADS)
     sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
     most = max(1, min(MAX_PARTS, context // (2 * TILE)))
     kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster, values, scores) for cluster in sizes]

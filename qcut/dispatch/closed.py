@@ -166,7 +166,7 @@ def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
     if e.residual:
         return False
     if isinstance(problem, W8A8Problem):
-        return problem.norm == "none" and (e.row_scale, e.zero_point) == ("per_token", "none") and _takes_rows(problem)
+        return (e.row_scale, e.zero_point) == ("per_token", "none") and _takes_rows(problem)
     if problem.layouts != "tnt":
         return False
     if problem.a is DType.S8:

@@ -30,6 +30,14 @@ class Target:
     rates: Rates | None = None
     closed: bool = False
 
+    @property
+    def exchanges_in_clusters(self) -> bool:
+        """Whether kernels whose CTAs exchange results in a cluster were measured on the architecture.
+
+        Elsewhere attention divides a context among CTAs that meet in a workspace, and one CTA reads a row of logits.
+        """
+        return self.arch == "sm_90a"
+
     @cached_property
     def machine(self) -> Machine:
         """The description of the GPU that cost models read."""

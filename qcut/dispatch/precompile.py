@@ -35,7 +35,6 @@ from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activ
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.cluster_probe import ClusterProbe, emit_cluster_probe
 from qcut.emitters.decoder.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.decoder.cache import TURNED_HEADS
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
@@ -224,7 +223,7 @@ def _rows(target: Target) -> Iterator[KernelSource]:
             yield emit_activation(ActivateRows(kind, x, arch, aligned))
         for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
             yield emit_embed(EmbedRows(x, table, arch, places, aligned, zeroes))
-    for x, parts in product(FLOATS, (1, PARTS) if architecture(arch).clusters else (1,)):
+    for x, parts in product(FLOATS, (1, PARTS) if target.exchanges_in_clusters else (1,)):
         for advances, tells in ((False, False), (True, False), (True, True)):
             yield emit_argmax(ArgmaxRows(x, arch, advances, parts, tells))
     for aligned in _BOOLS:
@@ -248,9 +247,6 @@ def _attention(target: Target) -> Iterator[KernelSource]:
                 yield emit_prompt_attention(kernel)
             for queries, cluster in product(closed.QUERIES, CLUSTERS):
                 yield from _attention_forms(x, cache, values, head, queries, cluster, target)
-    if architecture(arch).clusters:
-        for cluster in CLUSTERS[1:]:
-            yield emit_cluster_probe(ClusterProbe(arch, cluster))
 
 
 def _caches(x: DType, head: int) -> Iterator[tuple[DType, DType | None]]:
@@ -268,7 +264,7 @@ def _attention_forms(
             desc, _ = select_attention(x, cache, head, queries, target, batch=1, kv_heads=1, context=TILE)
             yield emit_attention(desc)
         return
-    if cluster > 1 and not (architecture(target.arch).clusters and head in closed.CLUSTER_HEADS):
+    if cluster > 1 and not (target.exchanges_in_clusters and head in closed.CLUSTER_HEADS):
         return
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)

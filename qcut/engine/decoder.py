@@ -7,10 +7,10 @@ weights. Attention is an argument: `qcut.engine.attention` has one class for pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,6 @@ from qcut.layers.embedding import Table, table_of
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
-
-if TYPE_CHECKING:
-    from qcut.engine.folding import FoldedBlocks
-
-FOLDED_ROWS = 1
-"""Most rows of a step whose norms are folded. Products that quantize more themselves take longer than norms do: two
-sequences of GPT-2 Large took 944 µs with folded norms, 801 without (one H100, `benchmarks/bench_folding.py`).
-"""
 
 # ── rows between modules ─────────────────────────────────────────────────────────────────────────
 
@@ -57,44 +49,7 @@ class RotatedRows(NamedTuple):
     dtype: torch.dtype
 
 
-class FoldedNorm(NamedTuple):
-    """A norm that the int8 products behind it compute, see `qcut.numerics.folded_norms`.
-
-    Attributes:
-        gain: the norm's weight ``[K]``.
-        eps: added under the root.
-        terms: of each linear layer that reads the norm: the sums of a LayerNorm's weight, float32 ``[N]``, or None of
-            an RMSNorm; and the layer's bias with what a LayerNorm's own adds to it, float32 ``[N]``, or None.
-    """
-
-    gain: Tensor
-    eps: float
-    terms: Mapping[nn.Module, tuple[Tensor | None, Tensor | None]]
-
-
-class NormedRows(NamedTuple):
-    """Rows ``[R, K]`` before a norm, the largest magnitude of each times the norm's weight, and the norm."""
-
-    x: Tensor
-    absmax: Tensor
-    norm: FoldedNorm
-
-
-class Onto(NamedTuple):
-    """What a projection's result is added to, before a folded norm.
-
-    Attributes:
-        residual: ``[R, N]``.
-        gain: weight ``[N]`` of the norm behind the sum; None where it is not folded.
-        absmax: zeros ``[R]`` to be raised to the largest magnitudes of the sum times gain; None without gain.
-    """
-
-    residual: Tensor
-    gain: Tensor | None
-    absmax: Tensor | None
-
-
-Rows = Tensor | Int8Rows | RowsWithAbsmax | RotatedRows | NormedRows
+Rows = Tensor | Int8Rows | RowsWithAbsmax | RotatedRows
 
 
 def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
@@ -107,30 +62,22 @@ def takes_absmax(module: nn.Module, rows: int) -> bool:
     return takes_int8(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS
 
 
-def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None, onto: Onto | None = None) -> Tensor:
+def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tensor:
     """Apply a linear layer to rows.
 
     Args:
         module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds; rotated rows
             need a `CodebookLinear` that rotates so.
         rows: R rows of K elements.
-        absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows` and
-            `NormedRows`.
-        onto: what the result is added to; only with `RowsWithAbsmax`.
+        absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows`.
 
     Returns:
         ``[R, N]``.
     """
     if isinstance(rows, Int8Rows):
         return cast(W8A8Linear, module).forward_int8(*rows, absmax)
-    if isinstance(rows, NormedRows):
-        norm = rows.norm
-        return cast(W8A8Linear, module).forward_normed(*rows[:2], norm.gain, norm.eps, *norm.terms[module], absmax)
     if isinstance(rows, RowsWithAbsmax):
-        layer = cast(W8A8Linear, module)
-        if onto is None:
-            return layer.forward_with_absmax(*rows)
-        return layer.forward_onto(*rows, onto.residual, onto.gain, onto.absmax)
+        return cast(W8A8Linear, module).forward_with_absmax(*rows)
     if isinstance(rows, RotatedRows):
         return cast(CodebookLinear, module).forward_rotated(*rows)
     return cast(Tensor, module(rows))
@@ -299,14 +246,14 @@ class SelfAttention:
     window: int = 0
     softcap: float = 0.0
 
-    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None, onto: Onto | None = None) -> Tensor:
+    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
         projected = [project(module, rows) for module in self.projections]
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
         q, k, v = self.heads.split(projected)
         mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
-        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax), onto=onto)
+        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
 
 
 @cache
@@ -345,14 +292,14 @@ class MLP:
         """Whether the projection up computes the activation, if it computes any."""
         return isinstance(self.activation, nn.Identity) and not self.gated
 
-    def __call__(self, rows: Rows, absmax: Tensor | None, onto: Onto | None = None) -> Tensor:
+    def __call__(self, rows: Rows, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of the rows that it reads.
 
         The activation's module decides what is computed, not the model's configuration: a quantized projection may
         compute the activation, and ``nn.Identity`` then stands in its place.
         """
         by_kernel = self.activated_by_kernel
-        by_projection = self.activated_by_projection and isinstance(rows, Int8Rows | NormedRows)
+        by_projection = self.activated_by_projection and isinstance(rows, Int8Rows)
         if not (by_kernel or by_projection):
             absmax = None  # no kernel computes the magnitudes
         parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
@@ -369,7 +316,7 @@ class MLP:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
             y = torch.ops.qcut.gelu_tanh(gate, absmax) if by_kernel else self.activation(gate)
-        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax), onto=onto)
+        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
 
 
 class BlockAbsmax(NamedTuple):
@@ -378,14 +325,10 @@ class BlockAbsmax(NamedTuple):
     Attributes:
         attention: for the rows that ``attention.output`` reads.
         mlp: for the rows that ``mlp.down`` reads.
-        mlp_norm: for the rows that the norm before the MLP reads, times its weight, where it is folded.
-        next_norm: for those that the next block's first norm reads.
     """
 
     attention: Tensor | None
     mlp: Tensor | None
-    mlp_norm: Tensor | None = None
-    next_norm: Tensor | None = None
 
 
 _NO_ABSMAX = BlockAbsmax(None, None)
@@ -500,7 +443,6 @@ class Decoder:
         dtype: dtype of activations.
         device: device of the weights.
         softcap: logits are ``softcap * tanh(logits / softcap)``; None: they are as the head makes them.
-        folded: the blocks with their norms folded into products, which compute steps; None: the blocks compute them.
     """
 
     architecture: str
@@ -515,7 +457,6 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None
-    folded: FoldedBlocks | None = None
 
     def __call__(
         self, ids: Tensor, positions: Tensor, batch: int, attention: Attention
@@ -531,11 +472,8 @@ class Decoder:
         Returns:
             Two summands of the last block's result, ``[R, hidden]`` each, or the result and None; `logits` takes them.
         """
-        folded = self.folded if len(ids) == batch <= FOLDED_ROWS else None  # one token of each sequence
-        absmax = self._absmax(len(ids), folded is not None) if attention.raises_absmax else self._no_absmax()
+        absmax = self._absmax(len(ids)) if attention.raises_absmax else self._no_absmax()
         x, unadded = self.embed(ids, positions, batch, absmax.memory), None
-        if folded is not None:
-            return folded(x, attention, absmax.blocks), None
         for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax.blocks, strict=True)):
             x, unadded = block(x, unadded, partial(attention, i), magnitudes)
         return x, unadded
@@ -610,16 +548,14 @@ class Decoder:
     def _no_absmax(self) -> _Absmax:
         return _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
 
-    def _absmax(self, rows: int, folded: bool) -> _Absmax:
+    def _absmax(self, rows: int) -> _Absmax:
         """Memory for each block, all from one allocation."""
-        wanted = [
-            [*(takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)), folded, folded] for b in self.blocks
-        ]
+        wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
         if not any(map(any, wanted)):
             return self._no_absmax()
-        memory = torch.empty((len(wanted), 4 if folded else 2, rows), dtype=torch.float32, device=self.device)
+        memory = torch.empty((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
         blocks = [
-            BlockAbsmax(*(zeros if of_block else None for zeros, of_block in zip(z, which, strict=False)))
+            BlockAbsmax(*(zeros if of_block else None for zeros, of_block in zip(z, which, strict=True)))
             for z, which in zip(memory, wanted, strict=True)
         ]
         return _Absmax(memory, blocks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,7 +32,6 @@ from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
 from qcut.engine.fidelity import base_of
-from qcut.engine.folding import FoldedBlocks, check_foldable
 from qcut.engine.generated import Event, Generated, LogProbability, Running
 from qcut.engine.generation_settings import GenerationSettings
 from qcut.engine.graphs import Graphs
@@ -92,10 +90,6 @@ class Engine:
             tokens in all layers.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
-        fold_norms: compute steps of one sequence with norms folded into the int8 products around them, two kernels a
-            layer less: of models in ``w8a8`` alone, whose layers are norm, attention, norm, MLP. Results differ by
-            roundings from those without (see `qcut.ops.folded_norms.NormedLinear`): a step's tokens then depend on
-            whether it has one sequence or more.
 
     Attributes:
         decoder: the model's parts.
@@ -115,8 +109,8 @@ class Engine:
         UnsupportedError: another architecture; a module that computes otherwise than transformers' own; a setting of
             the model's generation_config that changes greedy tokens and that the engine does not have; a cache for
             which the GPU has no kernel. The message names it. Or transformers is too old.
-        ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0, norms
-            that cannot be folded, another kind of cache, a 4-bit one that the model's heads or type do not go with, or
+        ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0,
+            another kind of cache, a 4-bit one that the model's heads or type do not go with, or
             a tokenizer that is none.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
 
@@ -141,7 +135,6 @@ class Engine:
         graphs: bool = True,
         ring: int = rings.BESIDE,
         stack: bool = True,
-        fold_norms: bool = False,
     ) -> None:
         versions.require("transformers")
         model = base_of(model)
@@ -162,11 +155,7 @@ class Engine:
         self.settings = GenerationSettings.of(model, decoder.vocabulary)
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
-        if fold_norms:
-            check_foldable(decoder)  # raises before weights are moved
         self.decoder = decoder.stacked(model) if stack else decoder
-        if fold_norms:
-            self.decoder = replace(self.decoder, folded=FoldedBlocks.of(self.decoder))
         windows = [block.attention.window for block in decoder.blocks]
         self._rings = [rings.Ring.of(window, ring, context, decoder.heads.size) for window in windows]
         self._allocate(batch, context, kv_cache, graphs)

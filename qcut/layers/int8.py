@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 _W8A8 = torch.ops.qcut.w8a8_linear.default
 _INT8 = torch.ops.qcut.int8_linear.default
 _WITH_ABSMAX = torch.ops.qcut.noted_linear.default
-_NORMED = torch.ops.qcut.normed_linear.default
-_ONTO = torch.ops.qcut.residual_linear.default
 _W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
 _W8A16 = torch.ops.qcut.w8a16_linear.default
 _INT16X8 = torch.ops.qcut.int16x8_linear.default
@@ -150,52 +148,6 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         """
         b = self._buffers
         return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
-
-    def forward_normed(
-        self,
-        x: Tensor,
-        absmax: Tensor,
-        gain: Tensor,
-        eps: float,
-        gain_sums: Tensor | None,
-        bias: Tensor | None,
-        result_absmax: Tensor | None = None,
-    ) -> Tensor:
-        """Applies a norm and the layer to rows, as `torch.ops.qcut.normed_linear` does.
-
-        Args:
-            x: ``[M, K]``.
-            absmax: float32 ``[M]``, the largest magnitudes of x times gain.
-            gain: ``[K]``, the norm's weight.
-            eps: added under the root.
-            gain_sums: float32 ``[N]`` for a LayerNorm; None: an RMSNorm.
-            bias: float32 ``[N]``, the layer's with what the norm's bias adds to it; or None.
-            result_absmax: float32 ``[M]``, raised to the largest magnitudes of the result; or None.
-
-        Returns:
-            ``[M, N]``.
-        """
-        b = self._buffers
-        weight = b["qweight"], b["weight_scale"], bias
-        return _NORMED(x, absmax, gain, gain_sums, eps, *weight, self.activation, result_absmax, True)
-
-    def forward_onto(
-        self, x: Tensor, absmax: Tensor, residual: Tensor, gain: Tensor | None, result_absmax: Tensor | None
-    ) -> Tensor:
-        """Applies the layer and adds a residual, as `torch.ops.qcut.residual_linear` does.
-
-        Args:
-            x: ``[M, K]``.
-            absmax: float32 ``[M]``: ``max |x[m]|``.
-            residual: ``[M, N]``.
-            gain: ``[N]``, the weight of the norm behind the sum; or None.
-            result_absmax: float32 ``[M]``, raised to the largest magnitudes of the sum times gain; or None.
-
-        Returns:
-            ``[M, N]``.
-        """
-        b = self._buffers
-        return _ONTO(x, absmax, b["qweight"], b["weight_scale"], b["bias"], residual, gain, result_absmax, True)
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.

@@ -85,35 +85,6 @@ def test_doctor_with_a_gpu_launches_a_probe(monkeypatch: pytest.MonkeyPatch) -> 
     assert doctor.report(findings).endswith("Every kernel can be built here.")
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_doctor_tries_clusters(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qcut.cuda import clusters
-
-    asked = []
-
-    def probe(ordinal: int, size: int, arch: str) -> clusters.Outcome:
-        asked.append((ordinal, size, arch))
-        return clusters.Outcome(works or size < 8, f"a cluster of {size} CTAs waited in vain")
-
-    class Kernel:
-        def launch(self, *args: Any) -> None:
-            pass
-
-    b200 = device.Device(1, "NVIDIA B200", (10, 0), 148, 180 << 30)
-    give_gpus(monkeypatch, b200, device.Device(0, "NVIDIA A40", (8, 6), 84, 48 << 30))
-    monkeypatch.setattr(doctor.launch, "load", lambda binary, source, ordinal: Kernel())
-    monkeypatch.setattr(clusters, "probe", probe)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    findings = {finding.topic: finding for finding in doctor.examine()}
-    assert asked == [(1, size, "sm_100") for size in (2, 4, 8)]
-    found = findings["clusters"]
-    assert found.state == ("ok" if works else "warn")
-    text = str(found)
-    assert "attention's cluster form was not measured here" in text if works else "without clusters" in text
-    assert works or "a cluster of 8 CTAs waited in vain" in text
-    assert doctor.is_healthy(list(findings.values()))
-
-
 def test_doctor_says_whose_table_is_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, sm_count, says in (
         ("NVIDIA H200", 132, "shipped nvidia_h200.json"),

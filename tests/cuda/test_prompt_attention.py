@@ -24,7 +24,6 @@ def gpu(request: pytest.FixtureRequest) -> Target:
 
 @pytest.fixture
 def launches(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    monkeypatch.setattr(prompt_attention_cuda.clusters, "are_usable", lambda *given: True)
     return note_launches(prompt_attention_cuda, gpu, monkeypatch)
 
 

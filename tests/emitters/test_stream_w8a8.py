@@ -19,7 +19,6 @@ from qcut.emitters.stream.w8a8 import (
     CONSTRAINTS,
     MAX_ROWS,
     MAX_TOKENS,
-    Norm,
     Tokens,
     W8A8Problem,
     W8A8Tile,
@@ -46,9 +45,9 @@ SM_COUNT = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100": 14
 
 
 def problem_of(
-    tokens: Tokens, x: DType = F16, *, aligned: bool = True, absmax: bool = False, norm: Norm = "none", **changes: Any
+    tokens: Tokens, x: DType = F16, *, aligned: bool = True, absmax: bool = False, **changes: Any
 ) -> W8A8Problem:
-    return W8A8Problem(tokens, x, replace(PLAIN, out=x, **changes), aligned, absmax, norm)
+    return W8A8Problem(tokens, x, replace(PLAIN, out=x, **changes), aligned, absmax)
 
 
 def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSource:
@@ -73,15 +72,6 @@ def sources(arch: str) -> list[KernelSource]:
         emit_int8_stream(ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16), arch),
         emit_int8_stream(replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True), arch),
         chosen(problem_of("rows", F32, aligned=False, activation=Activation.SILU), arch, 8, 4096, 14336),
-        chosen(problem_of("rows", F16, norm="layer"), arch, 1, 3840, 1280),
-        chosen(
-            problem_of("rows", F16, norm="layer", activation=Activation.GELU_TANH, absmax=True), arch, 3, 5120, 1280
-        ),
-        chosen(problem_of("rows", F16, norm="rms", bias=False), arch, 1, 28672, 4096),
-        chosen(problem_of("rows", BF16, norm="rms", bias=False), arch, 8, 512, 288),
-        chosen(problem_of("rows", F32, norm="layer", aligned=False), arch, 4, 1280, 1280),
-        chosen(problem_of("rows", F16, norm="next", absmax=True, residual=True), arch, 1, 4096, 14336),
-        chosen(problem_of("rows", BF16, norm="next", absmax=True, residual=True), arch, 8, 288, 768),
         chosen(problem_of("rows", F32, residual=True), arch, 2, 1280, 1280),
     ]
     if arch == "sm_90a":
@@ -151,7 +141,6 @@ NONE = problem_of("none")
 REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
     "x": (replace(ROWS, x=DType.S8), TILE, "sm_80"),
     "epilogue": (problem_of("given", residual=True), TILE, "sm_80"),
-    "norm": (problem_of("rows", norm="layer", bias=False), TILE, "sm_80"),
     "rescale": (replace(ROWS, epilogue=Epilogue(DType.S8, rescale=True)), TILE, "sm_80"),
     "rows": (replace(ROWS, epilogue=replace(PLAIN, zero_point="per_token")), TILE, "sm_80"),
     "absmax": (replace(ZERO_POINT, absmax=True), TILE, "sm_80"),
@@ -191,9 +180,6 @@ def test_illegal_kernels_are_refused_by_name() -> None:
         ("rows", replace(ROWS, tokens="floats"), replace(TILE, tokens=16)),
         ("epilogue", replace(ROWS, epilogue=replace(PLAIN, col_scale="per_tensor")), TILE),
         ("epilogue", replace(ROWS, epilogue=Epilogue(DType.S32)), TILE),
-        ("norm", problem_of("given", norm="rms"), TILE),
-        ("norm", problem_of("rows", norm="next"), TILE),
-        ("norm", problem_of("rows", norm="rms"), W8A8Tile(2, 10, splits=2)),
         ("tokens", NONE, W8A8Tile(2, 10, tokens=3)),
         ("warps", ROWS, replace(TILE, warps=0)),
         ("prefetch", ROWS, replace(TILE, prefetch=0)),

@@ -14,9 +14,8 @@ from torch import Tensor
 from qcut import jit
 from qcut.cli.selftest.bounds import Near
 from qcut.cli.selftest.checks import Check, Expected, all_checks, slow_sources
-from qcut.cuda import clusters, native
+from qcut.cuda import native
 from qcut.cuda.plans import forget_plans, target, watched_loads
-from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
 from qcut.errors import DeviceError, QcutError
 from qcut.jit import background
@@ -85,7 +84,7 @@ def _compare(got: Sequence[Tensor], expected: Sequence[Expected]) -> str:
 
 @background.waiting()  # the checks are of the best kernels
 def selftest(ordinal: int, *, progress: bool = True) -> list[Verdict]:
-    """Run every check, and the clusters' probe, on a GPU.
+    """Run every check on a GPU.
 
     Kernels come from the cache or are built. Plans of this process are forgotten first.
 
@@ -109,12 +108,7 @@ def selftest(ordinal: int, *, progress: bool = True) -> list[Verdict]:
         builder.start()
     forget_plans()
     verdicts, all_, dead = [], all_checks(), ""
-    sizes = clusters.SIZES if architecture(gpu.arch).clusters else ()
-    with progress_bar(len(all_) + len(sizes), f"self-test of {gpu.name}", "check", shown=progress) as advance:
-        for size in sizes:
-            found = clusters.probe(ordinal, size, gpu.arch)
-            verdicts.append(Verdict("clusters", f"{size} CTAs", problem="" if found.works else found.text))
-            advance(1)
+    with progress_bar(len(all_), f"self-test of {gpu.name}", "check", shown=progress) as advance:
         for check in all_:
             if dead:
                 verdict = Verdict(check.family, check.shape, skipped=dead)

@@ -17,7 +17,7 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem
 from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
-from qcut.emitters.stream.w8a8 import Norm, Tokens, W8A8Problem, W8A8Tile
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 
 # Of an H200. All but the memory's rate are times of an SM's instructions, which a higher clock shortens.
@@ -75,7 +75,6 @@ def few_tokens(
     *,
     aligned: bool = True,
     absmax: bool = False,
-    norm: Norm = "none",
 ) -> FewTokens | None:
     """The kernel that streams int8 weights past m tokens, or None where it cannot, or where tiled kernels are faster.
 
@@ -88,11 +87,10 @@ def few_tokens(
         tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
         aligned: whether rows of tokens start at multiples of 16 bytes.
         absmax: whether the kernel also computes the largest magnitude of each row of its result.
-        norm: that the product takes part in, see `qcut.emitters.stream.w8a8`.
     """
     if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
         return None
-    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax, norm)
+    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
     if target.closed and closed.covers(problem) and not closed.covers(few):
         return None
     if not w8a8.is_legal(few, m, k, target.arch):
@@ -126,12 +124,12 @@ def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple
 
         def fits(cut: Cut, ctas: int) -> bool:
             tile = tile_of(cut)
-            smem = ctas * w8a8.smem_bytes(tile, halves, rescale, problem.normalizes)
+            smem = ctas * w8a8.smem_bytes(tile, halves, rescale)
             registers = w8a8.registers(problem, tile, target.arch)
             return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
         # Several tiles of tokens make a cluster's sums dear: it lost at every shape that was measured.
-        clusters = tokens <= w8a8.MAX_ROWS and not (halves or problem.normalizes)
+        clusters = tokens <= w8a8.MAX_ROWS and not halves
         cuts = (
             (cut, ns + _tokens_ns(tokens, k, cut, common_sums, target))
             for cut, ns in _cuts(n, k, target, fits, clusters=clusters)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qcut.cuda.clusters import MEASURED
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
-from qcut.dispatch.gpus import Target
+from qcut.dispatch.gpus import Target, target_named
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
@@ -344,7 +343,7 @@ def test_argmax(x: DType, columns: int) -> None:
     logits[10, 0] = 100.0
     logits[:, columns:] = math.inf  # beyond the row
     best = torch.full((12,), -7, dtype=torch.int64, device=DEVICE)
-    if arch() in MEASURED:
+    if target_named(arch()).exchanges_in_clusters:
         split, found = ArgmaxRows(x, arch(), parts=PARTS), torch.full((12,), -7, dtype=torch.int64, device=DEVICE)
         launch(emit_argmax(split), split.grid(11), logits.to(DEVICE), found, columns + 5, columns)
         assert found.tolist() == [*sampling.argmax(logits[:, :columns]).tolist(), -7]
@@ -360,7 +359,7 @@ def test_argmax(x: DType, columns: int) -> None:
     assert slots.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 12]
     told = torch.full((3, 11), -7, dtype=torch.int64, pin_memory=True)
     turn = (torch.arange(11, dtype=torch.int32, device=DEVICE) % 3).contiguous()
-    for parts in (1, PARTS) if arch() in MEASURED else (1,):
+    for parts in (1, PARTS) if target_named(arch()).exchanges_in_clusters else (1,):
         desc = ArgmaxRows(x, arch(), True, parts, True)
         args = (logits.to(DEVICE), again, positions, slots, *sizes, told, turn, 3)
         for shift in range(3):

@@ -16,11 +16,6 @@
 //   settle()                 makes these tokens the second operand of the products, once they have arrived
 //   next(column)             loads and settles the tokens of the columns of a later round
 //   multiply(acc, unit, u)   adds the products of unit u of a row tile
-// Where the tile has a norm, it has three more:
-//   prepare(column)              starts the loads of what no kernel writes
-//   norm_element(row)            what the norm needs of a row of weights; it waits in shared memory for the end
-//   normalize(token, row, column, element)
-//                                changes what the epilogue takes of a token and of a row of weights
 // Shared memory of a Tile: what the epilogue needs of rows of weights (ColumnStore); from Tile::kSums on, the sums of
 // warps. A Tile whose kCommonSums is true has one set of sums for all warps, of integers.
 //
@@ -68,17 +63,12 @@ struct ColumnStore {
   }
 };
 
-// The norm that a product takes part in. kRms, kLayer: that of its tokens, which it computes but for their largest
-// magnitude. kNext: that of its result, of which it needs the weight, to note magnitudes.
-enum class Norm { kNone, kRms, kLayer, kNext };
-
 // How a CTA divides the product. Int8StreamTile in emitters/stream/int8.py describes the sizes.
 template <int kRowTiles_, int kWarps_, int kUnits_, int kPrefetch_, int kTokens_, int kSplits_>
 struct Int8StreamTile {
   static constexpr int kRowTiles = kRowTiles_, kWarps = kWarps_, kUnits = kUnits_, kPrefetch = kPrefetch_;
   static constexpr int kTokens = kTokens_, kSplits = kSplits_;
   static constexpr int kTokenTiles = (kTokens + 7) / 8;
-  static constexpr Norm kNorm = Norm::kNone;
   static constexpr int kUnitColumns = 128;
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kSpan = kUnitColumns * kUnits;  // columns of a warp in one round
@@ -99,7 +89,6 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   const ColumnStore<Tile, E> stored(shared);
   Acc* const sums = reinterpret_cast<Acc*>(shared + Tile::kSums);  // [warp][token][row]
   unsigned* peaks = nullptr;  // bits of the largest magnitudes of D's rows
-  constexpr bool kOfRows = Tile::kNorm == Norm::kLayer || Tile::kNorm == Norm::kNext;  // elements of rows of weights
   if constexpr (kAbsmax) peaks = reinterpret_cast<unsigned*>(shared + Tile::kPeaks);
 
   const int warp = threadIdx.x / 32;
@@ -155,14 +144,11 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
 
   constexpr int kVectors = (Tile::kRows + Tile::kThreads - 1) / Tile::kThreads;
   typename E::Column columns[kVectors];
-  [[maybe_unused]] float elements[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int row = threadIdx.x + i * Tile::kThreads;
     columns[i] = E::column(args, row < Tile::kRows ? n0 + row : n, n);
-    if constexpr (kOfRows) elements[i] = row < Tile::kRows && n0 + row < n ? tokens.norm_element(n0 + row) : 0.0f;
   }
-  if constexpr (Tile::kNorm == Norm::kRms || Tile::kNorm == Norm::kLayer) tokens.prepare(first);
   if constexpr (!Tile::kWaitsFirst) wait_for_dependencies();
 
   tokens.begin(first);
@@ -178,9 +164,6 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   for (int i = 0; i < kVectors; ++i) {
     const int row = threadIdx.x + i * Tile::kThreads;
     if (row < Tile::kRows) stored.store(row, columns[i]);
-    if constexpr (kOfRows) {
-      if (row < Tile::kRows) reinterpret_cast<float*>(shared + Tile::kColSums)[row] = elements[i];
-    }
   }
   if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
   tokens.settle();
@@ -241,20 +224,10 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   // Stores an element of D and returns the bits of its magnitude.
   const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
     if (n0 + row >= n) return 0;
-    typename E::Column column = stored.load(row);
-    typename E::Row of_token = E::row(args, token, m);
-    float element = 0.0f;
-    if constexpr (kOfRows) element = reinterpret_cast<const float*>(shared + Tile::kColSums)[row];
-    if constexpr (Tile::kNorm == Norm::kRms || Tile::kNorm == Norm::kLayer) {
-      tokens.normalize(token, of_token, column, element);
-    }
-    const typename E::Out y = E::convert(E::finish(E::apply(sum, of_token, column), residual, args));
+    const typename E::Column column = stored.load(row);
+    const typename E::Out y = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args));
     d[static_cast<long long>(token) * ldd + n0 + row] = y;
-    if constexpr (kAbsmax) {
-      const float noted = Tile::kNorm == Norm::kNext ? to_float(y) * element : to_float(y);
-      return __float_as_uint(noted) & 0x7fffffffu;
-    }
-    return 0;
+    return kAbsmax ? __float_as_uint(to_float(y)) & 0x7fffffffu : 0u;
   };
   if constexpr (Tile::kSplits == 1) {
     for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {

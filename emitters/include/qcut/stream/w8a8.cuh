@@ -23,7 +23,7 @@ enum class Tokens { kNone, kGiven, kRows, kFloats };
 
 // W8A8Tile in emitters/stream/w8a8.py describes the sizes. T is the tokens' type for kRows and kFloats.
 template <class T_, Tokens kFrom, bool kCommonSums_, int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens,
-          int kSplits, Norm kNorm_ = Norm::kNone>
+          int kSplits>
 struct W8A8Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
   using T = T_;
   static constexpr bool kWaitsFirst = kFrom == Tokens::kNone;
@@ -31,19 +31,15 @@ struct W8A8Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, 
   static constexpr bool kFinds = kFrom == Tokens::kFloats;
   static constexpr bool kQuantizes = kFinds || kFrom == Tokens::kRows;
   static constexpr bool kCommonSums = kCommonSums_;
-  static constexpr Norm kNorm = kNorm_;
-  static constexpr bool kNormalizes = kNorm == Norm::kRms || kNorm == Norm::kLayer;
-  // Byte offsets in shared memory: sums of rows of weights, or what a norm needs of these; scales and zero points of
-  // tokens, largest magnitudes of results; largest magnitudes, or sums and sums of squares, that each warp finds in a
-  // part of the tokens; sums of warps.
+  // Byte offsets in shared memory: sums of rows of weights; scales and zero points of tokens; largest magnitudes of
+  // results; largest magnitudes that each warp finds in a part of the tokens; sums of warps.
   static constexpr int kColSums = W8A8Tile::kVectorBytes;
   static constexpr int kTokenScales = kColSums + 4 * W8A8Tile::kRows;
   static constexpr int kZeroPoints = kTokenScales + 32 * W8A8Tile::kTokenTiles;
   static constexpr int kPeaks = kZeroPoints + 32 * W8A8Tile::kTokenTiles;
   static constexpr int kFound = kPeaks + 32 * W8A8Tile::kTokenTiles;
-  static constexpr int kSums = kFound + (kTokens <= 8 ? (kWarps * kTokens + 3) / 4 * 16 * (1 + kNormalizes) : 0);
+  static constexpr int kSums = kFound + (kTokens <= 8 ? (kWarps * kTokens + 3) / 4 * 16 : 0);
   static_assert(!kQuantizes || kTokens <= 8, "rows are quantized in one tile of the second operand");
-  static_assert(!kNormalizes || (kFrom == Tokens::kRows && kSplits == 1), "a CTA sees whole rows");
 };
 
 // Adds the products of a unit of weights with tiles of eight tokens. x(tile) is lane 4g + t's part of token g of a tile:
@@ -139,24 +135,11 @@ struct WholeRows {
   }
 };
 
-// What a product needs of a norm. Before it, `gain` [k] is the norm's weight and, of a LayerNorm, `gain_sums` [n] are
-// sums over k of gain times weight. After it, `gain` [n] is the weight.
-template <class T>
-struct NormOperands {
-  const T* gain;
-  const float* gain_sums;
-  float eps;
-};
-
 // Tokens as rows of T, lda elements apart, which are quantized as they are loaded. Columns past k are zero. A fragment
 // holds eight tokens: with fewer tokens, all lanes whose g is a token's number modulo kTokens share the quantization
 // of the token's words and then exchange them. `absmax` holds the rows' largest magnitudes, unless the CTA's warps find
 // them, each in its part of the rows, and leave them in `found` [warp][token]; `scales` receives the tokens' scales.
-// With kAligned, rows and gains start at multiples of 16 bytes.
-//
-// Tokens that are to be normalized are multiplied by the norm's weight before they are quantized, and `absmax` is that
-// of the products. The rest of the norm is linear: the root and the mean change the epilogue's scale and bias. Warps
-// leave the sums and the sums of squares of their parts of the rows in `found`, [warp][token][2].
+// With kAligned, rows start at multiples of 16 bytes.
 template <class Tile, bool kAligned, class Form = WholeRows>
 struct RowTokens {
   using Acc = typename Form::Acc;
@@ -165,12 +148,8 @@ struct RowTokens {
   static constexpr int kTokens = Tile::kTokens, kUnits = Tile::kUnits;
   static constexpr int kSize = Vector<T>::kSize < 4 * kTokens ? Vector<T>::kSize : 4 * kTokens;  // columns of a load
   static constexpr int kLoads = 4 * kTokens / kSize;                                             // of a unit
-  using Loaded = Vector<T>[kUnits][kLoads];
   uint32_t x[Form::kParts][kUnits][2][4];
-  Loaded raw;
-  Loaded gains;
-  NormOperands<T> norm;
-  float sum = 0.0f, squares = 0.0f;
+  Vector<T> raw[kUnits][kLoads];
   const T* row;
   const float* absmax;
   float* scales;
@@ -179,34 +158,13 @@ struct RowTokens {
   Quantized quantized;
 
   __device__ __forceinline__ RowTokens(const void* a, const float* absmax, float* scales, uint32_t* found, int m, int k,
-                                       int lda, const NormOperands<T>& norm = {})
-      : norm(norm), absmax(absmax), scales(scales), found(found), m(m), k(k), lda(lda), g(threadIdx.x % 32 / 4),
+                                       int lda)
+      : absmax(absmax), scales(scales), found(found), m(m), k(k), lda(lda), g(threadIdx.x % 32 / 4),
         t(threadIdx.x % 4), token(g % kTokens), columns(token < m ? k : 0), quantized(0) {
     row = static_cast<const T*>(a) + static_cast<long long>(token) * lda;
   }
-  __device__ __forceinline__ void prepare(int column) { load(gains, norm.gain, column, k); }
-  __device__ __forceinline__ float norm_element(int of_weights) const {
-    if constexpr (Tile::kNorm == Norm::kLayer) return norm.gain_sums[of_weights];
-    return to_float(norm.gain[of_weights]);
-  }
-  template <class Row, class Column>
-  __device__ __forceinline__ void normalize(int of_token, Row& scaled, Column& column, float gain_sum) const {
-    float total = 0.0f, total_squares = 0.0f;
-#pragma unroll
-    for (int i = 0; i < Tile::kWarps; ++i) {
-      const float2 part = reinterpret_cast<const float2*>(found)[i * kTokens + of_token];
-      total += part.x;
-      total_squares += part.y;
-    }
-    const float count = static_cast<float>(k);
-    const float mean = Tile::kNorm == Norm::kLayer ? __fdiv_rn(total, count) : 0.0f;
-    const float variance = fmaxf(__fdiv_rn(total_squares, count) - mean * mean, 0.0f);
-    const float inverse = rsqrtf(variance + norm.eps);
-    scaled.scale *= inverse;
-    if constexpr (Tile::kNorm == Norm::kLayer) column.bias -= mean * inverse * gain_sum;
-  }
   __device__ __forceinline__ void begin(int column) {
-    load(raw, row, column, columns);
+    load(column);
     if constexpr (Tile::kFinds) {
       find();
     } else {
@@ -229,8 +187,7 @@ struct RowTokens {
     quantize();
   }
   __device__ __forceinline__ void next(int column) {
-    if constexpr (Tile::kNormalizes) prepare(column);
-    load(raw, row, column, columns);
+    load(column);
     quantize();
   }
   __device__ __forceinline__ void multiply(Acc (&acc)[1][4], const Int8Unit& unit, int u) const {
@@ -256,27 +213,27 @@ struct RowTokens {
       if (threadIdx.x % 32 == 0) found[threadIdx.x / 32 * kTokens + i] = peaks[i];
     }
   }
-  // The lane's columns of `from`, which has `count` of them, zeros beyond.
-  __device__ __forceinline__ void load(Loaded& to, const T* from, int column, int count) {
+  // Loads the lane's columns of its row; those past the row's are zeros.
+  __device__ __forceinline__ void load(int column) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
 #pragma unroll
       for (int l = 0; l < kLoads; ++l) {
         const int word = g / kTokens * kTokens + l * kSize / 4;
         const int col = column + Tile::kUnitColumns * u + 64 * (word / 4) + 16 * t + 4 * (word % 4);
-        to[u][l] = Vector<T>{};
-        if (kAligned && col + kSize <= count) {
+        raw[u][l] = Vector<T>{};
+        if (kAligned && col + kSize <= columns) {
           if constexpr (kSize * sizeof(T) == 16) {
-            const uint4 v = *reinterpret_cast<const uint4*>(from + col);
-            to[u][l] = Vector<T>{v.x, v.y, v.z, v.w};
+            const uint4 v = *reinterpret_cast<const uint4*>(row + col);
+            raw[u][l] = Vector<T>{v.x, v.y, v.z, v.w};
           } else {
-            const uint2 v = *reinterpret_cast<const uint2*>(from + col);
-            to[u][l] = Vector<T>{v.x, v.y, 0, 0};
+            const uint2 v = *reinterpret_cast<const uint2*>(row + col);
+            raw[u][l] = Vector<T>{v.x, v.y, 0, 0};
           }
-        } else if (col < count) {
+        } else if (col < columns) {
 #pragma unroll
           for (int j = 0; j < kSize; ++j) {
-            if (col + j < count) to[u][l].set(j, from[col + j]);
+            if (col + j < columns) raw[u][l].set(j, row[col + j]);
           }
         }
       }
@@ -293,16 +250,6 @@ struct RowTokens {
         raw[u][l].to_float(f);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) used[j] = f[j];
-        if constexpr (Tile::kNormalizes) {
-          float gain[Vector<T>::kSize];
-          gains[u][l].to_float(gain);
-#pragma unroll
-          for (int j = 0; j < kSize; ++j) {
-            sum += f[j];
-            squares += f[j] * f[j];
-            used[j] = f[j] * gain[j];
-          }
-        }
         Form::quantize(quantized, used, packed);
 #pragma unroll
         for (int j = 0; j < kSize / 4; ++j) {
@@ -320,36 +267,22 @@ struct RowTokens {
         }
       }
     }
-    if constexpr (Tile::kNormalizes) note_sums();
-  }
-  // Adds up the sums of the lanes that share a token, so far.
-  __device__ __forceinline__ void note_sums() const {
-    float total = sum, total_squares = squares;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      if (lanes >= 4 && lanes < 4 * kTokens) continue;  // other tokens
-      total += __shfl_xor_sync(0xffffffffu, total, lanes);
-      total_squares += __shfl_xor_sync(0xffffffffu, total_squares, lanes);
-    }
-    float2* const parts = reinterpret_cast<float2*>(found);
-    if (t == 0 && g < kTokens) parts[threadIdx.x / 32 * kTokens + token] = make_float2(total, total_squares);
   }
 };
 
 // The kernel: D [m, n] = epilogue(A B^T), A [m, k], B [n, k] of int8. `a` holds the tokens as int8 or T, lda elements
 // apart; `a_absmax` holds the largest magnitudes of rows of T. With kAligned, rows of T start at multiples of 16 bytes.
-// With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D, or, with Norm::kNext, of the row times
-// the gain.
+// With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D.
 template <class Tile, bool kAligned, bool kAbsmax, class E>
 __device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
-                                            typename E::Args args, const NormOperands<typename Tile::T>& norm = {}) {
+                                            typename E::Args args) {
   extern __shared__ __align__(16) char shared[];
   if constexpr (Tile::kQuantizes) {
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
     uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
-    const RowTokens<Tile, kAligned> tokens(a, a_absmax, scales, found, m, k, lda, norm);
+    const RowTokens<Tile, kAligned> tokens(a, a_absmax, scales, found, m, k, lda);
     stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
   } else {
     const Int8Tokens<Tile, E> tokens(a, m, k, lda, args, shared);
