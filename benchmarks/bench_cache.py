@@ -25,7 +25,7 @@ import qcut
 from benchmarks import harness
 from benchmarks.bench_engine import CASES, QUICK_ROUNDS, ROUNDS, build, cosine, prompts_of, wall_us
 from benchmarks.harness import CheckError, Timing
-from qcut.engine.kv_cache import KV_DTYPES, KVDtype
+from qcut.engine.kv_cache.cache import KV_DTYPES, KVDtype
 
 NEW = 64
 """Tokens that are generated."""

@@ -31,7 +31,7 @@ from benchmarks.bench_linear import qcut_layer
 from benchmarks.harness import Timing, Variant
 from benchmarks.reporting.rows import Row
 from benchmarks.shapes import Shape
-from qcut.config import parse_scheme
+from qcut.schemes import parse_scheme
 
 BASELINE = "fp16"
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8")
@@ -65,7 +65,7 @@ def tolerance(scheme: str) -> float:
 
 
 def layer_calls(scheme: str, shape: Shape) -> list[Any]:
-    """The calls of a layer on CUDA, for `qcut.cuda.prebuild`."""
+    """The calls of a layer on CUDA, for `qcut.backends.cuda.launch.prebuild`."""
     describe = qcut.Linear.subclass_for(scheme).cuda_calls
     m, n, k = shape.m, shape.n, shape.k
     dtype = torch.float16
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build(options: argparse.Namespace, device: int) -> None:
     """Build every kernel of the cells, in parallel."""
-    from qcut.cuda.prebuild import prebuild
+    from qcut.backends.cuda.launch.prebuild import prebuild
 
     cells = [(s, Shape(m, n, k)) for s in options.schemes for n, k in options.shapes for m in options.tokens]
     start = time.monotonic()

@@ -30,11 +30,11 @@ from benchmarks import harness
 from benchmarks.bench_gemm import require_close
 from benchmarks.harness import Timing, Variant
 from benchmarks.shapes import Shape
-from qcut.codebooks import products as codebook_numerics
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import gemm as dispatch
 from qcut.emitters.core.source import DType
 from qcut.layers.rotations import RotationSpec, rotation_for
+from qcut.numerics.codebook import products as codebook_numerics
 from qcut.tuning.timing import CudaClock
 
 NK = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280))
@@ -187,15 +187,15 @@ def codebook_problem(layer: Any, bias: bool, rotates: DType | None = None) -> An
 
 def w8a16_problem(n: int, k: int, bias: bool) -> Any:
     """Return the problem of a W8A16 layer's product on float16 tokens."""
-    from qcut.cuda.linear import linear_problem
+    from qcut.backends.cuda.linear import linear_problem
 
     return linear_problem(DType.F16, n, k, bias, "none", "w8a16")
 
 
 @functools.cache
 def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
-    from qcut.cuda.codebook import gemm_spec
-    from qcut.cuda.plans import target
+    from qcut.backends.cuda.codebook import gemm_spec
+    from qcut.backends.cuda.launch.plans import target
 
     device = torch.cuda.current_device()
     return gemm_spec(problem, m, n, units, target(device), early=pdl).load(device)
@@ -203,15 +203,15 @@ def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
 
 @functools.cache
 def _w8a16_plan(problem: Any, m: int, n: int, k: int, pdl: bool) -> Any:
-    from qcut.cuda.gemm import w8a16_spec
-    from qcut.cuda.plans import target
+    from qcut.backends.cuda.gemm import w8a16_spec
+    from qcut.backends.cuda.launch.plans import target
 
     device = torch.cuda.current_device()
     return w8a16_spec(problem, m, n, k, target(device), pdl=pdl).load(device)
 
 
 def _w8a16_launch(layer: Any, out: Tensor, pdl: bool, *, x: Tensor) -> Callable[[], None]:
-    from qcut.cuda.plans import m_bucket
+    from qcut.backends.cuda.launch.plans import m_bucket
 
     (m, k), n = x.shape, layer.out_features
     plan = _w8a16_plan(w8a16_problem(n, k, bias=False), m_bucket(m), n, k, pdl)
@@ -226,7 +226,7 @@ def reference_of(layer: Any, x: Tensor) -> Tensor:
 
 def kernel_name(layer: Any, m: int, *, whole: bool) -> str:
     """Procedural name of the product that serves so many tokens, alone or in the whole layer, with its bias."""
-    from qcut.cuda.plans import m_bucket, target
+    from qcut.backends.cuda.launch.plans import m_bucket, target
 
     gpu, n, k = target(torch.cuda.current_device()), layer.out_features, layer.in_features
     if layer.scheme.name == "w8a16":

@@ -33,7 +33,7 @@ from benchmarks.bench_engine import decode_us, prompts_of
 from benchmarks.cpu_program import build_cpp, cpu_name, run_cpp, thread_counts
 from benchmarks.harness import CheckError, Timing
 from qcut.engine.engine import Prompts
-from qcut.engine.generated import Generated
+from qcut.engine.sequence import Generated
 from qcut.errors import BuildError, QcutError
 
 PROMPT, NEW, CPU_NEW = 16, 128, 24

@@ -31,7 +31,6 @@ from benchmarks.bench_gemm import OUTPUTS, Operands
 from benchmarks.harness import Timing, Variant
 from benchmarks.shapes import Shape
 from qcut import jit
-from qcut.config import padded_k
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
@@ -41,6 +40,7 @@ from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
 from qcut.emitters.gemm.cutlass import text as cutlass_text
 from qcut.emitters.gemm.cutlass.epilogue import EpilogueGraph
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.schemes import padded_k
 
 ARCH = "sm_90a"
 SHAPES = (Shape(4096, 1280, 1280), Shape(1024, 1280, 1280), Shape(4096, 5120, 1280), Shape(4096, 4096, 4096))
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 1 where a result was wrong, 2 without a GPU of compute capability 9.0."""
     options = harness.parser(__doc__ or "").parse_args(arguments)
     harness.require_gpu()
-    from qcut.cuda.plans import target
+    from qcut.backends.cuda.launch.plans import target
 
     gpu = target(torch.cuda.current_device())
     if gpu.arch != ARCH:

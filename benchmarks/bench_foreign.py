@@ -20,11 +20,11 @@ if __package__ in (None, ""):
 from benchmarks import harness
 from benchmarks.bench_cliff import MIN_ROUNDS, ROUNDS, SETTLE_TOKENS, SETTLE_US, copies_of, variant
 from benchmarks.shapes import Shape
-from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.config import Codebook, ShiftedCodebook
-from qcut.cuda.prebuild import prebuild
+from qcut.backends.cuda.launch.prebuild import prebuild
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.shifted import ShiftedCodebookLinear
+from qcut.numerics.codebook.quantizer import RotatedCodebook
+from qcut.schemes import Codebook, ShiftedCodebook
 
 NK = ((4096, 4096), (14336, 4096), (4096, 14336))
 TOKENS = (1, 2, 8, 16, 32, 64, 128, 512, 4096)

@@ -28,7 +28,7 @@ from benchmarks.ladder.kernels import PEAKS
 from benchmarks.ladder.steps import LIBRARY, NAMES, STEPS, Candidate, Step, is_cutlass
 from benchmarks.ladder.variants import Measured, Operands, PeakRun, fastest, kernel_variant, library_step
 from qcut import jit
-from qcut.cuda import plans as launch_plans
+from qcut.backends.cuda.launch import plans as launch_plans
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.families import INT8_CUTLASS
 from qcut.tuning.cublaslt import CublasLtError, Int8Matmul

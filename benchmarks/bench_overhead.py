@@ -27,8 +27,8 @@ from benchmarks import device_kernels, harness
 from benchmarks.bench_linear import EPILOGUES
 from benchmarks.harness import Timing, cpu_us
 from qcut import jit
-from qcut.cuda import native as _native
-from qcut.cuda.plans import forget_plans
+from qcut.backends.cuda.launch import native as _native
+from qcut.backends.cuda.launch.plans import forget_plans
 from qcut.layers import int8 as layers
 from qcut.ops.linear import W8A8Linear
 
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
     """The measured variants, and the parts of a call in microseconds."""
-    from qcut.cuda.linear import w8a8_linear
+    from qcut.backends.cuda.linear import w8a8_linear
 
     layer = layers.W8A8Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
     x = torch.randn(M, K, device="cuda").half()

@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 import qcut
 from benchmarks import harness
 from benchmarks.harness import Timing
-from qcut.conversion.convert import model_bytes
+from qcut.conversion.quantize import model_bytes
 
 SIZES = {"7b": (4096, 11008, 32), "tiny": (128, 384, 2)}
 """Width, MLP width, blocks."""

@@ -30,10 +30,10 @@ if __package__ in (None, ""):
 import qcut
 from benchmarks.harness import Results, add_model_options, environment, table, with_models
 from benchmarks.quality import tokens_of
+from qcut.common.progress import with_progress
 from qcut.errors import QcutError
 from qcut.models.evaluation import token_nll, windows_of
 from qcut.numerics import int4
-from qcut.process.progress import with_progress
 
 BATCH = 8
 KEY = ("model", "cache")

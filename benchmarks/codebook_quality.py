@@ -33,18 +33,18 @@ from benchmarks.harness import Results, add_model_options, environment, with_mod
 from benchmarks.processes import Processes
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
-from qcut.codebooks import rotation
-from qcut.codebooks.curvature import Curvature
-from qcut.codebooks.fit import DAMPING, fit
-from qcut.codebooks.quantizer import RotatedCodebook, dequantize, quantize
-from qcut.conversion.curvature import collect_curvature
-from qcut.conversion.refinement import CODE_RATE
-from qcut.conversion.second_moments import collect_second_moments
+from qcut.conversion.calibration.curvature import collect_curvature
+from qcut.conversion.calibration.second_moments import collect_second_moments
+from qcut.conversion.refine import CODE_RATE
 from qcut.errors import QcutError
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
+from qcut.numerics.codebook import rotation
+from qcut.numerics.codebook.fitting.curvature import Curvature
+from qcut.numerics.codebook.fitting.fit import DAMPING, fit
+from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, quantize
 
 GROUP = 128
 REFINE_STEPS = 450

@@ -1,5 +1,5 @@
 // Greedy float32 decoding of a llama2.c checkpoint (version 0) on the CPU: the plain program with which
-// benchmarks/bench_compare.py compares qcut.Engine. qcut/checkpoints/llama2c/files.py describes the file.
+// benchmarks/bench_compare.py compares qcut.Engine. qcut/checkpoints/formats/llama2c/files.py describes the file.
 //
 //     g++ -std=c++17 -O3 -march=native -fopenmp cpu_llama.cpp -o cpu_llama
 //     ./cpu_llama FILE NEW_TOKENS ID...

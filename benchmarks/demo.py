@@ -36,11 +36,11 @@ if __package__ in (None, ""):
 
 import qcut
 from qcut.checkpoints.pretrained import load_pretrained
-from qcut.config import parse_scheme
-from qcut.conversion.convert import model_bytes
-from qcut.conversion.costs import LayerSize
+from qcut.conversion.planning.costs import LayerSize
+from qcut.conversion.quantize import model_bytes
 from qcut.errors import CheckpointError, QcutError
 from qcut.models.evaluation import perplexity, windows_of
+from qcut.schemes import parse_scheme
 
 os.environ.setdefault("QCUT_BUILD", "wait")  # its figures are of the best kernels
 

@@ -37,8 +37,8 @@ def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
     Raises:
         BuildError: the first kernel that does not compile.
     """
-    from qcut.cuda.gemm import Product, w8a16_spec
-    from qcut.cuda.plans import m_bucket, target
+    from qcut.backends.cuda.gemm import Product, w8a16_spec
+    from qcut.backends.cuda.launch.plans import m_bucket, target
 
     gpu = target(torch.cuda.current_device())
     cutlass = jit.is_toolchain_available("nvcc")

@@ -32,8 +32,8 @@ import qcut
 from benchmarks.demo import language_reference
 from benchmarks.harness import ROOT, Results, environment, read_rows
 from benchmarks.reporting.markdown import markdown
-from qcut.config import parse_scheme
 from qcut.errors import QcutError
+from qcut.schemes import parse_scheme
 
 SCHEMES = ("codebook4", "codebook3", "codebook2", "w8a8")
 WEIGHTS = ("rounded", "inputs", "curvature", "refined")

@@ -31,16 +31,16 @@ from benchmarks.harness import Results, add_model_options, environment, read_row
 from benchmarks.processes import Processes
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
-from qcut.codebooks.passes import quantize_weight
-from qcut.codebooks.quantizer import dequantize
-from qcut.config import parse_scheme
-from qcut.conversion.costs import LayerSize, stored_cost
-from qcut.conversion.goals import WITHIN_COST, Goal
-from qcut.conversion.survey import Survey
+from qcut.conversion.planning.budget import WITHIN_COST, Goal
+from qcut.conversion.planning.costs import LayerSize, stored_cost
+from qcut.conversion.planning.measurements import Survey
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
+from qcut.numerics.codebook.passes import quantize_weight
+from qcut.numerics.codebook.quantizer import dequantize
+from qcut.schemes import parse_scheme
 
 BITS = (2.5, 3.0, 3.125, 3.5, 4.125, 4.5, 5.0)
 UNIFORM = (*WITHIN_COST, "codebook2_g32", "codebook2_g16", "codebook3_g32", "codebook4_g32", "codebook4_g16")

@@ -27,10 +27,10 @@ if __package__ in (None, ""):
 import qcut
 from benchmarks.demo import int8_first, language_reference
 from benchmarks.harness import Results, add_model_options, environment, table, with_models
-from qcut.config import parse_scheme
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import weight_nk
+from qcut.schemes import parse_scheme
 
 SCHEMES = {
     "w8a16": "int8 weights only",

@@ -34,13 +34,13 @@ from benchmarks.codebook_quality import int4, own_text
 from benchmarks.demo import EMBEDDED, language_reference
 from benchmarks.harness import Results, Variant
 from benchmarks.quality import tokens_of
-from qcut.codebooks import rotation
-from qcut.conversion.curvature import collect_curvature
-from qcut.engine.kv_cache import KV_DTYPES, KVDtype
+from qcut.conversion.calibration.curvature import collect_curvature
+from qcut.engine.kv_cache.cache import KV_DTYPES, KVDtype
 from qcut.errors import QcutError
 from qcut.models.evaluation import windows_of
 from qcut.models.modules import tensor_key, weight_nk
 from qcut.models.selection import find_layers
+from qcut.numerics.codebook import rotation
 
 REFERENCE = "int4_asymmetric"
 """Weights in 4-bit integers with zero points: not a scheme of qcut's, dequantized to be compared with."""

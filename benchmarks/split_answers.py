@@ -23,8 +23,8 @@ if __package__ in (None, ""):
 import qcut
 from benchmarks.bench_vllm import ANSWER, gaps_between, prompts_of
 from benchmarks.harness import ROOT, Results, environment, table
-from qcut.config import parse_scheme
-from qcut.layers.parts import part_scheme
+from qcut.layers.parallel import part_scheme
+from qcut.schemes import parse_scheme
 
 SCHEMES = ("w8a8", "codebook4_g64_int8")
 CUT = ("o_proj", "down_proj")

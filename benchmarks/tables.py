@@ -28,7 +28,7 @@ from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
 from benchmarks.scaling import pages as scale
 from benchmarks.shapes import CLAIM_MIN_TOKENS
-from qcut.engine.kv_cache import KV_DTYPES
+from qcut.engine.kv_cache.cache import KV_DTYPES
 
 DOCS = ROOT / "docs"
 PAGES = (

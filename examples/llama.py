@@ -18,7 +18,7 @@ import torch
 
 import qcut
 from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
-from qcut.conversion.convert import model_bytes
+from qcut.conversion.quantize import model_bytes
 from qcut.errors import QcutError
 
 PROMPTS = ("Once upon a time there was a", "The three most important things in numerical analysis are")

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
-from qcut.process.progress import with_progress
+from qcut.common.progress import with_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "gpt2-5m"

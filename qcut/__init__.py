@@ -11,98 +11,98 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.process.imports import when_imported
-from qcut.process.versions import refuse_other_distribution, require
+from qcut.common.imports import when_imported
+from qcut.common.versions import refuse_other_distribution, require
 
 if TYPE_CHECKING:
     from qcut import errors as errors
     from qcut import ops as ops
-    from qcut.checkpoints.foreign.writer import save_compressed_tensors as save_compressed_tensors
-    from qcut.checkpoints.llama2c.files import load_llama2c as load_llama2c
-    from qcut.checkpoints.llama2c.files import save_llama2c as save_llama2c
-    from qcut.checkpoints.qcut_format import load as load
-    from qcut.checkpoints.qcut_format import save as save
-    from qcut.checkpoints.turboquant.writer import save_turboquant as save_turboquant
-    from qcut.codebooks.curvature import Curvature as Curvature
-    from qcut.config import W8A8 as W8A8
-    from qcut.config import W8A16 as W8A16
-    from qcut.config import Codebook as Codebook
-    from qcut.config import Float as Float
-    from qcut.config import Int16x8 as Int16x8
-    from qcut.config import StaticRange as StaticRange
-    from qcut.conversion.calibration import Calibration as Calibration
-    from qcut.conversion.calibration import calibrate as calibrate
-    from qcut.conversion.convert import quantize as quantize
-    from qcut.conversion.curvature import collect_curvature as collect_curvature
-    from qcut.conversion.planning import Plan as Plan
-    from qcut.conversion.planning import plan as plan
-    from qcut.conversion.refinement import Refinement as Refinement
-    from qcut.conversion.refinement import refine as refine
-    from qcut.conversion.second_moments import collect_second_moments as collect_second_moments
-    from qcut.conversion.smoothing import smooth as smooth
-    from qcut.cuda.explanation import explain as explain
-    from qcut.cuda.waiting import wait_for_kernels as wait_for_kernels
+    from qcut.backends.cuda.explanation import explain as explain
+    from qcut.backends.cuda.launch.waiting import wait_for_kernels as wait_for_kernels
+    from qcut.checkpoints.formats.compressed_tensors_writer import save_compressed_tensors as save_compressed_tensors
+    from qcut.checkpoints.formats.llama2c.files import load_llama2c as load_llama2c
+    from qcut.checkpoints.formats.llama2c.files import save_llama2c as save_llama2c
+    from qcut.checkpoints.formats.qcut import load as load
+    from qcut.checkpoints.formats.qcut import save as save
+    from qcut.checkpoints.formats.turboquant.writer import save_turboquant as save_turboquant
+    from qcut.conversion.calibration.calibrate import Calibration as Calibration
+    from qcut.conversion.calibration.calibrate import calibrate as calibrate
+    from qcut.conversion.calibration.curvature import collect_curvature as collect_curvature
+    from qcut.conversion.calibration.second_moments import collect_second_moments as collect_second_moments
+    from qcut.conversion.planning.planner import Plan as Plan
+    from qcut.conversion.planning.planner import plan as plan
+    from qcut.conversion.quantize import quantize as quantize
+    from qcut.conversion.refine import Refinement as Refinement
+    from qcut.conversion.refine import refine as refine
+    from qcut.conversion.smooth import smooth as smooth
     from qcut.engine.engine import Engine as Engine
-    from qcut.engine.generated import Generated as Generated
     from qcut.engine.request import Request as Request
     from qcut.engine.scheduler import Scheduler as Scheduler
+    from qcut.engine.sequence import Generated as Generated
     from qcut.integrations.transformers.config import QcutConfig as QcutConfig
     from qcut.integrations.transformers.foreign_config import foreign_config as foreign_config
-    from qcut.layers.base import Linear as Linear
     from qcut.layers.embedding import Embedding as Embedding
     from qcut.layers.gradients import disable_input_gradients as disable_input_gradients
     from qcut.layers.gradients import enable_input_gradients as enable_input_gradients
     from qcut.layers.integers import IntegerChain as IntegerChain
     from qcut.layers.integers import IntegerLinear as IntegerLinear
+    from qcut.layers.linear import Linear as Linear
+    from qcut.numerics.codebook.fitting.curvature import Curvature as Curvature
     from qcut.numerics.sampling import Sampling as Sampling
     from qcut.ops.gemm import gemm_s8 as gemm_s8
     from qcut.ops.paths import execution_path as execution_path
+    from qcut.schemes import W8A8 as W8A8
+    from qcut.schemes import W8A16 as W8A16
+    from qcut.schemes import Codebook as Codebook
+    from qcut.schemes import Float as Float
+    from qcut.schemes import Int16x8 as Int16x8
+    from qcut.schemes import StaticRange as StaticRange
 
 __version__ = "0.1.0"
 
 refuse_other_distribution(Path(__file__).parent)
 
 _HOME = {
-    "W8A8": "config",
-    "W8A16": "config",
-    "Codebook": "config",
-    "Float": "config",
-    "Int16x8": "config",
-    "StaticRange": "config",
+    "W8A8": "schemes",
+    "W8A16": "schemes",
+    "Codebook": "schemes",
+    "Float": "schemes",
+    "Int16x8": "schemes",
+    "StaticRange": "schemes",
     "Embedding": "layers.embedding",
     "IntegerChain": "layers.integers",
     "IntegerLinear": "layers.integers",
     "Engine": "engine.engine",
-    "Generated": "engine.generated",
+    "Generated": "engine.sequence",
     "Request": "engine.request",
     "Scheduler": "engine.scheduler",
     "Sampling": "numerics.sampling",
-    "load_llama2c": "checkpoints.llama2c.files",
-    "save_llama2c": "checkpoints.llama2c.files",
-    "Linear": "layers.base",
-    "Calibration": "conversion.calibration",
-    "calibrate": "conversion.calibration",
-    "Curvature": "codebooks.curvature",
-    "collect_curvature": "conversion.curvature",
-    "collect_second_moments": "conversion.second_moments",
-    "Refinement": "conversion.refinement",
-    "refine": "conversion.refinement",
+    "load_llama2c": "checkpoints.formats.llama2c.files",
+    "save_llama2c": "checkpoints.formats.llama2c.files",
+    "Linear": "layers.linear",
+    "Calibration": "conversion.calibration.calibrate",
+    "calibrate": "conversion.calibration.calibrate",
+    "Curvature": "numerics.codebook.fitting.curvature",
+    "collect_curvature": "conversion.calibration.curvature",
+    "collect_second_moments": "conversion.calibration.second_moments",
+    "Refinement": "conversion.refine",
+    "refine": "conversion.refine",
     "enable_input_gradients": "layers.gradients",
     "disable_input_gradients": "layers.gradients",
     "execution_path": "ops.paths",
-    "smooth": "conversion.smoothing",
-    "Plan": "conversion.planning",
+    "smooth": "conversion.smooth",
+    "Plan": "conversion.planning.planner",
     "QcutConfig": "integrations.transformers.config",
     "foreign_config": "integrations.transformers.foreign_config",
-    "plan": "conversion.planning",
-    "quantize": "conversion.convert",
+    "plan": "conversion.planning.planner",
+    "quantize": "conversion.quantize",
     "gemm_s8": "ops.gemm",
-    "explain": "cuda.explanation",
-    "wait_for_kernels": "cuda.waiting",
-    "save": "checkpoints.qcut_format",
-    "save_compressed_tensors": "checkpoints.foreign.writer",
-    "save_turboquant": "checkpoints.turboquant.writer",
-    "load": "checkpoints.qcut_format",
+    "explain": "backends.cuda.explanation",
+    "wait_for_kernels": "backends.cuda.launch.waiting",
+    "save": "checkpoints.formats.qcut",
+    "save_compressed_tensors": "checkpoints.formats.compressed_tensors_writer",
+    "save_turboquant": "checkpoints.formats.turboquant.writer",
+    "load": "checkpoints.formats.qcut",
 }
 _PACKAGES = ("errors", "ops")
 
@@ -141,3 +141,4 @@ def _announce(torch: Any) -> None:
 
 when_imported("torch", "qcut:_announce")
 when_imported("transformers.quantizers.auto", "qcut.integrations.transformers.registration:register")
+when_imported("peft.tuners.tuners_utils", "qcut.integrations.peft:register")

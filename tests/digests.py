@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 import qcut
-from qcut.config import SCHEME_NAMES, parse_scheme
 from qcut.dispatch import codebook, gemm
 from qcut.dispatch.attention import select_attention, select_prompt_attention
 from qcut.dispatch.gpus import GPUS
@@ -37,6 +36,7 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import QcutError
+from qcut.schemes import SCHEME_NAMES, parse_scheme
 from tests.architectures.kernels import cutlass, raw_kernels
 from tests.support.decoders import KINDS, WIDE, prompts_of, small
 

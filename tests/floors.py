@@ -1,7 +1,7 @@
 """Tests on the oldest versions that pyproject.toml allows: ``python -m tests.floors``, or ``make floors``.
 
 The oldest versions lie in a virtual environment over the one that runs this, in ``build/floors``, so that torch is not
-installed twice. torch itself is left out: its oldest version is gigabytes, and `qcut.process.versions` refuses
+installed twice. torch itself is left out: its oldest version is gigabytes, and `qcut.common.versions` refuses
 older ones.
 """
 
@@ -34,10 +34,10 @@ TESTS = (
     "tests/integrations/transformers/test_saving.py",
     "tests/integrations/transformers/test_uses.py",
     "tests/integrations/transformers/test_without_qcut.py",
-    "tests/process/test_progress.py",
+    "tests/common/test_progress.py",
     "tests/server/test_openai.py",
-    "tests/server/test_refusals.py",
-    "tests/storage/test_safetensors_file.py",
+    "tests/server/test_errors.py",
+    "tests/common/test_safetensors_file.py",
 )
 
 

@@ -15,7 +15,7 @@ from benchmarks.harness import CheckError, Variant
 from benchmarks.ladder.kernels import PEAKS, Unit, emit_peak
 from benchmarks.ladder.steps import LIBRARY, Candidate
 from qcut import jit
-from qcut.cuda import plans as launch_plans
+from qcut.backends.cuda.launch import plans as launch_plans
 from qcut.dispatch.cost_model import occupancy
 from qcut.dispatch.machines import MULTIPROCESSORS
 from qcut.tuning.cublaslt import Int8Matmul

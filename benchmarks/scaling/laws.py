@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.harness import CEILINGS, Ceiling
 from benchmarks.reporting.rows import Rows, shape_of
-from qcut.config import parse_scheme
 from qcut.errors import ConfigError
+from qcut.schemes import parse_scheme
 
 GPU = "NVIDIA H200"
 FLOAT = "fp16"

@@ -65,8 +65,8 @@ def emit_codebook_cutlass(problem: CodebookProblem, tile: TileConfig, arch: str)
     Arguments are ``problem.params()``, of which norms and fold are not read, and
     `qcut.emitters.gemm.cutlass.text.LAUNCH_PARAMS`. x, units and D start at multiples of 16 bytes.
 
-    Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for the
-    activations none and relu, where all rows have the same int8 values; a zero may have either sign.
+    Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.numerics.codebook.layout.int8_weight`` for
+    the activations none and relu, where all rows have the same int8 values; a zero may have either sign.
 
     Raises:
         EmitError: see `validate`, or nvidia-cutlass cannot be imported.

@@ -113,10 +113,11 @@ def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> 
     Arguments are ``problem.params()`` in order; m, n, units_k >= 1. `qcut.emitters.codebook.problem` describes the
     arguments. Weights, norms and ``fold`` are read before the kernel waits for its predecessor.
 
-    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
-    for activations none and relu. 16-bit tokens: value times norm is rounded once to the tokens' type (with bfloat16
-    the norm, too); their products are exact in float32 and added in an order fixed by K, with error at most ``K *
-    2**-23 * sum_k |x * w|``. A token's result does not depend on the others; the same inputs give the same bits.
+    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
+    ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: value times norm is
+    rounded once to the tokens' type (with bfloat16 the norm, too); their products are exact in float32 and added in an
+    order fixed by K, with error at most ``K * 2**-23 * sum_k |x * w|``. A token's result does not depend on the others;
+    the same inputs give the same bits.
 
     Raises:
         EmitError: see `validate`.

@@ -2,7 +2,8 @@
 
 ``D = act((sum_k x[m, k] * norm[n, slot(k)] * (book[idx[n, k]] + offset[n, slot(k)])) * col_scale[n] + bias[n])
 (+ residual)``, x the rotated tokens; most weights have no offsets. Weights, norms and tokens lie in memory as
-`qcut.codebooks.layout` describes. Device code that all families include: ``include/qcut/codebook/codebook.cuh``.
+`qcut.numerics.codebook.layout` describes. Device code that all families include:
+``include/qcut/codebook/codebook.cuh``.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ class CodebookProblem:
         """Arguments of a kernel, in order.
 
         ``x``: token blocks; if the kernel rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
-        `qcut.codebooks.tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 for each padded row (s8
-        tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K; if the kernel rotates,
+        `qcut.numerics.codebook.tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 for each padded
+        row (s8 tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K; if the kernel
+        rotates,
         ``units_pass`` of them belong to a pass. The codebook and the epilogue's arguments follow, without ``row_scale``
         if the kernel quantizes.
         """

@@ -2,7 +2,7 @@
 
 ``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g of d_g columns, where full groups have d columns and products divide
 all groups by ``sqrt(d)``. Each pass has its own rotation; passes follow one another along K.
-`qcut.codebooks.layout` describes the layout in memory.
+`qcut.numerics.codebook.layout` describes the layout in memory.
 
 `qcut.emitters.codebook.rotate_dense` rotates by other matrices. Device code:
 ``include/qcut/codebook/rotate.cuh``.
@@ -45,7 +45,7 @@ def groups_aligned(group: int, x: DType) -> bool:
 
 
 def padded_columns(k: int, group: int) -> int:
-    """Columns of a row in memory, as `qcut.codebooks.layout.Geometry.k_padded`."""
+    """Columns of a row in memory, as `qcut.numerics.codebook.layout.Geometry.k_padded`."""
     full = padded_group(group)
     slot = min(128, full)
     whole, last = divmod(k, group)
@@ -118,7 +118,7 @@ class RotateTokens:
             after their maximum is known.
         aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
 
-    Exactness: bitwise `qcut.codebooks.tokens.rotate_tokens`.
+    Exactness: bitwise `qcut.numerics.codebook.tokens.rotate_tokens`.
     """
 
     x: DType
@@ -241,8 +241,8 @@ class RotateTokens:
         """Arguments, in order.
 
         ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 alone); ``signs``: int32 ``[passes, k_padded / 32]`` of
-        `qcut.codebooks.tokens.operands` (hadamard alone); ``x_stride`` in elements, ``m``, ``k``, ``k_padded`` (of one
-        pass).
+        `qcut.numerics.codebook.tokens.operands` (hadamard alone); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
+        (of one pass).
         """
         return (
             Param("x", "ptr", f"const {self.x.cpp}*"),

@@ -42,7 +42,8 @@ class RotateTokensDense:
     """Rotations by matrices, all groups and passes in one launch, on ``mma.sync.m16n8k16``.
 
     ``r[m, j] = sum_i x[m, i] * q[pass, g, j, i]`` for each group g of x ``[m, k]`` (a row stride in elements), q the
-    16-bit matrices of `qcut.codebooks.tokens.operands`, which hold the factor ``sqrt(d / d_g)``. Sums are float32.
+    16-bit matrices of `qcut.numerics.codebook.tokens.operands`, which hold the factor ``sqrt(d / d_g)``. Sums are
+    float32.
 
     Output: blocks of 8 tokens x 128 bytes of r rounded once, or rows ``[m, passes * k_padded]`` of float32. In blocks,
     padding is 0, and rows from m on in the last block of 8 are not written.

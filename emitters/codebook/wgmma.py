@@ -197,15 +197,16 @@ def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms.
-    `qcut.codebooks.layout` describes the layout in memory. The kernel is launched on `grid`. D is stored in pieces of
-    up to 16 bytes that ``problem.alignment_n`` allows; the residual has D's leading dimension. Weights, norms, fold,
-    col_scale and bias may be read before the previous kernel's end (programmatic dependent launch); x, row_scale and
-    the residual are read after it.
+    `qcut.numerics.codebook.layout` describes the layout in memory. The kernel is launched on `grid`. D is stored in
+    pieces of up to 16 bytes that ``problem.alignment_n`` allows; the residual has D's leading dimension. Weights,
+    norms, fold, col_scale and bias may be read before the previous kernel's end (programmatic dependent launch); x,
+    row_scale and the residual are read after it.
 
-    Exactness: s8 is bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for
-    activations none and relu. For 16-bit tokens ``norm * value`` is rounded to the tokens' type (bf16: the norm, too),
-    products are exact, and the tensor core adds them in float32 in an order fixed by K and the splits. A token's
-    result does not depend on the other tokens; the same inputs give the same bits.
+    Exactness: s8 is bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
+    ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. For 16-bit tokens ``norm * value`` is
+    rounded to the tokens' type (bf16: the norm, too), products are exact, and the tensor core adds them in float32 in
+    an order fixed by K and the splits. A token's result does not depend on the other tokens; the same inputs give the
+    same bits.
 
     Raises:
         EmitError: see `validate`.

@@ -151,10 +151,10 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
     D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after
     the previous kernel's end; all other arguments may be read before.
 
-    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
-    for activations none and relu. 16-bit tokens: products are exact, sums float32 in an order that the tile and units_k
-    fix, with error at most ``(128 * units_k + 4) * 2**-23 * sum_k |x * w|`` before the channel's scale. A token's
-    result does not depend on the others; the same inputs give the same bits.
+    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
+    ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: products are exact, sums
+    float32 in an order that the tile and units_k fix, with error at most ``(128 * units_k + 4) * 2**-23 * sum_k |x *
+    w|`` before the channel's scale. A token's result does not depend on the others; the same inputs give the same bits.
 
     Raises:
         EmitError: see `validate`.

@@ -158,11 +158,12 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
     in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale`` and the residual are read
     after the previous kernel's end; all other arguments may be read before.
 
-    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
-    for activations none and relu. 16-bit tokens: each weight ``value * norm`` is rounded once, to within ``2**-11`` of
-    itself (bfloat16: the norm too, ``2**-7`` together), or ``2**-25`` where float16 products are subnormal; sums are
-    float32 in an order that the tile and units_k fix, with error at most ``128 * units_k * 2**-23 * sum_k |x * w|``
-    before the channel's scale. A token's result does not depend on the others; the same inputs give the same bits.
+    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
+    ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: each weight ``value *
+    norm`` is rounded once, to within ``2**-11`` of itself (bfloat16: the norm too, ``2**-7`` together), or ``2**-25``
+    where float16 products are subnormal; sums are float32 in an order that the tile and units_k fix, with error at most
+    ``128 * units_k * 2**-23 * sum_k |x * w|`` before the channel's scale. A token's result does not depend on the
+    others; the same inputs give the same bits.
 
     Raises:
         EmitError: see `validate`.

@@ -23,11 +23,11 @@ from qcut.checkpoints.headers import (
     weight_map,
 )
 from qcut.checkpoints.marks import marks_among
-from qcut.config import parse_scheme, scheme_from_json
+from qcut.common import schema
+from qcut.common.reading import read_json
+from qcut.common.safetensors_header import HeaderFile, TensorHeader, plain_name
 from qcut.errors import CheckpointError, ConfigError
-from qcut.storage import schema
-from qcut.storage.reading import read_json
-from qcut.storage.safetensors_header import HeaderFile, TensorHeader, plain_name
+from qcut.schemes import parse_scheme, scheme_from_json
 
 _PACKED = ("I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2")
 _LAYER = schema.record(

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.skeleton import activation_parent, empty_embedding, empty_layer
-from qcut.config import ACTIVATIONS
+from qcut.common import schema
 from qcut.errors import CheckpointError
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.linear import Linear
 from qcut.models.fusion import fuse, fused_activations, key_before
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, replace_modules
 from qcut.numerics.plain_state import in_plain_state
-from qcut.storage import schema
+from qcut.schemes import ACTIVATIONS
 
 _LAYER = schema.record(
     {

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qcut.common import schema
+from qcut.common.reading import JSON_BYTES, check_extent, read_bytes, read_json
+from qcut.common.safetensors_header import HeaderFile, TensorHeader, plain_name
+from qcut.common.together import record_path
 from qcut.errors import CheckpointError
-from qcut.storage import schema
-from qcut.storage.reading import JSON_BYTES, check_extent, read_bytes, read_json
-from qcut.storage.safetensors_header import HeaderFile, TensorHeader, plain_name
-from qcut.storage.together import record_path
 
 QCUT_CONFIG = "qcut_config.json"
 """The file by which a folder of `qcut.save` is known."""

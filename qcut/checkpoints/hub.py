@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from qcut.common import versions
 from qcut.errors import CheckpointError
-from qcut.process import versions
 
 ASK_S = 4.0
 """Seconds that the hub has to answer. transformers asks six times for each file, half a minute in all."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
+from qcut.common import versions
 from qcut.errors import CheckpointError
-from qcut.process import versions
 
 _HEADS = (
     "",

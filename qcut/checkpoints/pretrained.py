@@ -13,17 +13,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from qcut.checkpoints import hub, pretrained_format, qcut_format
-from qcut.checkpoints.foreign.reader import reader_of
+from qcut.checkpoints import hub, pretrained_format
+from qcut.checkpoints.formats import qcut
+from qcut.checkpoints.formats.reader import reader_of
 from qcut.checkpoints.headers import QCUT_CONFIG, is_turboquant, read_config, refuse_adapter
 from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
 from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
+from qcut.common import versions
+from qcut.common.failures import is_interrupt
+from qcut.common.reading import JSON_BYTES, check_extent, open_regular, read_bytes
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
-from qcut.process import versions
-from qcut.process.failures import is_interrupt
-from qcut.process.text import check_decoder, start_process, text_ids
-from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
+from qcut.text.tokenization import check_decoder, start_process, text_ids
 
 _Stored = dict[str, tuple[str, list[int]]]
 """Code of the dtype and shape of stored tensors, by name."""
@@ -95,7 +96,7 @@ def _load(
         start_process()
     with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
         if local and (_is_quantized(folder) or reader_of(folder)):
-            model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
+            model = qcut.load(folder, device=device, dtype=dtype, progress=progress)
         else:
             model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization, on_disk)
     with _no_progress_bars():
@@ -210,7 +211,7 @@ def _check_folder(folder: Path) -> _Stored:
         The tensors of its safetensors files.
 
     Raises:
-        CheckpointError: something else than regular files, JSON beyond the bounds of `qcut.storage.reading`, or a
+        CheckpointError: something else than regular files, JSON beyond the bounds of `qcut.common.reading`, or a
             safetensors file that is damaged (the file is named).
     """
     try:

@@ -13,9 +13,9 @@ from qcut.checkpoints import hub
 from qcut.checkpoints.headers import read_config, safetensors_files
 from qcut.checkpoints.huggingface import check_class, model_of, plain_config
 from qcut.checkpoints.quantization_config import QUANT_METHOD, entry_of
+from qcut.common import versions
+from qcut.common.safetensors_file import TensorFile
 from qcut.errors import CheckpointError, QcutError
-from qcut.process import versions
-from qcut.storage.safetensors_file import TensorFile
 
 
 def is_saved(folder: Path, index: str) -> bool:

@@ -10,9 +10,9 @@ from torch import nn
 
 from qcut.checkpoints.description import EMBEDDINGS, FUSED, LAYERS, TIED, Description
 from qcut.checkpoints.headers import read_config
+from qcut.common import schema
 from qcut.errors import CheckpointError
-from qcut.layers.base import Linear
-from qcut.storage import schema
+from qcut.layers.linear import Linear
 
 QUANT_METHOD = "qcut"
 FORMAT_VERSION = 2

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from qcut.checkpoints.huggingface import model_of
 from qcut.checkpoints.state import passing_buffers
-from qcut.config import scheme_from_json
+from qcut.common.safetensors_file import TENSOR_DTYPES
+from qcut.common.safetensors_header import TensorHeader
 from qcut.errors import CheckpointError, QcutError
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
+from qcut.layers.linear import Linear
 from qcut.models.fusion import is_fusible_place, key_before
 from qcut.models.modules import is_linear, weight_nk
-from qcut.storage.safetensors_file import TENSOR_DTYPES
-from qcut.storage.safetensors_header import TensorHeader
+from qcut.schemes import scheme_from_json
 
 
 def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from qcut.errors import CheckpointError
-from qcut.layers.base import Linear
-from qcut.layers.parts import refuse_parts
+from qcut.layers.linear import Linear
+from qcut.layers.parallel import refuse_parts
 from qcut.layers.stored import StateEntry
 from qcut.models.modules import has_extra_state
 

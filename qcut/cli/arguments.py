@@ -88,7 +88,7 @@ def add_command(
         help: one line for the list of commands.
         description: the first sentence says what the command is for.
         example: command lines, one or more.
-        fields: the JSON answer's fields with their meaning, for `qcut.cli.manual`.
+        fields: the JSON answer's fields with their meaning, for `qcut.cli.developer.manual`.
         options: of the parser.
     """
     lines = "\n".join(f"  {line}" for line in example.strip().splitlines())

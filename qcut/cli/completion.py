@@ -7,8 +7,8 @@ from typing import Any
 
 from qcut.cli.answer import Answer
 from qcut.cli.arguments import add_command
+from qcut.common.versions import install
 from qcut.errors import UnsupportedError
-from qcut.process.versions import install
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
+from qcut.common.versions import install
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
@@ -22,7 +23,6 @@ from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import BuildError, ConfigError, QcutError, UnsupportedError
 from qcut.jit import cache, device, folders, launch, packs, toolchain
 from qcut.jit.build import compile_source
-from qcut.process.versions import install
 
 State = Literal["ok", "warn", "missing"]
 
@@ -205,7 +205,7 @@ def _headers(headers: toolchain.Headers) -> str:
 
 
 def _cpp_operators() -> Finding:
-    from qcut.cuda import native as _native
+    from qcut.backends.cuda.launch import native as _native
 
     if (problem := _native.problem()) is None:
         return Finding("C++ operators", "ok", "g++ and torch's headers are there")

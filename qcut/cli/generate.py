@@ -21,7 +21,7 @@ from qcut.cli.arguments import (
 
 if TYPE_CHECKING:
     from qcut.cli.runners import Runner
-    from qcut.engine.generated import Generated
+    from qcut.engine.sequence import Generated
 
 _DESCRIPTION = """\
 Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.
@@ -173,8 +173,8 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
     from qcut.checkpoints.pretrained import token_ids
     from qcut.cli.quantizing import open_model
     from qcut.cli.runners import runner_for
-    from qcut.engine.text.pieces import Detokenizer
     from qcut.errors import ConfigError, ContextError
+    from qcut.text.detokenizer import Detokenizer
 
     model, tokenizer = open_model(arguments)
     ids = token_ids(tokenizer, arguments.prompt, "--prompt")
@@ -224,11 +224,11 @@ def _fields(
 def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
     import torch
 
-    from qcut.checkpoints.llama2c.files import load_llama2c
-    from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
+    from qcut.checkpoints.formats.llama2c.files import load_llama2c
+    from qcut.checkpoints.formats.llama2c.tokenizer import Llama2cTokenizer
     from qcut.checkpoints.pretrained import device_of, dtype_for
     from qcut.cli.runners import runner_for
-    from qcut.engine.generated import Generated
+    from qcut.engine.sequence import Generated
     from qcut.errors import ConfigError
 
     if quantizing.text is not None:

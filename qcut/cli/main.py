@@ -13,14 +13,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qcut.cli import completion, evaluate, generate, info, plan, precompile, quantize, serve, tune
+from qcut.cli import completion, evaluate, generate, info, plan, quantize, serve
 from qcut.cli import doctor_command as doctor
 from qcut.cli.answer import Answer, write_json
 from qcut.cli.arguments import Parser, UsageError
-from qcut.cli.gemm import command as gemm
+from qcut.cli.developer import precompile, tune
+from qcut.cli.developer.gemm import command as gemm
+from qcut.common.versions import refuse_other_distribution
 from qcut.emitters.core.source import EmitError
 from qcut.errors import QcutError, UnsupportedError
-from qcut.process.versions import refuse_other_distribution
 
 TRACEBACK = "QCUT_TRACEBACK"
 """Environment variable that has the traceback of a fault printed, for reports."""

@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from qcut.common.files import flush_directory, make_directory
 from qcut.errors import ConfigError
-from qcut.storage.files import flush_directory, make_directory
 
 _MODEL_FILES = ("config.json", "qcut_config.json")
 _LOCK = ".writing"

@@ -8,8 +8,8 @@ from typing import Any
 
 from qcut.cli.answer import Answer
 from qcut.cli.arguments import add_command, add_data_options, add_making_options, positive_float
-from qcut.config import parse_scheme
 from qcut.errors import ConfigError
+from qcut.schemes import parse_scheme
 
 _DESCRIPTION = """\
 Chooses a scheme for each layer: so that the model loses no more quality than --budget allows and is as fast, or as
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     from qcut.cli.out_folder import check_file
     from qcut.cli.plan_page import plan_page
     from qcut.cli.quantizing import cut_text, open_model, read_text, shown
-    from qcut.storage.files import write_text
+    from qcut.common.files import write_text
 
     check_file(arguments.out, "--out", arguments.overwrite)
     if arguments.report is not None:
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ConfigError("--gpu goes with --step-us, whose estimate it is for")
     text = read_text(arguments.calibrate, "--calibrate")
     import qcut
-    from qcut.conversion.costs import StepCost
+    from qcut.conversion.planning.costs import StepCost
 
     model, tokenizer = open_model(arguments)
     most = max(arguments.max_windows, _FIT_WINDOWS) if arguments.fit else arguments.max_windows

@@ -8,8 +8,8 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from qcut.config import parse_scheme
-from qcut.conversion.plan import LayerPlan, Plan, Point
+from qcut.conversion.planning.plan import LayerPlan, Plan, Point
+from qcut.schemes import parse_scheme
 
 LEVELS = 9
 """Colours of the heat map; the last is for schemes that break the model."""

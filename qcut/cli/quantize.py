@@ -104,7 +104,7 @@ def _stored_dtype(name: str, on_disk: bool) -> Any:
     import torch
 
     from qcut.checkpoints.headers import read_config
-    from qcut.process import versions
+    from qcut.common import versions
 
     folder = Path(name)
     config: dict[str, Any] = {}

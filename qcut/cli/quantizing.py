@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.config import Scheme, parse_scheme
 from qcut.errors import ConfigError
+from qcut.schemes import Scheme, parse_scheme
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from qcut.conversion.plan import Plan
+    from qcut.conversion.planning.plan import Plan
     from qcut.conversion.report import Report
     from qcut.integrations.transformers.config import QcutConfig
 
@@ -182,7 +182,7 @@ class Quantizing:
         """
         scheme: Scheme | Plan | None = None
         if arguments.plan is not None:
-            from qcut.conversion.plan import Plan
+            from qcut.conversion.planning.plan import Plan
 
             scheme = Plan.load(arguments.plan)
         elif arguments.scheme is not None:

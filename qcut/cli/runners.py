@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from qcut.common.progress import with_progress
 from qcut.engine.engine import Engine
-from qcut.engine.generated import Generated
+from qcut.engine.sequence import Generated
 from qcut.errors import ConfigError, QcutError, UnsupportedError
 from qcut.models.evaluation import perplexity
 from qcut.models.modules import model_device
 from qcut.numerics.sampling import Sampling
-from qcut.process.progress import with_progress
 
 _LARGEST_EXPONENT = 700.0
 

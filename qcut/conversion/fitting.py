@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from qcut.codebooks.quantizer import check_even
-from qcut.codebooks.rotation import check_group_size
-from qcut.config import Codebook, Scheme
 from qcut.errors import ConfigError, QuantizationError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.models.modules import weight_nk
+from qcut.numerics.codebook.quantizer import check_even
+from qcut.numerics.codebook.rotation import check_group_size
+from qcut.schemes import Codebook, Scheme
 
 
 class Fit(NamedTuple):

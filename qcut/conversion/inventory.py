@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from qcut.errors import QuantizationWarning
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.models.modules import looks_linear, tensor_key
 from qcut.models.selection import matches
 

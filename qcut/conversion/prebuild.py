@@ -9,12 +9,12 @@ import torch
 
 from qcut.conversion.tasks import Task
 from qcut.errors import ConfigError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.models.modules import weight_nk
 from qcut.ops import paths
 
 if TYPE_CHECKING:
-    from qcut.cuda.prebuild import LayerCall
+    from qcut.backends.cuda.launch.prebuild import LayerCall
 
 
 def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: Sequence[int], progress: bool) -> None:
@@ -52,7 +52,9 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
                 describe(scheme, dtype=weight.dtype, rows=m, n=n, k=k, bias=bias, activation=task.activation)
             )
     for index, wanted in calls.items():
-        from qcut.cuda.prebuild import prebuild  # at the first layer on a GPU: the CPU needs nothing of the kernel side
+        from qcut.backends.cuda.launch.prebuild import (
+            prebuild,  # at the first layer on a GPU: the CPU needs nothing of the kernel side
+        )
 
         prebuild(sorted(wanted, key=str), index, progress)
 
@@ -73,7 +75,7 @@ def prebuild_layer(layer: Linear, dtype: torch.dtype, rows: Sequence[int]) -> No
     device = next(layer.buffers()).device
     if device.type != "cuda" or device.index in paths.refusals():
         return
-    from qcut.cuda.prebuild import prebuild
+    from qcut.backends.cuda.launch.prebuild import prebuild
     from qcut.jit.background import waiting
 
     n, k, bias, wanted = layer.out_features, layer.in_features, layer.bias is not None, set[LayerCall]()

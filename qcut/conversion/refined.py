@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcut.codebooks import lloyd_max, pairs, rotation
-from qcut.codebooks.quantizer import RotatedCodebook, dequantize, nearest_indices, stored_norms
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.fusion import Change
+from qcut.numerics.codebook import lloyd_max, pairs, rotation
+from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, nearest_indices, stored_norms
 from qcut.numerics.hadamard import walsh_hadamard
 
 _EDGE = 0.25  # a number starts this share of the way from the border of its codebook value's interval to the value

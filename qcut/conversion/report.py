@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qcut.conversion.inventory import ALREADY, QUANTIZED
-from qcut.conversion.smoothing import Smoothing
+from qcut.conversion.smooth import Smoothing
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from qcut.codebooks.curvature import Curvature, as_curvature
-from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, parse_scheme
-from qcut.conversion.calibration import Calibration
+from qcut.conversion.calibration.calibrate import Calibration
 from qcut.conversion.fitting import fitting_scheme
-from qcut.conversion.plan import Plan
+from qcut.conversion.planning.plan import Plan
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
 from qcut.models.modules import tied_elsewhere, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers, linear_layers, matches, summary_of
+from qcut.numerics.codebook.fitting.curvature import Curvature, as_curvature
+from qcut.schemes import ALLOWED_SCHEMES, Scheme, StaticRange, parse_scheme
 
 
 @dataclass

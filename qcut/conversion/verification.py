@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from qcut.config import Codebook
 from qcut.errors import DtypeError, QcutError, QuantizationError
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.linear import Linear
 from qcut.models.modules import (
     as_given,
     eagerly,
@@ -41,6 +40,7 @@ from qcut.models.modules import (
     weight_nk,
 )
 from qcut.numerics.int8 import apply_activation
+from qcut.schemes import Codebook
 
 SAMPLE_ROWS = 16
 """Tokens of each layer's input that the layer is checked on; and tokens of a batch that qcut makes up."""

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
+from qcut.emitters.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
+from qcut.emitters.attention.prompt import tiles
+from qcut.emitters.attention.prompt_mma import PromptMma, emit_prompt_mma
+from qcut.emitters.attention.prompt_wgmma import PARTS, PromptWgmma, emit_prompt_wgmma
+from qcut.emitters.attention.scores import PLAIN, Scores
+from qcut.emitters.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.append import RotateAndAppend
-from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
-from qcut.emitters.decoder.attention.prompt import tiles
-from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
-from qcut.emitters.decoder.attention.prompt_wgmma import PARTS, PromptWgmma, emit_prompt_wgmma
-from qcut.emitters.decoder.attention.scores import PLAIN, Scores
-from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 
 Attention = AttentionDecode | AttentionMma
 PromptKernel = PromptMma | PromptWgmma

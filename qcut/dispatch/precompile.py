@@ -27,6 +27,8 @@ from qcut.dispatch.attention import (
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import prompt_menu
 from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -34,8 +36,6 @@ from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.decoder.cache import TURNED_HEADS
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.norm import NormRows, emit_norm

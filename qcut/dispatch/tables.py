@@ -18,15 +18,15 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from qcut.common import schema
+from qcut.common.files import make_directory, write_text
+from qcut.common.reading import JSON_BYTES, parse_json, read_bytes
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import MACHINES, balance_ratio
 from qcut.emitters.core.source import EmitError
 from qcut.emitters.families import CUTLASS_FAMILIES, SPELLINGS, TUNED_FAMILIES, family
 from qcut.errors import ConfigError
 from qcut.jit import cache as kernel_cache
-from qcut.storage import schema
-from qcut.storage.files import make_directory, write_text
-from qcut.storage.reading import JSON_BYTES, parse_json, read_bytes
 
 SCHEMA = 2
 OUTPUTS = ("f16", "s8", "halves")

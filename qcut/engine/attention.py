@@ -12,7 +12,7 @@ from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.decoder import HeadNorms, Scores, Tables
-from qcut.engine.kv_cache import KVCache
+from qcut.engine.kv_cache.cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StepAttention:
         counters: int32 ``[B queries]``, zero before and after every launch.
         reach: most places of a sequence that the kernels are chosen for; 0: those of the cache.
         others: reaches whose kernels are run beside, to be built and loaded; they do the same.
-        settled: as in `qcut.ops.attention.AppendAttention`.
+        settled: as in `qcut.ops.attention.decode.AppendAttention`.
     """
 
     raises_absmax: ClassVar[bool] = True

@@ -39,7 +39,7 @@ class Read(Protocol):
             tokens: one of each sequence.
             positions: of the tokens.
             slots: their places in the cache.
-            reach: of `qcut.ops.attention.AppendAttention`.
+            reach: of `qcut.ops.attention.decode.AppendAttention`.
             others: reaches whose kernels are to be ready, too.
         """
 
@@ -208,7 +208,7 @@ class Fetched:
         self._tokens = tokens
         self._found: list[int] | None = None
         if tokens.is_cuda:
-            from qcut.cuda.streams import recorded_event
+            from qcut.backends.cuda.launch.streams import recorded_event
 
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True, device="cpu")
             self._tokens.copy_(tokens, non_blocking=True)
@@ -255,7 +255,7 @@ class _Told:
 
     def noted(self) -> None:
         """A step has been queued."""
-        from qcut.cuda.streams import recorded_event
+        from qcut.backends.cuda.launch.streams import recorded_event
 
         self._event = recorded_event(self._device)
         self._steps += 1

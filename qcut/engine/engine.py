@@ -14,8 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcut.engine import guides, rings
-from qcut.engine.arguments import (
+from qcut.common import versions
+from qcut.engine.attention import PromptAttention, StepAttention
+from qcut.engine.chunked_prefill import Chunk, Span, size_for, size_within, spans
+from qcut.engine.decode_loop import DecodeLoop, Fetched
+from qcut.engine.decoder import Attention
+from qcut.engine.families import decoder_of
+from qcut.engine.families.fidelity import base_of
+from qcut.engine.families.generation_settings import GenerationSettings
+from qcut.engine.graphs import Graphs
+from qcut.engine.kv_cache import calibration, ring_cache
+from qcut.engine.kv_cache.cache import KVCache, KVDtype
+from qcut.engine.logprobs import check_top, likelihoods
+from qcut.engine.modes import inference
+from qcut.engine.sequence import Event, Generated, LogProbability, Running
+from qcut.engine.token_ids import (
     Keep,
     Options,
     check_ids,
@@ -26,24 +39,11 @@ from qcut.engine.arguments import (
     stops_of,
     token_row,
 )
-from qcut.engine.attention import PromptAttention, StepAttention
-from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
-from qcut.engine.decode_loop import DecodeLoop, Fetched
-from qcut.engine.decoder import Attention
-from qcut.engine.families import decoder_of
-from qcut.engine.fidelity import base_of
-from qcut.engine.generated import Event, Generated, LogProbability, Running
-from qcut.engine.generation_settings import GenerationSettings
-from qcut.engine.graphs import Graphs
-from qcut.engine.kv_cache import KVCache, KVDtype
-from qcut.engine.likelihoods import check_top, likelihoods
-from qcut.engine.modes import inference
-from qcut.engine.text.pieces import Detokenizer
-from qcut.engine.text.prompts import Chat, as_ids, check_tokenizer
-from qcut.engine.text.transcript import Transcript
 from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import History, Rows, Sampling, sample
-from qcut.process import versions
+from qcut.text.detokenizer import Detokenizer
+from qcut.text.prompts import Chat, as_ids, check_tokenizer
+from qcut.text.sequence_text import Transcript
 
 DEFAULT_CONTEXT = 4096
 """Default context in tokens of an engine whose model was made for more."""
@@ -70,7 +70,7 @@ class Engine:
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`, computing what transformers' own class does
-            (`qcut.engine.fidelity`); or one of these in a `PeftModel`, with adapters of LoRA, IA3 or AdaLoRA.
+            (`qcut.engine.families.fidelity`); or one of these in a `PeftModel`, with adapters of LoRA, IA3 or AdaLoRA.
         tokenizer: the model's, of transformers; with it prompts may be text and chats, stops strings, and results have
             text. Token ids are taken as without.
         batch: most sequences at once.
@@ -85,9 +85,9 @@ class Engine:
             which takes as long as generating them; an empty list rounds each code to the nearest.
         graphs: capture steps and prompts on a GPU; False launches every kernel of each.
         ring: layers whose windows are shorter than the context keep the last tokens of a sequence alone, where these
-            are fewer: a window, and room for so many more, in a `qcut.engine.rings.Ring`. Chunks of prompts have no
-            more tokens then than there is room for, and ``keep`` goes back by no more, but to the start. 0 keeps all
-            tokens in all layers.
+            are fewer: a window, and room for so many more, in a `qcut.engine.kv_cache.ring_cache.Ring`. Chunks of
+            prompts have no more tokens then than there is room for, and ``keep`` goes back by no more, but to the
+            start. 0 keeps all tokens in all layers.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
 
@@ -133,7 +133,7 @@ class Engine:
         kv_cache: KVDtype = "auto",
         guide_prompts: Prompts | None = None,
         graphs: bool = True,
-        ring: int = rings.BESIDE,
+        ring: int = ring_cache.BESIDE,
         stack: bool = True,
     ) -> None:
         versions.require("transformers")
@@ -157,7 +157,7 @@ class Engine:
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
         windows = [block.attention.window for block in decoder.blocks]
-        self._rings = [rings.Ring.of(window, ring, context, decoder.heads.size) for window in windows]
+        self._rings = [ring_cache.Ring.of(window, ring, context, decoder.heads.size) for window in windows]
         self._allocate(batch, context, kv_cache, graphs)
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
         held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
@@ -398,7 +398,7 @@ class Engine:
             keep: see `prefill`.
 
         Returns:
-            A generator of `qcut.engine.generated.Event`, of the sequences in turn.
+            A generator of `qcut.engine.sequence.Event`, of the sequences in turn.
 
         Raises:
             As `generate`. The generator raises ConfigError where the engine has served another call since.
@@ -538,19 +538,21 @@ class Engine:
         rows = None if prompts is None else self._rows(prompts)
         if rows == []:
             return
-        batch = guides.PROMPTS if rows is None else min(guides.PROMPTS, len(rows))
-        longest = guides.TOKENS if rows is None else max(1, *map(len, rows))
+        batch = calibration.PROMPTS if rows is None else min(calibration.PROMPTS, len(rows))
+        longest = calibration.TOKENS if rows is None else max(1, *map(len, rows))
         reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
-        read = guides.drawn(reader, self.decoder.vocabulary) if rows is None else rows
+        read = calibration.drawn(reader, self.decoder.vocabulary) if rows is None else rows
         with inference():
-            self.cache.set_guides(guides.guides_of(reader, read, self._tables))
+            self.cache.set_guides(calibration.guides_of(reader, read, self._tables))
 
-    def watched(self, prompts: list[Tensor], watch: Callable[[PromptAttention], guides.Watch]) -> list[guides.Watch]:
-        """Read prompts as `prefill` does, for `qcut.engine.guides`: what watched the attention of each chunk."""
+    def watched(
+        self, prompts: list[Tensor], watch: Callable[[PromptAttention], calibration.Watch]
+    ) -> list[calibration.Watch]:
+        """Read prompts as `prefill` does, for `qcut.engine.kv_cache.calibration`: what each chunk attended to."""
         seen = []
         for chunk, _ in self._chunks(*self.checked([row.tolist() for row in prompts], False)):
 
-            def read(chunk: Chunk = chunk) -> guides.Watch:
+            def read(chunk: Chunk = chunk) -> calibration.Watch:
                 found = watch(self._prompt_attention(chunk))
                 positions, _ = chunk.places()
                 self.decoder(chunk.ids.flatten(), positions, chunk.sequences, found)
@@ -616,7 +618,7 @@ class Engine:
         """What ``run`` returns, which may run twice: on a GPU, kernels that it lacks are built together."""
         if self.decoder.device.type != "cuda":
             return run()
-        from qcut.cuda.rehearsal import rehearsed
+        from qcut.backends.cuda.launch.rehearsal import rehearsed
 
         return rehearsed(run)
 

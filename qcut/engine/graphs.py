@@ -69,8 +69,8 @@ class Graphs:
         Raises:
             RuntimeError: torch's, where ``run`` cannot be captured.
         """
-        from qcut.cuda.plans import recapturing
-        from qcut.cuda.rehearsal import rehearsed
+        from qcut.backends.cuda.launch.plans import recapturing
+        from qcut.backends.cuda.launch.rehearsal import rehearsed
 
         rehearsed(before or run)
         if self._stream is None:
@@ -86,6 +86,6 @@ class Graphs:
 
 
 def _generation() -> int:
-    from qcut.cuda.plans import generation
+    from qcut.backends.cuda.launch.plans import generation
 
     return generation()

@@ -6,9 +6,9 @@ import logging
 import queue
 from collections.abc import Callable, Iterator
 
-from qcut.engine.generated import End, Event, Generated, LogProbability, Running
+from qcut.common.failures import is_interrupt
+from qcut.engine.sequence import End, Event, Generated, LogProbability, Running
 from qcut.errors import QcutError
-from qcut.process.failures import is_interrupt
 
 _log = logging.getLogger("qcut")
 

@@ -15,20 +15,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from qcut.engine.arguments import Options, is_whole
-from qcut.engine.chunks import size_for
+from qcut.common.failures import is_interrupt
+from qcut.engine.chunked_prefill import size_for
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.failures import as_failure, check_device
-from qcut.engine.generated import Event, LogProbability, Running
-from qcut.engine.likelihoods import check_top, likelihoods
+from qcut.engine.kv_cache.prefix_cache import Found, Prefixes
+from qcut.engine.logprobs import check_top, likelihoods
 from qcut.engine.modes import inference
-from qcut.engine.prefixes import Found, Prefixes
 from qcut.engine.request import Listener, Request
-from qcut.engine.text.prompts import Chat
+from qcut.engine.sequence import Event, LogProbability, Running
+from qcut.engine.token_ids import Options, is_whole
 from qcut.errors import BusyError, ConfigError, QcutError, ShapeError
 from qcut.numerics.sampling import History, Rows, Sampling, sample
-from qcut.process.failures import is_interrupt
+from qcut.text.prompts import Chat
 
 Prompt = str | Chat | Sequence[int] | Tensor
 """A text, a chat or ids."""

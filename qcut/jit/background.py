@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from qcut.common.locks import Lock
 from qcut.emitters.core.source import KernelSource
 from qcut.errors import ConfigError
 from qcut.jit.build import build, default_jobs, fingerprint, remember
-from qcut.process.locks import Lock
 
 VARIABLE = "QCUT_BUILD"
 """Environment variable, one of `MODES`; ``background`` is the default.

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
+from qcut.common.progress import progress_bar
 from qcut.emitters.core.source import INCLUDE_DIR, EmitError, KernelSource
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import cache, packs, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
-from qcut.process.progress import progress_bar
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^[ \t]*//.*(?<!\\)\n", re.MULTILINE)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qcut.common.locks import Section
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import toolchain
 from qcut.jit.scratch import environment, scratch_folder, unsafe_character
-from qcut.process.locks import Section
 
 _INCLUDE_ROOTS = ("qcut", "cutlass", "cuda", "cccl")
 _ELF = b"\x7fELF"

@@ -7,9 +7,9 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from qcut.common.locks import once
 from qcut.errors import DeviceError
 from qcut.jit import toolchain
-from qcut.process.locks import once
 
 _ATTRIBUTES = {"sm_count": 16, "cc_major": 75, "cc_minor": 76}
 _RATES = {"clock_khz": 13, "memory_khz": 36, "bus_bits": 37, "l2_bytes": 38}

@@ -13,12 +13,12 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
+from qcut.common.locks import Lock
 from qcut.emitters.core.source import KernelSource
 from qcut.errors import LaunchError
 from qcut.jit import device as _device
 from qcut.jit import toolchain
 from qcut.jit.build import Binary, rebuild
-from qcut.process.locks import Lock
 
 FLAG_PDL = 1
 """Bit of ``qcut_launch``'s flags: let the kernel start before its predecessor ends."""

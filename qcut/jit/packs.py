@@ -29,12 +29,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from qcut.common.locks import Lock, once
+from qcut.common.reading import file_size, open_regular, parse_json, read_up_to
 from qcut.emitters.core.source import INCLUDE_DIR, DeferredSource, KernelSource
 from qcut.errors import BuildError
 from qcut.jit import folders
 from qcut.jit.compilers import Resources
-from qcut.process.locks import Lock, once
-from qcut.storage.reading import file_size, open_regular, parse_json, read_up_to
 
 FOLDER = Path(__file__).resolve().parents[1] / "binaries"
 """Where an installed wheel has its packs. A checkout has none."""
@@ -283,7 +283,7 @@ def key_of(source: KernelSource) -> bytes:
 def sources_digest() -> str:
     """SHA-256 of the files that decide what kernels there are and how they are built."""
     package = Path(__file__).resolve().parents[1]
-    folders = {"emitters": INCLUDE_DIR.parent, "dispatch": package / "dispatch", "cuda": package / "cuda"}
+    folders = {"emitters": INCLUDE_DIR.parent, "dispatch": package / "dispatch", "cuda": package / "backends" / "cuda"}
     digest = hashlib.sha256((package / "jit" / "compilers.py").read_bytes())
     for name, folder in folders.items():
         for path in sorted(folder.rglob("*")):

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from qcut.common.locks import imports_once, once
 from qcut.errors import DeviceError, ToolchainError
 from qcut.jit.scratch import environment, scratch_folder, unsafe_character
-from qcut.process.locks import imports_once, once
 
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")

@@ -1,6 +1,6 @@
 """Quantized modules in place of ``nn.Linear`` and ``nn.Embedding``.
 
-Importing this package imports its modules: `qcut.layers.base.Linear` finds the class of a scheme in a table that they
+Importing this package imports its modules: `qcut.layers.linear.Linear` finds the class of a scheme in a table that they
 fill.
 """
 

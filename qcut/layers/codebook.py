@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import packing, pairs, products, rotation
-from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
-from qcut.codebooks.lookup import look_up_rows
-from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
-from qcut.codebooks.quantizer import RotatedCodebook, check_even, dequantize
-from qcut.config import K_MAX, Codebook, Scheme
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
-from qcut.layers.base import Known, Linear
 from qcut.layers.codebook_buffers import (
     PASS_KEYS,
     SET_KEYS,
@@ -27,21 +19,29 @@ from qcut.layers.codebook_buffers import (
     packed_set,
     stored_passes,
 )
-from qcut.layers.readings import Reading
+from qcut.layers.host_values import Reading
+from qcut.layers.linear import Known, Linear
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.layers.stored import StateEntry
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import packing, pairs, products, rotation
+from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
+from qcut.numerics.codebook.lookup import look_up_rows
+from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
+from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.codebook import can_rotate
 from qcut.ops.paths import path
+from qcut.schemes import K_MAX, Codebook, Scheme
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from qcut.cuda.prebuild import LayerCall
+    from qcut.backends.cuda.launch.prebuild import LayerCall
 
 _GEMM = torch.ops.qcut.codebook_gemm.default
 _GEMV = torch.ops.qcut.codebook_gemv.default
@@ -83,14 +83,14 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: the same buffers
             of the second set, where there is one.
 
-    The state dict is in plain order: ``indices`` packed by `qcut.codebooks.packing.pack`, ``norms`` ``[N, G]``,
+    The state dict is in plain order: ``indices`` packed by `qcut.numerics.codebook.packing.pack`, ``norms`` ``[N, G]``,
     ``codebook``, the same with ``residual_`` in front for a second pass, and ``bias``.
 
     Raises:
         ConfigError: another scheme, an unknown activation, or a group that the rotation cannot take.
         QuantizationError: K or N below 1, or K beyond the exact range of int8 products.
 
-    Exactness: that of ``qcut.codebooks.products.codebook_linear_ref``, or ``codebook_linear_s8_ref`` with int8
+    Exactness: that of ``qcut.numerics.codebook.products.codebook_linear_ref``, or ``codebook_linear_s8_ref`` with int8
     products. Kernels of 16-bit products may round ``value * norm`` to 16 bits, once.
 
     Source: docs/schemes.md, section 4.
@@ -110,7 +110,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         cls, scheme: Scheme, *, dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, activation: str
     ) -> Sequence[LayerCall]:
         """See `Linear.cuda_calls`; there are none of passes of two widths."""
-        from qcut.cuda.codebook import CodebookLayer
+        from qcut.backends.cuda.codebook import CodebookLayer
 
         scheme = cast(Codebook, scheme)
         if len(set(scheme.widths)) > 1:
@@ -238,7 +238,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     @property
     def signs(self) -> Tensor:
-        """The operands of the rotation, on the weight's device; see `qcut.codebooks.tokens.operands`."""
+        """The operands of the rotation, on the weight's device; see `qcut.numerics.codebook.tokens.operands`."""
         return self._rotation.operands_for(self.norms)
 
     def row_buffers(self) -> dict[str, Tensor]:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import packing, pairs
-from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
-from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.codebooks.rotation import NO_ROTATION
-from qcut.config import Codebook
 from qcut.layers.stored import StateEntry
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import packing, pairs
+from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
+from qcut.numerics.codebook.quantizer import RotatedCodebook
+from qcut.numerics.codebook.rotation import NO_ROTATION
+from qcut.schemes import Codebook
 
 PASS_KEYS = (("indices", "norms", "codebook"), ("residual_indices", "residual_norms", "residual_codebook"))
 """Keys of the state dict, of the first pass and of the second."""
@@ -24,7 +24,7 @@ class CodebookSet(NamedTuple):
     """What one product reads: all passes of one width, behind one another along K.
 
     Attributes:
-        units: uint8 ``[T, U, bytes]``: T tiles of 16 rows, U units of 128 columns; see `qcut.codebooks.layout`.
+        units: uint8 ``[T, U, bytes]``: T tiles of 16 rows, U units of 128 columns; see `qcut.numerics.codebook.layout`.
         packed_norms: float16 ``[T, U, slots, 8, 2]``, relative to the row's power of two.
         fold: float32 ``[16 T]``, which makes int8 of a row's weights; None but for int8 products.
         col_scale: float32 ``[N]``, the factor of each output channel.

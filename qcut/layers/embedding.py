@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.config import Scheme
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
-from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.int8 import Int8Linear
+from qcut.layers.linear import Linear
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, is_linear, tensor_key, weight_dtype_names, weight_of
 from qcut.ops.checks import check_indices
 from qcut.ops.embed import can_embed
+from qcut.schemes import Scheme
 
 _EMBED_ROWS = torch.ops.qcut.embed_rows.default
 _EMBED_CODEBOOK = torch.ops.qcut.embed_codebook.default

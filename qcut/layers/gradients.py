@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.codebooks.quantizer import row_chunks
-from qcut.config import check_activation
 from qcut.errors import QuantizationError, UnsupportedError, layer_prefix
 from qcut.models.modules import Quantized
 from qcut.models.selection import check_model
+from qcut.numerics.codebook.quantizer import row_chunks
+from qcut.schemes import check_activation
 
 if TYPE_CHECKING:
-    from qcut.layers.base import Linear
+    from qcut.layers.linear import Linear
 
 _ATEN = torch.ops.aten
 

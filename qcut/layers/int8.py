@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, padded_k
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
-from qcut.layers.base import Known, Linear
-from qcut.layers.readings import Reading
+from qcut.layers.host_values import Reading
+from qcut.layers.linear import Known, Linear
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
+from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, padded_k
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from qcut.cuda.prebuild import LayerCall
+    from qcut.backends.cuda.launch.prebuild import LayerCall
 
 _W8A8 = torch.ops.qcut.w8a8_linear.default
 _INT8 = torch.ops.qcut.int8_linear.default
@@ -42,7 +42,7 @@ class Int8Linear(Linear):
         qweight: int8 ``[N, padded_k(K)]``, zero padded.
         weight_scale: float32 ``[N]``.
         least_code: the least integer that a weight may be. Quantizing gives -127 and more; other libraries' weights
-            have -128 too, which sums of `qcut.config.K_MAX` columns take, and those with a zero point do not.
+            have -128 too, which sums of `qcut.schemes.K_MAX` columns take, and those with a zero point do not.
     """
 
     qweight: Tensor
@@ -67,8 +67,8 @@ class Int8Linear(Linear):
         cls, scheme: Scheme, *, dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, activation: str
     ) -> Sequence[LayerCall]:
         """See `Linear.cuda_calls`; rows of tokens are taken to lie one behind another."""
-        from qcut.cuda.linear import LinearLayer
-        from qcut.cuda.plans import m_bucket
+        from qcut.backends.cuda.launch.plans import m_bucket
+        from qcut.backends.cuda.linear import LinearLayer
 
         aligned = k * dtype.itemsize % 16 == 0
         return [LinearLayer(scheme.name, dtype, m_bucket(rows), n, k, bias, activation, aligned)]

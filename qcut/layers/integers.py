@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.config import StaticRange, padded_k
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
-from qcut.layers.readings import Reading
+from qcut.layers.host_values import Reading
 from qcut.models.classes import (
     activation_of,
     all_calls_are_watched,
@@ -27,6 +26,7 @@ from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.quantize import flat
+from qcut.schemes import StaticRange, padded_k
 
 if TYPE_CHECKING:
     from typing_extensions import Self

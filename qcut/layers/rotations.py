@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.codebooks import tokens as rotated_tokens
-from qcut.codebooks.constants import outside_capture
-from qcut.codebooks.rotation import Kind
+from qcut.common.locks import Lock
+from qcut.numerics.codebook import tokens as rotated_tokens
+from qcut.numerics.codebook.constants import outside_capture
+from qcut.numerics.codebook.rotation import Kind
 from qcut.ops import paths
-from qcut.process.locks import Lock
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default
 _HALVES = (torch.float16, torch.bfloat16)
@@ -47,7 +47,7 @@ class Rotation:
         self._operands: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def operands(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The tensors that the kernel reads besides tokens of a dtype; see `qcut.codebooks.tokens.operands`."""
+        """The tensors that the kernel reads besides tokens of a dtype; see `qcut.numerics.codebook.tokens.operands`."""
         # Matrices are of the tokens' type; signs are the same for all.
         matrices = dtype if self.spec.kind == "qr" and dtype in _HALVES else torch.float16
         made = self._operands.get((matrices, device))
@@ -135,14 +135,16 @@ class SharedRotations:
 
 
 def stream_state(device: torch.device) -> tuple[int, int] | None:
-    """`qcut.cuda.streams.stream_state` of a CUDA device."""
+    """`qcut.backends.cuda.launch.streams.stream_state` of a CUDA device."""
     state: tuple[int, int] | None = _streams().stream_state(device)
     return state
 
 
 @cache
 def _streams() -> ModuleType:
-    from qcut.cuda import streams  # at the first CUDA call: layers on the CPU import nothing of the kernel side
+    from qcut.backends.cuda.launch import (
+        streams,  # at the first CUDA call: layers on the CPU import nothing of the kernel side
+    )
 
     return streams
 

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import rotation
-from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.config import Scheme, ShiftedCodebook
 from qcut.errors import ConfigError, layer_prefix
-from qcut.layers.base import Known
 from qcut.layers.codebook import CodebookLinear, _by_kernels
+from qcut.layers.linear import Known
 from qcut.layers.stored import StateEntry
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import rotation
+from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.numerics.int8 import apply_activation
+from qcut.schemes import Scheme, ShiftedCodebook
 
 if TYPE_CHECKING:
-    from qcut.cuda.prebuild import LayerCall
+    from qcut.backends.cuda.launch.prebuild import LayerCall
 
 
 class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):

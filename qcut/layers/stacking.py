@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.models.modules import tensor_key
 
 _ALIGNMENT_BYTES = 16  # alignment of vector loads: kernels copy tensors that start elsewhere

@@ -74,7 +74,7 @@ def conv1d_class() -> type[nn.Module] | None:
 
 
 def activation_of(module: nn.Module | None) -> str | None:
-    """The function of `qcut.config.ACTIVATIONS` that a module of torch or transformers computes, or None."""
+    """The function of `qcut.schemes.ACTIVATIONS` that a module of torch or transformers computes, or None."""
     if is_exactly(module, nn.ReLU):
         return "relu"
     if is_exactly(module, nn.SiLU):

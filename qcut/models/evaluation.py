@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qcut.common.progress import with_progress
 from qcut.errors import DtypeError, ShapeError
 from qcut.models.modules import evaluating, forward, model_device, output_tensor
 from qcut.models.selection import check_model
-from qcut.process.progress import with_progress
 
 
 def windows_of(token_ids: Tensor, window: int = 512, max_windows: int | None = None) -> Tensor:

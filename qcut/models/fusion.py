@@ -88,7 +88,7 @@ def fuse(parent: nn.Module, key: str, layer: nn.Module | None, activation: str) 
         parent: of the activation.
         key: of the activation in the parent.
         layer: the quantized layer, which has that activation; of no effect outside of an ``nn.Sequential``.
-        activation: its function's name in `qcut.config.ACTIVATIONS`.
+        activation: its function's name in `qcut.schemes.ACTIVATIONS`.
     """
     children = parent._modules
     module = children[key]
@@ -157,7 +157,7 @@ def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
     on either of the two see what lies between them. A Sequential whose class code asks for stays as it is.
 
     Returns:
-        By layer name: the name of the activation module, and its function's name in `qcut.config.ACTIVATIONS`.
+        By layer name: the name of the activation module, and its function's name in `qcut.schemes.ACTIVATIONS`.
     """
     if all_calls_are_watched():
         return {}

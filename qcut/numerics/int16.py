@@ -15,9 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from qcut.config import StaticRange
 from qcut.errors import ConfigError
 from qcut.numerics import int8
+from qcut.schemes import StaticRange
 
 SMALLEST_SCALE = 2.0**-126
 """The least scale, the smallest normal float32: the reciprocal of a smaller one may be infinite."""
@@ -150,7 +150,7 @@ def sums_ref(q: Tensor, qweight: Tensor) -> Tensor:
 
     Args:
         q: int16 ``[M, K]``, values from -32768 to 32639; M may be 0.
-        qweight: int8 ``[N, K]``, K at most `qcut.config.K_MAX`.
+        qweight: int8 ``[N, K]``, K at most `qcut.schemes.K_MAX`.
 
     Returns:
         int64 ``[M, N]``.
@@ -171,7 +171,7 @@ def int16x8_linear_ref(
         qweight: int8 ``[N, padded_k(K)]``, zero padded.
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]`` or None.
-        activation: see `qcut.config.ACTIVATIONS`.
+        activation: see `qcut.schemes.ACTIVATIONS`.
 
     Returns:
         ``[M, N]`` of x's dtype.

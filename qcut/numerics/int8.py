@@ -17,8 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from qcut.config import StaticRange, check_activation
 from qcut.errors import ConfigError, QuantizationError
+from qcut.schemes import StaticRange, check_activation
 
 _CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces, so that no float32 copy of a whole weight exists
 

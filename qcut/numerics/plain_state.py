@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from qcut.process.locks import Lock
+from qcut.common.locks import Lock
 
 P = ParamSpec("P")
 R = TypeVar("R")

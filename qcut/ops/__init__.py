@@ -3,7 +3,7 @@
 Every operator is for inference only (see `qcut.ops.gradients`) and returns new tensors, row-major unless an argument
 asks for another order. An operator writes to no argument unless its schema says so. The tensors of one call live on one
 device and may have any strides. An operator's class holds its arguments, checks, fake and CPU implementation
-(`qcut.ops.registry`); `qcut.cuda` has a module of the same name for CUDA, imported at the first CUDA call.
+(`qcut.ops.registry`); `qcut.backends.cuda` has a module of the same name for CUDA, imported at the first CUDA call.
 """
 
 from qcut.ops.registry import import_modules

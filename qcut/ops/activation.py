@@ -99,7 +99,8 @@ class ActivateRotated(NamedTuple):
     Args:
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
         up: as x: the activation is `SiluMul` of both; None: it is `GeluTanh` of x.
-        operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.codebooks.tokens.operands` makes them.
+        operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.numerics.codebook.tokens.operands` makes
+            them.
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.

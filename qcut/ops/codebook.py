@@ -1,8 +1,8 @@
 """The operators on codebook weights: rotate tokens, multiply them, do both for one token, and a whole layer.
 
-A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcut.codebooks.layout`. Columns of the
-weight are rotated group by group, and the operators rotate tokens in the same way. The second pass of a weight follows
-the first along the columns.
+A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcut.numerics.codebook.layout`. Columns of
+the weight are rotated group by group, and the operators rotate tokens in the same way. The second pass of a weight
+follows the first along the columns.
 
 With ``constants`` the caller promises that no kernel queued just before writes the weight or the operands of the
 rotation. On CUDA, kernels then read them while their predecessor on the stream still runs. Codebook layers promise
@@ -17,13 +17,13 @@ from typing import Annotated, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout, pairs, products, rotation, tokens
-from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
-from qcut.codebooks.quantizer import NORM_DTYPES, check_even
-from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
+from qcut.numerics.codebook import layout, pairs, products, rotation, tokens
+from qcut.numerics.codebook.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
+from qcut.numerics.codebook.quantizer import NORM_DTYPES, check_even
 from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
 from qcut.ops.registry import SYMBOLIC, operator
+from qcut.schemes import K_MAX, check_activation
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 KINDS = (*rotation.KINDS, rotation.NO_ROTATION)
@@ -41,12 +41,13 @@ def can_rotate(kind: str, group_size: int, k: int) -> bool:
 class RotateTokens(NamedTuple):
     """Tokens rotated group by group, rounded to 16 bits or quantized by row, in the order in which products read them.
 
-    The formula is `qcut.codebooks.tokens.rotate_tokens`, the order of memory `qcut.codebooks.layout.to_blocks`.
+    The formula is `qcut.numerics.codebook.tokens.rotate_tokens`, the order of memory
+    `qcut.numerics.codebook.layout.to_blocks`.
 
     Args:
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
-        operands: signs or matrices of the rotation, as `qcut.codebooks.tokens.operands` makes them, which kernels read;
-            the CPU reads ``seeds``.
+        operands: signs or matrices of the rotation, as `qcut.numerics.codebook.tokens.operands` makes them, which
+            kernels read; the CPU reads ``seeds``.
         kind: ``hadamard``, ``qr`` or ``none``.
         group_size: columns of a group; K or more takes whole rows.
         seeds: one for each pass, at least one.
@@ -111,7 +112,7 @@ class CodebookGemm(NamedTuple):
     """The product of rotated tokens with a codebook weight.
 
     With 16-bit tokens ``acc = sum_k x[m, k] * norm[n, slot(k)] * (value[idx[n, k]] + offset[n, slot(k)])``; with int8
-    tokens acc is the int32 product with `qcut.codebooks.layout.int8_weight`, times ``row_scale[m]``. Then
+    tokens acc is the int32 product with `qcut.numerics.codebook.layout.int8_weight`, times ``row_scale[m]``. Then
     ``y = rne(act(acc * col_scale[n] + bias[n]) + residual[m, n])``, rne rounding to the nearest value of ``out_dtype``.
 
     Args:
@@ -121,19 +122,19 @@ class CodebookGemm(NamedTuple):
         m: tokens.
         units: indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns.
         norms: float16 ``[T, U, slots, 8, 2]``, 1, 2 or 4 slots; with 16-bit tokens also ``[T, U, slots, 8, 4]``,
-            offsets behind the norms as `qcut.codebooks.layout.pack_offsets` puts them.
+            offsets behind the norms as `qcut.numerics.codebook.layout.pack_offsets` puts them.
         fold: float32 ``[16 T]``, makes int8 of a row's weights, with int8 tokens; else None.
         col_scale: float32 ``[N]``, N at least 1.
-        book: 8 words of two 16-bit values, or 64 for pairs, as `qcut.codebooks.products.pack_book` makes them.
+        book: 8 words of two 16-bit values, or 64 for pairs, as `qcut.numerics.codebook.products.pack_book` makes them.
         bias: float32 ``[N]``; None: none is added.
         bits: of an index: 2, 3 or 4.
-        activation: see `qcut.config.ACTIVATIONS`.
+        activation: see `qcut.schemes.ACTIVATIONS`.
         residual: ``[m, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
         constants: see the module.
         row_norm: the caller promises that all norms of a row are one, and that
-            `qcut.codebooks.products.has_one_table` holds for the codebook, with int8 tokens; not with pairs. Kernels
-            then need not read ``norms`` and ``fold``.
+            `qcut.numerics.codebook.products.has_one_table` holds for the codebook, with int8 tokens; not with pairs.
+            Kernels then need not read ``norms`` and ``fold``.
 
     Returns:
         y ``[m, N]`` of ``out_dtype``, contiguous.
@@ -225,19 +226,19 @@ class CodebookGemv(NamedTuple):
 
     Args:
         x: float16 or bfloat16 ``[1, K]``, K a multiple of the group.
-        operands: int32 ``[passes, K / 32]``, signs of the Hadamard rotation, as `qcut.codebooks.tokens.operands` makes
-            them.
+        operands: int32 ``[passes, K / 32]``, signs of the Hadamard rotation, as
+            `qcut.numerics.codebook.tokens.operands` makes them.
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         units: indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns, all passes.
         norms: float16 ``[T, U, 128 / group, 8, 2]``.
         fold: float32 ``[16 T]``, makes int8 of a row's weights: the token is multiplied as int8; None: as x's type.
         col_scale: float32 ``[N]``, N at least 1.
-        book: 8 words of two 16-bit values, or 64 for pairs, as `qcut.codebooks.products.pack_book` makes them: of
-            float16 with ``fold``, else of x's type.
+        book: 8 words of two 16-bit values, or 64 for pairs, as `qcut.numerics.codebook.products.pack_book` makes them:
+            of float16 with ``fold``, else of x's type.
         bias: float32 ``[N]``; None: none is added.
         bits: of an index: 2, 3 or 4.
-        activation: see `qcut.config.ACTIVATIONS`.
+        activation: see `qcut.schemes.ACTIVATIONS`.
         residual: ``[1, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
         constants: see the module.
@@ -341,7 +342,7 @@ class CodebookLinear(NamedTuple):
         kind: ``hadamard``, ``qr`` or ``none``.
         group_size: columns of a group; K or more takes whole rows.
         seeds: one for each pass.
-        activation: see `qcut.config.ACTIVATIONS`.
+        activation: see `qcut.schemes.ACTIVATIONS`.
 
     Returns:
         y ``[..., N]`` of x's type, contiguous.
@@ -350,7 +351,7 @@ class CodebookLinear(NamedTuple):
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: lists of other lengths, another kind or activation, a group that the rotation cannot take.
 
-    Exactness: `qcut.codebooks.products.codebook_linear_ref`, or ``codebook_linear_s8_ref`` with int8 products.
+    Exactness: `qcut.numerics.codebook.products.codebook_linear_ref`, or ``codebook_linear_s8_ref`` with int8 products.
     """
 
     x: Tensor

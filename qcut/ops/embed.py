@@ -7,12 +7,12 @@ from typing import Annotated, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout, rotation
-from qcut.codebooks.layout import Geometry
-from qcut.codebooks.lookup import look_up_rows
-from qcut.codebooks.quantizer import NORM_DTYPES
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
+from qcut.numerics.codebook import layout, rotation
+from qcut.numerics.codebook.layout import Geometry
+from qcut.numerics.codebook.lookup import look_up_rows
+from qcut.numerics.codebook.quantizer import NORM_DTYPES
 from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_dtype, check_indices, check_tensor
 from qcut.ops.codebook import can_rotate, check_set
 from qcut.ops.registry import MUTATED, operator
@@ -112,7 +112,7 @@ class EmbedCodebook(NamedTuple):
         seeds: one for each pass, 1 or 2. The CPU makes signs of them; a kernel reads ``operands``.
         k: columns, a multiple of 32.
         operands: int32 ``[passes, Kp / 32]``, Kp the padded columns of a pass, signs of the Hadamard rotation, as
-            `qcut.codebooks.tokens.operands` makes them.
+            `qcut.numerics.codebook.tokens.operands` makes them.
         positions: int32 ``[R]``; None: nothing is added.
         position_table: ``[P, K]`` of ``dtype`` where there are positions, else None; P at least 1.
         dtype: float16, bfloat16 or float32.

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.config import K_MAX, K_MAX_ZERO_POINT, check_activation
 from qcut.errors import ConfigError
 from qcut.numerics import int8 as numerics
 from qcut.ops.checks import (
@@ -23,6 +22,7 @@ from qcut.ops.checks import (
     check_zero_point,
 )
 from qcut.ops.registry import operator
+from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, check_activation
 
 OUT_DTYPES = (*FLOAT_DTYPES, torch.int8, torch.int32)
 OUT_LAYOUTS = ("row", "column")
@@ -163,7 +163,7 @@ def gemm_s8(
     even. All tensors lie on one device; strides are free, and only those named below cost a copy.
 
     Args:
-        a: int8 ``[M, K]``, M >= 0, 1 <= K <= `qcut.config.K_MAX` (`K_MAX_ZERO_POINT` with a zero point). Read in
+        a: int8 ``[M, K]``, M >= 0, 1 <= K <= `qcut.schemes.K_MAX` (`K_MAX_ZERO_POINT` with a zero point). Read in
             place, at any offset and leading dimension, where it is contiguous along K or along M; copied otherwise.
         b: int8 ``[N, K]``, N >= 1, as weights are stored: the right operand of the product is its transpose. Read in
             place where it is contiguous along K or along N. Pointers, leading dimensions and contiguous extents of a

@@ -13,7 +13,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 from qcut.errors import ShapeError
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
@@ -33,6 +32,7 @@ from qcut.ops.checks import (
 )
 from qcut.ops.quantize import flat
 from qcut.ops.registry import MUTATED, operator
+from qcut.schemes import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 
 FEW_ROWS = 8
 """Most rows whose product, on CUDA, quantizes tokens by given magnitudes and computes those of its result."""
@@ -71,11 +71,11 @@ class W8A8Linear(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on tokens quantized with a scale each.
 
     Args:
-        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.schemes.K_MAX`, any strides.
         qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
-        activation: one of `qcut.config.ACTIVATIONS`.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
         constants: see the module.
 
     Returns:
@@ -112,14 +112,14 @@ class W8A8StaticLinear(NamedTuple):
     """``y = act(f32(acc - z_x * colsum[n]) * col_scale[n] + b[n])`` on tokens quantized with one scale and zero point.
 
     Args:
-        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX_ZERO_POINT`, any strides.
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.schemes.K_MAX_ZERO_POINT`, any strides.
         qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
         col_scale: float32 ``[N]``, the rounded product ``x_scale * weight_scale[n]``.
         colsum: int32 ``[N]``, ``sum_k qweight[n, k]``.
         bias: float32 ``[N]``; None: zeros.
         x_scale: scale of the tokens, a positive float32.
         x_zero_point: zero point of the tokens, in [-128, 127].
-        activation: one of `qcut.config.ACTIVATIONS`.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
         constants: see the module.
 
     Returns:
@@ -166,7 +166,7 @@ class W8A16Linear(NamedTuple):
         qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
-        activation: one of `qcut.config.ACTIVATIONS`.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
         constants: see the module.
 
     Returns:
@@ -202,11 +202,11 @@ class Int16x8Linear(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on int16 tokens with a scale each, ``acc`` in int64.
 
     Args:
-        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.schemes.K_MAX`, any strides.
         qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
-        activation: one of `qcut.config.ACTIVATIONS`.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
         constants: see the module.
 
     Returns:
@@ -243,12 +243,12 @@ class Int16x8StaticLinear(NamedTuple):
     """``y = act(f32(acc) * col_scale[n] + b[n])`` on int16 tokens with one calibrated scale, ``acc`` in int64.
 
     Args:
-        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.schemes.K_MAX`, any strides.
         qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
         col_scale: float32 ``[N]``, the rounded product ``x_scale * weight_scale[n]``.
         bias: float32 ``[N]``; None: zeros.
         x_scale: scale of the tokens, a positive float32.
-        activation: one of `qcut.config.ACTIVATIONS`.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
         constants: see the module.
 
     Returns:
@@ -287,12 +287,12 @@ class Int8Linear(NamedTuple):
     """``y = act(f32(acc) * q_scale[m] * s_w[n] + b[n])`` on tokens that are int8 already, as a norm leaves them.
 
     Args:
-        q: int8 ``[M, K]``, K a multiple of 16 up to `qcut.config.K_MAX`.
+        q: int8 ``[M, K]``, K a multiple of 16 up to `qcut.schemes.K_MAX`.
         q_scale: float32 ``[M]``.
         qweight: int8 ``[N, K]``.
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
-        activation: one of `qcut.config.ACTIVATIONS`.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
         dtype: float16, bfloat16 or float32.
         absmax: float32 ``[M]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         constants: see the module.
@@ -355,12 +355,12 @@ class LinearWithAbsmax(NamedTuple):
     """The formula of ``w8a8_linear`` on rows whose largest magnitudes are known.
 
     Args:
-        x: float16, bfloat16 or float32 ``[M, K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        x: float16, bfloat16 or float32 ``[M, K]``, K from 1 to `qcut.schemes.K_MAX`, any strides.
         x_absmax: float32 ``[M]``, contiguous, ``max |x[m]|``.
         qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
-        activation: one of `qcut.config.ACTIVATIONS`.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
 
     Returns:
         ``[M, N]``, contiguous, of x's type.

@@ -141,7 +141,8 @@ class AddNormRotated(NamedTuple):
         bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
-        operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.codebooks.tokens.operands` makes them.
+        operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.numerics.codebook.tokens.operands` makes
+            them.
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.

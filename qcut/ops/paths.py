@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from qcut.common.locks import Lock
 from qcut.errors import ConfigError, PathWarning, UnsupportedError
-from qcut.process.locks import Lock
 
 PATHS = ("fused", "portable", "explicit")
 

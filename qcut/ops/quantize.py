@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.config import K_MAX
 from qcut.errors import ShapeError
 from qcut.numerics import int8 as numerics
 from qcut.ops.checks import (
@@ -23,6 +22,7 @@ from qcut.ops.checks import (
     check_zero_point,
 )
 from qcut.ops.registry import operator
+from qcut.schemes import K_MAX
 
 
 def flat(x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class ColSum(NamedTuple):
     """``sum_k q[n, k]``: column sums of the right operand of a product, whose transpose q is.
 
     Args:
-        q: int8 ``[N, K]``, 1 <= K <= `qcut.config.K_MAX`, any strides.
+        q: int8 ``[N, K]``, 1 <= K <= `qcut.schemes.K_MAX`, any strides.
 
     Returns:
         int32 ``[N]``.

@@ -2,7 +2,7 @@
 
 The class is a `NamedTuple` of the arguments, in the schema's order, with three methods: ``check`` raises on wrong
 arguments, ``fake`` makes results without values, ``cpu`` computes results. `operator` derives the schema from the
-fields and registers the class; `serves` marks the function in `qcut.cuda` that computes the same on a GPU::
+fields and registers the class; `serves` marks the function in `qcut.backends.cuda` that computes the same on a GPU::
 
     @operator("silu_mul", returns="Tensor")
     class SiluMul(NamedTuple):
@@ -25,9 +25,9 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_
 import torch
 from torch import Tensor
 
+from qcut.common.versions import require
 from qcut.errors import UnsupportedError
 from qcut.ops import gradients, paths
-from qcut.process.versions import require
 
 require("torch")
 library = torch.library.Library("qcut", "DEF")
@@ -69,7 +69,7 @@ class Call(Protocol):
 C = TypeVar("C", bound=Call)
 F = TypeVar("F", bound=Callable[..., Any])
 _served: dict[tuple[type, str], Callable[[Any], Any]] = {}
-_SIDES = {"fused": "qcut.cuda.operators", "portable": "qcut.portable.operators"}
+_SIDES = {"fused": "qcut.backends.cuda.operators", "portable": "qcut.backends.triton.operators"}
 """Modules that register what serves operators on a path, imported at a path's first call: they lie above this one."""
 
 
@@ -106,8 +106,8 @@ def operator(
         returns: return type in the schema, such as ``Tensor`` or ``(Tensor, Tensor)``.
         positional: how many arguments may be given by position; None: all.
         composed: ``cpu`` calls only other operators, and serves CUDA too.
-        native: C++ serves CUDA before Python does (`qcut.cuda.native`). The same name with a leading underscore is
-            served by Python alone.
+        native: C++ serves CUDA before Python does (`qcut.backends.cuda.launch.native`). The same name with a leading
+            underscore is served by Python alone.
         layers: computes a layer or a part of one: `qcut.execution_path` says who serves it.
     """
 

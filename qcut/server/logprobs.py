@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from qcut.engine.generated import LogProbability
-from qcut.engine.text.pieces import Detokenizer
+from qcut.engine.sequence import LogProbability
+from qcut.text.detokenizer import Detokenizer
 
 CONTEXT = 8
 """Tokens before the first one that decide its text: whether a space begins it, and which bytes it completes."""

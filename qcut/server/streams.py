@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 
-from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
+from qcut.engine.sequence import Event
 
 SILENT_S = 15.0
 """Seconds without text after which a reader is woken, to say that the stream lives."""

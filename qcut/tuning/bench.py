@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qcut import jit
-from qcut.cuda import plans as launch_plans
+from qcut.backends.cuda.launch import plans as launch_plans
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.emitters.core.arch import architecture

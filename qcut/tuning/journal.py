@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from qcut.common import schema
+from qcut.common.files import flush_directory, make_directory
+from qcut.common.reading import parse_json
 from qcut.errors import ConfigError
-from qcut.storage import schema
-from qcut.storage.files import flush_directory, make_directory
-from qcut.storage.reading import parse_json
 
 JOURNAL_BYTES = 256 << 20
 """The largest journal that is read: some million measurements."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from qcut.common.progress import progress_bar, with_progress
 from qcut.dispatch.cost_model import occupancy
 from qcut.dispatch.gemm import Choice, emit, expected, problem_of
 from qcut.dispatch.gpus import Target
@@ -30,7 +31,6 @@ from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError, DeviceError
 from qcut.jit import Binary, build_many
 from qcut.jit.build import fingerprint
-from qcut.process.progress import progress_bar, with_progress
 from qcut.tuning import timing
 from qcut.tuning.journal import Journal
 

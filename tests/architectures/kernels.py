@@ -9,6 +9,9 @@ from qcut.dispatch.attention import emit_attention, emit_prompt_attention, selec
 from qcut.dispatch.gpus import target_named
 from qcut.dispatch.tiles.codebook import mma_tile, rounds_tile, stream_tile, stream_wgmma_tile
 from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -17,9 +20,6 @@ from qcut.emitters.decoder import quantize
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.attention.simt import AttentionDecode
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
 from qcut.emitters.decoder.norm import NormRows, emit_norm

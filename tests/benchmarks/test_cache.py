@@ -14,7 +14,7 @@ from benchmarks.demo import EMBEDDED
 from benchmarks.harness import CheckError
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.rows import Rows
-from qcut.engine.kv_cache import KV_DTYPES
+from qcut.engine.kv_cache.cache import KV_DTYPES
 from qcut.models.evaluation import perplexity
 
 TEXT = "A class definition defines a class object. The import statement binds a name in the namespace. " * 12

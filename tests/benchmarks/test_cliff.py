@@ -14,7 +14,7 @@ from benchmarks.bench_cliff import NK, SCHEMES, TOKENS
 from benchmarks.harness import CheckError, Environment, Results, Timing, read_rows
 from benchmarks.reporting.rows import Rows
 from benchmarks.shapes import Shape
-from qcut.cuda import plans
+from qcut.backends.cuda.launch import plans
 from tests.support import fake_bench
 
 H200 = Environment("NVIDIA H200", "580", "13.0", "2.11", "abc")
@@ -102,7 +102,7 @@ def test_the_page_lists_every_cell_that_is_too_slow(tmp_path: Path) -> None:
 def test_rows_name_every_kernel_of_a_call(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "target", lambda device: fake_bench.H200)
     for module in ("linear", "gemm", "codebook", "quantize"):
-        monkeypatch.setattr(f"qcut.cuda.{module}.target", lambda device: fake_bench.H200, raising=False)
+        monkeypatch.setattr(f"qcut.backends.cuda.{module}.target", lambda device: fake_bench.H200, raising=False)
     names = bench_cliff.kernels(scheme, Shape(64, 1280, 1280), 0).split("+")
     assert len(names) == (1 if scheme == "w8a16" else 2)
     assert all(name.startswith("qcut_") for name in names)

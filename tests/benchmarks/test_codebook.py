@@ -16,7 +16,7 @@ from benchmarks import bench_codebook, harness
 from benchmarks.bench_codebook import LAYER_TARGETS, NK, PEERS_US, PROMPTS
 from benchmarks.harness import CheckError, Environment, Results, Timing
 from benchmarks.shapes import Shape
-from qcut.cuda import plans as _launch_plans
+from qcut.backends.cuda.launch import plans as _launch_plans
 from tests.support import fake_bench
 
 H200 = Environment("NVIDIA H200", "580", "13.0", "2.11", "abc")

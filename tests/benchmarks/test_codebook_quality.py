@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from benchmarks.codebook_quality import VARIANTS, divergence, is_refined, kind_of, refined
-from qcut.codebooks.quantizer import dequantize, quantize
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
+from qcut.numerics.codebook.quantizer import dequantize, quantize
 
 pytest.importorskip("transformers", reason="the benchmark needs the hf extra")
 

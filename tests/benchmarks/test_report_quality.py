@@ -19,7 +19,7 @@ from benchmarks.demo import EMBEDDED, language_reference
 from benchmarks.quality import tokens_of
 from benchmarks.report_quality import TIMED, int4_bytes, tensor_bytes
 from benchmarks.reporting.rows import Rows
-from qcut.engine.kv_cache import KV_DTYPES
+from qcut.engine.kv_cache.cache import KV_DTYPES
 from qcut.models.evaluation import perplexity
 
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from qcut.checkpoints import qcut_format
-from qcut.checkpoints.llama2c.files import save_llama2c
-from qcut.checkpoints.turboquant import reader, writer
-from qcut.checkpoints.turboquant.format import Config
-from qcut.conversion.convert import quantize
+from qcut.checkpoints.formats import qcut
+from qcut.checkpoints.formats.llama2c.files import save_llama2c
+from qcut.checkpoints.formats.turboquant import reader, writer
+from qcut.checkpoints.formats.turboquant.format import Config
+from qcut.conversion.quantize import quantize
 from qcut.errors import CalibrationError, CheckpointError
 from tests.support.concurrent_saves import KINDS, load, save
 from tests.support.deaths import deaths
@@ -205,10 +205,10 @@ def test_quantized_models_of_before_digests_load(tmp_path: Path) -> None:
 
     model = Net()
     quantize(model, "w8a8", progress=False)
-    qcut_format.save(model, tmp_path)
+    qcut.save(model, tmp_path)
     (file,) = tmp_path.glob("model-*")
     save_file(load_file(file), file, {"format": "pt"})
     index = tmp_path / "qcut_config.json"
     data = json.loads(index.read_text())
     index.write_text(json.dumps({key: value for key, value in data.items() if key not in ("digest", "headers")}))
-    assert torch.equal(qcut_format.load(tmp_path, model=Net, progress=False).a.qweight, model.a.qweight)
+    assert torch.equal(qcut.load(tmp_path, model=Net, progress=False).a.qweight, model.a.qweight)

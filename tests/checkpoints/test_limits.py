@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from qcut.checkpoints import qcut_format
-from qcut.checkpoints.turboquant import writer
-from qcut.checkpoints.turboquant.format import Config
-from qcut.conversion.convert import quantize
+from qcut.checkpoints.formats import qcut
+from qcut.checkpoints.formats.turboquant import writer
+from qcut.checkpoints.formats.turboquant.format import Config
+from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError
 from tests.support.tamper import rewrite
 from tests.support.zoo import tiny_hf
@@ -20,7 +20,7 @@ from tests.support.zoo import tiny_hf
 def fails_at_once(folder: Path, message: str) -> None:
     start = time.perf_counter()
     with pytest.raises(CheckpointError, match=message):
-        qcut_format.load(folder, progress=False, verify=False)
+        qcut.load(folder, progress=False, verify=False)
     assert time.perf_counter() - start < 10
 
 
@@ -28,7 +28,7 @@ def fails_at_once(folder: Path, message: str) -> None:
 def test_counts_in_qcuts_format(tmp_path: Path, key: str) -> None:
     model = tiny_hf("gpt2")
     quantize(model, progress=False)
-    qcut_format.save(model, tmp_path)
+    qcut.save(model, tmp_path)
     rewrite(tmp_path / "qcut_config.json", lambda data: data["huggingface"]["config"].update({key: 10**9}))
     fails_at_once(tmp_path, rf"{key} is 1000000000; allowed: at most \d+")
 
@@ -47,7 +47,7 @@ def test_counts_in_turboquants_format(tmp_path: Path) -> None:
 def test_models_of_far_more_modules_than_tensors(tmp_path: Path, layers: int) -> None:
     model = tiny_hf("gpt2")
     quantize(model, progress=False)
-    qcut_format.save(model, tmp_path)
+    qcut.save(model, tmp_path)
 
     def change(data: dict[str, Any]) -> None:
         data["huggingface"]["config"]["n_layer"] = layers
@@ -60,7 +60,7 @@ def test_models_of_far_more_modules_than_tensors(tmp_path: Path, layers: int) ->
 def test_configurations_of_many_values(tmp_path: Path, key: str) -> None:
     model = tiny_hf("gpt2")
     quantize(model, progress=False)
-    qcut_format.save(model, tmp_path)
+    qcut.save(model, tmp_path)
     wide = {f"k{i}": i % 7 for i in range(1 << 16)}
     rewrite(tmp_path / "qcut_config.json", lambda data: data["huggingface"].setdefault(key, {}).update(wide))
     fails_at_once(tmp_path, rf"{key} has \d+ values or more; allowed: 65536")
@@ -69,7 +69,7 @@ def test_configurations_of_many_values(tmp_path: Path, key: str) -> None:
 def test_labels_of_many_classes_are_read(tmp_path: Path) -> None:
     model = tiny_hf("gpt2")
     quantize(model, progress=False)
-    qcut_format.save(model, tmp_path)
+    qcut.save(model, tmp_path)
     labels = {str(i): f"class {i}" for i in range(21843)}
     backwards = {name: int(i) for i, name in labels.items()}
 
@@ -77,4 +77,4 @@ def test_labels_of_many_classes_are_read(tmp_path: Path) -> None:
         data["huggingface"]["config"] |= {"id2label": labels, "label2id": backwards}
 
     rewrite(tmp_path / "qcut_config.json", change)
-    assert len(qcut_format.load(tmp_path, progress=False, verify=False).config.id2label) == 21843
+    assert len(qcut.load(tmp_path, progress=False, verify=False).config.id2label) == 21843

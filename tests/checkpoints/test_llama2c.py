@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from qcut.checkpoints.llama2c.files import load_llama2c, save_llama2c
-from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
+from qcut.checkpoints.formats.llama2c.files import load_llama2c, save_llama2c
+from qcut.checkpoints.formats.llama2c.tokenizer import Llama2cTokenizer
 from qcut.errors import CheckpointError, DtypeError
 from tests.support.llama2c_oracle import CASES, Sample, Sizes, forward, logits_of, make, relative
 

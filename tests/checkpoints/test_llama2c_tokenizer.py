@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
+from qcut.checkpoints.formats.llama2c.tokenizer import Llama2cTokenizer
 from qcut.errors import CheckpointError, ConfigError
 from tests.support.llama2c_oracle import Sample, naive_encode, packed, vocabulary
 

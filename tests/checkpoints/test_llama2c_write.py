@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.llama2c.files import load_llama2c, save_llama2c
-from qcut.config import Codebook
-from qcut.conversion.convert import quantize
+from qcut.checkpoints.formats.llama2c.files import load_llama2c, save_llama2c
+from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError, UnsupportedError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
+from qcut.schemes import Codebook
 from tests.support.llama2c_oracle import CASES, IDS, llama, logits_of, make, relative
 from tests.support.zoo import tiny_hf
 

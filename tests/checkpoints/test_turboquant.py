@@ -15,18 +15,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from qcut.checkpoints import qcut_format as checkpoint
-from qcut.checkpoints.turboquant import format as turboquant
-from qcut.checkpoints.turboquant.format import Config
-from qcut.checkpoints.turboquant.reader import load
-from qcut.checkpoints.turboquant.writer import quantize_model
-from qcut.checkpoints.turboquant.writer import save_turboquant as save
-from qcut.codebooks import lloyd_max, rotation
-from qcut.codebooks.quantizer import dequantize
-from qcut.config import Codebook
-from qcut.conversion.convert import quantize
+from qcut.checkpoints.formats import qcut as checkpoint
+from qcut.checkpoints.formats.turboquant import format as turboquant
+from qcut.checkpoints.formats.turboquant.format import Config
+from qcut.checkpoints.formats.turboquant.reader import load
+from qcut.checkpoints.formats.turboquant.writer import quantize_model
+from qcut.checkpoints.formats.turboquant.writer import save_turboquant as save
+from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError, ConfigError, QuantizationError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
+from qcut.numerics.codebook import lloyd_max, rotation
+from qcut.numerics.codebook.quantizer import dequantize
+from qcut.schemes import Codebook
 from tests.support import turboquant_oracle
 from tests.support.oracles import normal
 from tests.support.tamper import rewrite

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints import qcut_format, skeleton
-from qcut.checkpoints.turboquant import writer
-from qcut.checkpoints.turboquant.format import Config
-from qcut.conversion.calibration import calibrate
-from qcut.conversion.convert import quantize
+from qcut.checkpoints import skeleton
+from qcut.checkpoints.formats import qcut
+from qcut.checkpoints.formats.turboquant import writer
+from qcut.checkpoints.formats.turboquant.format import Config
+from qcut.conversion.calibration.calibrate import calibrate
+from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError
 from tests.support.tamper import rewrite
 
@@ -31,7 +32,7 @@ def saved(folder: Path, scheme: str) -> None:
     model.forward = lambda x: model["norm"](model["l"](x))  # type: ignore[method-assign,operator]
     calibration = calibrate(model, [torch.randn(9, 20)], progress=False)
     quantize(model, scheme, calibration=calibration, allow_growth=True, progress=False)
-    qcut_format.save(model, folder)
+    qcut.save(model, folder)
 
 
 def put(at: tuple[int, ...], value: float) -> Callable[[Tensor], Tensor]:
@@ -70,13 +71,13 @@ def test_what_cannot_be_is_refused(
     tmp_path: Path, scheme: str, name: str, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
     saved(tmp_path, scheme)
-    assert qcut_format.load(tmp_path, model=net, progress=False)
+    assert qcut.load(tmp_path, model=net, progress=False)
     (file,) = tmp_path.glob("model-*.safetensors")
     rewrite(file, lambda tensors: tensors.update({name: change(tensors[name])}))
     with pytest.raises(CheckpointError, match=rf"{file}: tensor '{name}': {message}"):
-        qcut_format.load(tmp_path, model=net, progress=False, verify=False)
+        qcut.load(tmp_path, model=net, progress=False, verify=False)
     with pytest.raises(CheckpointError, match="damaged"):
-        qcut_format.load(tmp_path, model=net, progress=False)
+        qcut.load(tmp_path, model=net, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_what_cannot_be_in_turboquants_files(
     file = tmp_path / "model.safetensors"
     rewrite(file, lambda tensors: tensors.update({part: change(tensors[part])}))
     with pytest.raises(CheckpointError, match=rf"{file}: tensor '{part}'.*{message}"):
-        qcut_format.load(tmp_path, model=net, progress=False, verify=False)
+        qcut.load(tmp_path, model=net, progress=False, verify=False)
 
 
 def test_what_would_be_refused_is_not_saved(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_what_would_be_refused_is_not_saved(tmp_path: Path) -> None:
     with torch.no_grad():
         model["norm"].weight[3] = NAN  # type: ignore[index]
     with pytest.raises(CheckpointError, match=r"'norm\.weight': found nan at \[3\]; finite parameters can be saved"):
-        qcut_format.save(model, tmp_path / "x")
+        qcut.save(model, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -139,7 +140,7 @@ def test_sizes_that_no_file_can_hold(tmp_path: Path, change: Callable[[dict[str,
     saved(tmp_path, "w8a8")
     rewrite(tmp_path / "qcut_config.json", change)
     with pytest.raises(CheckpointError, match=message) as caught:
-        qcut_format.load(tmp_path, model=net, progress=False, verify=False)
+        qcut.load(tmp_path, model=net, progress=False, verify=False)
     assert str(caught.value).startswith(str(tmp_path))
 
 

@@ -17,7 +17,7 @@ import pytest
 import qcut
 from qcut.cli import main as cli
 from qcut.cli.plan_page import LEVELS, plan_page
-from qcut.conversion.plan import LayerPlan, Plan, Point
+from qcut.conversion.planning.plan import LayerPlan, Plan, Point
 from tests.support import ROOT
 
 DEMO = ROOT / "models" / "gpt2-5m"

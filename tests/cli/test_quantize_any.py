@@ -12,7 +12,7 @@ import torch
 import qcut
 from qcut.cli import main as cli
 from qcut.cli import quantizing
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from tests.fuzz.formats import build_huggingface
 from tests.support import ROOT
 from tests.support.alive import watch_float_weights

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.config import K_MAX, Codebook, parse_scheme
 from qcut.conversion.fitting import fitting_scheme, rotatable
 from qcut.errors import QuantizationError, UnsupportedError
+from qcut.schemes import K_MAX, Codebook, parse_scheme
 from tests.support.zoo import same, snapshot, tiny_hf, tiny_lm, token_batches
 
 

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from qcut.conversion.convert import quantize
-from qcut.conversion.costs import LayerSize, TimeCost
-from qcut.conversion.plan import Plan
-from qcut.conversion.planning import plan
+from qcut.conversion.planning.costs import LayerSize, TimeCost
+from qcut.conversion.planning.plan import Plan
+from qcut.conversion.planning.planner import plan
+from qcut.conversion.quantize import quantize
 from tests.support.zoo import inject_outliers, tiny_lm, token_batches
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcut.config import parse_scheme
+from qcut.backends.cuda.launch import prebuild
 from qcut.conversion.prebuild import prebuild_layers
 from qcut.conversion.tasks import Task
-from qcut.cuda import prebuild
 from qcut.errors import ConfigError
 from qcut.ops import paths
+from qcut.schemes import parse_scheme
 
 
 def test_a_gpu_on_the_portable_path_is_left_out(monkeypatch):

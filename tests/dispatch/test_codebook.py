@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
@@ -19,6 +18,7 @@ from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import DType
 from qcut.emitters.families import family
+from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")
 A100 = Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import qcut
-from qcut.cuda.plans import m_bucket
+from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.cost_model import tile_cycles

@@ -25,10 +25,10 @@ from qcut.dispatch.machines import (
 from qcut.dispatch.tables import tile_to_json
 from qcut.dispatch.tiles.codebook import stream_tile
 from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from tests.support import GOLDEN

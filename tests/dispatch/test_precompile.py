@@ -11,25 +11,25 @@ from itertools import product
 import pytest
 import torch
 
-from qcut.cuda import gemm as gemm_cuda
-from qcut.cuda import integers as integers_cuda
-from qcut.cuda import linear as linear_cuda
-from qcut.cuda.codebook import CodebookLayer, Rotation
-from qcut.cuda.codebook import Product as CodebookProduct
-from qcut.cuda.gemm import Product
-from qcut.cuda.integers import IntegerLayer
-from qcut.cuda.linear import Int8Layer, LinearLayer
-from qcut.cuda.plans import m_bucket
+from qcut.backends.cuda import gemm as gemm_cuda
+from qcut.backends.cuda import integers as integers_cuda
+from qcut.backends.cuda import linear as linear_cuda
+from qcut.backends.cuda.codebook import CodebookLayer, Rotation
+from qcut.backends.cuda.codebook import Product as CodebookProduct
+from qcut.backends.cuda.gemm import Product
+from qcut.backends.cuda.integers import IntegerLayer
+from qcut.backends.cuda.launch.plans import m_bucket
+from qcut.backends.cuda.linear import Int8Layer, LinearLayer
 from qcut.dispatch.attention import emit_attention, select_attention
 from qcut.dispatch.closed import GROUPS, HEADS, has_head_norms, norm_columns
 from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.precompile import closed_set
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import ACTIVATIONS
 from qcut.emitters.core.source import INCLUDE_DIR, DType, EmitError, KernelSource
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from tests.support.compiled import build
 

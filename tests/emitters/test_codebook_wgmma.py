@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from qcut import jit
-from qcut.codebooks import layout as codebook_layout
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import prompt_cycles, prompt_tile
 from qcut.emitters.codebook import wgmma as codebook_wgmma
@@ -32,6 +31,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.numerics.codebook import layout as codebook_layout
 from tests.support.sass import find_nvdisasm, instructions
 
 ARCH = "sm_90a"

@@ -9,17 +9,17 @@ import pytest
 
 from qcut.dispatch.attention import emit_attention, estimated_cycles, select_attention
 from qcut.dispatch.gpus import Target
+from qcut.emitters.attention import mma as attention_mma
+from qcut.emitters.attention import simt as attention
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder import activate, append, argmax, norm
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.attention import mma as attention_mma
-from qcut.emitters.decoder.attention import simt as attention
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions, listing

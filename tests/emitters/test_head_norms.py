@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.scores import FORMS, PLAIN, Scores
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.attention.scores import FORMS, PLAIN, Scores
 from tests.support.compiled import build
 
 F16, BF16, S8, U4 = DType.F16, DType.BF16, DType.S8, DType.U4

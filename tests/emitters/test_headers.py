@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma, emit_attention_mma
 from qcut.emitters.core.source import INCLUDE_DIR, DType
 from qcut.emitters.core.text import include, kernel_source
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
 from qcut.errors import BuildError
 from tests.support.compiled import build
 from tests.support.sass import instructions
@@ -20,6 +20,7 @@ BELOW = {
     "codebook": {"core", "gemm", "codebook"},
     "stream": {"core", "codebook", "stream"},
     "decoder": {"core", "codebook", "decoder"},
+    "attention": {"core", "codebook", "decoder", "attention"},
     "cutlass": {"core", "cutlass"},
 }
 """Folders that a folder's headers may include."""

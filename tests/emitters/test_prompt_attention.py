@@ -15,12 +15,12 @@ from qcut.dispatch.attention import (
     select_prompt_attention,
 )
 from qcut.dispatch.gpus import Target
+from qcut.emitters.attention import prompt_mma, prompt_wgmma
+from qcut.emitters.attention.prompt import tiles
+from qcut.emitters.attention.prompt_mma import PromptMma
+from qcut.emitters.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.decoder.attention import prompt_mma, prompt_wgmma
-from qcut.emitters.decoder.attention.prompt import tiles
-from qcut.emitters.decoder.attention.prompt_mma import PromptMma
-from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
 from tests.support.compiled import build
 from tests.support.sass import instructions, listing
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from qcut.codebooks.layout import Geometry
 from qcut.dispatch.codebook import emit_rotation
 from qcut.emitters.codebook.rotate import Kind, RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.numerics.codebook.layout import Geometry
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from qcut.dispatch.attention import emit_attention, emit_prompt_attention
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.prompt_mma import PromptMma
+from qcut.emitters.attention.prompt_wgmma import PromptWgmma
+from qcut.emitters.attention.scores import FORMS, PLAIN, Scores
+from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.append import RotateAndAppend, emit_append
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.attention.prompt_mma import PromptMma
-from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
-from qcut.emitters.decoder.attention.scores import FORMS, PLAIN, Scores
-from qcut.emitters.decoder.attention.simt import AttentionDecode
 from tests.support.compiled import build, in_turns
 
 F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4

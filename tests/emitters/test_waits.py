@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from qcut.cuda.gemm import Product
-from qcut.cuda.linear import linear_problem
-from qcut.cuda.plans import LaunchSpec
-from qcut.cuda.quantize import per_tensor_spec, per_token_spec
+from qcut.backends.cuda.gemm import Product
+from qcut.backends.cuda.launch.plans import LaunchSpec
+from qcut.backends.cuda.linear import linear_problem
+from qcut.backends.cuda.quantize import per_tensor_spec, per_token_spec
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma, emit_attention_mma
+from qcut.emitters.attention.prompt_mma import PromptMma, emit_prompt_mma
+from qcut.emitters.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
+from qcut.emitters.attention.scores import Scores
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
-from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
-from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
-from qcut.emitters.decoder.attention.scores import Scores
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
 from tests.support.compiled import build

@@ -24,7 +24,7 @@ import qcut
 from qcut import errors
 from qcut.engine.engine import DEFAULT_CONTEXT, Engine
 from qcut.engine.families import decoder_of
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcut.cuda import plans
+from qcut.backends.cuda.launch import plans
 from qcut.engine import decode_loop, graphs
 from qcut.engine.engine import Engine
 from qcut.engine.graphs import Graphs

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from qcut.engine.engine import Engine
-from qcut.engine.kv_cache import KVCache
+from qcut.engine.kv_cache.cache import KVCache
 from qcut.errors import ConfigError
 from qcut.numerics.int8 import sqnr_db
 from tests.support.decoders import VOCABULARY, prompts_of, sizes, small

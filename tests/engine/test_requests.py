@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
 from qcut.engine.engine import Engine
-from qcut.engine.generated import Event
-from qcut.engine.likelihoods import likelihoods
+from qcut.engine.logprobs import likelihoods
 from qcut.engine.request import Request
 from qcut.engine.scheduler import Scheduler
+from qcut.engine.sequence import Event
 from qcut.errors import ConfigError, RequestError
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import qcut
 from qcut.engine.engine import Engine
-from qcut.engine.generated import Event, Generated
-from qcut.engine.kv_cache import KVDtype
+from qcut.engine.kv_cache.cache import KVDtype
 from qcut.engine.request import Request
 from qcut.engine.scheduler import Scheduler
+from qcut.engine.sequence import Event, Generated
 from qcut.errors import BusyError, ConfigError, ContextError, DtypeError, RequestError, ShapeError
 from qcut.numerics.sampling import History, Sampling, log_probabilities, sample
 from tests.support import ROOT

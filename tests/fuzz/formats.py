@@ -19,21 +19,21 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.checkpoints.llama2c.files import load_llama2c
-from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
+from qcut.checkpoints.formats.llama2c.files import load_llama2c
+from qcut.checkpoints.formats.llama2c.tokenizer import Llama2cTokenizer
+from qcut.checkpoints.formats.turboquant.format import Config as TurboquantConfig
+from qcut.checkpoints.formats.turboquant.writer import quantize_model, save_turboquant
 from qcut.checkpoints.pretrained import load_pretrained
-from qcut.checkpoints.turboquant.format import Config as TurboquantConfig
-from qcut.checkpoints.turboquant.writer import quantize_model, save_turboquant
-from qcut.conversion.calibration import Calibration
-from qcut.conversion.plan import LayerPlan, Plan
+from qcut.conversion.calibration.calibrate import Calibration
+from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.dispatch import gemm, gpus, tables
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import QcutError
 from qcut.jit import cache
-from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.frozen import FrozenWeight
+from qcut.layers.linear import Linear
 from qcut.tuning.journal import Journal
 from tests.fuzz import readers
 from tests.support import llama2c_oracle

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from qcut.jit import keylocks
-from tests.process.test_locks import in_child
+from tests.common.test_locks import in_child
 from tests.support import ROOT
 
 KEY = "ab" * 32

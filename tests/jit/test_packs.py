@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qcut.cuda.plans import LaunchSpec
-from qcut.cuda.rehearsal import missing_kernel, rehearsal
+from qcut.backends.cuda.launch.plans import LaunchSpec
+from qcut.backends.cuda.launch.rehearsal import missing_kernel, rehearsal
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource

@@ -173,7 +173,7 @@ loading = import_module("qcut.jit.launch")._lock
 def hold():
     with loading, toolchain.find_nvrtc._lock, toolchain.find_gxx._lock:
         build(source("a"))
-import qcut.process.locks as locks
+import qcut.common.locks as locks
 locks.FORK_TIMEOUT_S = 0.1
 threads = [threading.Thread(target=hold), threading.Thread(target=lambda: build(source("b")))]
 [thread.start() for thread in threads]

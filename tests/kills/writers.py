@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import qcut
-from qcut.checkpoints.llama2c.files import load_llama2c, save_llama2c
-from qcut.checkpoints.turboquant.format import Config as TurboquantConfig
-from qcut.checkpoints.turboquant.writer import quantize_model, save_turboquant
-from qcut.conversion.calibration import Calibration
-from qcut.conversion.plan import LayerPlan, Plan
+from qcut.checkpoints.formats.llama2c.files import load_llama2c, save_llama2c
+from qcut.checkpoints.formats.turboquant.format import Config as TurboquantConfig
+from qcut.checkpoints.formats.turboquant.writer import quantize_model, save_turboquant
+from qcut.conversion.calibration.calibrate import Calibration
+from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.dispatch import tables
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.emitters.gemm.problem import TileConfig

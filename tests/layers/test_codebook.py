@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 import qcut
 from qcut import errors
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import rotation
-from qcut.codebooks.packing import pack
-from qcut.codebooks.passes import quantize_weight
-from qcut.codebooks.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
-from qcut.codebooks.tokens import rotate_tokens
-from qcut.config import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
-from qcut.conversion.costs import LayerSize, memory_cost
+from qcut.conversion.planning.costs import LayerSize, memory_cost
 from qcut.layers import rotations
-from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.int8 import W8A8Linear
+from qcut.layers.linear import Linear
 from qcut.numerics import int8 as numerics
-from tests.layers.test_base import conv1d, same_state
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import rotation
+from qcut.numerics.codebook.packing import pack
+from qcut.numerics.codebook.passes import quantize_weight
+from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
+from qcut.numerics.codebook.tokens import rotate_tokens
+from qcut.schemes import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
+from tests.layers.test_linear import conv1d, same_state
 from tests.support.oracles import FLOATS, INF, NAN
 
 SCHEMES = (

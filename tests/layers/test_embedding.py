@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints import qcut_format as checkpoint
-from qcut.codebooks import layout as codebook_layout
-from qcut.conversion.convert import model_bytes, quantize
+from qcut.checkpoints.formats import qcut as checkpoint
+from qcut.conversion.quantize import model_bytes, quantize
 from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError, RangeError, UnsupportedError
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.linear import Linear
 from qcut.numerics import int8 as numerics
+from qcut.numerics.codebook import layout as codebook_layout
 from tests.support.zoo import tiny_hf, tiny_lm, token_batches
 
 SCHEMES = (

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import qcut
-from qcut.config import ACTIVATIONS, StaticRange
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError
 from qcut.layers import gradients
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.linear import Linear
 from qcut.layers.stacking import Stacker
+from qcut.schemes import ACTIVATIONS, StaticRange
 from tests.support.oracles import FLOATS
 from tests.support.zoo import tiny_lm, token_batches
 
@@ -130,7 +130,7 @@ def test_the_switch_changes_no_bit_and_keeps_no_more_than_it_needs(scheme: str, 
 
 def test_nothing_of_it_runs_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of("w8a8"), torch.randn(3, 64)
-    monkeypatch.setattr("qcut.layers.base.InputGradient", None)
+    monkeypatch.setattr("qcut.layers.linear.InputGradient", None)
     assert not layer(x).requires_grad
     x.requires_grad_()
     with torch.no_grad():

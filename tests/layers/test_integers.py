@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.config import StaticRange
 from qcut.errors import CalibrationError, ConfigError, DtypeError, QuantizationError, ShapeError, UnsupportedError
 from qcut.numerics import int8, int16, integers
+from qcut.schemes import StaticRange
 
 
 def network(seed: int = 0) -> nn.Sequential:

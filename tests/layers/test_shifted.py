@@ -10,13 +10,13 @@ from torch import Tensor
 
 import qcut
 from qcut import errors
-from qcut.codebooks import layout, products
-from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.config import Codebook, ShiftedCodebook, parse_scheme, scheme_from_json
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers.shifted import ShiftedCodebookLinear
 from qcut.layers.stacking import Stacker
+from qcut.numerics.codebook import layout, products
+from qcut.numerics.codebook.quantizer import RotatedCodebook
+from qcut.schemes import Codebook, ShiftedCodebook, parse_scheme, scheme_from_json
 
 N, K = 72, 100
 

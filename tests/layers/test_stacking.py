@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from qcut.config import Codebook, StaticRange
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers import stacking
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.layers.stacking import Stacker
+from qcut.schemes import Codebook, StaticRange
 from tests.support.zoo import same, snapshot
 
 EXACT = ("w8a8", "codebook4_int8", "codebook4+4_g64_int8", "codebook4+2_int8", "int4_g32_int8")

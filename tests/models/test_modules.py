@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.errors import QuantizationWarning
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.models.modules import tensor_key
 
 

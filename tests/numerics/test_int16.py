@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.config import K_MAX, padded_k
 from qcut.errors import ConfigError
 from qcut.numerics import int8, int16
+from qcut.schemes import K_MAX, padded_k
 from tests.support.oracles import F32, FLOATS, INF, NAN, epilogue_oracle, layer, normal
 
 

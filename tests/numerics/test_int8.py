@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from qcut import errors
-from qcut.config import K_MAX
 from qcut.numerics import int8 as numerics
+from qcut.schemes import K_MAX
 from tests.support.oracles import F32, FLOATS, INF, NAN, near_ties, rounded, token_oracle
 
 # ── weights and tokens ───────────────────────────────────────────────────────────────────────────

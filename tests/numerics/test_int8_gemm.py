@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from qcut import errors
-from qcut.config import ACTIVATIONS, padded_k
 from qcut.numerics import int8 as numerics
+from qcut.schemes import ACTIVATIONS, padded_k
 from tests.support.oracles import F32, FLOATS, INF, NAN, epilogue_oracle, token_oracle
 
 

@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
-from qcut.codebooks.tokens import operands
+from qcut.numerics.codebook.tokens import operands
 
 OPS = torch.ops.qcut
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from qcut import errors
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import tokens as rotated_tokens
-from qcut.codebooks.layout import Geometry, to_blocks
-from qcut.codebooks.passes import quantize_weight
-from qcut.codebooks.products import pack_book, unpack_book
-from qcut.config import parse_scheme
 from qcut.layers.codebook import CodebookLinear
 from qcut.numerics import int8 as numerics
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import tokens as rotated_tokens
+from qcut.numerics.codebook.layout import Geometry, to_blocks
+from qcut.numerics.codebook.passes import quantize_weight
+from qcut.numerics.codebook.products import pack_book, unpack_book
 from qcut.ops.codebook import RotateTokens, can_rotate
+from qcut.schemes import parse_scheme
 from tests.support.oracles import FLOATS, NAN
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import qcut
 import qcut.ops  # registers torch.ops.qcut
 from qcut import errors
-from qcut.config import ShiftedCodebook
 from qcut.engine.families import decoder_of
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import CodebookTable, Embedding, Table, table_of
+from qcut.schemes import ShiftedCodebook
 from tests.support.decoders import WIDE, small
 
 OP = torch.ops.qcut.embed_rows

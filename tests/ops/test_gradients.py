@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import UnsupportedError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from tests.support.oracles import layer
 
 OPS = torch.ops.qcut

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import qcut.ops  # noqa: F401  (ops registers torch.ops.qcut)
 from qcut import errors
-from qcut.config import K_MAX, padded_k
 from qcut.emitters.stream.w8a8 import MAX_ROWS
 from qcut.numerics import int8 as numerics
 from qcut.ops.linear import FEW_ROWS
+from qcut.schemes import K_MAX, padded_k
 from tests.support.oracles import FLOATS, layer, tokens
 
 OPS = torch.ops.qcut

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
-from qcut.codebooks.tokens import operands
+from qcut.numerics.codebook.tokens import operands
 
 OPS = torch.ops.qcut
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -7,7 +7,7 @@ import torch
 
 import qcut.ops
 from qcut import errors
-from qcut.config import K_MAX, K_MAX_ZERO_POINT
+from qcut.schemes import K_MAX, K_MAX_ZERO_POINT
 from tests.support.oracles import NAN, layer, s8, tokens
 
 qcut = torch.ops.qcut

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
-from qcut.engine.kv_cache import KV_DTYPES, KVCache, KVDtype
-from qcut.engine.rings import Ring
+from qcut.engine.kv_cache.cache import KV_DTYPES, KVCache, KVDtype
+from qcut.engine.kv_cache.ring_cache import Ring
 
 OPS = torch.ops.qcut
 PLACES, ROWS, WINDOW, HEAD, SEQUENCES = 50, 16, 9, 32, 3

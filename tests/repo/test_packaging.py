@@ -16,9 +16,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from qcut.common import versions
 from qcut.emitters.core.source import DType
 from qcut.jit import packs
-from qcut.process import versions
 from tests import floors
 from tests.jit.test_packs import argmax
 from tests.support import ROOT
@@ -102,7 +102,7 @@ def test_wheel_holds_every_module_and_header(wheel_files: dict[str, str]) -> Non
             "**/*.cuh",
             "dispatch/tuned/*.json",
             "cli/*.html",
-            "cuda/cpp/*",
+            "backends/cuda/launch/cpp/*",
             "py.typed",
             "server/page/*.*",
         )
@@ -252,7 +252,7 @@ def imported(folder: Path, files: dict[str, str], then: str) -> subprocess.Compl
     (folder / "qcut").mkdir()
     shutil.copy(ROOT / "qcut" / "__init__.py", folder / "qcut")
     shutil.copy(ROOT / "qcut" / "errors.py", folder / "qcut")
-    shutil.copytree(ROOT / "qcut" / "process", folder / "qcut" / "process")
+    shutil.copytree(ROOT / "qcut" / "common", folder / "qcut" / "common")
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)

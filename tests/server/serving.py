@@ -22,12 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
-from qcut.engine.text.pieces import Detokenizer
 from qcut.numerics.sampling import sample
-from qcut.server import running
-from qcut.server.application import Settings, application
+from qcut.server import runner
+from qcut.server.app import Settings, application
 from qcut.server.limits.connections import ConnectionLimits
 from qcut.server.metrics import Metrics
+from qcut.text.detokenizer import Detokenizer
 from tests.support import ROOT
 
 MODEL = ROOT / "models" / "gpt2-5m"
@@ -83,7 +83,7 @@ class Served:
     port: int
     scheduler: qcut.Scheduler
     alone: qcut.Engine
-    server: running.Server
+    server: runner.Server
     finished: list[bool]
 
     @property
@@ -144,17 +144,17 @@ def serving(
     scheduler = kind(one, chunk=32, most_waiting=most_waiting)
     metrics = Metrics(scheduler)
     app = application(scheduler, Settings(NAME, **settings), metrics)
-    server = running.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))
+    server = runner.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))
     finished: list[bool] = []
     failed: list[BaseException] = []
 
     def serve() -> None:
         try:
-            finished.append(running.run(server, scheduler, found))
+            finished.append(runner.run(server, scheduler, found))
         except BaseException as error:
             failed.append(error)
 
-    with running.listening("127.0.0.1", 0) as found:
+    with runner.listening("127.0.0.1", 0) as found:
         if buffer:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         thread = threading.Thread(target=serve, name="server")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qcut.process.text import PROCESSES
+from qcut.text.tokenization import PROCESSES
 from tests.server.serving import Process
 from tests.server.soak import KINDS, soak
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 
 
 @dataclass

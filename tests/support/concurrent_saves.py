@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints import qcut_format
-from qcut.checkpoints.turboquant import reader, writer
-from qcut.checkpoints.turboquant.format import Config
-from qcut.conversion.calibration import Calibration, LayerStats
-from qcut.conversion.convert import quantize
-from qcut.layers.base import Linear
+from qcut.checkpoints.formats import qcut
+from qcut.checkpoints.formats.turboquant import reader, writer
+from qcut.checkpoints.formats.turboquant.format import Config
+from qcut.conversion.calibration.calibrate import Calibration, LayerStats
+from qcut.conversion.quantize import quantize
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.linear import Linear
 from tests.support import ROOT
 
 KINDS = ("qcut", "turboquant", "calibration")
@@ -53,7 +53,7 @@ def save(kind: str, folder: Path, value: int) -> None:
     model = Net(float(value))
     if kind == "qcut":
         quantize(model, "w8a8", progress=False)
-        qcut_format.save(model, folder, max_shard_bytes=500)
+        qcut.save(model, folder, max_shard_bytes=500)
     else:
         writer.quantize_model(model, Config(group_size=16), progress=False)
         writer.save_turboquant(model, folder)
@@ -69,7 +69,7 @@ def load(kind: str, folder: Path) -> int:
             for t in part.flatten()
         }
     elif kind == "qcut":
-        model = qcut_format.load(folder, model=Net, progress=False)
+        model = qcut.load(folder, model=Net, progress=False)
         layers = [m for m in model.modules() if isinstance(m, Linear)]
         assert len(layers) == 3
         found = {round(float(v) * 127, 2) for m in layers for v in m.weight_scale}  # type: ignore[union-attr]

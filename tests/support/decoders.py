@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qcut.engine.kv_cache import KVCache
+from qcut.engine.kv_cache.cache import KVCache
 
 VOCABULARY = 96
 _THETA = {"rope_theta": 10000.0}

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from qcut.config import padded_k
 from qcut.numerics import int16, integers
+from qcut.schemes import padded_k
 
 
 def case(dtype: torch.dtype, m: int, n: int, k: int, seed: int = 0) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qcut.cuda.plans import PlanCache
+from qcut.backends.cuda.launch.plans import PlanCache
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import KernelSource
 
@@ -61,7 +61,7 @@ class Noted:
 
 
 def note_launches(module: ModuleType, gpu: Target, monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Let a module of `qcut.cuda` launch on a GPU that is not there."""
+    """Let a module of `qcut.backends.cuda` launch on a GPU that is not there."""
     launches = Launches(gpu)
     monkeypatch.setattr(module, "LaunchSpec", launches.spec)
     monkeypatch.setattr(module, "target", lambda device: gpu)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qcut.cuda import codebook, linear
-from qcut.cuda import native as _native
+from qcut.backends.cuda import codebook, linear
+from qcut.backends.cuda.launch import native as _native
 from qcut.emitters.core.source import Param
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
 from qcut.ops.linear import Int16x8Linear, W8A8Linear, W8A8StaticLinear, W8A16Linear

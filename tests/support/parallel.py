@@ -98,9 +98,9 @@ def is_rowwise(name: str) -> bool:
 
 def slices(layer: Any, rowwise: bool, rank: int) -> dict[str, Tensor]:
     """What a process is to store of a whole layer, cut here in plain order."""
-    from qcut.codebooks import packing
-    from qcut.config import padded_k
     from qcut.layers.int8 import Int8Linear
+    from qcut.numerics.codebook import packing
+    from qcut.schemes import padded_k
 
     n, k = layer.out_features, layer.in_features
     state: dict[str, Tensor] = layer.state_dict()
@@ -157,7 +157,7 @@ def read(folder: Path) -> tuple[dict[str, Job], list[dict[str, Any]]]:
 
 
 def _result(model: Any, watch: _Watch, *, probed: bool) -> dict[str, Any]:
-    from qcut.layers.base import Linear
+    from qcut.layers.linear import Linear
 
     layers: dict[str, dict[str, Any]] = {}
     for name, layer in model.named_modules():
@@ -203,8 +203,8 @@ class _Watch:
     """How many whole layers and whole stored tensors were alive when the next one came, at most."""
 
     def __init__(self) -> None:
+        from qcut.common.safetensors_file import TensorFile
         from qcut.integrations.transformers.parallel import TensorParallel
-        from qcut.storage.safetensors_file import TensorFile
 
         self._seen: list[weakref.ref[Any]] = []
         self.most = 0

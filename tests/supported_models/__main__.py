@@ -13,7 +13,7 @@ import warnings
 import torch
 import transformers
 
-from qcut.process.progress import with_progress
+from qcut.common.progress import with_progress
 from tests.supported_models.checking import Finding, examine
 from tests.supported_models.page import CLASSES, PAGE, cells, page
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import qcut
-from qcut.conversion.convert import prepare
 from qcut.conversion.inventory import QUANTIZED, count_parameters
+from qcut.conversion.quantize import prepare
 from qcut.errors import QcutError, UnsupportedError
 from qcut.models.modules import weight_nk, weight_of
 from qcut.models.selection import linear_layers

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import qcut
+from qcut.backends.cuda.gemm import gemm_s8
+from qcut.backends.cuda.launch.plans import target
+from qcut.backends.cuda.linear import linear_problem
 from qcut.cli.selftest import bounds
 from qcut.cli.selftest.bounds import Near
-from qcut.codebooks import layout, products, tokens
-from qcut.cuda.gemm import gemm_s8
-from qcut.cuda.linear import linear_problem
-from qcut.cuda.plans import target
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
@@ -30,6 +29,7 @@ from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.numerics import int8
+from qcut.numerics.codebook import layout, products, tokens
 from qcut.ops.gemm import GemmS8
 
 OPS = torch.ops.qcut

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.backends.cuda.launch import native
+from qcut.backends.cuda.launch.plans import forget_plans, target, watched_loads
 from qcut.cli.selftest.bounds import Near
 from qcut.cli.selftest.checks import Check, Expected, all_checks, slow_sources
-from qcut.cuda import native
-from qcut.cuda.plans import forget_plans, target, watched_loads
+from qcut.common.progress import progress_bar
 from qcut.emitters.core.source import EmitError
 from qcut.errors import DeviceError, QcutError
 from qcut.jit import background
-from qcut.process.progress import progress_bar
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import nn
 
 from qcut.engine.decoder import Decoder
 from qcut.engine.families import gemma, gpt2, gpt_neox, llama, olmo2, phi3, starcoder2
-from qcut.engine.fidelity import check_model
+from qcut.engine.families.fidelity import check_model
 from qcut.errors import UnsupportedError
-from qcut.layers.parts import refuse_parts
+from qcut.layers.parallel import refuse_parts
 
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": gpt2.decoder,

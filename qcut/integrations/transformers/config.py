@@ -6,11 +6,10 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qcut.config import Scheme, parse_scheme
+from qcut.common import schema, versions
 from qcut.errors import CheckpointError
 from qcut.models.selection import globs
-from qcut.process import versions
-from qcut.storage import schema
+from qcut.schemes import Scheme, parse_scheme
 
 versions.transformers()
 
@@ -19,9 +18,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from qcut.codebooks.curvature import Curvature
-    from qcut.conversion.calibration import Calibration
-    from qcut.conversion.plan import Plan
+    from qcut.conversion.calibration.calibrate import Calibration
+    from qcut.conversion.planning.plan import Plan
+    from qcut.numerics.codebook.fitting.curvature import Curvature
 
 _METHOD, _VERSION = "qcut", 1
 _GLOBS = schema.nothing_or(schema.items(schema.text()))
@@ -142,7 +141,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         given = _conforming(data, _REQUEST)
         scheme = given.pop("scheme")
         if isinstance(scheme, dict):
-            from qcut.conversion.plan import Plan
+            from qcut.conversion.planning.plan import Plan
 
             scheme = Plan.from_json(scheme, f"{_WHERE}.scheme")
         return cls(scheme, **given)
@@ -176,7 +175,7 @@ def _conforming(data: dict[str, Any], fields: schema.Check) -> dict[str, Any]:
 
 
 def _checked(scheme: str | Scheme | Plan, calibration: Calibration | None) -> Scheme | Plan:
-    from qcut.conversion.plan import Plan
+    from qcut.conversion.planning.plan import Plan
     from qcut.conversion.tasks import uniform_scheme
 
     if isinstance(scheme, Plan):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from qcut.errors import UnsupportedError
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
-from qcut.layers.parts import refuse_parts
+from qcut.layers.linear import Linear
+from qcut.layers.parallel import refuse_parts
 from qcut.models.fusion import FusedActivation, unfuse
 from qcut.models.modules import is_conv1d
 

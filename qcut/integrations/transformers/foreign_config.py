@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from qcut.checkpoints import hub
-from qcut.checkpoints.foreign.reader import format_of, reader_of, stored_config
+from qcut.checkpoints.formats.reader import format_of, reader_of, stored_config
 from qcut.checkpoints.huggingface import causal_class, check_class, plain_config
+from qcut.common import versions
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
-from qcut.process import versions
 
 
 def foreign_config(name: str | Path, **options: Any) -> Any:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from qcut.checkpoints.foreign.matching import match
-from qcut.checkpoints.foreign.parts import Stored
-from qcut.checkpoints.foreign.reader import format_of, stored_in
+from qcut.checkpoints.formats.name_mapping import match
+from qcut.checkpoints.formats.parts import Stored
+from qcut.checkpoints.formats.reader import format_of, stored_in
 from qcut.checkpoints.skeleton import check_no_meta
 from qcut.errors import CheckpointError
 from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, tie_parameters, without_weight
-from qcut.layers.base import state_dtype
+from qcut.layers.linear import state_dtype
 from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import in_plain_state
@@ -35,8 +35,8 @@ class ForeignLoading:
         files: that transformers is about to read.
 
     Raises:
-        CheckpointError, UnsupportedError: see `qcut.checkpoints.foreign.matching.match`; a file that is no safetensors
-            file.
+        CheckpointError, UnsupportedError: see `qcut.checkpoints.formats.name_mapping.match`; a file that is no
+            safetensors file.
     """
 
     report = None

@@ -12,25 +12,25 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from qcut.config import Scheme
+from qcut.common.memory import return_free_memory
 from qcut.conversion.commit import changes_of, commit
-from qcut.conversion.convert import model_bytes, prepare
+from qcut.conversion.embeddings import table_report
 from qcut.conversion.fitting import rotatable
 from qcut.conversion.inventory import count_parameters, warn_of_float
+from qcut.conversion.quantize import model_bytes, prepare
 from qcut.conversion.report import LayerReport, Report, weight_error
-from qcut.conversion.tables import table_report
 from qcut.conversion.tasks import Task
 from qcut.conversion.verification import SAMPLE_ROWS, Proof, lent_weights
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
 from qcut.integrations.transformers.placing import tie_parameters
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.linear import Linear
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, quantized_layers
 from qcut.numerics.plain_state import plain_state
-from qcut.process.memory import return_free_memory
+from qcut.schemes import Scheme
 
 _LARGE_BYTES = 1 << 20
 """From here on a weight leaves holes in the heap that count."""

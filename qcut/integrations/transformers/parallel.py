@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from qcut.config import Scheme
 from qcut.errors import UnsupportedError
-from qcut.layers.base import Linear
-from qcut.layers.parts import CUT, part_layer, part_scheme
+from qcut.layers.linear import Linear
+from qcut.layers.parallel import CUT, part_layer, part_scheme
+from qcut.schemes import Scheme
 
 _OUTPUTS, _INPUTS = 0, 1
 _CUT_ALONG = {

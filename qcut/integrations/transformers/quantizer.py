@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
 from qcut.checkpoints.marks import ADVICE, NO_FILE
+from qcut.common import versions
 from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
-from qcut.process import versions
 
 if TYPE_CHECKING:
     from qcut.conversion.report import Report
@@ -53,7 +53,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
-        """See `qcut.process.versions`."""
+        """See `qcut.common.versions`."""
         versions.transformers()
         versions.require("torch")
         config = self.quantization_config

@@ -19,7 +19,8 @@ from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
 from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.state import passing_buffers
-from qcut.config import scheme_from_json
+from qcut.common.safetensors_file import TENSOR_DTYPES, TensorFile
+from qcut.common.safetensors_header import TensorHeader
 from qcut.errors import CheckpointError
 from qcut.integrations.transformers.placing import (
     ignore_unexpected,
@@ -27,11 +28,10 @@ from qcut.integrations.transformers.placing import (
     loading_dtype,
     without_weight,
 )
-from qcut.layers.base import Linear, state_dtype
 from qcut.layers.frozen import FrozenWeight
+from qcut.layers.linear import Linear, state_dtype
 from qcut.numerics.checks import out_of_range
-from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile
-from qcut.storage.safetensors_header import TensorHeader
+from qcut.schemes import scheme_from_json
 
 _WHERE = Path("config.json")
 

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor, device
 
 from qcut.checkpoints.description import fill_layer
+from qcut.common.safetensors_file import TensorFile
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
 from qcut.integrations.transformers.placing import ignore_unexpected
 from qcut.integrations.transformers.stored import StoredLoading
-from qcut.storage.safetensors_file import TensorFile
 
 
 class StoredPartsLoading(StoredLoading):

@@ -36,7 +36,7 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
         QcutError: see `Layers`.
 
     Exactness: weights are bitwise those of `qcut.quantize`, or of the checkpoint, on any number of GPUs; for outputs
-    see `qcut.layers.parts`. vLLM adds the parts of an output in the model's dtype.
+    see `qcut.layers.parallel`. vLLM adds the parts of an output in the model's dtype.
     """
 
     method = "qcut"

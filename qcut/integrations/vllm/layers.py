@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
+from qcut.checkpoints.formats.compressed_tensors import CompressedTensors
 from qcut.checkpoints.quantization_config import description_of
-from qcut.config import Scheme, StaticRange, parse_scheme, scheme_from_json
 from qcut.conversion.fitting import fitting_scheme
-from qcut.conversion.plan import LayerPlan, Plan
+from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.errors import PlanError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.integrations.vllm.linear import OnlineMethod, QcutMethod, StoredMethod
 from qcut.models.selection import DEFAULT_SKIP, matches
+from qcut.schemes import Scheme, StaticRange, parse_scheme, scheme_from_json
 
 WHERE = "quantization_config"
 LOG = logging.getLogger("vllm.qcut")  # vLLM shows what its own loggers say

@@ -19,17 +19,17 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
-from qcut.checkpoints.foreign.parts import Parts, Stored
+from qcut.checkpoints.formats.compressed_tensors import CompressedTensors
+from qcut.checkpoints.formats.parts import Parts, Stored
 from qcut.checkpoints.marks import KEYS
-from qcut.config import Scheme, StaticRange, padded_k
 from qcut.conversion.prebuild import prebuild_layer
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.vllm.product import serve
-from qcut.layers.base import Linear
 from qcut.layers.int8 import Int8Linear
-from qcut.layers.parts import CUT, part_layer, part_scheme, part_shapes
+from qcut.layers.linear import Linear
+from qcut.layers.parallel import CUT, part_layer, part_scheme, part_shapes
 from qcut.models.modules import float_bias
+from qcut.schemes import Scheme, StaticRange, padded_k
 
 
 class QcutMethod(LinearMethodBase):  # type: ignore[misc]

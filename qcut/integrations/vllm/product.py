@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from qcut.errors import UnsupportedError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.models.modules import tensor_key
 from qcut.ops.registry import operator
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from qcut.engine.text.prompts import text_ids
 from qcut.errors import ContextError, ShapeError
-from qcut.server.bodies import AnyPrompt, Text
+from qcut.server.schemas import AnyPrompt, Text
+from qcut.text.prompts import text_ids
 
 PROBED_BYTES = 8
 """Characters for each token of the context that are tokenized to see whether a long text can fit; most have 3 to 5."""

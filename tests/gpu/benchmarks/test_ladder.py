@@ -15,7 +15,7 @@ from benchmarks.ladder.kernels import PEAKS, TILES, LadderTile, Unit, emit_ladde
 from benchmarks.ladder.steps import LIBRARY, NAMES, STEPS, is_cutlass
 from benchmarks.ladder.variants import Operands, PeakRun, kernel_variant, library_step
 from qcut import jit
-from qcut.cuda.plans import target
+from qcut.backends.cuda.launch.plans import target
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem

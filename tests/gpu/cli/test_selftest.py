@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from qcut.backends.cuda import next_token
+from qcut.backends.cuda.launch.plans import forget_plans
 from qcut.cli.selftest.checks import all_checks
 from qcut.cli.selftest.run import run_check, selftest
-from qcut.cuda import next_token
-from qcut.cuda.plans import forget_plans
 from qcut.emitters.core.source import KernelSource
 
 # All that every GPU runs, and what Hopper adds.

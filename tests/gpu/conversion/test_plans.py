@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qcut
-from qcut.conversion.sensitivity import Judge
+from qcut.conversion.planning.sensitivity import Judge
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.decoders import llama

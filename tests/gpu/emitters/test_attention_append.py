@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.mma import AttentionMma, emit_attention_mma
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import RotateAndAppend, emit_append
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from qcut import jit
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max
-from qcut.codebooks.layout import Geometry
 from qcut.emitters.codebook.cutlass import MENU, emit_codebook_cutlass
 from qcut.emitters.codebook.problem import BOOK_PARAMS, CodebookProblem
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import TileConfig
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import lloyd_max
+from qcut.numerics.codebook.layout import Geometry
 from tests.gpu.support.launching import Guarded
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range
 

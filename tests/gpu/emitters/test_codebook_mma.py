@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 
 from qcut import jit
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import pairs, products
-from qcut.codebooks.layout import Geometry
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import mma_tile
 from qcut.emitters.codebook.mma import default_tiles, emit_codebook_mma, grid, smem_bytes
@@ -21,6 +18,9 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import TileConfig
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import pairs, products
+from qcut.numerics.codebook.layout import Geometry
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from qcut import jit
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max, pairs, products
-from qcut.codebooks.layout import Geometry
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, default_tiles, emit_codebook_wgmma, grid
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import lloyd_max, pairs, products
+from qcut.numerics.codebook.layout import Geometry
 from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp, smooth
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
 from qcut.dispatch.gpus import Target, target_named
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.attention.simt import AttentionDecode
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from qcut.numerics import int8 as numerics
 from qcut.numerics import sampling

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import qcut.ops  # noqa: F401  (registers)
-from qcut.codebooks.layout import Geometry, unit_bytes
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
 from qcut.layers.embedding import CodebookTable, Embedding, Table, table_of
 from qcut.numerics import int8 as numerics
+from qcut.numerics.codebook.layout import Geometry, unit_bytes
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.config import padded_k
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.epilogue import ACTIVATIONS, Activation, Epilogue
@@ -22,6 +21,7 @@ from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
 from qcut.emitters.stream.int8 import grid as stream_grid
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_int8_stream
 from qcut.numerics import int8, int16
+from qcut.schemes import padded_k
 from tests.gpu.emitters.test_quantize import LAYOUTS, tokens
 from tests.gpu.support.launching import SENTINEL, Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_range

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.codebooks.layout import Geometry, from_blocks
-from qcut.codebooks.tokens import operands, rotate_tokens
 from qcut.dispatch.codebook import emit_rotation
 from qcut.emitters.codebook.rotate import RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType
+from qcut.numerics.codebook.layout import Geometry, from_blocks
+from qcut.numerics.codebook.tokens import operands, rotate_tokens
 from tests.gpu.support.launching import SENTINEL, Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, half_ulp
 

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from qcut import jit
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import pairs, products
-from qcut.codebooks.layout import Geometry
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import is_wgmma_better, rounds_tile, stream_tile, stream_wgmma_tile
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -27,6 +24,9 @@ from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stre
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile, emit_codebook_stream_rounds
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
 from qcut.numerics import int8 as numerics
+from qcut.numerics.codebook import layout as codebook_layout
+from qcut.numerics.codebook import pairs, products
+from qcut.numerics.codebook.layout import Geometry
 from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_range, half_ulp, smooth
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.config import padded_k
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -16,6 +15,7 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.stream.int8 import grid
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_int8_stream
 from qcut.numerics import int8 as numerics
+from qcut.schemes import padded_k
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import qcut
+from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.cli import main as cli
-from qcut.cuda import gemm as gemm_cuda
 from qcut.engine import decode_loop
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db

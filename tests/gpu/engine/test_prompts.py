@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcut.cuda.plans import forget_plans
+from qcut.backends.cuda.launch.plans import forget_plans
 from qcut.engine import graphs
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from qcut.engine.engine import Engine
-from qcut.engine.generated import Generated
 from qcut.engine.scheduler import Scheduler
+from qcut.engine.sequence import Generated
 from qcut.numerics.sampling import Sampling
 from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaC
 
 import qcut
 from qcut.engine.engine import Engine
-from qcut.engine.kv_cache import KVDtype
+from qcut.engine.kv_cache.cache import KVDtype
 from qcut.errors import ConfigError, QuantizationError, UnsupportedError
 from qcut.numerics.sampling import Sampling
 from tests.gpu.support.oracles import DEVICE

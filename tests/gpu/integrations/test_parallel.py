@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from tests.support.parallel import PROCESSES, Job, answers, config_of, is_rowwise, rows_for, run, slices
 
 SCHEMES = ("w8a8", "w8a16", "w8a8_static", "codebook4", "codebook4_int8")

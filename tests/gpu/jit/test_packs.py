@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcut.cuda.plans import target
+from qcut.backends.cuda.launch.plans import target
 from tests.gpu.support.packed import SCHEMES, write_pack
 from tests.support import ROOT
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.codebooks import products as codebook_numerics
-from qcut.config import Codebook, parse_scheme
 from qcut.errors import DeviceError, DtypeError
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers.codebook import CodebookLinear
+from qcut.numerics.codebook import products as codebook_numerics
 from qcut.numerics.int8 import sqnr_db
 from qcut.ops.paths import execution_path
+from qcut.schemes import Codebook, parse_scheme
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

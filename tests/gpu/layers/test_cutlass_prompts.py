@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.cuda.plans import forget_plans, watched_loads
+from qcut.backends.cuda.launch.plans import forget_plans, watched_loads
 from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
-from tests.gpu.layers.test_base import check_w8a16
+from tests.gpu.layers.test_linear import check_w8a16
 from tests.gpu.support.oracles import assert_same
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):

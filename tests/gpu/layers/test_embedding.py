@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.linear import Linear
 from tests.gpu.support.oracles import DEVICE
 
 SCHEMES = (

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 import qcut
-from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.config import Codebook, ShiftedCodebook
-from qcut.cuda import codebook as cuda_codebook
-from qcut.cuda.plans import forget_plans, watched_loads
+from qcut.backends.cuda import codebook as cuda_codebook
+from qcut.backends.cuda.launch.plans import forget_plans, watched_loads
 from qcut.dispatch.codebook import CodebookChoice
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import default_tiles as wgmma_tiles
@@ -31,6 +29,8 @@ from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.shifted import ShiftedCodebookLinear
+from qcut.numerics.codebook.quantizer import RotatedCodebook
+from qcut.schemes import Codebook, ShiftedCodebook
 from tests.gpu.support.launching import arch
 from tests.gpu.support.oracles import DEVICE, assert_same
 

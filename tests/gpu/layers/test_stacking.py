@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.paths import execution_path
 from tests.gpu.support.decoders import llama

@@ -13,17 +13,17 @@ from torch import Tensor
 
 import qcut
 from qcut import jit
+from qcut.backends.cuda.gemm import Product, gemm_problem, has_cutlass
+from qcut.backends.cuda.gemm import gemm_s8 as gemm_on_cuda
+from qcut.backends.cuda.launch.plans import m_bucket, target
 from qcut.cli import main as cli
-from qcut.config import K_MAX
-from qcut.cuda.gemm import Product, gemm_problem, has_cutlass
-from qcut.cuda.gemm import gemm_s8 as gemm_on_cuda
-from qcut.cuda.plans import m_bucket, target
 from qcut.dispatch.gemm import Choice
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import FAMILIES, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops.gemm import GemmS8
+from qcut.schemes import K_MAX
 from tests.gpu.support.oracles import DEVICE, assert_same, full_range, pattern
 from tests.gpu.support.pools import guard_pool
 

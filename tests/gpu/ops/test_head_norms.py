@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.engine.kv_cache import KV_DTYPES, KVCache, KVDtype
+from qcut.engine.kv_cache.cache import KV_DTYPES, KVCache, KVDtype
 from qcut.numerics import int4
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import qcut
-from qcut.config import K_MAX
-from qcut.cuda import linear as linear_cuda
+from qcut.backends.cuda import linear as linear_cuda
 from qcut.numerics import int16
+from qcut.schemes import K_MAX
 from tests.gpu.ops.test_linear import FLOATS, LAYOUTS, Layer
 from tests.gpu.support.oracles import DEVICE, activations, assert_same, name, relayout
 

@@ -12,7 +12,7 @@ import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import DtypeError
 from qcut.numerics import int4
 from qcut.numerics.int8 import quantize_per_token_ref
-from qcut.ops.cache import Cache, dequantized
+from qcut.ops.attention.cache import Cache, dequantized
 from tests.gpu.support.oracles import DEVICE, MANTISSA_BITS, assert_same
 
 HALF, BF16 = torch.float16, torch.bfloat16

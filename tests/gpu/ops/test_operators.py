@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.config import K_MAX
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 from qcut.errors import ConfigError, DeviceError, DtypeError, QcutError, QuantizationError, ShapeError
+from qcut.schemes import K_MAX
 from tests.gpu.support.oracles import (
     DEVICE,
     TORCH_DTYPE,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.config import padded_k
 from qcut.numerics import int8 as numerics
+from qcut.schemes import padded_k
 from tests.gpu.support.oracles import DEVICE, activations, assert_same, full_range, name, relayout
 
 OPS = torch.ops.qcut

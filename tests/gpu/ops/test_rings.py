@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.cuda import prompt_attention as prompt_attention_cuda
-from qcut.cuda.plans import forget_plans
+from qcut.backends.cuda import prompt_attention as prompt_attention_cuda
+from qcut.backends.cuda.launch.plans import forget_plans
 from qcut.dispatch.attention import PromptKernel
 from qcut.dispatch.gpus import Target
+from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.attention.prompt_mma import PromptMma
-from qcut.engine.kv_cache import KV_DTYPES, KVCache, KVDtype, Memory
+from qcut.engine.kv_cache.cache import KV_DTYPES, KVCache, KVDtype, Memory
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same
 

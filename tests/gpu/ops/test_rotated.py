@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.codebooks.layout import from_blocks
-from qcut.codebooks.tokens import operands
-from qcut.cuda import activation, norm
-from qcut.cuda.plans import target, watched_loads
+from qcut.backends.cuda import activation, norm
+from qcut.backends.cuda.launch.plans import target, watched_loads
 from qcut.engine.engine import Engine
+from qcut.numerics.codebook.layout import from_blocks
+from qcut.numerics.codebook.tokens import operands
 from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE, assert_same
 from tests.support.decoders import VOCABULARY, prompts_of

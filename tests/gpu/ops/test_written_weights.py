@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut.codebooks import layout, products
-from qcut.codebooks import tokens as rotated_tokens
 from qcut.errors import UnsupportedError
+from qcut.numerics.codebook import layout, products
+from qcut.numerics.codebook import tokens as rotated_tokens
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same
 

@@ -19,12 +19,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import qcut
 from qcut import jit
-from qcut.config import ACTIVATIONS
-from qcut.cuda.plans import target
+from qcut.backends.cuda.launch.plans import target
 from qcut.emitters.core.source import KernelSource
 from qcut.engine.engine import Engine
 from qcut.jit import packs
 from qcut.jit.packs import Packed, key_of, pack_bytes
+from qcut.schemes import ACTIVATIONS
 from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE
 from tests.support.decoders import VOCABULARY, prompts_of

@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.device_kernels import prebuild
 from qcut import jit
-from qcut.cuda.linear import LinearLayer
-from qcut.cuda.plans import m_bucket
-from qcut.cuda.prebuild import prebuild as prebuild_layers
+from qcut.backends.cuda.launch.plans import m_bucket
+from qcut.backends.cuda.launch.prebuild import prebuild as prebuild_layers
+from qcut.backends.cuda.linear import LinearLayer
 from qcut.emitters.core.source import KernelSource
 from tests.gpu.emitters.test_cutlass import cases
 from tests.gpu.layers.test_stacking import ROWS, K

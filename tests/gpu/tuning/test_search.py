@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qcut import jit
-from qcut.cuda.plans import target
+from qcut.backends.cuda.launch.plans import target
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.gemm import Choice

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModel, LlamaForCausalLM
 
 import qcut
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
-from qcut.layers.base import Linear
-from tests.checkpoints.foreign import samples
+from qcut.layers.linear import Linear
+from tests.checkpoints.formats import samples
 from tests.integrations.transformers.support import opened, same
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
@@ -232,7 +232,7 @@ def test_files_that_change_after_the_configuration_was_made(tmp_path: Path) -> N
 
 
 def test_headers_are_refused_before_any_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qcut.storage.safetensors_file import TensorFile
+    from qcut.common.safetensors_file import TensorFile
 
     def read(*_: object, **__: object) -> Tensor:
         raise AssertionError("a tensor was read")

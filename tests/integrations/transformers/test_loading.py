@@ -16,7 +16,7 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import qcut
 from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from qcut.models.fusion import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
 from tests.support.alive import watch_float_weights
@@ -209,7 +209,7 @@ import pathlib, re, sys
 import torch
 from transformers import AutoModelForCausalLM
 import qcut
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 
 def held():
     return int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10

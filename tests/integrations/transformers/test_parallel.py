@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 import qcut
-from qcut.codebooks import rotation
-from qcut.config import Codebook
 from qcut.errors import UnsupportedError
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
-from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.linear import Linear
+from qcut.numerics.codebook import rotation
+from qcut.schemes import Codebook
 from tests.integrations.transformers.support import opened, small
 from tests.support.parallel import PROCESSES, Job, answers, config_of, is_rowwise, read, rows_for, run, slices
 

@@ -18,7 +18,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 import qcut
 from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError, UnsupportedError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
 from tests.support.architectures import tiny_model
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, pipeline
 
 import qcut
 from qcut.errors import UnsupportedError
-from qcut.layers.base import Linear
+from qcut.layers.linear import Linear
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same
 
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import spawn
 
 import qcut
 from qcut.errors import UnsupportedError
-from qcut.layers.parts import part_scheme
+from qcut.layers.parallel import part_scheme
 from tests.integrations.vllm import parallel
 from tests.integrations.vllm.test_layers import KINDS, described, expected, linears
 

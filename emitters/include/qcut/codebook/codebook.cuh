@@ -1,6 +1,6 @@
 // Codebook weights: units of 16 rows x 128 columns of indices, their decoding, and tokens in blocks.
 //
-// qcut/codebooks/layout.py describes the layout in global memory. Whatever the width of an index, a lane's
+// qcut/numerics/codebook/layout.py describes the layout in global memory. Whatever the width of an index, a lane's
 // part of a unit becomes eight words of eight 4-bit indices: byte b of word i of lane 4g + t holds columns
 // 16i + 8(b & 1) + 2t and 16i + 8(b & 1) + 2t + 1 of row g + 8(b >> 1). One word thus gives the four
 // registers of the first operand of a 16-bit m16n8k16, and two words give those of an int8 m16n8k32.

@@ -6,10 +6,10 @@
 // are shuffles, wider ones go through shared memory. A group that is shorter than the others skips the widest
 // butterflies.
 //
-// Exactness: the order of the butterflies is that of qcut.codebooks.rotation.walsh_hadamard, and results are equal
+// Exactness: the order of the butterflies is that of qcut.numerics.codebook.rotation.walsh_hadamard, and results are equal
 // bitwise.
 //
-// qcut/codebooks/layout.py describes the layout of blocks, groups and padding in memory.
+// qcut/numerics/codebook/layout.py describes the layout of blocks, groups and padding in memory.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>

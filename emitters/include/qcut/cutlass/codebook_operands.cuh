@@ -1,5 +1,5 @@
 // Operands of codebook products in CUTLASS's mixed main loop for sm_90a: weights in units, tokens in blocks, as
-// qcut/codebooks/layout.py describes them, so that one copy of a weight serves these kernels and all others.
+// qcut/numerics/codebook/layout.py describes them, so that one copy of a weight serves these kernels and all others.
 //
 // Weights. CUTLASS takes a layout in place of strides for the operand that it converts in registers. A unit's words are
 // fragments: a thread's 16 indices of one wgmma lie in 8 neighbouring bytes.

@@ -5,7 +5,7 @@
 // a warp.
 //
 // Exactness: butterflies, products and sums are float32, each rounded, in the order of
-// qcut.codebooks.lookup.look_up_rows; results are equal bitwise. As eager modules do, a row is rounded to T before a
+// qcut.numerics.codebook.lookup.look_up_rows; results are equal bitwise. As eager modules do, a row is rounded to T before a
 // position's row is added, and the sum is rounded.
 #pragma once
 

@@ -1,0 +1,113 @@
+"""The attention of a decoder's step in one launch: norms of heads, rotary positions, the cache's new row, attention.
+
+Device code: ``include/qcut/attention/append.cuh``. A kernel does the work of
+`qcut.emitters.decoder.norm.NormRows`, a head a row, of `qcut.emitters.decoder.append.RotateAndAppend` and of
+`qcut.emitters.attention.mma.AttentionMma`, one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.core.source import KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.decoder.cache import cache_params, guide_params
+
+FAMILY = "attention_append"
+
+
+@dataclass(frozen=True)
+class AttentionAppend:
+    """``RotateAndAppend`` of a token of each sequence, and ``AttentionMma`` over the cache with it.
+
+    Operands are those of the kernels, but q is not written. A new row goes to its slot of the cache and takes part
+    in the attention if the slot is one of those that the query sees.
+
+    Attributes:
+        attention: the form of attention.
+        rotary: whether there are rotary positions.
+        norms: whether queries and keys are RMS-normalized first, each head by itself.
+        settled: whether kernels that may still run when this one begins write none of its operands but q, k and v, all
+            others of which are read before the kernel waits.
+
+    Exactness: results and cache are bitwise those of the kernels.
+    """
+
+    attention: AttentionMma
+    rotary: bool
+    norms: bool = False
+    settled: bool = False
+
+    @property
+    def name(self) -> str:
+        """``qcut_attention_append_{arch}_{shape}`` with the attention's, ``_rope``, ``_norm`` and ``_settled``."""
+        arch = self.attention.arch.replace("_", "")
+        flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled
+        return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{flags}"
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order.
+
+        ``q, k, v``; ``cos, sin`` (rotary alone); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
+        (s8 and u4); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
+        counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
+        of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
+        ``scale * log2(e)``; what `qcut.emitters.attention.scores.Scores` adds; and ``query_norm, key_norm``,
+        weights of a head, and ``eps`` (norms alone).
+        """
+        x = f"const {self.attention.x.cpp}*"
+        rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
+        tables = (Param("cos", "ptr", x), Param("sin", "ptr", x))
+        norms = (Param("query_norm", "ptr", x), Param("key_norm", "ptr", x), Param("eps", "f32"))
+        return (
+            *(Param(name, "ptr", x) for name in ("q", "k", "v")),
+            *(tables if self.rotary else ()),
+            Param("positions", "ptr", "const int*"),
+            Param("slots", "ptr", "const int*"),
+            *rows,
+            *scales,
+            *guide_params(self.attention.cache),
+            Param("out", "ptr", f"{self.attention.x.cpp}*"),
+            Param("workspace", "ptr", "float*"),
+            Param("counters", "ptr", "unsigned*"),
+            Param("absmax", "ptr", "float*"),
+            *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
+            *(Param(name, "i32") for name in ("kv_heads", "queries", "context")),
+            Param("scale", "f32"),
+            *self.attention.scores.params(),
+            *(norms if self.norms else ()),
+        )
+
+    @property
+    def template(self) -> str:
+        """Arguments of the device code's template."""
+        more = (self.norms, True) if self.settled else (True,) * self.norms
+        options = self.attention.scores.template(*more)
+        return f"{self.attention.template}, {flag(self.rotary)}{options}"
+
+    @property
+    def options(self) -> str:
+        """Arguments of a call that follow those of all kernels."""
+        return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
+
+
+def emit_attention_append(desc: AttentionAppend) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``. All but what is settled waits for the previous kernel."""
+    attention, params = desc.attention, desc.params()
+    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
+    compressed = ("key_scales", "value_scales", "guide")
+    given = call_arguments((*pointers, *compressed), params)
+    return kernel_source(
+        desc.name,
+        attention.arch,
+        params,
+        f"qcut::AppendAttention<{desc.template}>::run({given}, out,\n"
+        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
+        f"{desc.options});",
+        device_code=include("attention/append.cuh"),
+        block=attention.block,
+        ctas_per_sm=attention.resident,
+        waits=True,
+        cluster=attention.cluster,
+    )

@@ -1,0 +1,225 @@
+// The last step of attention over a cache that many warps share: the warps' maxima, sums of weights and weighted values
+// become results.
+//
+// The warps of a CTA are combined in shared memory. Parts of the context, which are CTAs along x, are combined in the
+// shared memory of their cluster, where each CTA adds up a share of the columns; without a cluster, they are combined
+// in a workspace by the CTA that finishes last.
+//
+// Exactness: float32 sums in a fixed order.
+//
+// Source: PTX ISA 8.x, "atom" (.acq_rel); Dao et al., "Flash-Decoding" (2023).
+#pragma once
+
+#include <qcut/core/barrier.cuh>
+#include <qcut/attention/softmax.cuh>
+#include <qcut/decoder/nibbles.cuh>
+
+namespace qcut {
+
+// Counts up to `last`, then starts again at 0, and returns the count before. The CTA's memory accesses before its
+// barrier are visible to the CTAs that count later.
+__device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  return before;
+}
+
+// T is the type of results. With kTurned, values are those of turned rows (nibbles.cuh) and results are turned back. A
+// kernel calls begin() first and run() last.
+template <class T, int kHead, int kGroup, int kWarps, int kCluster, bool kTurned = false>
+struct AttentionMerge {
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRecord = kHead + 4;                            // weighted values, maximum, sum
+  static constexpr int kVectors = kGroup * kHead / 4;                  // vectors of a CTA's records
+  static constexpr int kShare = (kVectors + kCluster - 1) / kCluster;  // vectors of a CTA of the cluster
+  static constexpr int kMaxParts = kCluster > 1 ? kCluster : 64;
+  static_assert(kHead % 4 == 0, "heads are whole vectors");
+
+  struct Shared {
+    alignas(16) float records[kWarps][kGroup][kRecord];
+    alignas(16) float4 received[kCluster > 1 ? kCluster * kShare : 1];
+    float2 parts[kMaxParts][kGroup];  // maximum and sum
+    alignas(8) unsigned long long barrier;  // counts the bytes that other CTAs send
+    bool last;
+  };
+
+  struct Combined {
+    float peak, weights;
+    float4 value;
+  };
+
+  // Adds up `count` states in order, for four columns. `part(i)` is the maximum and the sum of state i, `value(i)` its
+  // weighted values.
+  template <class Part, class Value>
+  static __device__ __forceinline__ Combined combined(int count, const Part& part, const Value& value) {
+    float peak = kNoScore;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) peak = fmaxf(peak, part(i).x);
+    Combined sum{peak, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float2 state = part(i);
+      const float4 v = value(i);
+      const float weight = power(state.x - peak);
+      sum.weights = fmaf(weight, state.y, sum.weights);
+      sum.value.x = fmaf(weight, v.x, sum.value.x);
+      sum.value.y = fmaf(weight, v.y, sum.value.y);
+      sum.value.z = fmaf(weight, v.z, sum.value.z);
+      sum.value.w = fmaf(weight, v.w, sum.value.w);
+    }
+    return sum;
+  }
+
+  // Stores four columns and returns the bits of their largest magnitude.
+  static __device__ __forceinline__ uint32_t store(T* out, const Combined& sum) {
+    const float4& v = sum.value;
+    const uint32_t low = pack_pair<T>(__fdiv_rn(v.x, sum.weights), __fdiv_rn(v.y, sum.weights));
+    const uint32_t high = pack_pair<T>(__fdiv_rn(v.z, sum.weights), __fdiv_rn(v.w, sum.weights));
+    *reinterpret_cast<uint2*>(out) = make_uint2(low, high);
+    return Vector<T>{low, high, 0, 0}.abs_max();
+  }
+
+  // Turns the columns of a query back: a lane has four columns of each of kChunks times 4 * kLanes. All lanes call.
+  template <int kLanes, int kChunks>
+  static __device__ __forceinline__ void turn_back(Combined (&sums)[kChunks], int lane) {
+    const float size = turned_size<kHead>();
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float4& v = sums[c].value;
+      butterfly(v.x, v.y), butterfly(v.z, v.w);
+      butterfly(v.x, v.z), butterfly(v.y, v.w);
+#pragma unroll
+      for (int offset = 1; offset < kLanes; offset *= 2) {
+        v.x = butterfly(v.x, offset), v.y = butterfly(v.y, offset);
+        v.z = butterfly(v.z, offset), v.w = butterfly(v.w, offset);
+      }
+    }
+    static_assert(kChunks <= 2, "heads of up to 256 columns");
+    if constexpr (kChunks == 2) {
+      float4 &low = sums[0].value, &high = sums[1].value;
+      butterfly(low.x, high.x), butterfly(low.y, high.y), butterfly(low.z, high.z), butterfly(low.w, high.w);
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float4& v = sums[c].value;
+      const int column = 4 * (lane + c * kLanes);
+      v.x *= turned_sign(column) * size, v.y *= turned_sign(column + 1) * size;
+      v.z *= turned_sign(column + 2) * size, v.w *= turned_sign(column + 3) * size;
+    }
+  }
+
+  // Calls `use(v, sum)` for each of a thread's vectors of the CTA's queries; `sum(v)` makes one.
+  template <class Sum, class Use>
+  static __device__ __forceinline__ void for_vectors(int mine, const Sum& sum, const Use& use) {
+    if constexpr (kTurned) {
+      constexpr int kLanes = kHead / 4 < 32 ? kHead / 4 : 32, kChunks = kHead / 4 / kLanes;
+      const int lane = threadIdx.x % kLanes;
+      for (int first = threadIdx.x / 32 * 32; first < mine * kLanes; first += kThreads) {
+        const int query = (first + static_cast<int>(threadIdx.x % 32)) / kLanes;
+        Combined sums[kChunks] = {};
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (query < mine) sums[c] = sum(query * (kHead / 4) + lane + c * kLanes);
+        }
+        turn_back<kLanes>(sums, lane);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (query < mine) use(query * (kHead / 4) + lane + c * kLanes, sums[c]);
+        }
+      }
+    } else {
+      for (int v = threadIdx.x; v < mine * (kHead / 4); v += kThreads) use(v, sum(v));
+    }
+  }
+
+  // Comes first: all CTAs of a cluster must have started before one of them sends. `mine` counts the CTA's queries.
+  static __device__ __forceinline__ void begin(Shared& shared, int mine) {
+    if constexpr (kCluster > 1) {
+      if (threadIdx.x == 0) {
+        const int share = (mine * (kHead / 4) + kCluster - 1 - static_cast<int>(blockIdx.x)) / kCluster;
+        barrier_init(shared_address(&shared.barrier), 1);
+        barrier_init_fence();
+        barrier_expect(shared_address(&shared.barrier), kCluster * (16 * share + 8 * mine));
+      }
+      cluster_arrive_relaxed();
+    }
+  }
+
+  // Comes after a barrier that makes the records of all warps visible to the CTA. `out` is the result of the CTA's
+  // first query; four columns lie at a multiple of 8 bytes. The workspace holds a record for every part and query.
+  // Counters, one for each CTA of a part, are 0 before the first launch and after every launch. A cluster uses neither.
+  // If absmax is not null, its element is raised to the largest magnitude that the CTA stores.
+  static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
+                                             float* absmax = nullptr) {
+    uint32_t peak = 0;
+    const auto note = [&] {
+      if (absmax == nullptr) return;
+      const uint32_t largest = warp_max(peak);
+      if (threadIdx.x % 32 == 0 && largest > 0) atomicMax(reinterpret_cast<unsigned*>(absmax), largest);
+    };
+    const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
+    const auto of_warps = [&](int v) {
+      const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
+      return combined(
+          kWarps, [&](int w) { return *reinterpret_cast<const float2*>(&shared.records[w][query][kHead]); },
+          [&](int w) { return *reinterpret_cast<const float4*>(&shared.records[w][query][column]); });
+    };
+    const int vectors = mine * (kHead / 4);
+    if constexpr (kCluster > 1) {
+      const uint32_t barrier = shared_address(&shared.barrier);
+      cluster_wait();
+      for_vectors(mine, of_warps, [&](int v, const Combined& sum) {
+        store_async(shared_address(&shared.received[part * kShare + v / kCluster]), barrier, v % kCluster, sum.value);
+        if (v % (kHead / 4) != 0) return;
+        const uint32_t to = shared_address(&shared.parts[part][v / (kHead / 4)]);
+#pragma unroll
+        for (int rank = 0; rank < kCluster; ++rank) store_async(to, barrier, rank, make_float2(sum.peak, sum.weights));
+      });
+      barrier_wait_cluster(barrier);
+      for (int i = threadIdx.x; i * kCluster + part < vectors; i += kThreads) {
+        const int v = i * kCluster + part;
+        const Combined sum = combined(
+            kCluster, [&](int p) { return shared.parts[p][v / (kHead / 4)]; },
+            [&](int p) { return shared.received[p * kShare + i]; });
+        peak = max(peak, store(out + 4 * v, sum));
+      }
+      note();
+      return;
+    }
+    if (parts == 1) {
+      for_vectors(mine, of_warps, [&](int v, const Combined& sum) { peak = max(peak, store(out + 4 * v, sum)); });
+      note();
+      return;
+    }
+    const long long place = blockIdx.z * static_cast<long long>(gridDim.y) + blockIdx.y;
+    float* const records = workspace + place * parts * (kGroup * kRecord);
+    for_vectors(mine, of_warps, [&](int v, const Combined& sum) {
+      const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
+      float* const to = records + (part * kGroup + query) * kRecord;
+      *reinterpret_cast<float4*>(to + column) = sum.value;
+      if (column == 0) *reinterpret_cast<float2*>(to + kHead) = make_float2(sum.peak, sum.weights);
+    });
+    __syncthreads();
+    if (threadIdx.x == 0) shared.last = count_up(counters + place, parts - 1) == static_cast<unsigned>(parts - 1);
+    __syncthreads();
+    if (!shared.last) return;
+    // These loads skip the L1, which is not coherent with stores of other multiprocessors.
+    for (int i = threadIdx.x; i < parts * mine; i += kThreads) {
+      const float* const from = records + (i / mine * kGroup + i % mine) * kRecord + kHead;
+      shared.parts[i / mine][i % mine] = __ldcg(reinterpret_cast<const float2*>(from));
+    }
+    __syncthreads();
+    for (int v = threadIdx.x; v < vectors; v += kThreads) {
+      const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
+      const Combined sum = combined(
+          parts, [&](int p) { return shared.parts[p][query]; },
+          [&](int p) {
+            return __ldcg(reinterpret_cast<const float4*>(records + (p * kGroup + query) * kRecord + column));
+          });
+      peak = max(peak, store(out + 4 * v, sum));
+    }
+    note();
+  }
+};
+
+}  // namespace qcut

@@ -1,0 +1,96 @@
+"""`qcut.ops.activation` on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcut.backends.cuda.codebook import rotate, rotates_rows
+from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.backends.cuda.launch.streams import current_stream
+from qcut.backends.cuda.operands import is_aligned
+from qcut.emitters.codebook.rotate_rows import RowsRotation
+from qcut.emitters.decoder.activate import ActivateRows, emit_activation
+from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
+from qcut.ops.registry import serves
+
+_plans: PlanCache[LaunchPlan] = PlanCache()
+
+
+@serves(SiluMul)
+def silu_mul(call: SiluMul) -> Tensor:
+    call.check()
+    return _launch("silu_mul", call.absmax, call.gate, call.up)
+
+
+@serves(GeluTanh)
+def gelu_tanh(call: GeluTanh) -> Tensor:
+    call.check()
+    return _launch("gelu_tanh", call.absmax, call.x)
+
+
+@serves(ActivateRotated)
+def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
+    call.check()
+    kind, columns, dtype = "gelu_tanh" if call.up is None else "silu_mul", call.x.shape[1], call.x.dtype
+    rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, columns), len(call.seeds))
+    device = call.x.get_device()
+    gpu = target(device)
+    if not rotates_rows(gpu, ActivateRows.rotating, kind, DTYPES[dtype], gpu.arch, columns, rotation):
+        y = _launch(kind, None, call.x, *(() if call.up is None else (call.up,)))
+        return rotate(call.rotation(y))
+    blocks, scale = call.rotation(call.x).fake()
+    if len(call.x) == 0:
+        return blocks, scale
+    given, strides, aligned = _rows(call.x, *(() if call.up is None else (call.up,)))
+    signs = call.operands.contiguous()
+    constants = call.constants and signs is call.operands
+    key = (kind, dtype, aligned, columns, device, rotation, constants)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    scales = (scale.data_ptr(),) if rotation.quantized else ()
+    turned = (signs.data_ptr(), 32 * signs.shape[1])
+    args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *turned)
+    plan.launch(len(call.x), args, current_stream(device))
+    return blocks, scale
+
+
+def _rows(*operands: Tensor) -> tuple[list[Tensor], list[int], bool]:
+    """Rows of any strides, copied where elements of a row lie apart; their strides, and whether vectors are aligned."""
+    given = [t if t.stride(1) == 1 else t.contiguous() for t in operands]
+    columns, size = given[0].shape[1], given[0].element_size()
+    strides = [t.stride(0) for t in given]
+    return given, strides, is_aligned(*given) and all(n * size % 16 == 0 for n in (columns, *strides))
+
+
+def _launch(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
+    """Queue the kernel on rows of any strides."""
+    given, strides, aligned = _rows(*operands)
+    (m, columns), dtype = given[0].shape, given[0].dtype
+    y = torch.empty((m, columns), dtype=dtype, device=given[0].device)
+    if y.numel() == 0:
+        return y
+    device = y.get_device()
+    key = (kind, dtype, aligned, columns, device)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    largest = 0 if absmax is None else absmax.data_ptr()
+    args = (*(t.data_ptr() for t in given), y.data_ptr(), largest, *strides, columns)
+    plan.launch(m, args, current_stream(device))
+    return y
+
+
+def _plan(
+    kind: str,
+    dtype: torch.dtype,
+    aligned: bool,
+    columns: int,
+    device: int,
+    rotation: RowsRotation | None = None,
+    constants: bool = True,
+) -> LaunchPlan:
+    arch = target(device).arch
+    if rotation is None:
+        desc = ActivateRows(kind, DTYPES[dtype], arch, aligned)
+    else:
+        desc = ActivateRows.rotating(kind, DTYPES[dtype], arch, columns, rotation, aligned=aligned)
+    early = constants and pdl(device)
+    return LaunchSpec(emit_activation(desc), lambda m: desc.grid(m, columns), pdl=early).load(device)

@@ -1,0 +1,1 @@
+"""Building, loading and launching the kernels that serve an operator on CUDA."""

@@ -1,0 +1,427 @@
+"""`qcut.ops.linear` on CUDA: linear layers with int8 weights.
+
+A call is a look-up in a dictionary, one allocation for the result (and one for quantized tokens), and one or two
+launches on the current stream. The first call of a layer makes a plan and hands it to
+`qcut.backends.cuda.launch.native`, whose C++ serves the calls that follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.backends.cuda.gemm import TMA_ROWS, Product, serves_cutlass, w8a16_spec
+from qcut.backends.cuda.launch import native
+from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
+from qcut.backends.cuda.operands import dense, parameters, row_major
+from qcut.backends.cuda.quantize import per_tensor_spec, per_token_spec
+from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.errors import DtypeError
+from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
+from qcut.ops.checks import check_scale, check_zero_point
+from qcut.ops.linear import (
+    FEW_ELEMENTS,
+    Int8Linear,
+    Int16x8Linear,
+    Int16x8StaticLinear,
+    LinearWithAbsmax,
+    W8A8Linear,
+    W8A8StaticLinear,
+    W8A16Linear,
+)
+from qcut.ops.registry import serves
+from qcut.schemes import padded_k
+
+# ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
+
+
+def linear_problem(
+    dtype: DType, n: int, k: int, bias: bool, activation: str, scheme: str, *, aligned: bool = True
+) -> GemmProblem:
+    """The description of a linear layer's product, by which kernels are chosen and emitted.
+
+    Args:
+        dtype: type of tokens and result.
+        n: number of output channels.
+        k: columns of the tokens.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+    """
+    epilogue = Epilogue(
+        out=dtype,
+        row_scale="per_token" if scheme in ("w8a8", "int16x8") else "none",
+        col_scale="per_channel",
+        zero_point="per_tensor" if scheme == "w8a8_static" else "none",
+        bias=bias,
+        activation=Activation(activation),
+        halves=scheme.startswith("int16x8"),
+    )
+    problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
+    if scheme == "w8a16":
+        return replace(problem, a=dtype, alignment_k=8 if aligned and k % 8 == 0 else 1)
+    return problem
+
+
+class LinearLayer(NamedTuple):
+    """A layer with int8 weights at up to ``rows`` tokens: all that chooses its kernels.
+
+    Attributes:
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
+        dtype: dtype of tokens and result.
+        rows: number of tokens, a `qcut.backends.cuda.launch.plans.m_bucket`.
+        n: number of output channels.
+        k: columns of the tokens.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+        constants: whether the parameters are constants, as those of a `qcut.Linear` are.
+    """
+
+    scheme: str
+    dtype: torch.dtype
+    rows: int
+    n: int
+    k: int
+    bias: bool
+    activation: str
+    aligned: bool
+    constants: bool = True
+
+    def problem(self) -> GemmProblem:
+        """The description of the layer's product."""
+        dtype = DTYPES[self.dtype]
+        return linear_problem(dtype, self.n, self.k, self.bias, self.activation, self.scheme, aligned=self.aligned)
+
+    def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
+        """The launches of a call: the kernel that quantizes tokens, or None where none is needed, and the product."""
+        gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
+        problem = self.problem()
+        if self.scheme == "w8a16":
+            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.constants)
+        halves = problem.epilogue.halves
+        many = Product(problem, max(self.rows, TMA_ROWS // (1 + halves)), self.n, k)
+        if self.scheme.endswith("_static"):
+            quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned, halves=halves)
+        else:
+            whole = self._quantizing_spec(gpu)
+            if whole is not None:
+                return None, whole
+            quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, halves=halves)
+        few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
+        return quantize, few or many.spec(gpu, cutlass=serves_cutlass(problem, gpu))
+
+    def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
+        """The launch of a product that quantizes its token itself; for more than one a kernel of its own is faster."""
+        if self.rows > 1 or self.k > FEW_ELEMENTS:
+            return None
+        product = Product(self.problem(), self.rows, self.n, self.k)
+        return product.stream_spec("floats", gpu, aligned=self.aligned, constants=self.constants)
+
+    def sources(self, device: int) -> list[KernelSource]:
+        """The kernels that a call launches on a device."""
+        return [spec.source for spec in self.specs(device) if spec is not None]
+
+    def launches(self, device: int) -> list[LaunchSpec]:
+        """The launches of a call on a device, in order."""
+        return [spec for spec in self.specs(device) if spec is not None]
+
+    @property
+    def calls_native(self) -> bool:
+        """Whether C++ serves calls: those of all schemes that it knows."""
+        return f"{self.scheme}_linear" in native.OPS
+
+
+# ── plans ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LinearPlan(NamedTuple):
+    """Launch plans of a layer at one bucket of rows.
+
+    Attributes:
+        quantize: launch that quantizes tokens; None where the product takes floating-point tokens.
+        product: launch of the product; int8 tokens and the result have its ``rows_for`` rows.
+        n: number of output channels.
+        k_padded: columns of the weight.
+    """
+
+    quantize: LaunchPlan | None
+    product: LaunchPlan
+    n: int
+    k_padded: int
+
+
+_plans: PlanCache[LinearPlan] = PlanCache()
+"""Plans by layer description and device: layers of the same description share a plan."""
+_called: PlanCache[LinearPlan] = PlanCache(on_clear=functools.partial(native.clear, *native.LINEAR_OPS))
+"""Plans by all that a call's checks read, so that a hit needs no checks. Tensors count by dtype, layout and device; no
+plan holds an address or depends on one's values."""
+
+
+def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
+    """The plan of a layer on a device, made of the layer's `sources`."""
+    return _plans.get((layer, device)) or _plans.make((layer, device), lambda: _load(layer, device))
+
+
+def _load(layer: LinearLayer, device: int) -> LinearPlan:
+    quantize, product = layer.specs(device)
+    first = None if quantize is None else quantize.load(device)
+    return LinearPlan(first, product.load(device), layer.n, padded_k(layer.k))
+
+
+# ── the operators of float tokens ────────────────────────────────────────────────────────────────
+
+
+@serves(W8A8Linear)
+def w8a8_linear(call: W8A8Linear) -> Tensor:
+    return _linear("w8a8", call, (call.qweight, call.weight_scale, call.bias))
+
+
+@serves(W8A8StaticLinear)
+def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
+    return _linear(
+        "w8a8_static",
+        call,
+        (call.qweight, call.col_scale, call.colsum, call.bias),
+        (call.x_scale, call.x_zero_point),
+    )
+
+
+@serves(Int16x8Linear)
+def int16x8_linear(call: Int16x8Linear) -> Tensor:
+    return _linear("int16x8", call, (call.qweight, call.weight_scale, call.bias))
+
+
+@serves(Int16x8StaticLinear)
+def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
+    return _linear("int16x8_static", call, (call.qweight, call.col_scale, call.bias), (call.x_scale,))
+
+
+@serves(W8A16Linear)
+def w8a16_linear(call: W8A16Linear) -> Tensor:
+    return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
+
+
+def _linear(
+    scheme: str,
+    call: W8A8Linear | W8A8StaticLinear | W8A16Linear | Int16x8Linear | Int16x8StaticLinear,
+    weights: Sequence[Tensor | None],
+    x_range: tuple[float] | tuple[float, int] | None = None,
+) -> Tensor:
+    """One of the five operators.
+
+    Args:
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
+        call: the operator's arguments.
+        weights: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
+        x_range: scale and zero point of the tokens (w8a8_static), or the scale alone (int16x8_static).
+    """
+    x, halves = call.x, scheme.startswith("int16x8")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        call.check()  # raises
+    if x_range is not None:  # no part of the key
+        check_scale(f"{scheme}_linear", "x_scale", x_range[0])
+        for zero_point in x_range[1:]:
+            check_zero_point("w8a8_static_linear", "x_zero_point", zero_point)
+    k = x.shape[-1]
+    m = x.numel() // k
+    tokens, stride = row_major(x)
+    address = tokens.data_ptr()
+    aligned = (address | stride * x.element_size()) & 15 == 0
+    device = x.get_device()
+    addresses = [0 if t is None else t.data_ptr() for t in weights]
+    layouts = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in weights]
+    offset = functools.reduce(operator.or_, addresses) & 15
+    key = (scheme, x.dtype, m_bucket(m), k, call.activation, call.constants, aligned, device, offset, *layouts)
+    plan = _called.get(key)
+    if plan is None or m == 0:
+        call.check()
+        if scheme == "w8a16" and x.dtype is torch.float32:
+            raise DtypeError(f"qcut::w8a16_linear: x is {x.dtype}; allowed on CUDA: float16, bfloat16")
+        if m == 0:
+            return call.fake()
+        copies = [None if t is None else dense(t) for t in weights]
+        if any(a is not b for a, b in zip(copies, weights, strict=True)):
+            return _linear(scheme, call._replace(constants=False), copies, x_range)  # the kernel just before copies
+        options = (call.bias is not None, call.activation, aligned, call.constants)
+        layer = LinearLayer(scheme, x.dtype, m_bucket(m), len(call.qweight), k, *options)
+        plan = _called.make(key, lambda: _shared(layer, device))
+    n, k_padded = plan.n, plan.k_padded
+    weight, scale, *colsum, bias = addresses
+    rows = plan.product.rows_for(m)
+    if plan.quantize is None:
+        operands, sizes = (address, weight), (m, n, k, stride, k_padded, n)
+        epilogue: tuple[int, ...] = (m, scale) if halves else (scale,)
+    else:
+        # One allocation for all, in x's dtype, which spares a conversion of arguments: int8 rows are multiples of
+        # 16 bytes, so the scales behind them are aligned.
+        q_rows = int16.rows_of_blocks(rows) if halves else rows
+        scratch = x.new_empty((q_rows * k_padded + 4 * rows * (x_range is None)) // x.element_size())
+        q = scratch.data_ptr()
+        operands, sizes = (q, weight), (q_rows, n, k_padded, k_padded, k_padded, n)
+        if x_range is None:
+            token_scale = q + q_rows * k_padded
+            epilogue = (rows, token_scale, scale) if halves else (token_scale, scale)
+            plan.quantize.run(m, (address, q, token_scale, stride, m, k, k_padded), device)
+        else:
+            epilogue = (rows, scale) if halves else (*x_range[1:], *colsum, scale)
+            plan.quantize.run(m, (address, q, stride, m, k, k_padded, *x_range), device)
+    y, y_rows = _result(x, m, rows, n)
+    args = (*operands, y_rows.data_ptr(), *sizes, *epilogue)
+    plan.product.run(rows, (*args, bias) if bias else args, device)
+    return y
+
+
+def _shared(layer: LinearLayer, device: int) -> LinearPlan:
+    """The plan of a layer, handed to C++."""
+    plan = plan_for(layer, device)
+    if layer.calls_native:
+        key = native.key(
+            f"{layer.scheme}_linear",
+            n=layer.n,
+            k=layer.k,
+            rows=layer.rows,
+            dtype=layer.dtype,
+            name=layer.activation,
+            device=device,
+            aligned=layer.aligned,
+            constants=layer.constants,
+            bias=layer.bias,
+        )
+        hand_over(key, [plan.product] if plan.quantize is None else [plan.quantize, plan.product], plan.k_padded)
+    return plan
+
+
+def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
+    """A tensor for the result, ``[..., n]``, and the memory of at least ``rows`` rows that holds it."""
+    shape = (*x.shape[:-1], n)
+    if rows == m:
+        y = x.new_empty(shape)
+        return y, y
+    memory = x.new_empty((rows, n))
+    return memory[:m].view(shape), memory
+
+
+# ── the operators of tokens about which more is known ────────────────────────────────────────────
+
+
+class Int8Layer(NamedTuple):
+    """A W8A8 layer at up to ``rows`` tokens that are int8 already: all that chooses its kernel.
+
+    Attributes:
+        dtype: dtype of the result.
+        rows: number of tokens, a `qcut.backends.cuda.launch.plans.m_bucket`.
+        n: number of output channels.
+        k: columns of the tokens, a multiple of 16.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        absmax: whether the caller wants the largest magnitude of each row of the result.
+        constants: whether the parameters are constants.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    n: int
+    k: int
+    bias: bool
+    activation: str
+    absmax: bool
+    constants: bool = True
+
+    def spec(self, device: int) -> tuple[LaunchSpec, bool]:
+        """The launch, and whether its kernel computes the largest magnitudes."""
+        gpu = target(device)
+        problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
+        product = Product(problem, self.rows, self.n, self.k)
+        few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
+        if few is not None:
+            return few, self.absmax
+        return product.spec(gpu, cutlass=serves_cutlass(problem, gpu)), False
+
+
+class Int8Plan(NamedTuple):
+    """Launch plan of a layer with int8 tokens, and whether its kernel computes the largest magnitudes."""
+
+    product: LaunchPlan
+    raises_absmax: bool
+
+
+class AbsmaxPlan(NamedTuple):
+    """Launch plan of the product that quantizes rows by their largest magnitudes; None where no kernel does."""
+
+    product: LaunchPlan | None
+
+
+_int8_plans: PlanCache[Int8Plan] = PlanCache()
+_absmax_plans: PlanCache[AbsmaxPlan] = PlanCache()
+
+
+def _load_int8(layer: Int8Layer, device: int) -> Int8Plan:
+    spec, raises_absmax = layer.spec(device)
+    return Int8Plan(spec.load(device), raises_absmax)
+
+
+def _load_absmax(layer: LinearLayer, device: int) -> AbsmaxPlan:
+    product = Product(layer.problem(), layer.rows, layer.n, layer.k)
+    spec = product.stream_spec("rows", target(device), aligned=layer.aligned, constants=layer.constants)
+    return AbsmaxPlan(None if spec is None else spec.load(device))
+
+
+@serves(Int8Linear)
+def int8_linear(call: Int8Linear) -> Tensor:
+    call.check()
+    q, bias, absmax = call.q, call.bias, call.absmax
+    (m, k), n, device = q.shape, len(call.qweight), q.get_device()
+    y = call.fake()
+    if m == 0:
+        return y
+    weight = parameters(call.qweight, call.weight_scale, bias)
+    options = (bias is not None, call.activation, absmax is not None, call.constants and not weight.copied)
+    layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
+    key = (layer, device)
+    plan = _int8_plans.get(key) or _int8_plans.make(key, lambda: _load_int8(layer, device))
+    q, q_scale = dense(q), dense(call.q_scale)
+    a, (b, *vectors) = q.data_ptr(), weight.addresses
+    epilogue = [q_scale.data_ptr(), *vectors]
+    if absmax is not None and plan.raises_absmax:
+        epilogue.append(absmax.data_ptr())
+    plan.product.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue), device)
+    if not plan.raises_absmax:
+        numerics.raise_absmax(absmax, y)
+    return y
+
+
+@serves(LinearWithAbsmax)
+def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
+    call.check()
+    (m, k), (n, k_padded), device = call.x.shape, call.qweight.shape, call.x.get_device()
+    if m == 0:
+        return call.fake()
+    x, stride = row_major(call.x)
+    aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
+    weight = parameters(call.qweight, call.weight_scale, call.bias)
+    constants = call.constants and not weight.copied
+    options = (call.bias is not None, call.activation, aligned, constants)
+    layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, *options)
+    key = (layer, device)
+    plan = (_absmax_plans.get(key) or _absmax_plans.make(key, lambda: _load_absmax(layer, device))).product
+    if plan is None:
+        y: Tensor = torch.ops.qcut.w8a8_linear(x, *call[2:])
+        return y
+    y = call.fake()
+    b, *vectors = weight.addresses
+    sizes = (m, n, k, stride, k_padded, n)
+    plan.run(m, (x.data_ptr(), b, y.data_ptr(), *sizes, call.x_absmax.data_ptr(), *vectors), device)
+    return y

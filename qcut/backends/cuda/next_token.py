@@ -1,0 +1,63 @@
+"""`qcut.ops.next_token` on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.backends.cuda.launch.streams import current_stream
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
+from qcut.errors import DeviceError
+from qcut.ops.next_token import Advance, Argmax
+from qcut.ops.registry import serves
+
+SPLIT_BYTES = 128 << 10
+"""Rows from so many bytes on are divided among a cluster's CTAs, where each CTA has a multiprocessor: one alone reads
+some 64 bytes a cycle, and a cluster's barriers take as long as reading half as much."""
+
+_plans: PlanCache[LaunchPlan] = PlanCache()
+
+
+@serves(Argmax)
+def argmax(call: Argmax) -> Tensor:
+    call.check()
+    best = torch.empty(call.logits.shape[0], dtype=torch.int64, device=call.logits.device)
+    _launch(call.logits, (best,))
+    return best
+
+
+@serves(Advance)
+def advance(call: Advance) -> None:
+    call.check()
+    told: tuple[int, ...] = ()
+    if call.told is not None and call.turn is not None:
+        if not call.told.is_pinned():
+            raise DeviceError("qcut::advance: told is in memory that is not pinned; the GPU cannot write to it")
+        told = call.told.data_ptr(), call.turn.data_ptr(), len(call.told)
+    _launch(call.logits, (call.tokens, call.positions, call.slots), (call.context,), told)
+
+
+def _launch(
+    logits: Tensor, written: tuple[Tensor, ...], context: tuple[int, ...] = (), told: tuple[int, ...] = ()
+) -> None:
+    """Write the likeliest tokens and, where a context is given, their positions and slots; tell the host."""
+    rows, columns = logits.shape
+    if rows == 0:
+        return
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    device = logits.get_device()
+    gpu, parts = target(device), 1
+    is_long = columns * logits.element_size() >= SPLIT_BYTES
+    if is_long and gpu.exchanges_in_clusters and rows * PARTS <= gpu.sm_count:
+        parts = PARTS
+    key = (logits.dtype, bool(context), parts, bool(told), device)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    pointers = (t.data_ptr() for t in (logits, *written))
+    plan.launch(rows, (*pointers, logits.stride(0), columns, *context, *told), current_stream(device))
+
+
+def _plan(dtype: torch.dtype, advances: bool, parts: int, tells: bool, device: int) -> LaunchPlan:
+    desc = ArgmaxRows(DTYPES[dtype], target(device).arch, advances, parts, tells)
+    return LaunchSpec(emit_argmax(desc), desc.grid, pdl=pdl(device)).load(device)

@@ -1,0 +1,102 @@
+"""`qcut.ops.norm` on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcut.backends.cuda.codebook import rotate, rotates_rows
+from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.backends.cuda.launch.streams import current_stream
+from qcut.backends.cuda.operands import is_aligned
+from qcut.dispatch.closed import norm_columns
+from qcut.emitters.codebook.rotate_rows import RowsRotation
+from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
+from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
+from qcut.ops.registry import serves
+
+_plans: PlanCache[LaunchPlan] = PlanCache()
+
+
+@serves(AddNorm)
+def add_norm(call: AddNorm) -> tuple[Tensor, Tensor]:
+    call.check()
+    y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
+    return _launch(call, y), y
+
+
+@serves(AddNormInt8)
+def add_norm_int8(call: AddNormInt8) -> tuple[Tensor, Tensor, Tensor]:
+    call.check()
+    m, device = call.x.shape[0], call.x.device
+    q = torch.empty((m, call.k_padded), dtype=torch.int8, device=device)
+    scale = torch.empty(m, dtype=torch.float32, device=device)
+    return _launch(call, q, scale), q, scale
+
+
+@serves(AddNormRotated)
+def add_norm_rotated(call: AddNormRotated) -> tuple[Tensor, Tensor, Tensor]:
+    call.check()
+    (m, k), gpu = call.x.shape, target(call.x.get_device())
+    rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds))
+    shape = DTYPES[call.x.dtype], call.layer, gpu.arch, k
+    if not rotates_rows(gpu, NormRows.for_shape, *shape, many=m >= MANY_ROWS, rotation=rotation):
+        total, y = add_norm(call.unrotated)
+        return total, *rotate(call.rotation(y))
+    blocks, scale = call.rotation(call.x).fake()
+    return _launch(call, blocks, scale if rotation.quantized else None, rotation), blocks, scale
+
+
+def _launch(
+    call: AddNorm | AddNormInt8 | AddNormRotated,
+    y: Tensor,
+    scale: Tensor | None = None,
+    rotation: RowsRotation | None = None,
+) -> Tensor:
+    """Write the norm to y, and the scales of an int8 norm to ``scale``; return the sum."""
+    given, residual, weight, bias, layer, eps = call[:6]
+    (m, k), dtype, device = given.shape, given.dtype, given.get_device()
+    total = torch.empty(given.shape if residual is not None else (0,), dtype=dtype, device=given.device)
+    if m == 0:
+        return total
+    x, weight = given.contiguous(), weight.contiguous()
+    if residual is not None:
+        residual = residual.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    signs = call.operands.contiguous() if isinstance(call, AddNormRotated) else None
+    # A copy is written by the kernel just before.
+    constants = call.constants and weight is call.weight and bias is call.bias
+    if isinstance(call, AddNormRotated):
+        constants = constants and signs is call.operands
+    aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
+    quantized = scale is not None and rotation is None
+    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, constants, device)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
+    biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
+    results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
+    sizes = (k, k, y.shape[1]) if quantized else (k, k)
+    turned = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
+    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *turned)
+    plan.launch(m, args, current_stream(device))
+    return total
+
+
+def _plan(
+    dtype: torch.dtype,
+    layer: bool,
+    k: int,
+    residual: bool,
+    quantized: bool,
+    many: bool,
+    aligned: bool,
+    rotation: RowsRotation | None,
+    constants: bool,
+    device: int,
+) -> LaunchPlan:
+    flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
+    gpu = target(device)
+    columns = norm_columns(k, DTYPES[dtype], gpu, aligned=aligned)
+    desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation)
+    return LaunchSpec(emit_norm(desc), desc.grid, pdl=constants and pdl(device)).load(device)

@@ -1,0 +1,136 @@
+"""`qcut.ops.quantize` on CUDA."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
+from qcut.backends.cuda.operands import row_major
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType
+from qcut.emitters.decoder import quantize as kernels
+from qcut.emitters.decoder.quantize import (
+    emit_colsum,
+    emit_dequantize,
+    emit_quantize_per_tensor,
+    emit_quantize_per_token,
+)
+from qcut.ops.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
+from qcut.ops.registry import serves
+
+_plans: PlanCache[LaunchPlan] = PlanCache()
+
+
+def per_token_spec(
+    dtype: DType, rows: int, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False
+) -> LaunchSpec:
+    """The launch of the kernel that quantizes up to ``rows`` tokens with a scale each.
+
+    Args:
+        dtype: type of the tokens.
+        rows: number of tokens.
+        k_padded: columns of the result.
+        gpu: the GPU.
+        aligned: whether rows, of tokens and of the result, start at multiples of 16 bytes.
+        halves: whether tokens become int16, in halves, in place of int8.
+    """
+    kernel = kernels.QuantizePerToken.for_shape(
+        dtype, gpu.arch, rows, k_padded, aligned=aligned, sm_count=gpu.sm_count, halves=halves
+    )
+    grid = Grid(kernel.rows, kernel.grid(1, k_padded))
+    return LaunchSpec(emit_quantize_per_token(kernel), grid, pdl=has_pdl(gpu))
+
+
+def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False) -> LaunchSpec:
+    """The launch of the kernel that quantizes all tokens with one scale and zero point. Args: see `per_token_spec`."""
+    kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned, halves=halves)
+    grid = Grid(kernel.rows, kernel.grid(1, k_padded))
+    return LaunchSpec(emit_quantize_per_tensor(kernel), grid, pdl=has_pdl(gpu))
+
+
+def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:
+    return x.data_ptr() % 16 == 0 and stride * x.element_size() % 16 == 0 and k_padded % 16 == 0
+
+
+@serves(QuantizePerToken)
+def quantize_per_token(call: QuantizePerToken) -> tuple[Tensor, Tensor]:
+    call.check()
+    q, scale = call.fake()
+    m, k_padded = q.shape
+    if m:
+        (x, stride), device = row_major(call.x), q.get_device()
+        key = ("per_token", x.dtype, m_bucket(m), k_padded, _is_aligned(x, stride, k_padded), device)
+        plan = _plans.get(key)
+        if plan is None:
+            _, dtype, rows, _, aligned, _ = key
+            plan = _plans.make(
+                key,
+                lambda: per_token_spec(DTYPES[dtype], rows, k_padded, target(device), aligned=aligned).load(device),
+            )
+        args = (x.data_ptr(), q.data_ptr(), scale.data_ptr(), stride, m, x.shape[-1], k_padded)
+        plan.run(m, args, device)
+    return q, scale
+
+
+@serves(QuantizePerTensor)
+def quantize_per_tensor(call: QuantizePerTensor) -> Tensor:
+    call.check()
+    q = call.fake()
+    m, k_padded = q.shape
+    if m:
+        (x, stride), device = row_major(call.x), q.get_device()
+        key = ("per_tensor", x.dtype, k_padded, _is_aligned(x, stride, k_padded), device)
+        plan = _plans.get(key)
+        if plan is None:
+            _, dtype, _, aligned, _ = key
+            plan = _plans.make(
+                key, lambda: per_tensor_spec(DTYPES[dtype], k_padded, target(device), aligned=aligned).load(device)
+            )
+        args = (x.data_ptr(), q.data_ptr(), stride, m, x.shape[-1], k_padded, call.scale, call.zero_point)
+        plan.run(m, args, device)
+    return q
+
+
+@serves(Dequantize)
+def dequantize(call: Dequantize) -> Tensor:
+    call.check()
+    out = call.fake()
+    if out.numel():
+        (q, stride), device, dtype = row_major(call.q), out.get_device(), call.dtype
+        rows, columns = q.shape
+        aligned = stride % 8 == 0 and q.data_ptr() % 8 == 0 and columns * out.element_size() % 16 == 0
+        key = ("dequantize", dtype, columns, aligned, device)
+        plan = _plans.get(key)
+        if plan is None:
+
+            def make() -> LaunchPlan:
+                arch = target(device).arch
+                kernel = kernels.Dequantize.for_shape(DTYPES[dtype], arch, rows, columns, aligned=aligned)
+                return LaunchSpec(emit_dequantize(kernel), lambda m: kernel.grid(m, columns)).load(device)
+
+            plan = _plans.make(key, make)
+        scale = call.scale.contiguous()
+        plan.run(rows, (q.data_ptr(), scale.data_ptr(), out.data_ptr(), stride, rows, columns), device)
+    return out
+
+
+@serves(ColSum)
+def colsum(call: ColSum) -> Tensor:
+    call.check()
+    out = call.fake()
+    if out.numel():
+        (q, stride), device = row_major(call.q), out.get_device()
+        n, k = q.shape
+        aligned = stride % 16 == 0 and q.data_ptr() % 16 == 0
+        key = ("colsum", aligned, device)
+        plan = _plans.get(key)
+        if plan is None:
+
+            def make() -> LaunchPlan:
+                kernel = kernels.ColSum(target(device).arch, aligned)
+                return LaunchSpec(emit_colsum(kernel), lambda rows: kernel.grid(rows, 0)).load(device)
+
+            plan = _plans.make(key, make)
+        plan.run(n, (q.data_ptr(), out.data_ptr(), stride, n, k), device)
+    return out

@@ -1,0 +1,7 @@
+"""Everything that serves an operator on the portable path. Importing this module registers all of it."""
+
+from qcut.backends.triton.launch import required
+from qcut.ops.registry import import_modules
+
+required()
+import_modules("qcut.backends.triton")

@@ -1,0 +1,239 @@
+"""Holds the headers of another library's checkpoint to the model that they are for, and makes its quantized layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qcut.checkpoints.formats.gguf.llama import Gguf
+from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
+from qcut.checkpoints.state import passing_buffers
+from qcut.common.progress import with_progress
+from qcut.common.safetensors_file import TENSOR_DTYPES
+from qcut.errors import CheckpointError
+from qcut.layers.embedding import Embedding, is_table
+from qcut.layers.linear import Linear
+from qcut.models.modules import is_linear, weight_nk
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A checkpoint whose every tensor has its place in a model.
+
+    Attributes:
+        where: the file or folder, for messages.
+        format: how layers are stored.
+        modules: the model's, by every name.
+        layers: what is stored of each quantized layer, by name.
+        tied: modules without tensors of their own, with the quantized layer that each is tied to.
+        tables: which of both are tables of tokens; the others are linear layers.
+        rest: stored tensors outside quantized layers.
+        holders: names of each tensor of the rest in the model, tied ones together, one that is stored first.
+    """
+
+    where: str
+    format: Format
+    modules: Mapping[str, nn.Module]
+    layers: Mapping[str, Parts]
+    tied: Mapping[str, str]
+    tables: Collection[str]
+    rest: Mapping[str, Stored]
+    holders: list[list[str]]
+
+    def make(self, device: torch.device, dtype: torch.dtype | None, progress: bool) -> dict[int, nn.Module]:
+        """Read the quantized layers, one after another.
+
+        Args:
+            device: where they shall be.
+            dtype: of what embeddings give; None: float16.
+            progress: show a progress bar.
+
+        Returns:
+            What takes the place of the model's modules, by their id.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `Format.layer`; or tensors that are tied differ (named).
+        """
+        for names in self.holders:
+            first, *others = (name for name in names if name in self.rest)
+            for other in others:
+                if not torch.equal(self.rest[first].read(), self.rest[other].read()):
+                    raise CheckpointError(
+                        f"{self.where}: tensors {first!r} and {other!r} differ, and the configuration ties them; "
+                        "allowed: tie_word_embeddings false in config.json"
+                    )
+        made: dict[str, Linear] = {}
+        new: dict[int, nn.Module] = {}
+        for name in with_progress(self.layers, "load", "layer", shown=progress):
+            made[name] = self.format.layer(self.layers[name]).to(device)
+            layer = made[name]
+            new[id(self.modules[name])] = Embedding(layer, dtype or torch.float16) if name in self.tables else layer
+        for other, name in self.tied.items():
+            table = other if other in self.tables else name
+            new[id(self.modules[other])] = made[name]
+            new[id(self.modules[table])] = Embedding.tied_to(made[name], dtype or torch.float16)
+        return new
+
+
+def match(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: str) -> Matched:
+    """Find the place of every stored tensor, and hold its header to the model. No tensor is read.
+
+    Args:
+        model: its parameters may be without memory; tied ones are one parameter.
+        form: how layers are stored.
+        tensors: by name.
+        where: the file or folder, for messages.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of a wrong shape or dtype (named); no layer is quantized.
+        UnsupportedError: a layer cannot be served exactly.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors = _without_computed(model, tensors)
+    layers: dict[str, Parts] = {}
+    rest: dict[str, Stored] = {}
+    for name, own in _by_module(model, modules, tensors, where).items():
+        if not form.quantized(own):
+            rest |= {f"{name}.{key}" if name else key: stored for key, stored in own.items()}
+            continue
+        layers[name] = Parts(name, where, *_sizes(modules[name], name, where), own)
+        form.check(layers[name])
+        if getattr(modules[name], "bias", None) is not None:
+            layers[name].require("bias", FLOATS, [layers[name].n])
+    if not layers and not isinstance(form, Gguf):
+        raise CheckpointError(f"{where}: config.json has a quantization_config, and no layer has quantized tensors")
+    holders = _held(model, layers, rest, where)
+    tied = _tied(modules, layers, rest)
+    tables = {name for name in (*layers, *tied) if not is_linear(modules[name])}
+    return Matched(where, form, modules, layers, tied, tables, rest, holders)
+
+
+def _without_computed(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors but those that every reader passes over, and the model computes itself, or does not have.
+
+    These are buffers that are no part of the state, what the model's class says to ignore, and a few more that older
+    versions of transformers stored.
+    """
+    computed = passing_buffers(model)
+    wanted = {*dict(model.named_parameters(remove_duplicate=False)), *_persistent(model, computed)}
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    base = getattr(model, "base_model_prefix", "")
+
+    def passed(name: str, stored: Stored) -> bool:
+        names = (name, f"{base}.{name}") if base else (name,)
+        if any(one in wanted for one in names):
+            return False
+        if any(one in computed for one in names) or _COMPUTED.search(name) or any(p.search(name) for p in ignored):
+            return True
+        return bool(_MASK.search(name)) and len(stored.shape) == 4 and stored.shape[2] == stored.shape[3]
+
+    return {name: stored for name, stored in tensors.items() if not passed(name, stored)}
+
+
+_COMPUTED = re.compile(
+    r"(?:^|\.)(?:rotary_emb\.(?:original_)?inv_freq|rotary_emb\._?(?:cos|sin)_cached|\w*(?:attn|attention)\.masked_bias|"
+    r"embeddings\.position_ids)$"
+)
+_MASK = re.compile(r"(?:^|\.)\w*(?:attn|attention)\.bias$")
+"""A causal mask ``[1, 1, n, n]`` goes by the name of a bias."""
+
+
+def _persistent(model: nn.Module, computed: set[str]) -> set[str]:
+    return {name for name, _ in model.named_buffers(remove_duplicate=False)} - computed
+
+
+def _by_module(
+    model: nn.Module, modules: Mapping[str, nn.Module], tensors: Mapping[str, Stored], where: str
+) -> dict[str, dict[str, Stored]]:
+    """Tensors by the module that their names begin with, and by the rest of their names."""
+    base = getattr(model, "base_model_prefix", "")
+    grouped: dict[str, dict[str, Stored]] = {}
+    foreign = []
+    for name, stored in tensors.items():
+        for full in (name, f"{base}.{name}" if base else name):
+            head = full.rpartition(".")[0]
+            while head and head not in modules:
+                head = head.rpartition(".")[0]
+            if head and (full[len(head) + 1 :] in _own(modules[head]) or not modules[head]._modules):
+                grouped.setdefault(head, {})[full[len(head) + 1 :]] = stored
+                break
+        else:
+            foreign.append(name)
+    if foreign:
+        raise CheckpointError(
+            f"{where}: {len(foreign)} tensors belong to no layer of {type(model).__name__}; the first is {foreign[0]!r}"
+        )
+    return grouped
+
+
+def _own(module: nn.Module) -> set[str]:
+    return {*module._parameters, *module._buffers}
+
+
+def _sizes(module: nn.Module, name: str, where: str) -> tuple[int, int]:
+    if is_linear(module):
+        n, k = weight_nk(module).shape
+        return n, k
+    if isinstance(module, nn.Embedding) and is_table(module):
+        return module.num_embeddings, module.embedding_dim
+    raise CheckpointError(
+        f"{where}: layer {name!r} has quantized tensors; the model has a {type(module).__name__} there, no linear layer"
+    )
+
+
+def _held(model: nn.Module, layers: Mapping[str, Parts], rest: Mapping[str, Stored], where: str) -> list[list[str]]:
+    """Names of each tensor outside quantized layers that is stored, tied ones together, checked against the model."""
+    same: dict[int, list[str]] = {}
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    passing = passing_buffers(model)
+    computed = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    tensors |= {name: t for name, t in model.named_buffers(remove_duplicate=False) if name not in passing}
+    for name, tensor in tensors.items():
+        same.setdefault(id(tensor), []).append(name)
+    missing, filled, wanted = [], [], set()
+    for names in same.values():
+        kept = [name for name in names if name.rpartition(".")[0] not in layers]
+        if len(kept) < len(names) and not any(name in rest for name in kept):
+            continue  # tied to a quantized layer
+        found = [name for name in kept if name in rest]
+        wanted |= set(kept)
+        if not found:
+            missing += [name for name in kept[:1] if name not in computed]
+            continue
+        tensor = tensors[kept[0]]
+        for name in found:
+            stored = rest[name]
+            dtype = TENSOR_DTYPES.get(stored.code)
+            ok = stored.code in (*FLOATS, "F64") if tensor.is_floating_point() else dtype == tensor.dtype
+            if not ok or list(stored.shape) != list(tensor.shape):
+                raise CheckpointError(
+                    f"{where}: tensor {name!r}: found {stored.code} {list(stored.shape)}; {tensor.dtype} "
+                    f"{list(tensor.shape)} is needed"
+                )
+        filled.append([found[0], *(name for name in kept if name != found[0])])
+    foreign = [name for name in rest if name not in wanted]
+    if missing or foreign:
+        raise CheckpointError(
+            f"{where}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
+            f"the first is {(missing or foreign)[0]!r}"
+        )
+    return filled
+
+
+def _tied(modules: Mapping[str, nn.Module], layers: Mapping[str, Parts], rest: Mapping[str, Stored]) -> dict[str, str]:
+    """The classifier or table of tokens that is tied to a quantized one and is not stored, with that one's name."""
+    owners = {id(module._parameters.get("weight")): name for name, module in modules.items() if name in layers}
+    quantized = {id(modules[name]) for name in layers}
+    tied = {}
+    for other, module in modules.items():
+        weight = module._parameters.get("weight")
+        name = owners.get(id(weight))
+        if weight is None or name is None or id(module) in quantized or f"{other}.weight" in rest:
+            continue
+        if is_table(module) or (is_linear(module) and not is_linear(modules[name])):
+            tied[other] = name
+    return tied

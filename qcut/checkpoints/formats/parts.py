@@ -1,0 +1,141 @@
+"""The tensors of one layer in another library's checkpoint: their headers, checked before any is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qcut.common.safetensors_file import TENSOR_DTYPES
+from qcut.errors import CheckpointError
+from qcut.layers.linear import Linear
+from qcut.numerics.checks import out_of_range
+
+FLOATS = ("F16", "BF16", "F32")
+"""Codes of the dtypes that scales and biases may have."""
+_CODES = {dtype: code for code, dtype in TENSOR_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        code: of its dtype, as safetensors names it.
+        shape: its shape.
+        read: reads it into new memory on the CPU.
+    """
+
+    code: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stored:
+        """A tensor that exists."""
+        return cls(_CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), lambda: tensor)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a checkpoint holds of one linear layer.
+
+    Attributes:
+        name: of the layer.
+        where: the file or folder, for messages.
+        n: output channels that the model asks for.
+        k: input channels that the model asks for.
+        tensors: by the end of their names, behind that of the layer, such as ``weight_scale``.
+    """
+
+    name: str
+    where: str
+    n: int
+    k: int
+    tensors: Mapping[str, Stored]
+
+    def error(self, key: str, what: str) -> CheckpointError:
+        """The error that one of the tensors is not as it must be."""
+        return CheckpointError(f"{self.where}: tensor '{self.name}.{key}': {what}")
+
+    def only(self, keys: Collection[str]) -> None:
+        """Check that no other tensors are there.
+
+        Raises:
+            CheckpointError: one is.
+        """
+        for key in self.tensors:
+            if key not in keys:
+                raise self.error(key, f"the format has none of that name; allowed: {', '.join(sorted(keys))}")
+
+    def require(self, key: str, codes: Sequence[str], *shapes: Sequence[int]) -> None:
+        """Check a tensor's header.
+
+        Raises:
+            CheckpointError: it is missing, or of another dtype or shape.
+        """
+        stored = self.tensors.get(key)
+        wanted = f"{' or '.join(codes)} {' or '.join(str(list(shape)) for shape in shapes)}"
+        if stored is None:
+            raise self.error(key, f"is missing; needed: {wanted}")
+        if stored.code not in codes or list(stored.shape) not in [list(shape) for shape in shapes]:
+            raise self.error(key, f"found {stored.code} {list(stored.shape)}; needed: {wanted}")
+
+    def require_bias(self) -> None:
+        """Check the bias, where there is one."""
+        if "bias" in self.tensors:
+            self.require("bias", FLOATS, [self.n])
+
+    def read(self, key: str) -> Tensor:
+        """Read a tensor."""
+        return self.tensors[key].read()
+
+    def read_scales(self, key: str) -> Tensor:
+        """Read a tensor of scales.
+
+        Raises:
+            CheckpointError: one is NaN or Inf.
+        """
+        scales = self.read(key)
+        if found := out_of_range(scales):
+            raise self.error(key, f"found {found}; finite values are needed")
+        return scales
+
+    def read_bias(self) -> Tensor | None:
+        """The bias, float32 ``[N]``, or None.
+
+        Raises:
+            CheckpointError: a value is NaN or Inf.
+        """
+        return self.read_scales("bias").to(torch.float32) if "bias" in self.tensors else None
+
+
+class Format(Protocol):
+    """How a library stores quantized layers: read from the checkpoint's configuration, asked layer by layer.
+
+    Formats with a ``quantization_config`` are made of it, as JSON holds it, and of the name of its file, for messages.
+    They raise `CheckpointError` where a field is missing or holds what it cannot, and `UnsupportedError` where types,
+    bits, strategies or a version are not served (named).
+    """
+
+    def quantized(self, tensors: Mapping[str, Stored]) -> bool:
+        """Whether the tensors of a module, by the ends of their names, are those of a quantized layer."""
+
+    def check(self, parts: Parts) -> None:
+        """Check a layer's headers.
+
+        Raises:
+            CheckpointError: a tensor is missing, superfluous, or of another dtype or shape (named).
+            UnsupportedError: the layer cannot be served exactly.
+        """
+
+    def layer(self, parts: Parts) -> Linear:
+        """Read a layer whose headers were checked, on the CPU.
+
+        Raises:
+            CheckpointError: values that cannot be (named).
+            UnsupportedError: the layer cannot be served exactly.
+        """

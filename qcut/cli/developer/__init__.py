@@ -1,0 +1,1 @@
+"""Commands for developers of kernels: ``qcut tune``, ``qcut precompile``, ``qcut gemm``."""

@@ -1,0 +1,322 @@
+"""``qcut tune``: measures tiles on this GPU, writes the table that dispatch reads, and merges tables."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import add_command, positive, positive_float
+from qcut.common.progress import print_above
+from qcut.emitters.families import CUTLASS_FAMILIES, FAMILIES, INT8_CUTLASS, SPELLINGS, W8A16_CUTLASS
+from qcut.errors import ConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from qcut.dispatch.gpus import Target
+    from qcut.dispatch.tables import Table
+    from qcut.tuning.search import Bench, Result, Task
+
+_TOKENS = (16, 64, 256, 1024, 4096)
+
+FIELDS = {
+    "table": "path of the table",
+    "rows": "how many rows the table has now",
+    "gemms": "list of {name, tile, time_us, tiles, measured, left_out}: the fastest tile and its time, null where none "
+    "could be timed; of how many tiles; how many were measured now; those left out, with the reason",
+    "unfinished": "how many GEMMs the time budget left; the same command goes on with them",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to ``qcut``'s sub-parsers."""
+    parser = add_command(
+        commands,
+        "tune",
+        help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
+        description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
+        "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
+        "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The\n"
+        "exit status is 1 if a kernel computed something wrong.",
+        example="qcut tune --model gpt2-large --tokens 512 4096",
+        fields=FIELDS,
+    )
+    parser.add_argument(
+        "--family",
+        action="append",
+        choices=(*SPELLINGS, W8A16_CUTLASS.name),
+        help="kernel family to tune; may be repeated (default: every int8 family that can be built here)",
+    )
+    parser.add_argument(
+        "--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs (default: none)"
+    )
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="tune for the layers of a model: a folder with a config.json, or a preset such as gpt2-large or "
+        "llama-3-8b (default: none)",
+    )
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=positive,
+        default=_TOKENS,
+        metavar="M",
+        help=f"numbers of tokens M to tune --model's layers for (default: {' '.join(map(str, _TOKENS))})",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        type=_layouts,
+        default=["tnt"],
+        metavar="ABD",
+        help="memory orders of A, B, D: t row-major, n column-major (default: tnt)",
+    )
+    parser.add_argument(
+        "--types",
+        nargs="+",
+        choices=("f16", "s8", "halves"),
+        default=["f16", "s8"],
+        help="element types of D; halves is f16 of int16 tokens, M of them (default: f16 s8)",
+    )
+    parser.add_argument(
+        "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family (default: 48)"
+    )
+    parser.add_argument(
+        "--time-budget",
+        type=positive_float,
+        default=math.inf,
+        metavar="S",
+        help="stop measuring after S seconds (default: never)",
+    )
+    parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
+    journal = parser.add_mutually_exclusive_group()
+    journal.add_argument("--resume", action="store_true", help="use what earlier runs measured (the default)")
+    journal.add_argument("--fresh", action="store_true", help="measure everything anew")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="update this table (default: the user's own)")
+    parser.add_argument(
+        "--merge",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="take in the rows of these tables (default: none)",
+    )
+    parser.set_defaults(command=run)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    sizes = tuple(map(int, match.groups())) if match else ()
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MxNxK, three whole numbers from 1 up")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _layouts(text: str) -> str:
+    flags = text.lower().replace("1", "t").replace("0", "n")
+    if not re.fullmatch("[tn]{3}", flags):
+        raise argparse.ArgumentTypeError(f"{text!r} is not three of t (row-major) and n (column-major): A, B, D")
+    return flags
+
+
+def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None) -> Answer:
+    """Run the command.
+
+    Args:
+        arguments: the parsed command line.
+        bench: makes the bench that measures; None measures on the current CUDA device.
+
+    Raises:
+        ConfigError: nothing to do, or no place for the table.
+        DeviceError: there is no GPU to measure on.
+    """
+    from qcut.dispatch import tables as tuned
+
+    shapes = _shapes(arguments)
+    if not shapes and not arguments.merge:
+        raise ConfigError("tune: nothing to do; give --shape MxNxK, --model DIR, or --merge FILE")
+    merged = tuned.merge(tuned.read(path) for path in arguments.merge) if arguments.merge else None
+    device = (bench or _cuda_bench)() if shapes else None
+    gpu = device.target.name if device else merged.gpu if merged else ""
+    path = arguments.out or tuned.user_path(gpu)
+    if path is None:
+        raise ConfigError("tune: there is no home directory for the table; set QCUT_CACHE_DIR or give --out FILE")
+    if path.is_dir():
+        raise ConfigError(f"tune: --out {path}: there is a folder of that name; allowed: a file")
+    book = _Book(path, gpu)
+    if merged is not None:
+        book.take(merged)
+    if device is None:
+        return _answer(book, [], 0)
+    return _tune(arguments, shapes, device, book)
+
+
+def _shapes(arguments: argparse.Namespace) -> list[tuple[int, int, int]]:
+    shapes = list(arguments.shape)
+    if arguments.model:
+        from qcut.cli.developer.model_shapes import layer_shapes
+
+        layers = [shape for model in arguments.model for shape in layer_shapes(model)]
+        shapes += [(m, n, k) for n, k in layers for m in arguments.tokens]
+    return list(dict.fromkeys(shapes))
+
+
+def _cuda_bench() -> Bench:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceError("tune: measuring needs a CUDA device, and torch finds none here; --merge works without one")
+    from qcut.tuning.bench import CudaBench
+
+    return CudaBench()
+
+
+class _Book:
+    """The table being written. Every row goes to disk as soon as it is known."""
+
+    def __init__(self, path: Path, gpu: str) -> None:
+        from qcut.dispatch import tables as tuned
+
+        self.path, self._table = path, tuned.Table(gpu)
+        if path.exists():
+            try:
+                self._table = tuned.read(path)
+            except ConfigError as error:
+                print(f"qcut: not used: {error}", file=sys.stderr)
+        if self._table.gpu != gpu:
+            raise ConfigError(f"{path}: a table of {self._table.gpu}; these rows are of {gpu}")
+        for note in self._table.notes:
+            if "ignored" in note:
+                print(f"qcut: {note}", file=sys.stderr)
+
+    def take(self, other: Table) -> None:
+        """Merge in tables measured elsewhere; the faster row wins."""
+        from qcut.dispatch import tables as tuned
+
+        before = {row.key: row for row in self._table.rows}
+        self._write(tuned.merge([self._table, other]))
+        changed = sum(before.get(row.key) != row for row in self._table.rows)
+        for note in other.notes:
+            print(note)
+        print(f"{changed} rows taken into {self.path}, which has {len(self._table.rows)}")
+
+    def put(self, result: Result, environment: dict[str, str]) -> None:
+        """Replace a row by a result. A result cut short by the time budget replaces only a slower row."""
+        from qcut.dispatch import tables as tuned
+
+        if result.row is not None:
+            new = tuned.Table(self._table.gpu, (result.row,), environment)
+            self._write(tuned.overlay(self._table, new) if result.complete else tuned.merge([self._table, new]))
+
+    def _write(self, table: Table) -> None:
+        from qcut.dispatch import tables as tuned
+
+        if (kept := tuned.write(self.path, table)) is not None:
+            print(f"qcut: what {self.path} held and was not used is kept as {kept}", file=sys.stderr)
+        self._table = table
+
+    @property
+    def rows(self) -> int:
+        """How many rows the table has."""
+        return len(self._table.rows)
+
+    def __str__(self) -> str:
+        return f"{self.path} has {len(self._table.rows)} rows"
+
+
+def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], device: Bench, book: _Book) -> Answer:
+    from qcut.dispatch import tables as tuned
+    from qcut.tuning import search as tuning
+    from qcut.tuning import timing
+    from qcut.tuning.journal import Journal
+
+    tasks, refused = _tasks(arguments, shapes, device.target)
+    for line in refused:
+        print(line)
+    base = tuned.user_path(device.target.name) or arguments.out
+    facts = vars(timing.environment(device.target.name))
+    path = base.with_name(base.name.removesuffix(".json") + ".journal.jsonl")
+    limit = arguments.limit or tuning.DEFAULT_LIMIT
+    with Journal(path, fresh=arguments.fresh) as journal:
+        if len(journal):
+            print(f"going on with {len(journal)} measurements of {path}")
+        results = tuning.tune(
+            tasks,
+            device,
+            journal,
+            limit=limit,
+            deadline=time.monotonic() + arguments.time_budget,
+            jobs=arguments.jobs,
+            progress=sys.stderr.isatty(),
+            report=print_above,
+            done=lambda result: book.put(result, facts),
+        )
+    print(_summary(results))
+    unfinished = len(tasks) - sum(result.complete for result in results)
+    if unfinished:
+        print(f"time budget spent: {unfinished} of {len(tasks)} GEMMs unfinished; the same command goes on with them")
+    print(book)
+    return _answer(book, results, unfinished)
+
+
+def _answer(book: _Book, results: list[Result], unfinished: int) -> Answer:
+    gemms = [
+        {
+            "name": result.task.name,
+            "tile": result.row and result.row.tile.name,
+            "time_us": result.row and result.row.time_us,
+            "tiles": result.tiles,
+            "measured": result.measured,
+            "left_out": result.left_out,
+        }
+        for result in results
+    ]
+    data = {"table": str(book.path), "rows": book.rows, "gemms": gemms, "unfinished": unfinished}
+    return Answer(data, status=1 if any(result.wrong for result in results) else 0)
+
+
+def _tasks(
+    arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], target: Target
+) -> tuple[list[Task], list[str]]:
+    """The GEMMs to tune, and a message for each combination for which a family has no tile."""
+    from qcut import jit
+    from qcut.tuning import search as tuning
+
+    families = [SPELLINGS.get(name, name) for name in arguments.family or ()]
+    if not families:
+        families = [name for name in FAMILIES if name != INT8_CUTLASS.name or jit.is_toolchain_available("nvcc")]
+    tasks, refused = [], []
+    for m, n, k in shapes:
+        for name in dict.fromkeys(families):
+            for layouts in dict.fromkeys(arguments.layouts):
+                for out in dict.fromkeys(arguments.types):
+                    task = tuning.Task(name, out, layouts, m, n, k)
+                    if tuning.candidates(task, target, 1):
+                        tasks.append(task)
+                    else:
+                        refused.append(f"{task.name}: the family has no tile for it")
+    return tasks, refused
+
+
+def _summary(results: list[Result]) -> str:
+    lines = [f"{'GEMM':<34} {'us':>9} {'TOPS':>7}  tile, of how many; measured now"]
+    for result in results:
+        t, row = result.task, result.row
+        if row is None:
+            lines.append(f"{t.name:<34} {'-':>9} {'-':>7}  none of {result.tiles} tiles could be timed")
+        else:
+            tops = 2e-6 * t.m * t.n * t.k / row.time_us
+            walk = f" swizzle {row.swizzle} raster {row.raster}" if t.family in CUTLASS_FAMILIES else ""
+            counts = f"of {result.tiles}; {result.measured}"
+            lines.append(f"{t.name:<34} {row.time_us:9.2f} {tops:7.0f}  {row.tile.name}{walk}, {counts}")
+        for name, reason in result.left_out.items():
+            lines.append(f"{'':<8}left out {name}: {reason}")
+    return "\n".join(lines)

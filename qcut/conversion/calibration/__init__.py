@@ -1,0 +1,1 @@
+"""Statistics of real batches: ranges of activations, second moments, curvatures of the loss."""

@@ -1,0 +1,455 @@
+"""Statistics of the inputs of a model's linear layers over real batches.
+
+`calibrate` runs the model and keeps, per layer, the exact minimum and maximum of every input channel and a bounded
+uniform sample of tokens. From these come the static ranges (three methods), the per-channel magnitudes that smoothing
+needs, and the layer errors that reports and plans print. All of it is rescaled exactly when channels are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from qcut.common import schema
+from qcut.common.tensors import TensorFiles, read_index
+from qcut.conversion.calibration.observers import run_observed
+from qcut.conversion.verification import excerpt
+from qcut.errors import CalibrationError, ConfigError
+from qcut.models.modules import forward, weight_nk
+from qcut.models.selection import DEFAULT_SKIP, find_layers
+from qcut.models.tracing import NormPair, NormTracer
+from qcut.numerics.checks import out_of_range
+from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
+from qcut.numerics.plain_state import in_plain_state
+from qcut.schemes import StaticRange
+
+Method = Literal["minmax", "quantile", "mse"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+SAMPLE_SIZE = 1 << 18
+"""Values kept per layer by default: 1 MB in float32."""
+_MSE_VALUES = 1 << 14
+_FORMAT, _VERSION = "qcut-calibration", 2
+_FIRST_BATCH_ALONE = 1
+"""The version whose pairs are those that the first batch showed: other batches may have had other readers."""
+_INDEX = "calibration.json"
+_PARTS = ("lo", "hi", "sample")
+_SIZE = schema.integer(1)
+_SCHEMA = schema.record(
+    {
+        "method": schema.text(choices=METHODS),
+        "quantile": schema.number(0.5, 1.0),
+        "file": schema.text(),
+        "layers": schema.table(
+            schema.record({"tokens": schema.integer(1, (1 << 62) - 1), "sample": schema.items(_SIZE, 2)})
+        ),
+        "pairs": schema.items(schema.record({"norm": schema.text(), "layers": schema.items(schema.text())})),
+        "refused": schema.table(schema.text(most=1 << 16)),
+    },
+    more=True,
+)
+
+
+@dataclass
+class LayerStats:
+    """Statistics of one layer's input ``[..., K]``, on the CPU in float32.
+
+    Attributes:
+        lo: ``[K]`` least value of every channel over all tokens.
+        hi: ``[K]`` greatest value.
+        sample: ``[R, K]`` tokens drawn uniformly without replacement; R is bounded.
+        tokens: how many tokens were seen.
+    """
+
+    lo: Tensor
+    hi: Tensor
+    sample: Tensor
+    tokens: int
+
+    def problem(self) -> tuple[str, str] | None:
+        """The first part that no observation gives, and what was found and is allowed; None where all can be."""
+        for part in _PARTS:
+            if found := out_of_range(getattr(self, part)):
+                return part, f"found {found}; finite values are allowed"
+        if found := _first(self.hi < self.lo):
+            return "hi", f"found less than lo in channel {found}; lo <= hi is needed"
+        if not 1 <= len(self.sample) <= self.tokens:
+            return "sample", f"found {len(self.sample)} tokens of {self.tokens}; 1 to all are allowed"
+        if found := _first((self.sample < self.lo) | (self.sample > self.hi)):
+            return "sample", f"found a value outside of lo and hi at {found}"
+        return None
+
+
+@dataclass
+class Calibration:
+    """Input statistics of a model's linear layers, and the norms whose channels may be rescaled.
+
+    Attributes:
+        layers: `LayerStats` by layer name.
+        method: how `range` derives a range unless told otherwise.
+        quantile: the quantile of ``method="quantile"``, on both sides.
+        pairs: norms whose output only linear layers read; see `qcut.models.tracing`.
+        refused: other norms, with the reason.
+    """
+
+    layers: dict[str, LayerStats]
+    method: Method = "minmax"
+    quantile: float = 0.9999
+    pairs: list[NormPair] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    batch: Any = field(default=None, repr=False, compare=False)
+    """A small batch of those that were seen, on which `qcut.quantize` holds the model to the float one; not saved."""
+
+    def __post_init__(self) -> None:
+        self._ranges: dict[tuple[str, str], StaticRange] = {}
+
+    def __str__(self) -> str:
+        tokens = max((s.tokens for s in self.layers.values()), default=0)
+        return (
+            f"Calibration: {len(self.layers)} layers, {tokens} tokens, method {self.method}; "
+            f"norms that can be smoothed: {len(self.pairs)}, refused: {len(self.refused)}"
+        )
+
+    __repr__ = __str__
+
+    def stats(self, name: str) -> LayerStats:
+        """The statistics of a layer.
+
+        Raises:
+            CalibrationError: the layer was not calibrated.
+        """
+        if name not in self.layers:
+            raise CalibrationError(
+                f"layer {name!r} was not calibrated; the {len(self.layers)} calibrated layers begin with "
+                f"{next(iter(self.layers), None)!r}. Name it in calibrate(..., layers=[...])"
+            )
+        return self.layers[name]
+
+    def check(self, name: str, columns: int) -> None:
+        """Raise `CalibrationError` where a layer of the model has another number of input channels than was seen."""
+        seen = self.stats(name).lo.numel()
+        if seen != columns:
+            raise CalibrationError(f"layer {name!r}: calibrated with {seen} input channels, the model has {columns}")
+
+    def absmax(self, name: str) -> Tensor:
+        """``max |x[:, k]|`` over all calibration tokens: float32 ``[K]`` on the CPU.
+
+        Raises:
+            CalibrationError: the layer was not calibrated.
+        """
+        stats = self.stats(name)
+        return torch.maximum(stats.lo.abs(), stats.hi.abs())
+
+    def range(self, name: str, method: Method | None = None) -> StaticRange:
+        """The static range of a layer's input, widened to hold 0.
+
+        - ``minmax``: the least and greatest value over all tokens. Nothing seen in calibration saturates.
+        - ``quantile``: the quantiles ``1 - p`` and ``p`` of the sample's values, exact, with linear interpolation
+          between order statistics; p is `Calibration.quantile`.
+        - ``mse``: the range ``[f · lo, g · hi]``, ``0 < f, g <= 1``, that minimizes
+          ``sum (x - scale · (q(x) - zero_point))²`` over the sample (at most 16,384 evenly spaced order statistics
+          of it). f = g is searched over 64 values, evenly spaced in the logarithm down to 1/64, then f and g in turn
+          around the best.
+
+        Exactness: the same statistics give the same range, bit by bit.
+
+        Raises:
+            CalibrationError: the layer was not calibrated.
+            ConfigError: the method does not exist.
+        """
+        method = _check_method(self.method if method is None else method)
+        stats = self.stats(name)
+        if (name, method) not in self._ranges:
+            low, high = min(0.0, stats.lo.min().item()), max(0.0, stats.hi.max().item())
+            if method == "quantile":
+                below, above = _quantile_range(stats.sample, self.quantile)
+                low, high = min(0.0, max(low, below)), max(0.0, min(high, above))
+            elif method == "mse":
+                low, high = _mse_range(stats.sample, low, high)
+            self._ranges[name, method] = StaticRange(low, high)
+        return self._ranges[name, method]
+
+    def divide_channels(self, name: str, scale: Tensor) -> None:
+        """Make the statistics those of ``x / scale``; exact where every ``scale[k]`` is a power of two."""
+        stats = self.stats(name)
+        scale = scale.to("cpu", torch.float32)
+        self.layers[name] = LayerStats(stats.lo / scale, stats.hi / scale, stats.sample / scale, stats.tokens)
+        self._ranges = {key: value for key, value in self._ranges.items() if key[0] != name}
+
+    def copy(self) -> Calibration:
+        """An independent copy."""
+        return deepcopy(self)
+
+    def save(self, directory: str | Path) -> None:
+        """Write ``calibration.json`` and a safetensors file; the rename of the JSON commits both.
+
+        One process saves at a time; see `qcut.common.tensors`.
+
+        Raises:
+            CalibrationError: the directory cannot be written, or another process does not end its save. What was there
+                is then in force as before.
+        """
+        tensors = {f"{n}.{part}": getattr(s, part).contiguous() for n, s in self.layers.items() for part in _PARTS}
+        try:
+            with TensorFiles(Path(directory), "calibration", _INDEX) as files:
+                files.commit(
+                    {
+                        "format": _FORMAT,
+                        "version": _VERSION,
+                        "method": self.method,
+                        "quantile": self.quantile,
+                        "file": files.add(tensors),
+                        "layers": {
+                            n: {"tokens": s.tokens, "sample": list(s.sample.shape)} for n, s in self.layers.items()
+                        },
+                        "pairs": [pair.to_json() for pair in self.pairs],
+                        "refused": self.refused,
+                    }
+                )
+        except (OSError, ValueError, TypeError) as exc:
+            raise CalibrationError(f"{directory}: cannot be written: {exc}") from exc
+
+    @classmethod
+    def load(cls, directory: str | Path, *, verify: bool = True) -> Calibration:
+        """Read what `save` wrote; every tensor's shape, dtype and values are checked.
+
+        Args:
+            directory: where the files are.
+            verify: compare digests; False reads files that were changed by hand.
+
+        Raises:
+            CalibrationError: a file is missing, truncated, damaged or foreign; the two disagree; or statistics are
+                NaN, Inf or contradict one another (file and tensor are named).
+        """
+        path = Path(directory) / _INDEX
+        data, files = read_index(path, CalibrationError, lambda data: _checked(data, path), verify=verify)
+        (file,) = files.values()
+        layers = {}
+        with file:
+            if file.headers.keys() != {f"{name}.{part}" for name in data["layers"] for part in _PARTS}:
+                raise CalibrationError(f"{file.path}: its tensors are not those of the layers that {path.name} lists")
+            for name, sizes in data["layers"].items():
+                rows, columns = sizes["sample"]
+                parts = {}
+                for part, shape in zip(_PARTS, ([columns], [columns], [rows, columns]), strict=True):
+                    header = file.headers[f"{name}.{part}"]
+                    if header.code != "F32" or header.shape != shape:
+                        raise CalibrationError(
+                            f"{file.path}: {name}.{part}: found {header.code} {header.shape}, F32 {shape} is needed"
+                        )
+                    parts[part] = file.read(f"{name}.{part}", verify=verify)
+                stats = layers[name] = LayerStats(tokens=sizes["tokens"], **parts)
+                if problem := stats.problem():
+                    raise CalibrationError(f"{file.path}: tensor '{name}.{problem[0]}': {problem[1]}")
+        pairs = [NormPair(pair["norm"], tuple(pair["layers"])) for pair in data["pairs"]]
+        refused = dict(data["refused"])
+        if data["version"] == _FIRST_BATCH_ALONE:
+            refused |= {pair.norm: "its readers were looked for in only one batch; calibrate anew" for pair in pairs}
+            pairs = []
+        return cls(layers, data["method"], data["quantile"], pairs, refused)
+
+
+def _checked(data: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The index's data, and the name of the data file."""
+    if data.get("format") != _FORMAT or data.get("version") not in (_FIRST_BATCH_ALONE, _VERSION):
+        raise CalibrationError(
+            f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "
+            f"{_FORMAT!r} version {_VERSION} is needed"
+        )
+    data = schema.conform(data, _SCHEMA, path, CalibrationError)
+    try:
+        _check_quantile(data["quantile"])
+    except ConfigError as exc:
+        raise CalibrationError(f"{path}: {exc}") from exc
+    return data, [data["file"]]
+
+
+def _first(wrong: Tensor) -> str | None:
+    return str(wrong.nonzero()[0].tolist()) if wrong.any() else None
+
+
+def _check_method(method: str) -> Method:
+    if method not in METHODS:
+        raise ConfigError(f"method: found {method!r}; allowed are {', '.join(METHODS)}")
+    return method  # type: ignore[return-value]
+
+
+def _check_quantile(quantile: float) -> float:
+    if not 0.5 < quantile <= 1.0:
+        raise ConfigError(f"quantile: found {quantile}; allowed is 0.5 < quantile <= 1")
+    return quantile
+
+
+def _quantile_range(sample: Tensor, p: float) -> list[float]:
+    """The quantiles ``1 - p`` and ``p``, linear between order statistics (torch.quantile stops at 2**24 values)."""
+    ordered = sample.flatten().double().sort().values
+    at = torch.tensor([1 - p, p], dtype=torch.float64, device="cpu") * (ordered.numel() - 1)
+    return torch.lerp(ordered[at.floor().long()], ordered[at.ceil().long()], at.frac()).tolist()
+
+
+def _mse_range(sample: Tensor, low: float, high: float) -> tuple[float, float]:
+    """See `Calibration.range`. The first candidate is the range itself; only a strict improvement replaces it."""
+    values = sample.flatten().sort().values
+    if values.numel() > _MSE_VALUES:
+        values = values[
+            torch.linspace(0, values.numel() - 1, _MSE_VALUES, dtype=torch.float64, device="cpu").round().long()
+        ]
+    row = values[None]
+
+    def error(f: float, g: float) -> float:
+        scale, zero_point = static_qparams(low * f, high * g)
+        q = quantize_per_tensor_ref(row, scale, zero_point, row.shape[1])
+        return ((q.float() - zero_point) * scale - row).double().square().sum().item()
+
+    best = (error(1.0, 1.0), 1.0, 1.0)
+    steps = [2.0 ** (-6 * i / 63) for i in range(64)]
+    for f in steps[1:]:
+        best = min(best, (error(f, f), f, f), key=lambda c: c[0])
+    ratio = steps[1]
+    around = [ratio**i for i in range(-6, 7)]
+    for _ in range(2):
+        _, f, g = best
+        for x in (min(1.0, f * step) for step in around):
+            best = min(best, (error(x, g), x, g), key=lambda c: c[0])
+        _, f, g = best
+        for x in (min(1.0, g * step) for step in around):
+            best = min(best, (error(f, x), f, x), key=lambda c: c[0])
+    return low * best[1], high * best[2]
+
+
+class _Observer:
+    """Running statistics of one layer.
+
+    The sample is exact: every token gets a random key, and the rows with the least keys are kept. Which tokens those
+    are depends on the seed and the number of tokens alone.
+    """
+
+    def __init__(self, name: str, rows: int, columns: int, seed: int) -> None:
+        self.name, self.tokens = name, 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self.keys = torch.full((rows,), torch.inf, dtype=torch.float64, device="cpu")
+        self.sample = torch.empty(rows, columns, dtype=torch.float32, device="cpu")
+        self.lo, self.hi = (
+            torch.full((columns,), torch.inf, dtype=torch.float32, device="cpu"),
+            torch.full((columns,), -torch.inf, dtype=torch.float32, device="cpu"),
+        )
+
+    def __call__(self, x: Tensor, batch: int) -> None:
+        x = x.detach().reshape(-1, x.shape[-1])
+        if x.shape[0] == 0:
+            return
+        lo, hi = (t.float().cpu() for t in x.aminmax(dim=0))
+        bad = ~(lo.isfinite() & hi.isfinite())
+        if bad.any():
+            raise CalibrationError(
+                f"layer {self.name!r}: batch {batch}: found NaN or Inf in {int(bad.sum())} of {bad.numel()} input "
+                f"channels, first in channel {int(bad.nonzero()[0])}; calibration data must be finite"
+            )
+        self.lo, self.hi = torch.minimum(self.lo, lo), torch.maximum(self.hi, hi)
+        self.tokens += x.shape[0]
+        rows = len(self.keys)
+        keys = torch.rand(x.shape[0], generator=self.generator, dtype=torch.float64, device="cpu")
+        least = torch.cat([self.keys, keys]).argsort()[:rows]
+        fresh = least[least >= rows] - rows
+        free = torch.ones(rows, dtype=torch.bool, device="cpu")
+        free[least[least < rows]] = False
+        self.keys[free] = keys[fresh]
+        self.sample[free] = x[fresh.to(x.device)].float().cpu()
+
+    def stats(self) -> LayerStats:
+        return LayerStats(self.lo, self.hi, self.sample[self.keys.isfinite()], self.tokens)
+
+
+def _observe(observer: _Observer, counter: list[int]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        with torch._C.DisableTorchFunction():  # statistics are none of the reads that are traced
+            observer(args[0] if args else next(iter(kwargs.values())), counter[0])
+
+    return hook
+
+
+@in_plain_state
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    layers: Sequence[str] | None = None,
+    skip: Sequence[str] = DEFAULT_SKIP,
+    method: Method = "minmax",
+    quantile: float = 0.9999,
+    sample_size: int = SAMPLE_SIZE,
+    seed: int = 0,
+    progress: bool = True,
+) -> Calibration:
+    """Observe the inputs of a model's linear layers over real batches.
+
+    Statistics live on the CPU: ``sample_size + 2 K`` float32 values per layer, whatever the number of batches. The
+    batches are also traced to find the norms that smoothing can rescale. Every row of a layer's input counts,
+    padding included: pass unpadded text.
+
+    Args:
+        model: run in evaluation mode without gradients; modes are restored.
+        batches: what the model is called on: tensors (first argument), tuples (arguments) or dicts (keywords), of any
+            rank; moved to the model's device; read once.
+        layers: globs of layer names (``h.*.mlp.c_fc``); None takes every ``nn.Linear`` and ``Conv1D``.
+        skip: globs of layers to leave out.
+        method: what `Calibration.range` returns by default: ``minmax``, ``quantile`` or ``mse``.
+        quantile: for ``method="quantile"``, on both sides.
+        sample_size: values of each layer's input to keep, as whole tokens (at least one).
+        seed: of the sample. Layers that see the same tokens keep the same ones.
+        progress: show a progress bar.
+
+    Returns:
+        The `Calibration`.
+
+    Raises:
+        CalibrationError: no batch, a layer that never ran, or NaN or Inf in a layer's input (layer and batch named).
+        QuantizationError: no layer matches.
+        ConfigError: an unknown method, or a quantile or sample size out of range.
+
+    Exactness: deterministic: same model, batches and seed, same statistics.
+    """
+    _check_method(method)
+    _check_quantile(quantile)
+    if sample_size < 1:
+        raise ConfigError(f"sample_size: found {sample_size}; at least 1 is allowed")
+    chosen = find_layers(model, layers, skip)
+    columns = {name: weight_nk(module).shape[1] for name, module in chosen.items()}
+    observers = {name: _Observer(name, max(1, sample_size // k), k, seed) for name, k in columns.items()}
+    counter = [0]
+    hooks = (
+        partial(module.register_forward_pre_hook, _observe(observers[name], counter), with_kwargs=True)
+        for name, module in chosen.items()
+    )
+    tracer = NormTracer(model)
+
+    shown: list[Any] = []
+
+    def run(batch: Any) -> None:
+        if not shown:
+            shown.append(excerpt(batch))
+        tracer.run(partial(forward, model, batch))
+        counter[0] += 1
+
+    try:
+        with torch.no_grad():
+            run_observed(model, batches, hooks, run, "calibrate", progress)
+    finally:
+        tracer.remove()
+    pairs, refused = tracer.verdict()
+    idle = [name for name, observer in observers.items() if observer.tokens == 0]
+    if idle:
+        raise CalibrationError(
+            f"layer {idle[0]!r} saw no token in {counter[0]} batches (nor did {len(idle) - 1} others); "
+            "pass data that reaches it, or leave it out with skip=[...]"
+        )
+    stats = {name: observer.stats() for name, observer in observers.items()}
+    return Calibration(stats, method, quantile, pairs, refused, shown[0])

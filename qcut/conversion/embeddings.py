@@ -1,0 +1,81 @@
+"""Tables of tokens and the classifiers tied to them, for `qcut.quantize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from qcut.conversion.fitting import rotatable
+from qcut.conversion.report import LayerReport
+from qcut.conversion.tasks import Task
+from qcut.errors import ConfigError
+from qcut.layers.embedding import Embedding, check_table
+from qcut.layers.linear import Linear
+from qcut.models.modules import tensor_key, weight_nk, weight_of
+from qcut.models.selection import DEFAULT_SKIP, linear_layers, matches
+from qcut.schemes import Scheme, parse_scheme
+
+
+def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddings: str | Scheme) -> dict[str, Task]:
+    """Tasks for the classifier and for all linear layers that are tied to a table of tokens.
+
+    Raises:
+        ConfigError: an unknown scheme, or one that tables cannot have.
+        UnsupportedError: a table that `qcut.Embedding` does not take (named).
+    """
+    scheme = parse_scheme(embeddings)
+    if scheme.is_float or scheme.needs_range:
+        raise ConfigError(f"embeddings: scheme {scheme.name!r} is not for tables; use w8a16, w8a8 or a codebook")
+    for name, table in tables.items():
+        check_table(table, name)
+    shared = {tensor_key(module.weight) for module in tables.values()}
+    given: Any = getattr(model, "get_output_embeddings", None)
+    head = given() if callable(given) else None
+    tasks = {}
+    for name, module in linear_layers(model)[0].items():
+        if module is head or tensor_key(weight_of(module)) in shared or matches(name, DEFAULT_SKIP):
+            served, note = rotatable(scheme, weight_nk(module).shape[1])
+            tasks[name] = Task(module, served, note=note)
+    return tasks
+
+
+def quantized_table(
+    name: str,
+    module: nn.Embedding,
+    scheme: str | Scheme | None,
+    owners: dict[tuple[Any, ...], Linear],
+    device: torch.device | None,
+) -> Embedding:
+    """A quantized embedding, tied to the layer that has its weight, or to an earlier table."""
+    owner = owners.get(tensor_key(module.weight))
+    if owner is not None:
+        return Embedding.tied_to(owner, module.weight.dtype).train(module.training)
+    served, _ = rotatable(parse_scheme(scheme or "w8a16"), module.weight.shape[1])
+    made = Embedding.from_float(module, served, device=device, name=name)
+    owners[tensor_key(module.weight)] = made.linear
+    return made
+
+
+def table_report(name: str, made: Embedding, layers: dict[str, Linear], before: int, error: float) -> LayerReport:
+    """The report on a quantized table.
+
+    Args:
+        name: of the table.
+        made: the quantized table.
+        layers: the quantized layers by name.
+        before: bytes of the float table.
+        error: see `weight_error`.
+    """
+    return LayerReport(
+        name,
+        made.scheme.name,
+        made.embedding_dim,
+        made.num_embeddings,
+        before,
+        made.linear.weight_bytes,
+        error,
+        None,
+        next((other for other, layer in layers.items() if layer is made.linear), None),
+    )

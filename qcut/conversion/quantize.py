@@ -1,0 +1,352 @@
+"""`quantize`: replace a model's linear layers by quantized ones, all of them or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qcut.common.progress import with_progress
+from qcut.conversion.calibration.calibrate import Calibration
+from qcut.conversion.commit import changes_of, commit
+from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
+from qcut.conversion.inventory import count_parameters, warn_of_float
+from qcut.conversion.planning.plan import Plan
+from qcut.conversion.prebuild import prebuild_layers
+from qcut.conversion.report import LayerReport, Report, weight_error
+from qcut.conversion.smooth import Smoothing, migrations_for, norm_updates, rescale, scaled_weight
+from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
+from qcut.conversion.verification import Proof
+from qcut.errors import ConfigError
+from qcut.layers.embedding import Embedding, token_tables
+from qcut.layers.linear import Linear
+from qcut.models.fusion import fusible_activations
+from qcut.models.listeners import announce
+from qcut.models.modules import as_given, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
+from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
+from qcut.numerics.codebook.fitting.curvature import Curvature
+from qcut.numerics.int8 import apply_activation, sqnr_db
+from qcut.numerics.plain_state import in_plain_state
+from qcut.schemes import Scheme
+
+_ERROR_ROWS = 64
+"""Calibration tokens that a layer's output error is measured on."""
+
+
+@in_plain_state
+def quantize(
+    model: nn.Module,
+    scheme: str | Scheme | Plan = "w8a8",
+    *,
+    calibration: Calibration | None = None,
+    second_moments: Mapping[str, Tensor | Curvature] | None = None,
+    smooth: float | None = None,
+    include: Sequence[str] | None = None,
+    skip: Sequence[str] | None = None,
+    embeddings: str | Scheme | None = None,
+    device: torch.device | str | None = None,
+    fuse: bool = True,
+    allow_growth: bool = False,
+    prebuild: Sequence[int] = (64, 512, 4096),
+    verify: Any = None,
+    progress: bool = True,
+) -> Report:
+    """Replace linear layers (``nn.Linear``, transformers' ``Conv1D``) by `qcut.Linear`, in place.
+
+    All or nothing: every new layer and every changed parameter is made first, then they are put in by assignments
+    alone. If anything raises, the model is as it was, its modes and its ties included. The price is memory: until the
+    end the float weights and their quantized copy (an eighth to a half more) exist together, on the model's device;
+    with ``device`` given, the float weights stay where they are, one layer at a time visits the device, and only the
+    quantized copy lives there. Afterwards the replaced float weights are freed, unless the caller holds them.
+
+    A layer stays in float, and the report says why, where other code reads its weight without calling it
+    (``nn.MultiheadAttention``), where it is a subclass with a forward of its own that is not proved to be
+    ``x @ W.T + b``, where it is part of an adapter, where its quantized form would not be smaller, and where K is
+    beyond the exact range. A codebook whose Hadamard rotation does not take a layer's K gets the rotation ``qr`` there.
+    Forward hooks of replaced layers move to the new ones.
+
+    Tied weights stay tied: layers that share one weight share one quantized copy of it. A layer whose weight is also
+    used by something else, such as an embedding, is left as it is and the report says so, unless ``embeddings`` is
+    given: then table and classifier share one quantized copy.
+
+    Args:
+        model: any module that holds linear layers.
+        scheme: one for all layers (``w8a8``, ``w8a8_static``, ``w8a16``, ``codebook4`` and the like, see
+            `qcut.Codebook`), or a `Plan`.
+        calibration: `qcut.calibrate` of this model. ``w8a8_static`` and ``smooth`` need it; with it, the report
+            states each layer's output error. The calibration is not changed.
+        second_moments: by name, `qcut.collect_curvature` of this model, or `qcut.collect_second_moments` of the
+            layers' inputs: codebook layers are then fitted to them, in place of rounding to the nearest. Other schemes
+            ignore them.
+        smooth: SmoothQuant's alpha, to migrate outliers into the weights first; see `qcut.smooth`. Not with a plan,
+            whose ranges hold for the model it was made on: call `qcut.smooth` before `qcut.plan`.
+        include: globs of layers to quantize; None takes all (of the plan).
+        skip: globs of layers to leave in float; None means ``("lm_head",)``, or nothing with a plan. A glob matches
+            the whole dotted name or the end of it.
+        embeddings: scheme of the tables of tokens (`qcut.layers.embedding.token_tables`), which become
+            `qcut.Embedding`, and of the classifier, tied to one or not, whatever ``include`` and ``skip`` say; None
+            leaves them as they are otherwise. Tables of positions stay.
+        device: device of the model afterwards; None leaves the model where it is.
+        fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
+            activations are those of `qcut.models.fusion.fusible_activations`.
+        allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more: those of
+            few rows or columns. A plan, and ``embeddings``, do so in any case.
+        prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel; those that take nvcc
+            half a minute each are built in the background, unless ``QCUT_BUILD`` is ``wait``, and others serve until
+            then. Other kernels are built at their first use. Of no effect on the CPU.
+        verify: a batch, as `qcut.calibrate` takes them, on which the quantized model is held to the float one; see
+            `qcut.conversion.verification`. None takes a small one that the calibration has seen, if there is one; True
+            takes that, or else 16 tokens of the vocabulary where the model is one of transformers that reads token ids,
+            and otherwise shows each layer alone, which the report says; False leaves the proof out. Costs two forward
+            passes, and the memory of all layers' results on the batch.
+        progress: show a progress bar.
+
+    Returns:
+        A `Report`; print it.
+
+    Raises:
+        ConfigError: a glob that is no string, an unknown scheme, ``fp16`` for the whole model, calibration missing or
+            contradicting a plan, a group that the rotation cannot take, a scheme that tables cannot have, or float32
+            weights where kernels take 16-bit tokens (layer named).
+        QuantizationError: no layer to quantize, or a weight that cannot be (layer named), or no table of tokens; or
+            the quantized model fails the proof of ``verify`` (layer named). The model is then as it was.
+        UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
+            not (named).
+        DtypeError: the model is no ``nn.Module``, or a weight is of another dtype than float16, bfloat16, float32 and
+            float64 (layer named).
+        CalibrationError: a layer was not calibrated or has no second moment, or one of another size.
+        PlanError: the plan names layers or sizes that the model does not have, or splits tied layers.
+        BuildError: a kernel of ``prebuild`` does not compile.
+
+    Exactness: deterministic. Int8 weights are the same on every device (`qcut.numerics`); an index of a codebook may
+    differ where a rotated value lies within rounding of a midpoint (`qcut.numerics.codebook.quantizer.quantize`).
+
+    Source: docs/schemes.md, sections 2 to 4; SmoothQuant, see `qcut.smooth`.
+    """
+    check_model(model)
+    include, skip = (None if g is None else globs(g, what) for g, what in ((include, "include"), (skip, "skip")))
+    smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
+    work = prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth)
+    target = None if device is None else torch.device(device)
+    before = model_bytes(model)
+    prebuild_layers(work.tasks, target, prebuild, progress)
+    proof = Proof(verify, None if calibration is None else calibration.batch)
+    proof.record(model, {name: task.module for name, task in work.tasks.items()} | work.tables)
+
+    layers, reports = _make_layers(work.tasks, calibration, target, progress, proof)
+    tables = _make_tables(work, layers, embeddings, target)
+    for name, module in work.tables.items():
+        error = weight_error(module.weight, tables[name].dequantized_weight())
+        reports.append(table_report(name, tables[name], layers, module.weight.nbytes, error))
+
+    replacements: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in work.tasks.items()}
+    replacements |= {id(module): tables[name] for name, module in work.tables.items()}
+    updates = _float_updates(model, smoothing, layers) if smoothing else []
+    parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
+    if include is None and not isinstance(scheme, Plan):
+        warn_of_float(model, replacements, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
+    changes, scales = (
+        changes_of(model, replacements, work.fused, updates, target),
+        smoothing.scales if smoothing else {},
+    )
+    commit(changes, lambda: proof.check(model, {**layers, **tables}, scales))
+    announce(model)
+    return Report(
+        tuple(reports),
+        work.skipped,
+        before,
+        model_bytes(model),
+        parameters,
+        already,
+        smoothing,
+        proof.calls,
+        proof.held,
+        proof.unseen,
+    )
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, tied ones once."""
+    return sum({tensor_key(t): tensor_bytes(t) for t in (*model.parameters(), *model.buffers())}.values())
+
+
+@dataclass(frozen=True)
+class Work:
+    """All changes of a model, decided and checked before any layer is made.
+
+    Attributes:
+        tasks: tasks of the linear layers, by name.
+        skipped: layers that stay in float, with the reason.
+        tables: embeddings to quantize, by name.
+        fused: activations that layers will compute: function by name.
+    """
+
+    tasks: dict[str, Task]
+    skipped: dict[str, str]
+    tables: dict[str, nn.Embedding]
+    fused: dict[str, str]
+
+
+def _smoothing(
+    model: nn.Module, scheme: str | Scheme | Plan, calibration: Calibration | None, alpha: float | None
+) -> tuple[Smoothing | None, Calibration | None]:
+    """The smoothing to apply, or None, and the calibration of the smoothed model."""
+    if alpha is None:
+        return None, calibration
+    if isinstance(scheme, Plan):
+        raise ConfigError("smooth: not with a plan, whose ranges hold for the model it was made on; smooth, then plan")
+    if calibration is None:
+        raise ConfigError(f"smooth={alpha} needs calibration=qcut.calibrate(model, batches)")
+    smoothing = migrations_for(model, calibration, alpha)
+    calibration = calibration.copy()
+    rescale(calibration, smoothing)
+    return smoothing, calibration
+
+
+def prepare(
+    model: nn.Module,
+    scheme: str | Scheme | Plan,
+    calibration: Calibration | None,
+    second_moments: Mapping[str, Tensor | Curvature] | None,
+    smoothing: Smoothing | None,
+    include: Sequence[str] | None,
+    skip: Sequence[str] | None,
+    embeddings: str | Scheme | None,
+    fuse: bool,
+    allow_growth: bool,
+) -> Work:
+    """Decide what changes; arguments and errors are those of `quantize`. The model may be on the meta device."""
+    tasks, skipped = layer_tasks(model, scheme, calibration, include, skip, allow_growth)
+    tables = {} if embeddings is None else token_tables(model)
+    classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings)
+    tasks |= classifiers
+    skipped = {name: reason for name, reason in skipped.items() if name not in classifiers}
+    for name, task in tasks.items():
+        if calibration is not None and name in calibration.layers:
+            calibration.check(name, weight_nk(task.module).shape[1])
+    if second_moments is not None:
+        add_second_moments(tasks, second_moments, optional=classifiers)
+    for name, scale in smoothing.scales.items() if smoothing else ():
+        if name in tasks:
+            tasks[name].scale = scale
+    fused: dict[str, str] = {}
+    for name, (follower, activation) in fusible_activations(model).items() if fuse else ():
+        if name in tasks:
+            tasks[name].activation = activation
+            fused[follower] = activation
+    return Work(tasks, skipped, tables, fused)
+
+
+def _make_layers(
+    tasks: dict[str, Task],
+    calibration: Calibration | None,
+    device: torch.device | None,
+    progress: bool,
+    proof: Proof,
+) -> tuple[dict[str, Linear], list[LayerReport]]:
+    """The quantized layers by name, those of one weight tied, and their reports."""
+    layers: dict[str, Linear] = {}
+    reports = []
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, task in with_progress(tasks.items(), "quantize", "layer", shown=progress):
+        source = _source(task, device)
+        layer = Linear.from_float(
+            source,
+            task.scheme,
+            activation=task.activation,
+            static_range=task.static_range,
+            second_moment=_scaled_moment(task),
+            name=name,
+        )
+        owner = owners.setdefault(tensor_key(weight_of(task.module)), name)
+        tied_to = None if owner == name else owner
+        reports.append(_report(name, task, source, layer, calibration, tied_to))
+        x = proof.sample(name)
+        x = x if x is None or task.scale is None else x / task.scale.to(x.device)
+        proof.layer(name, source, layer, reports[-1].weight_error, task.second_moment is not None, x)
+        if tied_to is not None:
+            layer.tie_to(layers[tied_to])
+        keep_hooks(task.module, layer)
+        layers[name] = layer
+    return layers, reports
+
+
+def _make_tables(
+    work: Work, layers: dict[str, Linear], scheme: str | Scheme | None, device: torch.device | None
+) -> dict[str, Embedding]:
+    """The quantized embeddings by name, tied to the first layer that has their weight."""
+    owners: dict[tuple[Any, ...], Linear] = {}
+    for name, task in work.tasks.items():
+        owners.setdefault(tensor_key(weight_of(task.module)), layers[name])
+    return {name: quantized_table(name, module, scheme, owners, device) for name, module in work.tables.items()}
+
+
+def _float_updates(
+    model: nn.Module, smoothing: Smoothing, layers: Mapping[str, Linear]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """New values that smoothing gives to norms and to layers that stay in float."""
+    updates: list[tuple[nn.Parameter, Tensor]] = []
+    for migration in smoothing.migrations:
+        updates += norm_updates(model, migration)
+        kept = (model.get_submodule(name) for name in migration.layers if name not in layers)
+        updates += [(weight_of(module), scaled_weight(module, migration.scale)) for module in kept]
+    return updates
+
+
+def _source(task: Task, device: torch.device | None) -> nn.Module:
+    """The layer to quantize: the module itself, or a stand-in with its columns scaled, on the target device."""
+    module, scale = task.module, task.scale
+    if scale is None and (device is None or device == weight_of(module).device):
+        return module
+    weight = weight_nk(module)
+    weight = weight.to(device or weight.device)
+    if scale is not None:
+        weight = (weight.float() * scale.to(weight.device)).to(weight.dtype)
+    n, k = weight.shape
+    bias = module._parameters.get("bias")
+    stand_in = nn.Linear(k, n, bias=bias is not None, device="meta").train(module.training)
+    stand_in.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        stand_in.bias = nn.Parameter(bias.detach().to(weight.device), requires_grad=False)
+    return stand_in
+
+
+def _scaled_moment(task: Task) -> Tensor | Curvature | None:
+    """The second moment of the layer's input, divided by the scale as the input is."""
+    moment = task.second_moment
+    if moment is None or task.scale is None:
+        return moment
+    if isinstance(moment, Curvature):
+        return moment.divided(task.scale)
+    inverse = 1 / task.scale.to(moment.device, moment.dtype)
+    return moment * inverse[:, None] * inverse
+
+
+def _report(
+    name: str, task: Task, source: nn.Module, layer: Linear, calibration: Calibration | None, tied_to: str | None
+) -> LayerReport:
+    weight = weight_nk(source).float()
+    error = weight_error(weight, layer.dequantized_weight())
+    sqnr = None
+    if calibration is not None and name in calibration.layers:
+        x = calibration.layers[name].sample[:_ERROR_ROWS].to(weight.device)
+        bias = source._parameters.get("bias")
+        with torch.no_grad():
+            y = nn.functional.linear(x, weight, None if bias is None else bias.float())
+            sqnr = sqnr_db(apply_activation(y, task.activation), layer(as_given(x, source)))
+    parameters = [p for p in task.module._parameters.values() if p is not None]
+    return LayerReport(
+        name,
+        task.scheme.name,
+        layer.in_features,
+        layer.out_features,
+        sum(p.nbytes for p in parameters),
+        layer.weight_bytes,
+        error,
+        sqnr,
+        tied_to,
+        task.note,
+    )

@@ -1,0 +1,1 @@
+"""Fits codebook weights to what their layer reads and to what the loss feels."""

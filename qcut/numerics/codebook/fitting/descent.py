@@ -1,0 +1,164 @@
+"""Improves the indices and scales of a fitted codebook weight, one after the other, under the metric of the fit.
+
+The error of a weight is ``tr(G E H E^T)``, E the rotated weight minus its codebook values times their scales, H and G
+symmetric and positive definite; without G it is that of single rows, ``e H e^T``. `indices` goes through the columns
+and gives each place the value that is best while all others stay; `scales` solves for all scales at given indices.
+Neither raises the error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcut.numerics.codebook import lloyd_max, pairs
+from qcut.numerics.codebook.rotation import per_column
+
+_BLOCK = 128
+_ROW_SETS = 4  # rows of one set do not see each other's changes
+_STEPS = 16  # of conjugate gradients at most: a scale has few neighbours that matter
+_ENOUGH = 1e-9  # of the first residual, squared
+_TINY = 1e-30
+
+
+def indices(
+    w: Tensor, chosen: Tensor, scales: Tensor, h: Tensor, g: Tensor | None, values: Tensor, parts: list[tuple[int, int]]
+) -> Tensor:
+    """Go once through all places of a weight.
+
+    Args:
+        w: rotated rows, float32 ``[N, K]``.
+        chosen: uint8 indices ``[N, K]``.
+        scales: ``[N, G]``.
+        h: the inputs' metric, ``[K, K]``.
+        g: the outputs' metric, ``[N, N]``; None for rows by themselves.
+        values: codebook, ``[2**bits]`` or of pairs.
+        parts: the groups.
+
+    Returns:
+        uint8 ``[N, K]``. With g, rows are taken in four sets, and the indices of a set that is worse off stay.
+    """
+    if g is None:
+        left = _left(w, chosen, scales, values, parts)
+        return _sweep(chosen, scales, left @ h, h, values, parts)
+    chosen = chosen.clone()
+    error = _left(w, chosen, scales, values, parts)
+    for first in range(min(_ROW_SETS, len(w))):
+        rows = slice(first, None, _ROW_SETS)
+        slope = (g[rows] @ error) @ h
+        found = _sweep(chosen[rows], scales[rows], slope / g.diagonal()[rows, None], h, values, parts)
+        change = _left(w[rows], found, scales[rows], values, parts) - error[rows]
+        # The error grows by 2 <change, slope> + tr(G change H change^T).
+        grown = 2 * (change * slope).sum() + ((g[rows, rows] @ change @ h) * change).sum()
+        if grown < 0:
+            chosen[rows] = found
+            error[rows] += change
+    return chosen
+
+
+def scales(
+    w: Tensor, chosen: Tensor, scales: Tensor, h: Tensor, g: Tensor | None, values: Tensor, parts: list[tuple[int, int]]
+) -> Tensor:
+    """Least squares for the scales of given indices, by conjugate gradients.
+
+    Args:
+        w: rotated rows, float32 ``[N, K]``.
+        chosen: uint8 indices ``[N, K]``.
+        scales: ``[N, G]`` to start from.
+        h: the inputs' metric, ``[K, K]``.
+        g: the outputs' metric, ``[N, N]``; None for rows by themselves.
+        values: codebook.
+        parts: the groups.
+
+    Returns:
+        ``[N, G]``; the given scales where the result has a larger error or a negative scale: of the row without g, of
+        the whole weight with it.
+    """
+    c = pairs.look_up(values, chosen)
+    dims = 1 if g is None else (0, 1)
+
+    def metric(error: Tensor) -> Tensor:
+        return error @ h if g is None else (g @ error) @ h
+
+    def by_group(x: Tensor) -> Tensor:
+        return torch.stack([(x[:, f : f + d] * c[:, f : f + d]).sum(1) for f, d in parts], 1)
+
+    own = torch.stack([((c[:, f : f + d] @ h[f : f + d, f : f + d]) * c[:, f : f + d]).sum(1) for f, d in parts], 1)
+    own = (own if g is None else own * g.diagonal()[:, None]).clamp_min(_TINY)
+    error = w - c * per_column(scales, parts)
+    slope = metric(error)
+    before = (slope * error).sum(dims, keepdim=True)
+    x, r = scales, by_group(slope)
+    z = r / own
+    p, size = z, (r * z).sum(dims, keepdim=True)
+    enough = _ENOUGH * size
+    for _ in range(_STEPS):
+        if bool((size <= enough).all()):
+            break
+        turned = by_group(metric(c * per_column(p, parts)))
+        step = size / (p * turned).sum(dims, keepdim=True).clamp_min(_TINY)
+        x, r = x + step * p, r - step * turned
+        z = r / own
+        was, size = size, (r * z).sum(dims, keepdim=True)
+        p = z + size / was.clamp_min(_TINY) * p
+    error = w - c * per_column(x, parts)
+    after = (metric(error) * error).sum(dims, keepdim=True)
+    return torch.where((after < before) & (x >= 0).all(dims, keepdim=True), x, scales)
+
+
+def _left(w: Tensor, chosen: Tensor, scales: Tensor, values: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+    return w - pairs.look_up(values, chosen) * per_column(scales, parts)
+
+
+def _sweep(
+    chosen: Tensor, scales: Tensor, slope: Tensor, h: Tensor, values: Tensor, parts: list[tuple[int, int]]
+) -> Tensor:
+    """Better indices of rows by themselves, slope ``[R, K]`` half the derivative of the error by the row's errors."""
+    if pairs.are_pairs(values):
+        return _sweep_pairs(chosen, scales, slope, h, values, parts)
+    edges = lloyd_max.boundaries(values)
+    # Transposed, so that a column of the weight is contiguous.
+    columns = per_column(scales, parts).t().contiguous()
+    divisor = torch.where(columns > 0, columns, 1.0)
+    found = chosen.t().contiguous()
+    taken = values[found.int()] * columns
+    slope = slope.t().contiguous()
+    inverse = 1 / h.diagonal()
+    for start in range(0, len(taken), _BLOCK):
+        block = slice(start, min(start + _BLOCK, len(taken)))
+        inside, before, local = h[block, block], taken[block].clone(), slope[block].clone()
+        for j in range(len(local)):
+            at = start + j
+            target = torch.addcmul(taken[at], local[j], inverse[at])
+            index = torch.searchsorted(edges, target.div_(divisor[at]), out_int32=True)
+            value = values[index] * columns[at]
+            local.addr_(inside[j], value - taken[at], alpha=-1.0)
+            taken[at], found[at] = value, index
+        slope[block.stop :] -= h[block.stop :, block] @ (taken[block] - before)
+    return found.t().contiguous()
+
+
+def _sweep_pairs(
+    chosen: Tensor, scales: Tensor, slope: Tensor, h: Tensor, values: Tensor, parts: list[tuple[int, int]]
+) -> Tensor:
+    """`_sweep` with two columns at a time."""
+    columns = per_column(scales, parts).t().contiguous()
+    found = pairs.join(chosen)
+    taken = (pairs.look_up(values, chosen).t() * columns).contiguous()
+    slope = slope.t().contiguous()
+    upper, lower, mixed = h.diagonal()[::2], h.diagonal()[1::2], h.diagonal(1)[::2]
+    forms = torch.stack((upper, mixed, lower), 1)
+    inverses = torch.stack((lower, -mixed, -mixed, upper), 1).view(-1, 2, 2) / (upper * lower - mixed**2)[:, None, None]
+    for start in range(0, len(taken), _BLOCK):
+        block = slice(start, min(start + _BLOCK, len(taken)))
+        inside, before, local = h[block, block], taken[block].clone(), slope[block].clone()
+        for j in range(0, len(local), 2):
+            two, at = slice(j, j + 2), slice(start + j, start + j + 2)
+            p = at.start // 2
+            wanted = taken[at] + inverses[p] @ local[two]
+            index = pairs.best(wanted.t(), columns[at.start], forms[None, p], values)
+            value = values[index].t() * columns[at]
+            local -= inside[:, two] @ (value - taken[at])
+            taken[at], found[:, p] = value, index.to(torch.uint8)
+        slope[block.stop :] -= h[block.stop :, block] @ (taken[block] - before)
+    return pairs.split(found)

@@ -1,0 +1,159 @@
+"""Rounds rotated weights to codebook values so that each value cancels the errors of those before it.
+
+With ``H = U D U^T``, U upper triangular with a diagonal of ones, the error of a row is
+``e H e^T = sum_j D[j] (e U)[j]^2``, and ``(e U)[j] = e[j] + sum_{i < j} e[i] U[i, j]``: the value of column j that
+comes nearest to ``w[j]`` plus what the columns before pass on makes the term as small as the codebook allows. Where
+rows matter together, with ``G = V C V^T``, the error is ``tr(G E H E^T) = sum_ij C[i] D[j] (V^T E U)[i, j]^2``, and
+values before (i, j) are those of no larger row and no larger column. The values of an antidiagonal do not wait for each
+other.
+
+Source: Frantar et al., "GPTQ" (2022), section 3; Chee et al., "QuIP" (2023), section 3 (LDLQ); Tseng et al., "YAQA"
+(2025), section 4 (both sides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qcut.numerics.codebook import lloyd_max
+
+BLOCK = 128
+"""Errors pass from column to column within a block of so many, and by one product to later blocks."""
+
+_NORM_FACTORS = tuple(0.85 + 0.025 * i for i in range(11))
+
+
+def unit_factor(h: Tensor) -> Tensor | None:
+    """U of ``h = U D U^T``, upper triangular with a diagonal of ones; None where h is not positive definite."""
+    # Reversing rows and columns before and after the factorization gives an upper factor instead of a lower one.
+    lower, failed = torch.linalg.cholesky_ex(h.flip(0, 1))
+    if int(failed):
+        return None
+    factor = lower.flip(0, 1)
+    return factor.div_(factor.diagonal().clone())
+
+
+def by_columns(
+    w: Tensor, factor: Tensor, values: Tensor, parts: list[tuple[int, int]], refit: bool
+) -> tuple[Tensor, Tensor]:
+    """Choose scales group by group and values column by column, each row by itself.
+
+    Args:
+        w: rotated rows, float32 ``[R, K]``.
+        factor: U of the inputs' metric, ``[K, K]``.
+        values: codebook.
+        parts: the groups, see `qcut.numerics.codebook.rotation.groups`.
+        refit: take the multiple of a group's norm that rounds the group best, in place of the norm.
+
+    Returns:
+        uint8 indices ``[R, K]`` and float32 scales ``[R, G]``, which are norms over sqrt(d).
+    """
+    edges = lloyd_max.boundaries(values)
+
+    def rounded(numbers: Tensor) -> Tensor:
+        return values[torch.searchsorted(edges, numbers, out_int32=True)]
+
+    # Transposed, so that a column of the weight is contiguous.
+    error = torch.zeros(w.shape[1], w.shape[0], device=w.device, dtype=torch.float32)
+    indices = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    scales = torch.empty((len(w), len(parts)), device=w.device, dtype=torch.float32)
+    for g, (first, d) in enumerate(parts):
+        group = slice(first, first + d)
+        fed, scale = begin_group(w, factor, error, group, rounded if refit else None)
+        scales[:, g] = scale
+        divisor = torch.where(scale > 0, scale, 1.0)
+        for start in range(first, first + d, BLOCK):
+            block = slice(start, min(start + BLOCK, first + d))
+            exact = w[:, block].t().contiguous()
+            target = exact + fed[block.start - first : block.stop - first]
+            target += factor[first:start, block].t() @ error[first:start]
+            inside = factor[block, block]
+            chosen = torch.empty(target.shape, dtype=torch.uint8, device=w.device)
+            for j in range(len(target)):
+                index = torch.searchsorted(edges, target[j] / divisor, out_int32=True)
+                chosen[j] = index
+                e = torch.addcmul(exact[j], values[index], scale, value=-1.0)
+                error[start + j] = e
+                target[j + 1 :].addr_(inside[j, j + 1 :], e)
+            indices[:, block] = chosen.t()
+    return indices, scales
+
+
+def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, values: Tensor) -> Tensor:
+    """Choose values so that errors cancel over columns and over rows.
+
+    Args:
+        w: rotated rows, float32 ``[N, K]``.
+        columns: factor of the codebook value at each place, ``[N, K]``.
+        u: U of the inputs' metric, ``[K, K]``.
+        v: V of the outputs' metric, ``[N, N]``.
+        values: codebook.
+
+    Returns:
+        uint8 indices ``[N, K]``. ``N + K - 1`` steps, ``2 N K (N + K)`` operations.
+    """
+    n, k = w.shape
+    edges = lloyd_max.boundaries(values)
+    # Place (i, s - i) of a matrix of k columns lies at i (k - 1) + s; places of step s are k - 1 apart.
+    w = w.contiguous().flatten()
+    columns = columns.contiguous().flatten()
+    divisor = torch.where(columns > 0, columns, 1.0)
+    indices = torch.empty(n * k, dtype=torch.uint8, device=w.device)
+    u, v = u.triu(1).flip(0), v.triu(1).flip(0)  # rows in the order in which a step's places need them
+    from_columns = torch.zeros(n, k, device=w.device, dtype=torch.float32)
+    from_rows = torch.zeros(k, n, device=w.device, dtype=torch.float32)
+    for s in range(n + k - 1):
+        low, high = max(0, s - k + 1), min(n - 1, s) + 1  # the rows of this step
+        left = s - high + 1  # its first column
+        at = slice(low * (k - 1) + s, (high - 1) * (k - 1) + s + 1, max(k - 1, 1))
+        passed = from_columns.flatten()[at]
+        above = from_rows.flatten()[left * (n - 1) + s : (left + high - low - 1) * (n - 1) + s + 1 : max(n - 1, 1)]
+        target = (w[at] + passed).add_(above.flip(0))
+        index = torch.searchsorted(edges, target / divisor[at], out_int32=True)
+        indices[at] = index.to(torch.uint8)
+        error = torch.addcmul(w[at], values[index], columns[at], value=-1.0)
+        gathered = (error + passed).flip(0)
+        from_columns[low:high, left + 1 :].addcmul_(error[:, None], u[k - 1 - s + low : k - 1 - s + high, left + 1 :])
+        from_rows[left : left + high - low, low + 1 :].addcmul_(
+            gathered[:, None], v[n - 1 - s + left : n - 1 - s + left + high - low, low + 1 :]
+        )
+    return indices.view(n, k)
+
+
+def begin_group(
+    w: Tensor, factor: Tensor, error: Tensor, group: slice, rounded: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """What the columns before a group pass on to it, and the group's scales.
+
+    Args:
+        w: rotated rows, float32 ``[R, K]``.
+        factor: U of the inputs' metric, ``[K, K]``.
+        error: errors of the columns before, ``[K, R]``.
+        group: the group's columns.
+        rounded: rounds numbers ``[d, R]`` to codebook values, to choose the multiple of a norm that rounds best; None
+            takes the norm.
+
+    Returns:
+        ``[d, R]``, and scales ``[R]``.
+    """
+    fed = factor[: group.start, group].t() @ error[: group.start]
+    # The real numbers with which the group would leave no error.
+    wanted = torch.linalg.solve_triangular(factor[group, group].t(), fed, upper=False, unitriangular=True)
+    wanted = (wanted + w[:, group].t()).contiguous()
+    scale = torch.linalg.vector_norm(wanted, dim=0) * (group.stop - group.start) ** -0.5
+    return fed, scale if rounded is None else _best_scale(wanted, scale, rounded)
+
+
+def _best_scale(w: Tensor, scale: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+    """``[R]``: the multiple of each scale that rounds columns ``[d, R]`` with the least squared error."""
+    best, least = scale, torch.full_like(scale, torch.inf)
+    for factor in _NORM_FACTORS:
+        tried = scale * factor
+        divisor = torch.where(tried > 0, tried, 1.0)
+        error = (w - rounded(w / divisor) * tried).square().sum(0)
+        best = torch.where(error < least, tried, best)
+        least = torch.minimum(error, least)
+    return best

@@ -1,0 +1,313 @@
+"""The application: OpenAI's interface over a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from qcut.engine.request import Listener, Request
+from qcut.engine.scheduler import Scheduler
+from qcut.errors import ConfigError, QcutError, shown
+from qcut.server import endpoints, page
+from qcut.server.access_log import AccessLog
+from qcut.server.errors import CLIENT_GONE, Refusal
+from qcut.server.known_fields import UnknownFields
+from qcut.server.limits.executors import LARGE_BYTES, Executors
+from qcut.server.limits.prompts import PromptLimit
+from qcut.server.logprobs import Vocabulary
+from qcut.server.metrics import Metrics
+from qcut.server.middleware import BodyMemory, Hosts, Key, Refusals, body, host_name
+from qcut.server.responses import JSON, ChatCompletion, Completion, Form
+from qcut.server.schemas import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
+from qcut.server.sending import Answer, EventStream, watched
+from qcut.server.streams import Bridge, Stream
+from qcut.text.prompts import chat_ids, text_ids
+
+B = TypeVar("B", bound=Schema)
+Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server is told.
+
+    Attributes:
+        name: under which the model is served.
+        key: that clients have to give; None: none.
+        hosts: further names by which clients on this machine may call the server (see `qcut.server.middleware.Hosts`).
+        origins: of pages elsewhere that may use this server.
+        most_body: bytes of a request's body.
+        most_tokens: new tokens of a sequence, whatever is asked for; None: the context alone is the limit.
+        most_prompts: of a request.
+        seconds: in which a body has to come.
+        most_bodies: bytes of all bodies that are held at once.
+        any_model: whether clients may give the model any name.
+        strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
+
+    Raises:
+        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have; a host or an
+            origin that no request has.
+    """
+
+    name: str
+    key: str | None = None
+    hosts: Collection[str] = ()
+    origins: Collection[str] = ()
+    most_body: int = 2 << 20
+    most_tokens: int | None = None
+    most_prompts: int = 1024
+    seconds: float = 60
+    most_bodies: int = 256 << 20
+    any_model: bool = False
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        key = self.key
+        if key is not None and (not key or key != key.strip() or not key.isprintable()):
+            raise ConfigError("the API key is empty, or has spaces at its ends or control characters; allowed: a key")
+        for host in self.hosts:
+            if not host or host_name(host) != host.lower():
+                raise ConfigError(f"--allow-host {shown(host)}; allowed: a name without a port, such as proxy.example")
+        for origin in self.origins:
+            scheme, _, place = origin.partition("://")
+            if origin != "*" and not (scheme and place and origin == origin.lower() and "/" not in place):
+                raise ConfigError(
+                    f"--allow-origin {shown(origin)}; allowed: a scheme, a name and a port, such as https://a.example"
+                )
+
+
+def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:
+    """The application, for any server of ASGI.
+
+    Args:
+        scheduler: over an engine with a tokenizer. Run and closed by the caller.
+        settings: what to serve, to whom.
+        metrics: of the scheduler; `qcut.server.runner.server` counts in them, too. None makes some.
+    """
+    service = Service(scheduler, settings, metrics or Metrics(scheduler))
+    routes = [
+        Route("/", service.page),
+        Route("/health", service.health),
+        Route("/metrics", service.metrics_text),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/v1/completions", service.completions, methods=["POST"]),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+        *endpoints.routes(service),
+    ]
+    guards = [
+        Middleware(AccessLog),
+        Middleware(Refusals, metrics=service.metrics, bodies=service.bodies),
+        Middleware(Hosts, allowed=settings.hosts),
+        Middleware(Key, key=settings.key),
+    ]
+    if settings.origins:  # before the key: browsers ask for leave without one
+        # Any header: clients for browsers send their own, such as x-stainless-os, and a header gives no right here.
+        cors = Middleware(
+            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
+        )
+        guards.insert(1, cors)  # before refusals, which a page sees then
+    handlers: dict[Any, Any] = {404: service.unknown, 405: service.unknown}
+    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
+
+
+class Service:
+    """Answers requests.
+
+    Args:
+        scheduler: see `application`.
+        settings: see `application`.
+        metrics: see `application`.
+    """
+
+    def __init__(self, scheduler: Scheduler, settings: Settings, metrics: Metrics) -> None:
+        engine = scheduler.engine
+        self.scheduler, self.settings, self.metrics = scheduler, settings, metrics
+        self.bodies = BodyMemory(settings.most_bodies)
+        metrics.body_bytes.set_function(lambda: self.bodies.held)
+        self.vocabulary = Vocabulary(engine.tokenizer)
+        self.unknown_fields = UnknownFields(settings.strict)
+        self._created = int(time.time())
+        self._bridge: Bridge | None = None
+        self.executors = Executors()
+        # Processes of the tokenizer take seconds to start; the first clients shall not wait for them.
+        self.executors.prepare(partial(text_ids, engine.tokenizer, "a", engine.decoder.vocabulary))
+        self._prompts = PromptLimit(engine.tokenizer, engine.decoder.vocabulary, engine.context)
+
+    # ── what is small ────────────────────────────────────────────────────────────────────────────
+
+    async def page(self, request: HTTPRequest) -> Response:
+        """The page to chat with the model."""
+        text, headers = page.document()
+        return HTMLResponse(text, headers=headers)
+
+    async def health(self, request: HTTPRequest) -> Response:
+        """Whether requests are served."""
+        if self.scheduler.error is not None:
+            raise Refusal(503, "the engine has failed")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics_text(self, request: HTTPRequest) -> Response:
+        """Figures for Prometheus."""
+        return Response(self.metrics.text, media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: HTTPRequest) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, request: HTTPRequest) -> Response:
+        """The model by its name."""
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._model)
+
+    async def unknown(self, request: HTTPRequest, error: Any) -> Response:
+        """Refuse a path that nobody knows, or a method that it has not."""
+        methods = (error.headers or {}).get("Allow")
+        served = "GET /docs lists what is served" if methods is None else f"allowed: {methods}"
+        message = f"{request.method} {request.url.path[:80]}: {error.detail}; {served}"
+        raise Refusal(error.status_code, message, headers=error.headers)
+
+    @cached_property
+    def _model(self) -> JSON:
+        engine = self.scheduler.engine
+        return {
+            "id": self.settings.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "qcut",
+            "max_model_len": engine.context,
+            "chat": bool(getattr(engine.tokenizer, "chat_template", None)),
+        }
+
+    def _check_name(self, name: str | None) -> None:
+        if name not in (None, self.settings.name) and not self.settings.any_model:
+            allowed = f"allowed: {self.settings.name!r}, or any name where the server runs with --any-model"
+            message = f"model {name[:80]!r}; {allowed}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+
+    # ── completions ──────────────────────────────────────────────────────────────────────────────
+
+    async def completions(self, request: HTTPRequest) -> Response:
+        """``/v1/completions``."""
+        given = await self.read(request, CompletionBody)
+        return await self.answer(request, given, Completion(self.name_for(given)))
+
+    async def chat(self, request: HTTPRequest) -> Response:
+        """``/v1/chat/completions``."""
+        given = await self.read(request, ChatBody)
+        return await self.answer(request, given, ChatCompletion(self.name_for(given)))
+
+    def name_for(self, given: Body) -> str:
+        """The model's name in an answer: as the client gives it."""
+        return given.model or self.settings.name
+
+    async def read(self, request: HTTPRequest, kind: type[B]) -> B:
+        """The body of a request.
+
+        Raises:
+            Refusal: as `body` and `parsed`; or another model.
+        """
+        settings = self.settings
+        data = await body(
+            request.scope, request.receive, most=settings.most_body, seconds=settings.seconds, memory=self.bodies
+        )
+        parse = partial(parsed, kind, data, self.unknown_fields)
+        given = parse() if len(data) < LARGE_BYTES else await self.executors.run(len(data), parse)
+        self._check_name(getattr(given, "model", None))
+        request.state.body_bytes = len(data)
+        return given
+
+    async def ids(self, request: HTTPRequest, prompt: AnyPrompt) -> list[int]:
+        """The token ids of a prompt, which another thread finds.
+
+        Raises:
+            Refusal: the tokenizer or its template does not take the prompt.
+        """
+        try:
+            return await self.executors.run(request.state.body_bytes, partial(self._ids, prompt))
+        except QcutError as error:
+            raise Refusal.of(error, self.scheduler.engine.context) from error
+
+    def _ids(self, prompt: AnyPrompt) -> list[int]:
+        engine = self.scheduler.engine
+        tokenizer, vocabulary = engine.tokenizer, engine.decoder.vocabulary
+        if isinstance(prompt, Text):
+            return text_ids(tokenizer, prompt.text, vocabulary, add_special_tokens=prompt.add_special_tokens)
+        if not isinstance(prompt, Chat):
+            return prompt
+        return chat_ids(
+            tokenizer,
+            prompt.messages,
+            vocabulary,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            add_special_tokens=prompt.add_special_tokens,
+            variables=prompt.variables,
+        )
+
+    async def answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
+        """The answer to a request for text, in a form."""
+        loop = asyncio.get_running_loop()
+        if self._bridge is None:
+            self._bridge = Bridge(loop)
+        stream = Stream(self._bridge, given.n)
+        stops = given.stops(self.scheduler.engine.end_tokens)
+        answer = Answer(given, form, stream, stops, self.vocabulary, self.metrics, self.executors)
+        try:
+            async with watched(request.receive, stream):
+                await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given))
+        except QcutError as error:
+            raise Refusal.of(error, self.scheduler.engine.context, given.PROMPT) from error
+        if stream.is_left:
+            raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
+        request.state.requests = stream.requests
+        if given.stream:
+            return EventStream(stream, answer.pieces())
+        async with watched(request.receive, stream):
+            return await answer.whole()
+
+    def _submit(self, stream: Stream, given: Body) -> None:
+        sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
+        limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
+        most, batch = min(limits, default=None), self.scheduler.engine.batch
+        if given.n > batch:
+            raise Refusal(400, f"n: found {given.n}; allowed: 1 to {batch}, the sequences that run at once", param="n")
+        if most is not None and (given.min_tokens or 0) > most:
+            message = f"min_tokens: found {given.min_tokens}; allowed: 0 to {most}, the most new tokens"
+            raise Refusal(400, message, param="min_tokens")
+        prompts, most_prompts = given.prompts, self.settings.most_prompts
+        if len(prompts) > most_prompts:
+            raise Refusal(400, f"{len(prompts)} prompts; allowed: {most_prompts}", param="prompt")
+        scores_prompts = given.echoes and (given.top is not None or most == 0)
+        for prompt in prompts:
+            if stream.is_left:
+                return
+            self._prompts.check(prompt)
+
+            def submit(samples: int, listener: Listener, ids: list[int]) -> list[Request]:
+                return self.scheduler.submit_samples(
+                    ids,
+                    samples,
+                    most,
+                    sampling=sampling,
+                    stop=stops,
+                    min_new_tokens=given.min_tokens,
+                    skip_special_tokens=given.skip_special_tokens,
+                    top=given.top,
+                    prompt_top=(given.top or 0) if scores_prompts else None,
+                    listener=listener,
+                )
+
+            stream.submit(partial(submit, ids=self._ids(prompt)))

@@ -1,0 +1,477 @@
+"""Bodies of requests: the fields of OpenAI's interface and of vLLM's and llama.cpp's servers that are served.
+
+A field that is null is not set. `qcut.server.known_fields` says what happens to all other fields.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+from qcut.engine.logprobs import MOST_TOP
+from qcut.numerics.sampling import Sampling
+from qcut.server.errors import Refusal
+from qcut.server.known_fields import (
+    ALIASES,
+    CHAT_ONLY,
+    COMPLETION_ONLY,
+    IGNORED,
+    MESSAGE_IGNORED,
+    MESSAGE_ONLY,
+    ONLY,
+    Only,
+    UnknownFields,
+    refuse_unserved,
+    shown,
+)
+from qcut.server.limits.json_body import parse_json
+
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 1024
+MOST_BIASED = 1024
+MOST_NAME_CHARACTERS = 4096
+_LARGEST = (1 << 63) - 1
+_MOST_TOP_K = (1 << 31) - 1
+_SHOWN = 80
+
+_Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+_Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
+_Token = Annotated[int, Field(ge=0, le=_LARGEST)]
+_Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
+_Name = Annotated[str, Field(max_length=MOST_NAME_CHARACTERS)]  # each piece of a stream has it
+B = TypeVar("B", bound="Schema")
+
+
+def _unset(value: object) -> object:
+    """A number; -1 is as good as null: no limit, or no seed."""
+    return None if type(value) is int and value == -1 else value
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _prompt(value: object) -> object:
+    """Check a prompt with one error for all of it: pydantic lists one for each item and each kind."""
+    is_served = isinstance(value, str) or (
+        isinstance(value, list)
+        and (_is_ids(value) or all(isinstance(one, str) for one in value) or all(map(_is_ids, value)))
+    )
+    if not is_served:
+        raise PydanticCustomError("prompt_type", "allowed: a text, a list of texts, token ids, or lists of token ids")
+    return value
+
+
+def _bias(value: object) -> object:
+    """Token ids of ``logit_bias``, which are names in JSON."""
+    if not isinstance(value, dict) or len(value) > MOST_BIASED:
+        raise PydanticCustomError("logit_bias", f"allowed: an object of at most {MOST_BIASED} token ids with numbers")
+    for token, bias in value.items():
+        if not token.isdecimal() or len(token) > 18 or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise PydanticCustomError("logit_bias", "allowed: token ids, each with a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+_Limit = Annotated[Annotated[int, Field(ge=0, le=_LARGEST)] | None, BeforeValidator(_unset)]
+_Seed = Annotated[Annotated[int, Field(ge=-(2**63), lt=2**64)] | None, BeforeValidator(_unset)]
+
+
+class Schema(BaseModel):
+    """A request, or a part of one.
+
+    Attributes:
+        WHERE: names of the fields around, each with a dot.
+        UNSERVED: fields that only a default may have.
+        UNUSED: fields without influence on the answer.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+    WHERE: ClassVar[str] = ""
+    UNSERVED: ClassVar[Mapping[str, Only]] = {}
+    UNUSED: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: object, info: ValidationInfo) -> object:
+        """The fields that are set; others are looked up by name."""
+        if not isinstance(value, dict):
+            return value
+        given = cls.renamed({name: one for name, one in value.items() if one is not None})
+        refuse_unserved(given, cls.UNSERVED, cls.WHERE)
+        for name in given:
+            if name not in cls.model_fields and name not in cls.UNSERVED and name not in cls.UNUSED:
+                (info.context or UnknownFields()).found(f"{cls.WHERE}{name}", cls.model_fields)
+        return given
+
+    @classmethod
+    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The fields by their names here; ``given`` has no nulls."""
+        return given
+
+
+class StreamOptions(Schema):
+    """What a stream has besides text.
+
+    Attributes:
+        include_usage: a last piece counts tokens.
+        continuous_usage_stats: every piece does.
+        include_obfuscation: has no influence; nothing is obfuscated.
+    """
+
+    WHERE = "stream_options."
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat that a tokenizer's template makes a prompt of.
+
+    Attributes:
+        messages: of a role and a text each.
+        add_generation_prompt: whether the beginning of an answer follows.
+        continue_final_message: whether the last message goes on.
+        add_special_tokens: whether the tokenizer adds tokens to those of the template.
+        variables: of the template.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that a tokenizer makes a prompt of.
+
+    Attributes:
+        text: of one character and more.
+        add_special_tokens: whether the tokenizer adds its own, as that of a beginning.
+    """
+
+    text: str
+    add_special_tokens: bool = True
+
+
+AnyPrompt = Text | Chat | list[int]
+
+
+class Body(Schema):
+    """The fields of all requests for text.
+
+    Attributes:
+        PROMPT: name of the field that is continued.
+        model: the name under which the model is served; null is as good.
+        n: continuations of each prompt.
+        seed: of the draws; null or -1 draws one. The same seed gives the same text again.
+        stop_token_ids: end the text, besides the model's own.
+        ignore_eos: the model's own end tokens do not end the text.
+        min_tokens: before so many new tokens nothing ends the text.
+        include_stop_str_in_output: the text has the stop string that ended it.
+        return_tokens_as_token_ids: log-probabilities name tokens ``token_id:N``.
+        return_token_ids: the answer has ids, also of prompts.
+    """
+
+    UNSERVED = ONLY
+    UNUSED = IGNORED
+    PROMPT: ClassVar[str] = "messages"
+    model: _Name | None = None
+    n: _Positive = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[_Token], Field(max_length=MOST_STOPS, fail_fast=True)] = []
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0, le=_LARGEST)] | None = None
+    seed: _Seed = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_TOP_K)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = {}
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    best_of: _Positive | None = None
+
+    @classmethod
+    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """See `Schema`."""
+        for other, name in ALIASES.items():
+            if other in given and name in cls.model_fields:
+                given.setdefault(name, given.pop(other))
+        return given
+
+    def check(self) -> None:
+        """Check fields that depend on each other.
+
+        Raises:
+            Refusal: two that do not go together, which the message names.
+        """
+        if self.best_of not in (None, self.n):
+            message = f"best_of: found {self.best_of}; allowed: {self.n}, which is n. Compare the n log-probabilities"
+            raise Refusal(400, message, param="best_of", code="unsupported")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen.
+
+        Raises:
+            ConfigError: a value outside of its range.
+        """
+        names = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        given: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k)
+        if self.logit_bias:
+            given["logit_bias"] = self.logit_bias
+        seed = secrets.randbits(64) if self.seed is None else self.seed & (2**64 - 1)
+        return Sampling(1.0 if self.temperature is None else self.temperature, seed=seed, **given)
+
+    def stops(self, ends: Sequence[int]) -> list[int | str]:
+        """What ends the text, with a model's own end tokens."""
+        return [*([] if self.ignore_eos else ends), *self.stop_token_ids, *self.stop_strings]
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The strings that end the text."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def prompts(self) -> list[AnyPrompt]:
+        """What is continued."""
+        raise NotImplementedError
+
+    @property
+    def most(self) -> int | None:
+        """Most new tokens; None fills the context."""
+        raise NotImplementedError
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens are listed with each one; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+
+class CompletionBody(Body):
+    """The body of ``/v1/completions``."""
+
+    UNSERVED = COMPLETION_ONLY
+    PROMPT = "prompt"
+
+    prompt: Annotated[Any, BeforeValidator(_prompt)]
+    max_tokens: _Limit = 16
+    logprobs: _Top | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """See `Body`."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal(400, "max_tokens: found 0; allowed: 1 and more, or 0 with echo", param="max_tokens")
+
+    @property
+    def prompts(self) -> list[AnyPrompt]:
+        """What is continued."""
+        given: Any = self.prompt
+        several = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
+        return [Text(one, self.add_special_tokens) if isinstance(one, str) else one for one in several]
+
+    @property
+    def most(self) -> int | None:
+        """Most new tokens; None fills the context."""
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens are listed with each one; None: no log-probabilities."""
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """See `Body`."""
+        return self.echo
+
+
+class TextPart(Schema):
+    """A part of a message."""
+
+    WHERE = "messages.content."
+    UNUSED = frozenset({"annotations", "cache_control", "logprobs"})
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class Message(Schema):
+    """A message of a chat; an assistant's may have no content."""
+
+    WHERE = "messages."
+    UNSERVED = MESSAGE_ONLY
+    UNUSED = MESSAGE_IGNORED
+    role: str
+    content: str | Annotated[list[str | TextPart], Field(fail_fast=True)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, value: object) -> object:
+        """No content is no text, where it is null and where an answer has none."""
+        if not isinstance(value, dict):
+            return value
+        is_empty = value["content"] is None if "content" in value else value.get("role") == "assistant"
+        return {**value, "content": ""} if is_empty else value
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The message as templates take it."""
+        parts = [self.content] if isinstance(self.content, str) else self.content
+        text = "".join(part if isinstance(part, str) else part.text for part in parts)
+        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+
+
+class ChatFields(Schema):
+    """The fields that make a prompt of a chat.
+
+    Attributes:
+        chat_template_kwargs: variables of the template.
+        reasoning_effort: one of them, under OpenAI's name.
+    """
+
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+    @property
+    def turns(self) -> list[Message]:
+        """The messages."""
+        raise NotImplementedError
+
+    @property
+    def chat(self) -> Chat:
+        """The messages and how a prompt is made of them.
+
+        Raises:
+            Refusal: the last message goes on, and an answer shall begin.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message: found true; allowed: false, or add_generation_prompt false"
+            raise Refusal(400, message, param="continue_final_message")
+        adds = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return Chat(
+            [message.plain for message in self.turns],
+            adds,
+            self.continue_final_message,
+            self.add_special_tokens,
+            {**effort, **self.chat_template_kwargs},
+        )
+
+
+class ChatBody(ChatFields, Body):
+    """The body of ``/v1/chat/completions``."""
+
+    UNSERVED = CHAT_ONLY
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: _Limit = None
+    max_completion_tokens: _Limit = None
+    logprobs: bool = False
+    top_logprobs: _Top = 0
+
+    @classmethod
+    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """See `Schema`. Tools that shall not be called ask for nothing."""
+        return without_tools(super().renamed(given))
+
+    def check(self) -> None:
+        """See `Body`."""
+        super().check()
+        for name in ("max_tokens", "max_completion_tokens"):
+            if getattr(self, name) == 0:
+                raise Refusal(400, f"{name}: found 0; allowed: 1 and more", param=name)
+        if self.top_logprobs and not self.logprobs:
+            message = f"top_logprobs: found {self.top_logprobs}; allowed: 0, or logprobs true"
+            raise Refusal(400, message, param="top_logprobs")
+
+    @property
+    def turns(self) -> list[Message]:
+        """See `ChatFields`."""
+        return self.messages
+
+    @property
+    def prompts(self) -> list[AnyPrompt]:
+        """What is continued."""
+        return [self.chat]
+
+    @property
+    def most(self) -> int | None:
+        """Most new tokens; None fills the context."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens are listed with each one; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+
+def without_tools(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request, without tools where none shall be called."""
+    for choice, tools in (("tool_choice", "tools"), ("function_call", "functions")):
+        if given.get(choice) == "none":
+            given.pop(tools, None)
+    return given
+
+
+def parsed(kind: type[B], data: bytes, unknown: UnknownFields | None = None) -> B:
+    """Read a body.
+
+    Args:
+        kind: of the body.
+        data: JSON.
+        unknown: what happens to unknown fields; None: they are logged and ignored.
+
+    Raises:
+        Refusal: no JSON; a field that is missing, not served, or of another kind, which the message names.
+    """
+    given = parse_json(data)
+    try:
+        found = kind.model_validate(given, context=unknown or UnknownFields())
+    except ValidationError as error:
+        raise _refusal(error, kind) from None
+    if isinstance(found, Body):
+        found.check()
+    return found
+
+
+def _refusal(found: ValidationError, kind: type[Schema]) -> Refusal:
+    """What is wrong first. Of several types that a value might have, the one that fits furthest says it."""
+    errors = found.errors(include_url=False, include_context=False)
+    beside = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(beside, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
+    known = {*kind.model_fields, *Message.model_fields, *TextPart.model_fields, *StreamOptions.model_fields}
+    names = [str(name) for name in first["loc"] if isinstance(name, int) or name in known]
+    where = ".".join(names)[:_SHOWN]
+    value = "" if first["type"] == "missing" else f"found {shown(first['input'])}; "
+    what = "Field required" if first["type"] == "missing" else first["msg"]
+    hint = ". The model reads text only" if first["type"] == "literal_error" and names[-1] == "type" else ""
+    return Refusal(400, f"{where or 'the body'}: {value}{what}{hint}", param=where or None)

@@ -1,0 +1,251 @@
+"""`qcut.backends.cuda.attention`: kernels of a shape, their arguments, and the counters of launches and graphs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qcut.backends.cuda import attention as attention_cuda
+from qcut.backends.cuda.attention import Counters
+from qcut.dispatch.gpus import Target
+from qcut.ops.attention.decode import AppendAttention, AppendKv, DecodeAttention
+from tests.support.launches import A100, H200, Launches, note_launches
+
+HEAD, KV_HEADS, CONTEXT = 64, 2, 1024
+
+
+@pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)
+def gpu(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
+@pytest.fixture
+def launches(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.setattr(attention_cuda, "_counters", Counters(lambda device: 0, lambda: False))
+    return note_launches(attention_cuda, gpu, monkeypatch)
+
+
+def step(dtype: torch.dtype = torch.float16, *, batch: int = 3, int8: bool = False, rotary: bool = True) -> Any:
+    """An `AppendAttention` of rows that lie in one projection."""
+    rows = torch.randn(batch, (4 + 2 * KV_HEADS) * HEAD).to(dtype)
+    q, k, v = (t.unflatten(1, (-1, HEAD)) for t in rows.split((4 * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD), 1))
+    cos, sin = torch.randn(2, CONTEXT, HEAD).to(dtype) if rotary else (None, None)
+    keys, values = torch.zeros(2, batch, KV_HEADS, CONTEXT, HEAD, dtype=torch.int8 if int8 else dtype)
+    scales = torch.zeros(2, batch, KV_HEADS, CONTEXT) if int8 else (None, None)
+    positions, slots = torch.arange(2 * batch, dtype=torch.int32).view(2, batch)
+    return AppendAttention(q, k, v, cos, sin, positions, slots, keys, values, *scales, 0.125)
+
+
+def same(launch: dict[str, Any], call: Any, *names: str) -> None:
+    """Whether the kernel gets the call's own memory."""
+    for name in names:
+        tensor = getattr(call, name)
+        assert tensor is None or launch[name] == tensor.data_ptr(), name
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_tokens_go_to_the_cache(launches: Launches, int8: bool, rotary: bool) -> None:
+    one = step(int8=int8, rotary=rotary)
+    for interleaved in (False, True):
+        attention_cuda.append_kv(AppendKv(*one[:11], interleaved=interleaved))
+    first, second = launches
+    for launch in launches:
+        same(launch, one, "q", "k", "v", "slots", "keys", "values", *(("key_scales", "value_scales") if int8 else ()))
+        assert (launch["heads"], launch["kv_heads"], launch["context"]) == (4 * rotary, KV_HEADS, CONTEXT)
+        assert (launch["tokens"], launch["length"]) == (3, 1)
+        assert launch["q_stride"] == launch["kv_stride"] == one.q.stride(0)
+    assert (first["kernel"] == second["kernel"]) == (not rotary)
+    if rotary:
+        same(first, one, "cos", "sin", "positions")
+
+
+def test_vectors_are_read_where_all_rows_start_at_their_multiples(launches: Launches) -> None:
+    one = step()
+    apart = torch.empty(1 + one.k.numel(), dtype=one.k.dtype)[1:].view(one.k.shape)
+    attention_cuda.append_kv(AppendKv(*one[:11]))
+    attention_cuda.append_kv(AppendKv(*one._replace(k=apart, v=apart.clone())[:11]))
+    assert [launch["kernel"].endswith("_u") for launch in launches] == [False, True]
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_step_on_tensor_cores_is_one_launch(launches: Launches, int8: bool, rotary: bool) -> None:
+    one = step(int8=int8, rotary=rotary)._replace(absmax=torch.zeros(3), counters=torch.zeros(12, dtype=torch.int32))
+    y = attention_cuda.append_attention(one)
+    (launch,) = launches
+    assert launch["out"] == y.data_ptr()
+    same(launch, one, "q", "k", "v", "positions", "slots", "keys", "values", "absmax")
+    same(launch, one, *(("cos", "sin") if rotary else ()), *(("key_scales", "value_scales") if int8 else ()))
+    assert (launch["kv_heads"], launch["queries"], launch["context"]) == (KV_HEADS, 2, CONTEXT)
+    assert launch["grid"][2] == launch["rows"] == 3
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_norms_of_heads_are_in_the_same_launch(launches: Launches, rotary: bool) -> None:
+    norms = {"query_norm": torch.ones(HEAD).half(), "key_norm": torch.ones(HEAD).half()}
+    one = step(rotary=rotary)._replace(**norms, eps=0.25, window=5)
+    attention_cuda.append_attention(one)
+    (launch,) = launches
+    same(launch, one, "q", "k", "v", "query_norm", "key_norm")
+    assert (launch["window"], launch["eps"]) == (5, 0.25)
+
+
+def test_rings_are_bounded_by_places(launches: Launches) -> None:
+    ring = {"window": 5, "ring": 5000}
+    one = step()._replace(**ring)
+    attention_cuda.append_attention(one)
+    attention_cuda.append_attention(step(torch.float32)._replace(**ring, softcap=2.0))
+    attention_cuda.decode_attention(one.parts[1])
+    attention_cuda.append_kv(one.parts[0])
+    for launch in launches:
+        assert "_ring" in launch["kernel"]
+        assert (launch["ring"], launch["context"]) == (5000, CONTEXT)
+    plain = step()._replace(window=5)
+    attention_cuda.append_attention(plain)
+    assert "_ring" not in launches[-1]["kernel"]
+    assert launches[0]["kernel"].replace("_ring", "") == launches[-1]["kernel"]
+    assert launches[0]["grid"] == launches[-1]["grid"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernels_are_chosen_for_the_reach_and_strides_are_the_caches(launches: Launches, dtype: torch.dtype) -> None:
+    long, short = step(dtype, batch=1), step(dtype, batch=1)
+    short = short._replace(keys=short.keys[:, :, :100].clone(), values=short.values[:, :, :100].clone())
+    for call in (long, long._replace(reach=100), short, long._replace(window=50, reach=60), long._replace(window=50)):
+        attention_cuda.append_attention(call)
+        attention_cuda.decode_attention(call.parts[1])
+    attend = [launch for launch in launches if "attention" in launch["kernel"]]
+    whole, near, small, seen, window = ([(a["kernel"], a["grid"]) for a in attend[i : i + 2]] for i in range(0, 10, 2))
+    assert near == small != whole
+    assert seen == window
+    assert {(a["context"], a["batch_stride"]) for a in attend[2:4]} == {(CONTEXT, KV_HEADS * CONTEXT * HEAD)}
+
+
+def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Target) -> None:
+    for call in (step(), step()._replace(settled=True), step(torch.float32)._replace(settled=True)):
+        attention_cuda.append_attention(call)
+    assert ["_settled" in launch["kernel"] for launch in launches] == [False, gpu is H200, False, False]
+    assert launches[0]["grid"] == launches[1]["grid"]
+
+
+def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
+    attention_cuda.append_attention(step(torch.float32)._replace(**norms))
+    assert len(launches) == 2
+    monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, closed=True))
+    one = step()._replace(**{name: weight.half() for name, weight in norms.items()})
+    attention_cuda.append_attention(one)
+    assert "query_norm" not in launches[-1]
+    assert launches[-1]["q"] != one.q.data_ptr()
+    assert launches[-1]["v"] != 0
+
+
+def test_a_step_of_float32_is_two_launches(launches: Launches) -> None:
+    one = step(torch.float32)._replace(absmax=torch.zeros(3))
+    attention_cuda.append_attention(one)
+    append, attention = launches
+    same(append, one, "k", "v", "cos", "sin", "slots", "keys", "values")
+    same(attention, one, "positions", "keys", "values")
+    assert append["q"] == attention["q"] != one.q.data_ptr()  # a copy is rotated: the caller's queries stay
+
+
+def test_parts_meet_in_memory_only_where_there_are_several(launches: Launches) -> None:
+    few, many = step(batch=1), step(batch=256)
+    given = torch.zeros(2048, dtype=torch.int32)
+    for one in (step(torch.float32, batch=1), few, many):
+        for counters in (None, given):
+            attention_cuda.decode_attention(DecodeAttention(one.q, *one[7:11], one.positions, 0.125, counters))
+    for own, callers in zip(launches[::2], launches[1::2], strict=True):
+        assert own["kernel"] == callers["kernel"]
+        meets = own["grid"][0] > 1 and "_c" not in own["kernel"].rpartition("_w")[2]
+        assert (own["workspace"] != 0) == (own["counters"] != 0) == meets
+        assert callers["counters"] == given.data_ptr() * meets
+    assert launches[0]["workspace"]
+    assert launches[-1]["workspace"] == 0
+
+
+def test_nothing_is_launched_for_no_sequences(launches: Launches) -> None:
+    one = step()
+    nobody = one._replace(**{name: getattr(one, name)[:0] for name in ("q", "k", "v", "positions", "slots")})
+    assert attention_cuda.append_attention(nobody).shape == (0, 4, HEAD)
+    assert attention_cuda.decode_attention(nobody.parts[1]).shape == (0, 4, HEAD)
+    attention_cuda.append_kv(nobody.parts[0])
+    assert not launches
+
+
+# ── counters ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Captures(TorchDispatchMode):
+    """Streams and captures as `Counters` see them; what is asked of the device within a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream, self.captured, self.capturing = 1, list[str](), False
+        self.counters = Counters(lambda device: self.stream, lambda: self.capturing)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.capturing:
+            self.captured.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+    def take(self, count: int) -> Tensor:
+        with self:
+            return self.counters.take(count, torch.empty(0))
+
+
+def test_threads_on_a_stream_share_counters() -> None:
+    counters, like = Counters(lambda device: 1, lambda: False), torch.empty(0)
+    barrier = threading.Barrier(8)
+
+    class Slow(torch.Tensor):
+        def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
+            time.sleep(0.01)
+            return torch.empty(0).new_zeros(*args, **kwargs)
+
+    def take(_: int) -> Tensor:
+        barrier.wait()
+        return counters.take(8, like.as_subclass(Slow))
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(take, range(8)))
+    assert {id(t) for t in taken} == {id(taken[0])}
+
+
+def test_launches_on_a_stream_share_counters() -> None:
+    cuda = Captures()
+    first = cuda.take(8)
+    assert first.dtype is torch.int32
+    assert not first.any()
+    assert cuda.take(4096) is first
+    more = cuda.take(5000)
+    assert len(more) >= 5000
+    assert cuda.take(8) is more
+    cuda.stream = 2
+    assert cuda.take(8) is not more
+    cuda.stream = 1
+    assert cuda.take(8) is more
+
+
+def test_a_graph_clears_counters_of_its_own() -> None:
+    """The second graph may be replayed before the first, so that each has to set its counters to zero itself."""
+    cuda = Captures()
+    eager = cuda.take(8)
+    cuda.capturing = True
+    taken = []
+    for _ in range(2):
+        cuda.captured.clear()
+        taken.append(cuda.take(8))
+        assert "aten::new_zeros" in cuda.captured
+    cuda.capturing = False
+    assert len({t.data_ptr() for t in (eager, *taken)}) == 3
+    assert cuda.take(8) is eager

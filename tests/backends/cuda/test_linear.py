@@ -1,0 +1,106 @@
+"""`qcut.backends.cuda.linear`: the kernels of a layer, as a call launches them and as they are built ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcut.backends.cuda import gemm as gemm_cuda
+from qcut.backends.cuda import linear as linear_cuda
+from qcut.backends.cuda.launch.plans import m_bucket
+from qcut.backends.cuda.linear import Int8Layer, LinearLayer, linear_problem
+from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType
+from qcut.layers.linear import Linear
+from qcut.schemes import parse_scheme
+
+H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+
+
+@pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    monkeypatch.setattr(linear_cuda, "target", lambda device: request.param)
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)  # so that texts are made in no time
+    return request.param
+
+
+def layer(scheme: str, m: int, *, k: int = 640, aligned: bool = True) -> LinearLayer:
+    return LinearLayer(scheme, torch.float16, m_bucket(m), 1280, k, True, "none", aligned)
+
+
+def test_the_class_of_a_layer_describes_its_calls() -> None:
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
+        describe, call = Linear.subclass_for(scheme).cuda_calls, layer(scheme, 63)
+        wanted = {"dtype": torch.float16, "rows": 63, "n": 1280, "bias": True, "activation": "none"}
+        assert describe(parse_scheme(scheme), k=640, **wanted) == [call]
+        assert describe(parse_scheme(scheme), k=636, **wanted) == [call._replace(k=636, aligned=False)]
+
+
+def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
+    for scheme in ("w8a8", "w8a8_static"):
+        for m in (8, 16, 17, 64, 65, 4096):
+            quantize, product = layer(scheme, m, k=4096).sources(0)
+            assert quantize.name.startswith("qcut_quantize_per_t")
+            problem = linear_problem(DType.F16, 1280, 4096, True, "none", scheme)
+            choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 4096, gpu, cutlass=False)
+            assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (m > 16)
+
+
+def test_a_token_of_w8a8_is_quantized_by_its_product(gpu: Target) -> None:
+    for m, k, fused in ((1, 640, True), (1, 16_384, True), (1, 16_400, False), (2, 640, False)):
+        names = [source.name for source in layer("w8a8", m, k=k).sources(0)]
+        assert (len(names) == 1) == fused, (m, k)
+        assert ("_floats_f16_" in names[-1]) == fused
+    assert len(layer("w8a8_static", 1).sources(0)) == 2
+
+
+def test_a_call_of_int16x8_quantizes_halves_and_multiplies_twice_the_rows(gpu: Target) -> None:
+    problem = linear_problem(DType.F16, 14336, 4096, True, "none", "int16x8")
+    for m in (1, 2, 8, 9, 16, 17, 64, 65, 4096):
+        call = layer("int16x8", m, k=4096)._replace(n=14336)
+        *quantize, product = call.specs(0)
+        if m == 1:
+            assert quantize == [None]
+            assert "_floats_f16_f16_halves_" in product.source.name
+            continue
+        assert quantize[0] is not None
+        assert quantize[0].source.name.endswith("_halves")
+        if m <= 8:
+            assert "_given_f16_halves_" in product.source.name
+            continue
+        choice = dispatch.select_gemm(problem, max(2 * m_bucket(m), 64), 14336, 4096, gpu, cutlass=False)
+        assert product.source.name == dispatch.emit(choice, problem, gpu.arch).name
+        tile = choice.tile.threadblock_shape  # type: ignore[union-attr]
+        splits = getattr(choice.tile, "splits", 1)
+        assert product.grid(m) == (-(-problem.epilogue.rows(m) // tile[0]) * -(-14336 // tile[1]) * splits, 1, 1)
+
+
+def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
+    for m in (1, 16, 17, 512):
+        (product,) = layer("w8a16", m).sources(0)
+        problem = linear_problem(DType.F16, 1280, 640, True, "none", "w8a16")
+        choice = dispatch.select_w8a16(problem, m_bucket(m), 1280, 640, gpu, nvcc=False)
+        assert product.name == dispatch.emit(choice, problem, gpu.arch).name
+
+
+def test_unaligned_tokens_are_read_by_other_kernels(gpu: Target) -> None:
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
+        first, other = layer(scheme, 32).sources(0)[0], layer(scheme, 32, aligned=False).sources(0)[0]
+        assert first.name != other.name
+
+
+def test_launches_are_data_that_cpp_can_repeat(gpu: Target) -> None:
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
+        for m in (1, 64, 4096):
+            for spec in layer(scheme, m).specs(0):
+                assert spec is None or (isinstance(spec.grid, Grid) and spec.grid.one[2] == 1)
+
+
+def test_the_kernel_for_few_int8_tokens_notes_magnitudes(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
+    for m, absmax, notes in ((1, True, True), (8, True, True), (16, True, True), (8, False, False), (33, True, False)):
+        spec, noted = Int8Layer(torch.float16, m_bucket(m), 1280, 640, True, "none", absmax).spec(0)
+        assert noted == notes
+        assert any(p.name == "absmax" for p in spec.source.params) == notes

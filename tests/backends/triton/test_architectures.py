@@ -1,0 +1,55 @@
+"""Kernels of the portable path compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from tests.backends.triton.compiled import early_steps, products_from_registers
+from tests.support import ROOT
+
+
+def compiled(arguments: str, folder: Path) -> list[str]:
+    """The lines that `tests.backends.triton.compiled` prints."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    command = [sys.executable, "-m", "tests.backends.triton.compiled", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("target", ["cuda 110 i8", "cuda 80 bf16", "hip gfx942 fp16"])
+def test_products_compile_for_gpus_that_cuda_kernels_refuse(target, tmp_path):
+    if Version(version("triton")) < Version("3.7"):
+        target = target.replace("110", "101")  # the same GPU's name up to CUDA 12.9, which Triton 3.6 brings
+    lines = compiled(f"sizes {target}", tmp_path)
+    assert len(lines) == 2
+    assert all(int(size) > 1000 for size in lines)
+
+
+@pytest.mark.parametrize("product", ["codebook fp16 4096", "codebook i8 200", "int8 fp16 4096"])
+def test_a_loop_waits_for_the_product_that_reads_decoded_weights(product, tmp_path):
+    """The next step decodes into the registers that a product of sm_90 reads while it runs."""
+    lines = [line.split(maxsplit=2) for line in compiled(f"loops {product}", tmp_path)]
+    assert len(lines) >= 3
+    assert any(int(products) for products, _, _ in lines)
+    assert all(early == "0" for _, early, _ in lines), lines
+
+
+def test_loops_that_do_not_wait_are_found():
+    product = (
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1,%f2,%f3,%f4}, {%r1,%r2,%r3,%r4}, %rd1, %p1, 1, 1, 0;"
+    )
+    memory = product.replace("{%r1,%r2,%r3,%r4}", "%rd2")
+    loop = "$L__BB0_2:\n{}\n\twgmma.wait_group.sync.aligned {};\n@%p2 bra \t$L__BB0_2;\n$L__BB0_3:\nbra.uni $L__BB0_4;"
+    assert (products_from_registers(product), products_from_registers(memory)) == (1, 0)
+    assert early_steps(loop.format(product, 0)) == 0
+    assert early_steps(loop.format(product, 1)) == 1
+    assert early_steps(loop.format(memory, 1)) == 0
+    assert early_steps(loop.format(product, 7) + loop.format(memory, 0)) == 1

@@ -1,0 +1,100 @@
+"""Parts of a layer: slices of its stored tensors, with rotations that know where a part begins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import qcut
+from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
+from qcut.layers.parallel import CUT, part_layer, part_scheme, part_shapes, refuse_parts
+
+N, K, PARTS = 48, 512, 2
+SCHEMES = ("w8a8", "w8a16", "int16x8", "codebook4", "codebook3_g64", "codebook4+2", "codebook4_pairs_int8", "int4")
+
+
+@pytest.fixture(scope="module")
+def module() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(K, N)
+
+
+def columns(part: int) -> slice:
+    return slice(part * K // PARTS, (part + 1) * K // PARTS)
+
+
+def of_columns(whole: qcut.Linear, part: int) -> dict[str, torch.Tensor]:
+    """The stored tensors of one part, cut from those of the whole layer."""
+    cut = {}
+    for key, tensor in whole.state_dict().items():
+        along = CUT.get(key, ())
+        if key == "qweight":
+            tensor = tensor[:, :K]
+        if key != "bias":
+            cut[key] = tensor.chunk(PARTS, 1)[part] if 1 in along else tensor
+    return cut
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_part_of_the_columns_is_what_quantizing_them_gives(module: nn.Linear, scheme: str) -> None:
+    whole = qcut.Linear.from_float(module, scheme)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    total = whole.bias.expand(5, N)
+    for part in range(PARTS):
+        own, at = part_scheme(whole.scheme, columns(part).start, K // PARTS), columns(part)
+        alone = nn.Linear(K // PARTS, N, bias=False)
+        alone.weight = nn.Parameter(module.weight[:, at])
+        absmax = module.weight.detach().abs().amax(1)
+        made = qcut.Linear.from_float(alone, own, row_absmax=absmax)
+        cut = part_layer(own, N, K // PARTS, of_columns(whole, part), "h.down")
+        for (name, buffer), (_, other) in zip(made.named_buffers(), cut.named_buffers(), strict=True):
+            assert torch.equal(buffer, other), (part, name)
+        for key, (shape, dtype) in part_shapes(own, N, K // PARTS).items():
+            assert (list(of_columns(whole, part)[key].shape), of_columns(whole, part)[key].dtype) == (shape, dtype)
+        assert torch.allclose(made.dequantized_weight(), whole.dequantized_weight()[:, at], atol=1e-6)
+        total = total + made(x[:, at])
+    torch.testing.assert_close(total, whole(x), rtol=0, atol=0.1 if whole.scheme.int8_products else 1e-4)
+
+
+def test_static_parts_have_column_sums_of_their_own(module: nn.Linear) -> None:
+    whole = qcut.Linear.from_float(module, "w8a8_static", static_range=qcut.StaticRange(-3.0, 4.0))
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    parts = [part_layer(whole.scheme, N, K // PARTS, of_columns(whole, part)) for part in range(PARTS)]
+    assert torch.equal(sum(part.colsum for part in parts), whole.colsum)
+    total = sum(part(x[:, columns(i)]) for i, part in enumerate(parts)) + whole.bias
+    # The integers are those of the whole layer: float32 sums of two parts are all that differs.
+    torch.testing.assert_close(total, whole(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first", "k"),
+    [("codebook4", 64, 128), ("codebook4", 0, 64), ("codebook4_rows", 0, 256), ("codebook3_g4", 0, 4)],
+)
+def test_parts_that_end_inside_a_group_or_a_byte_are_refused(scheme: str, first: int, k: int) -> None:
+    with pytest.raises(UnsupportedError, match=rf"'h.down': {scheme} in parts of {k} input channels"):
+        part_scheme(qcut.schemes.parse_scheme(scheme), first, k, "h.down")
+
+
+def test_a_broken_part_is_refused(module: nn.Linear) -> None:
+    tensors = of_columns(qcut.Linear.from_float(module, "w8a8"), 0)
+    scheme = qcut.schemes.parse_scheme("w8a8")
+    with pytest.raises(CheckpointError, match=r"'h\.down': weight_scale: found -1"):
+        part_layer(scheme, N, K // PARTS, tensors | {"weight_scale": torch.full((N,), -1.0)}, "h.down")
+    with pytest.raises(CheckpointError, match=r"(?s)'h\.down'.*weight_scale"):
+        part_layer(scheme, N, K // PARTS, tensors | {"weight_scale": torch.ones(N + 1)}, "h.down")
+
+
+@pytest.mark.parametrize("factor", [0.5, float("nan"), float("inf")])
+def test_a_maximum_that_is_not_of_these_rows_is_refused(module: nn.Linear, factor: float) -> None:
+    absmax = module.weight.detach().abs().amax(1) * factor
+    with pytest.raises(QuantizationError, match=r"'h\.down'.*row_absmax"):
+        qcut.Linear.from_float(module, "w8a8", row_absmax=absmax, name="h.down")
+
+
+def test_what_needs_whole_layers_is_refused(module: nn.Linear) -> None:
+    layer = qcut.Linear.from_float(module, "w8a8", name="h.down")
+    refuse_parts(layer, "saving")
+    layer.parts = 2
+    with pytest.raises(UnsupportedError, match=r"'h\.down': saving: the process has one of 2 parts"):
+        refuse_parts(layer, "saving")
