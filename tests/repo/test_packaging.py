@@ -122,7 +122,7 @@ def test_wheel_metadata(wheel_files: dict[str, str]) -> None:
     assert f"Version: {qcut.__version__}\n" in metadata
     assert "License-Expression: Apache-2.0\n" in metadata
     (entry_points,) = (text for name, text in wheel_files.items() if name.endswith("entry_points.txt"))
-    assert "qcut = qcut.cli.main:main" in entry_points
+    assert "qcut = qcut.__main__:main" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in wheel_files)
 
 

@@ -36,7 +36,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_a_second_process_does_not_compile() -> None:
     assert _native.build() is not None, "g++ and torch's headers are there: it must compile"
     code = """
-from qcut.backends.cuda import native as _native
+from qcut.backends.cuda.launch import native as _native
 def refuse():
     raise AssertionError("compiled again")
 _native._compile = refuse
