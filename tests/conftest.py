@@ -19,7 +19,7 @@ os.environ.setdefault("QCUT_BUILD", "wait")
 import torch
 
 if not torch.cuda.is_available():
-    # Triton reads it when it is imported: its interpreter then runs the portable path's kernels on the CPU.
+    # Triton reads it when it is imported: its interpreter then runs the Triton kernels on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.support import llama2c_oracle

@@ -177,9 +177,9 @@ def _path(gpu: str, refusal: str | None) -> Finding:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:
         advice = "pip install triton, in the version that this build of torch names"
-        return Finding("layers", "missing", f"none on {gpu}: {refusal}, and the portable path needs triton", advice)
+        return Finding("layers", "missing", f"none on {gpu}: {refusal}, and the Triton back end needs triton", advice)
     return Finding(
-        "layers", "warn", f"portable on {gpu}: triton {version} ({refusal})", "the engine needs CUDA kernels"
+        "layers", "warn", f"Triton back end on {gpu}: triton {version} ({refusal})", "the engine needs CUDA kernels"
     )
 
 

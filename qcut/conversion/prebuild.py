@@ -45,7 +45,7 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         bias = task.module._parameters.get("bias") is not None
         index = home.index if home.index is not None else torch.cuda.current_device()
         if index in paths.refusals():
-            continue  # the portable path's kernels are built by the first call
+            continue  # the Triton kernels are built by the first call
         describe, of_device = Linear.subclass_for(scheme).cuda_calls, calls.setdefault(index, set())
         for m in rows:
             of_device.update(

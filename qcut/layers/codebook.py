@@ -527,7 +527,7 @@ def _reader(
 
 def _by_kernels(device: torch.device) -> bool:
     """Whether the operators of kernels compute a layer on a device, whoever serves them."""
-    return path.name == "portable" or (path.name == "fused" and _has_kernels(device))
+    return path.name == "triton" or (path.name == "cuda" and _has_kernels(device))
 
 
 def _has_kernels(device: torch.device) -> bool:

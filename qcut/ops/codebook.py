@@ -324,7 +324,7 @@ def check_rotated(op: str, x: Tensor, operands: Tensor, group_size: int, seeds: 
 
 @operator("codebook_linear", returns="Tensor", composed=True)
 class CodebookLinear(NamedTuple):
-    """A whole layer in plain torch on every device: the explicit path of `qcut.execution_path`.
+    """A whole layer in plain torch on every device: the reference of `qcut.execution_path`.
 
     ``y = act(x @ W.T + bias)``, W the sum of one or two passes of rotated codebook weights. Passes of one width are one
     set of weights, passes of two widths are two.

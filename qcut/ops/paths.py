@@ -1,4 +1,4 @@
-"""Who computes the operators of layers: CUDA kernels, Triton's, or plain torch; and the GPUs that leave no choice."""
+"""The back end that computes the operators of layers: CUDA, Triton or the reference; and which GPUs have which."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import torch
 from qcut.common.locks import Lock
 from qcut.errors import ConfigError, PathWarning, UnsupportedError
 
-PATHS = ("fused", "portable", "explicit")
+BACK_ENDS = ("cuda", "triton", "reference")
+_OTHER_NAMES = {"fused": "cuda", "portable": "triton", "explicit": "reference"}
 
 
 class _Path(threading.local):
     """A thread's execution path. Compiled code is guarded by the attribute; a ContextVar could not be traced."""
 
     def __init__(self) -> None:
-        self.name = "fused"
+        self.name = "cuda"
 
 
 path = _Path()
 _lock = Lock()
-_chosen = 0  # blocks of another path than fused that are running, in all threads
+_chosen = 0  # running blocks of another back end than CUDA, in all threads
 _watchers: list[Callable[[int], None]] = []
 _refusals: dict[int, str] | None = None
 _warned: set[int] = set()
@@ -32,30 +33,32 @@ _warned: set[int] = set()
 
 @contextmanager
 def execution_path(name: str) -> Iterator[None]:
-    """Choose how layers compute within a block, in the thread that runs it.
+    """Choose the back end of layers within a block, in the thread that runs it.
 
     Args:
-        name: ``fused``: CUDA kernels on GPUs that have them, plain torch on the CPU. ``portable``: Triton kernels on
-            any GPU that Triton knows, which decode weights on their way to the product; on the CPU in Triton's
-            interpreter, with TRITON_INTERPRET=1. ``explicit``: plain torch everywhere: weights unpacked, looked up,
-            multiplied and rescaled. Integers are the same on all three.
+        name: ``cuda``: qcut's CUDA kernels on GPUs that have them, plain torch on the CPU. ``triton``: Triton kernels
+            on any GPU that Triton knows, which decode weights on their way to the product; on the CPU in Triton's
+            interpreter, with TRITON_INTERPRET=1. ``reference``: plain torch everywhere: weights unpacked, looked up,
+            multiplied and rescaled. Integers are the same on all three. ``fused``, ``portable`` and ``explicit`` are
+            other names of the three.
 
     Raises:
         ConfigError: another name.
     """
-    if name not in PATHS:
-        raise ConfigError(f"execution path {name!r} does not exist; use one of {', '.join(PATHS)}")
+    name = _OTHER_NAMES.get(name, name)
+    if name not in BACK_ENDS:
+        raise ConfigError(f"back end {name!r} does not exist; allowed: {', '.join(BACK_ENDS)}")
     before, path.name = path.name, name
-    _count(name != "fused")
+    _count(name != "cuda")
     try:
         yield
     finally:
         path.name = before
-        _count(-(name != "fused"))
+        _count(-(name != "cuda"))
 
 
 def watch(watcher: Callable[[int], None]) -> None:
-    """Call a function now, and whenever it changes, with the number of blocks in which another path than fused runs."""
+    """Call a function now, and whenever it changes, with the number of running blocks of another back end than CUDA."""
     with _lock:
         _watchers.append(watcher)
         watcher(_chosen)
@@ -94,19 +97,19 @@ def _refusal(device: int) -> str | None:
 
 
 def is_usual() -> bool:
-    """Whether this thread is on the fused path, and every GPU has it."""
-    return path.name == "fused" and not (refusals() if _refusals is None else _refusals)
+    """Whether this thread computes with the CUDA back end, and every GPU has it."""
+    return path.name == "cuda" and not (refusals() if _refusals is None else _refusals)
 
 
 def path_on(device: torch.device) -> str:
-    """The path of this thread's calls on a CUDA device; says once that a GPU has no other than the portable one."""
-    if path.name != "fused":
+    """The back end of this thread's calls on a CUDA device; warns once of a GPU that has Triton's only."""
+    if path.name != "cuda":
         return path.name
     reason = refusals().get(device.index if device.index is not None else torch.cuda.current_device())
     if reason is None:
-        return "fused"
+        return "cuda"
     ordinal = device.index or 0
     if ordinal not in _warned:
         _warned.add(ordinal)
-        warnings.warn(f"{reason}. Layers run Triton's kernels there, the portable path", PathWarning, stacklevel=2)
-    return "portable"
+        warnings.warn(f"{reason}. Layers run Triton's kernels there", PathWarning, stacklevel=2)
+    return "triton"

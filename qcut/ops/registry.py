@@ -69,7 +69,7 @@ class Call(Protocol):
 C = TypeVar("C", bound=Call)
 F = TypeVar("F", bound=Callable[..., Any])
 _served: dict[tuple[type, str], Callable[[Any], Any]] = {}
-_SIDES = {"fused": "qcut.backends.cuda.operators", "portable": "qcut.backends.triton.operators"}
+_SIDES = {"cuda": "qcut.backends.cuda.operators", "triton": "qcut.backends.triton.operators"}
 """Modules that register what serves operators on a path, imported at a path's first call: they lie above this one."""
 
 
@@ -130,21 +130,21 @@ def operator(
             made.check()
             return made.cpu()
 
-        sides: dict[str, Callable[[C], Any]] = {"explicit": checked} if layers else {}
+        sides: dict[str, Callable[[C], Any]] = {"reference": checked} if layers else {}
 
         def side(path: str) -> Callable[[C], Any]:
-            """What computes on a path; operators that are no layers have the fused path alone."""
+            """The function of a back end; operators that are no layers have CUDA's only."""
             if (found := sides.get(path)) is None:
-                served_on = path if layers else "fused"
+                served_on = path if layers else "cuda"
                 import_module(_SIDES[served_on])
                 if (call, served_on) not in _served:
-                    raise UnsupportedError(f"qcut::{name}: nothing serves it on the {served_on} path")
+                    raise UnsupportedError(f"qcut::{name}: the back end {served_on} has no kernel for it")
                 found = sides[path] = _served[call, served_on]
             return found
 
         def on_cpu(*args: Any, **kwargs: Any) -> Any:
             made = call(*args, **kwargs)
-            return run(made, side("portable") if layers and paths.path.name == "portable" else checked)
+            return run(made, side("triton") if layers and paths.path.name == "triton" else checked)
 
         def fake(*args: Any, **kwargs: Any) -> Any:
             made = call(*args, **kwargs)
@@ -157,7 +157,7 @@ def operator(
         def on_cuda(*args: Any, **kwargs: Any) -> Any:
             made = call(*args, **kwargs)
             if paths.is_usual():
-                return run(made, side("fused"))
+                return run(made, side("cuda"))
             device = next(value.device for value in made if isinstance(value, Tensor))  # type: ignore[attr-defined]
             if not layers and (reason := paths.refusals().get(device.index)) is not None:
                 raise UnsupportedError(f"qcut::{name}: {reason}; layers alone run on others, in Triton")
@@ -196,7 +196,7 @@ def _any_floating(values: Iterable[Any]) -> bool:
     return any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
 
 
-def serves(call: type, path: str = "fused") -> Callable[[F], F]:
+def serves(call: type, path: str = "cuda") -> Callable[[F], F]:
     """Mark the function that computes an operator on a path, given the operator's call alone."""
 
     def register(function: F) -> F:

@@ -117,7 +117,7 @@ def test_doctor_names_gpus_that_are_too_old_or_hidden(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor.metadata, "version", lambda package: "3.7.1")
     findings = doctor.examine(compile_probe=False)
     assert states(findings)["layers"] == "warn"
-    assert "portable on cuda:0 (Tesla T4, sm_75): triton 3.7.1 (GPU Tesla T4 has" in doctor.report(findings)
+    assert "Triton back end on cuda:0 (Tesla T4, sm_75): triton 3.7.1 (GPU Tesla T4 has" in doctor.report(findings)
     assert "qcut's kernels run on 8.0" in doctor.report(findings)
 
     def missing(package: str) -> str:

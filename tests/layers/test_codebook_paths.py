@@ -44,7 +44,7 @@ def test_both_paths_agree(scheme, dtype, kernels):
         return
     x = torch.randn(2, 3, 320).to(dtype)
     fused = layer(x)
-    with execution_path("explicit"):
+    with execution_path("reference"):
         explicit = layer(x)
     assert fused.dtype == explicit.dtype == dtype
     assert fused.shape == (2, 3, 77)
@@ -63,7 +63,7 @@ def test_both_paths_agree(scheme, dtype, kernels):
 def test_compiles_to_one_graph(scheme, kernels):
     _, layer = quantized(scheme, activation="silu")
     torch.compiler.reset()
-    for name in ("fused", "explicit"):
+    for name in ("cuda", "reference"):
         with execution_path(name):
             compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
             for m in (3, 8):
@@ -72,12 +72,12 @@ def test_compiles_to_one_graph(scheme, kernels):
 
 
 def test_execution_paths():
-    message = "execution path 'fast' does not exist; use one of fused, portable, explicit"
+    message = "back end 'fast' does not exist; allowed: cuda, triton, reference"
     with pytest.raises(errors.ConfigError, match=message), execution_path("fast"):
         pass
-    with pytest.raises(ZeroDivisionError), execution_path("explicit"):
+    with pytest.raises(ZeroDivisionError), execution_path("reference"):
         raise ZeroDivisionError
-    assert path.name == "fused"
+    assert path.name == "cuda"
     assert qcut.execution_path is execution_path
 
 
@@ -194,7 +194,7 @@ def test_an_execution_path_is_a_threads_own(kernels):
             return False
         return True
 
-    with execution_path("explicit"), ThreadPoolExecutor(1) as other:
+    with execution_path("reference"), ThreadPoolExecutor(1) as other:
         assert run()
         assert not other.submit(run).result()
     assert not run()

@@ -81,12 +81,12 @@ def test_both_paths_compute_the_product(case, dtype, kernels):
     x = torch.randn(2, 3, K, generator=torch.Generator().manual_seed(1)).to(dtype)
     exact = x.double() @ weight.T + layer.bias.double()
     fused = layer(x)
-    with qcut.execution_path("explicit"):
+    with qcut.execution_path("reference"):
         explicit = layer(x)
     assert fused.dtype == explicit.dtype == dtype
     largest = float(exact.abs().max())
     step = torch.finfo(dtype).eps
-    # The explicit path rounds the result; kernels round each weight to 16 bits, too.
+    # The reference rounds the result; kernels round each weight to 16 bits, too.
     assert float((explicit.double() - exact).abs().max()) <= step * largest
     assert float((fused.double() - exact).abs().max()) <= 4 * step * largest
     for m in (0, 1):

@@ -1,4 +1,4 @@
-"""Execution paths: which GPUs have the fused one, one warning for each that has not, threads, the C++ operators."""
+"""Back ends: which GPUs have CUDA kernels, one warning for each that has not, threads, the C++ operators."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_one_warning_for_each_gpu(monkeypatch):
     devices = [torch.device("cuda", i) for i in range(3)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert [paths.path_on(device) for device in devices * 2] == ["fused", "portable", "portable"] * 2
+        assert [paths.path_on(device) for device in devices * 2] == ["cuda", "triton", "triton"] * 2
     assert [warning.category for warning in caught] == [PathWarning] * 2
-    with warnings.catch_warnings(), paths.execution_path("explicit"):
+    with warnings.catch_warnings(), paths.execution_path("reference"):
         warnings.simplefilter("error")
-        assert {paths.path_on(device) for device in devices} == {"explicit"}
+        assert {paths.path_on(device) for device in devices} == {"reference"}
 
 
 def test_a_path_is_a_threads_own():
-    with paths.execution_path("portable"), ThreadPoolExecutor(1) as pool:
-        assert paths.path.name == "portable"
-        assert pool.submit(lambda: paths.path.name).result() == "fused"
-    assert paths.path.name == "fused"
+    with paths.execution_path("triton"), ThreadPoolExecutor(1) as pool:
+        assert paths.path.name == "triton"
+        assert pool.submit(lambda: paths.path.name).result() == "cuda"
+    assert paths.path.name == "cuda"

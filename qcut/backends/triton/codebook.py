@@ -79,7 +79,7 @@ def tiles_of(m: int) -> Sequence[Tile]:
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@serves(RotateTokens, "portable")
+@serves(RotateTokens, "triton")
 def rotate_tokens(call: RotateTokens) -> tuple[Tensor, Tensor]:
     call.check()
     runtime.require_device(call.x.device)
@@ -195,7 +195,7 @@ def _planes(book: tuple[int, ...], one_table: bool) -> tuple[int, ...]:
     return tuple(torch.cat((lower, upper)).view(torch.int32).tolist())
 
 
-@serves(CodebookGemm, "portable")
+@serves(CodebookGemm, "triton")
 def codebook_gemm(call: CodebookGemm) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
@@ -273,7 +273,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
     return y
 
 
-@serves(CodebookGemv, "portable")
+@serves(CodebookGemv, "triton")
 def codebook_gemv(call: CodebookGemv) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)

@@ -55,7 +55,7 @@ def quantized_by(x: Tensor, scale: float, k_padded: int) -> Tensor:
     return q
 
 
-@serves(Int16x8Linear, "portable")
+@serves(Int16x8Linear, "triton")
 def int16x8_linear(call: Int16x8Linear) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
@@ -67,7 +67,7 @@ def int16x8_linear(call: Int16x8Linear) -> Tensor:
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(Int16x8StaticLinear, "portable")
+@serves(Int16x8StaticLinear, "triton")
 def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)

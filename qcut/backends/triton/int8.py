@@ -206,7 +206,7 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-@serves(W8A8Linear, "portable")
+@serves(W8A8Linear, "triton")
 def w8a8_linear(call: W8A8Linear) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
@@ -217,7 +217,7 @@ def w8a8_linear(call: W8A8Linear) -> Tensor:
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(W8A8StaticLinear, "portable")
+@serves(W8A8StaticLinear, "triton")
 def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
@@ -229,19 +229,19 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(W8A16Linear, "portable")
+@serves(W8A16Linear, "triton")
 def w8a16_linear(call: W8A16Linear) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     if call.x.dtype is torch.float32:
-        raise DtypeError(f"qcut::w8a16_linear: x is {call.x.dtype}; allowed on the portable path: float16, bfloat16")
+        raise DtypeError(f"qcut::w8a16_linear: x is {call.x.dtype}; allowed on the Triton back end: float16, bfloat16")
     if not call.x.numel():
         return call.fake()
     y = product(rows_of(call.x), call.qweight, call.weight_scale, call.bias, call.activation, call.x.dtype)
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(Int8Linear, "portable")
+@serves(Int8Linear, "triton")
 def int8_linear(call: Int8Linear) -> Tensor:
     call.check()
     runtime.require_device(call.q.device)
@@ -255,7 +255,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
     return y
 
 
-@serves(LinearWithAbsmax, "portable")
+@serves(LinearWithAbsmax, "triton")
 def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
     call.check()
     return w8a8_linear(W8A8Linear(call.x, call.qweight, call.weight_scale, call.bias, call.activation, call.constants))

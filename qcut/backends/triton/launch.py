@@ -37,7 +37,7 @@ def required() -> Any:
         return importlib.import_module("triton")
     except Exception as error:  # a broken driver library raises what it likes
         raise UnsupportedError(
-            f"the portable path needs triton, which does not load ({error}): pip install triton, in the version that "
+            f"the Triton back end needs triton, which does not load ({error}): pip install triton, in the version that "
             "this build of torch names"
         ) from error
 
@@ -55,8 +55,8 @@ def require_device(device: torch.device) -> None:
     """
     if device.type != "cuda" and not interpreted():
         raise UnsupportedError(
-            f"the portable path runs on GPUs, and tensors are on {device}; on the CPU it runs in Triton's interpreter "
-            "alone, with TRITON_INTERPRET=1 in the environment"
+            f"the Triton back end runs on GPUs, and tensors are on {device}; on the CPU it needs Triton's "
+            "interpreter: TRITON_INTERPRET=1 in the environment"
         )
 
 
@@ -229,4 +229,4 @@ def _works(launch: Callable[[T], None], tile: T) -> bool:
 
 
 def _no_tile(key: Hashable) -> UnsupportedError:
-    return UnsupportedError(f"the portable path: no tile of the kernel {key} fits this GPU")
+    return UnsupportedError(f"the Triton back end: no tile of the kernel {key} fits this GPU")

@@ -1,4 +1,4 @@
-"""Everything that serves an operator on the portable path. Importing this module registers all of it."""
+"""Everything that serves an operator on the Triton back end. Importing this module registers all of it."""
 
 from qcut.backends.triton.launch import required
 from qcut.ops.registry import import_modules

@@ -1,4 +1,4 @@
-"""Compiles kernels of the portable path for a GPU that is not here.
+"""Compiles kernels of the Triton back end for a GPU that is not here.
 
 ``python -m tests.backends.triton.compiled sizes cuda 110 i8`` prints the sizes of binaries, one of each product.
 ``python -m tests.backends.triton.compiled loops codebook fp16 4096`` prints, for each tile of a list, how many products

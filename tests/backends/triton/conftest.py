@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter, on CPU tensors; on a machine with a GPU tests/gpu/portable runs them there."""
+"""Runs kernels in Triton's interpreter on CPU tensors; with a GPU, tests/gpu/backends/triton runs them there."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ def interpreter():
     """Skips where Triton's interpreter is not to be had."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        pytest.skip("a GPU is here: tests/gpu/portable runs the kernels on it")
+        pytest.skip("a GPU is here: tests/gpu/backends/triton runs the kernels on it")

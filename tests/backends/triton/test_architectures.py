@@ -1,4 +1,4 @@
-"""Kernels of the portable path compiled for GPUs that are not here."""
+"""Kernels of the Triton back end compiled for GPUs that are not here."""
 
 from __future__ import annotations
 

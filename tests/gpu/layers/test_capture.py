@@ -22,8 +22,8 @@ SCHEMES = (
     "codebook4_g64_qr",
     "codebook3",
 )
-PORTABLE = ("w8a8", "w8a8_static", "w8a16", "int16x8", "codebook4_g64_qr")
-"""Hadamard rotations of a last group that is smaller are torch's on the portable path, and copy signs in each call."""
+TRITON = ("w8a8", "w8a8_static", "w8a16", "int16x8", "codebook4_g64_qr")
+"""Where the last group is smaller, torch rotates on the Triton back end, and copies signs in each call."""
 K, N = 320, 208
 """Sizes of no other test, so that no kernel, constant or tile is there before the capture."""
 
@@ -37,7 +37,7 @@ def fresh_layer(scheme: str) -> qcut.Linear:
 
 @pytest.mark.parametrize(
     ("scheme", "path"),
-    [*((scheme, "fused") for scheme in SCHEMES), *((scheme, "portable") for scheme in PORTABLE)],
+    [*((scheme, "cuda") for scheme in SCHEMES), *((scheme, "triton") for scheme in TRITON)],
 )
 def test_first_call_can_be_captured(scheme: str, path: str) -> None:
     gc.collect()  # what other tests have left must not be collected, and synchronized with, under the capture

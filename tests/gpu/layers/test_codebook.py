@@ -63,7 +63,7 @@ def test_int8_products_are_the_cpus(scheme: str, dtype: torch.dtype) -> None:
         assert got.dtype is dtype
         assert_same(gpu(x.to(DEVICE)), got)
         assert_same(got.cpu(), cpu(x))
-        with execution_path("explicit"):
+        with execution_path("reference"):
             assert_same(gpu(x.to(DEVICE)), got)
 
 
@@ -78,7 +78,7 @@ def test_16_bit_products_are_near_the_cpus(scheme: str, dtype: torch.dtype, monk
         assert_same(gpu(x.to(DEVICE)), got)
         want = on_the_cpu(cpu, x, monkeypatch).double()
         assert (got.cpu().double() - want).norm() <= LIMIT[dtype] * want.norm()
-        with execution_path("explicit"):
+        with execution_path("reference"):
             explicit = gpu(x.to(DEVICE))
         assert explicit.dtype is dtype
         assert (got.double() - explicit.double()).norm() <= 4 * LIMIT[dtype] * explicit.double().norm()
@@ -318,7 +318,7 @@ def test_refusals() -> None:
     gpu = layer("codebook4").to(DEVICE)
     with pytest.raises(DtypeError, match=r"x is float32; codebook4 computes in float16, bfloat16 on CUDA"):
         gpu(tokens(2, dtype=SINGLE).to(DEVICE))
-    with execution_path("explicit"):
+    with execution_path("reference"):
         assert gpu(tokens(2, dtype=SINGLE).to(DEVICE)).dtype is SINGLE
     with pytest.raises(DeviceError):
         gpu(tokens(2))

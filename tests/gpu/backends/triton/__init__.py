@@ -1,1 +1,1 @@
-"""The portable path on a GPU."""
+"""The Triton back end on a GPU."""

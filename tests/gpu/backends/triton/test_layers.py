@@ -1,4 +1,4 @@
-"""Layers on the portable path: the integers of the other two, floats near them, graphs, compiled code, refused GPUs."""
+"""Layers on the Triton back end: integers of the other two, floats near, graphs, compiled code, refused GPUs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_int8_products_are_the_same_on_three_paths(scheme: str, dtype: torch.dty
         x = tokens(m, dtype=dtype)
         want = cpu(x)
         # Many tokens are W8A8's in CUTLASS kernels, which take nvcc a minute.
-        for path in paths.PATHS if m < 10 else ("portable",):
+        for path in paths.BACK_ENDS if m < 10 else ("triton",):
             with qcut.execution_path(path):
                 got = gpu(x.to(DEVICE))
                 assert_same(got.cpu(), want)
@@ -106,9 +106,9 @@ def test_16_bit_products_are_near(scheme: str, dtype: torch.dtype) -> None:
     gpu = layer(scheme, activation="relu").to(DEVICE)
     for m in (5, 150) if scheme in NEAR[:2] else (5,):
         x = tokens(m, dtype=dtype).to(DEVICE)
-        with qcut.execution_path("explicit"):
+        with qcut.execution_path("reference"):
             want = gpu(x).double()
-        for path in ("fused", "portable"):
+        for path in ("cuda", "triton"):
             with qcut.execution_path(path):
                 got = gpu(x)
                 assert_same(gpu(x), got)
@@ -124,7 +124,7 @@ def test_every_number_of_tokens(scheme: str, most: int) -> None:
     gpu = copy.deepcopy(cpu).to(DEVICE)
     for m in range(1, most + 1):
         x = tokens(m, 128)
-        with qcut.execution_path("portable"):
+        with qcut.execution_path("triton"):
             got = gpu(x.to(DEVICE))
         assert_same(got.cpu(), cpu(x))
 
@@ -136,9 +136,9 @@ def test_activations(activation: str) -> None:
     gpu = layer("w8a8", activation=activation).to(DEVICE)
     plain = layer("w8a8").to(DEVICE)
     x = 5 * tokens(64, dtype=SINGLE).to(DEVICE)
-    with qcut.execution_path("explicit"):
+    with qcut.execution_path("reference"):
         want, v = gpu(x).double(), plain(x).double()
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         got = gpu(x).double()
     ulp = torch.maximum(v.abs(), want.abs()) * 2.0**-23
     assert bool(((got - want).abs() <= 8 * ulp).all())
@@ -152,7 +152,7 @@ def test_special_tokens(scheme: str) -> None:
     gpu = copy.deepcopy(cpu).to(DEVICE)
     x = tokens(5)
     x[0, 3], x[1, 5], x[2], x[3, 0] = float("nan"), float("inf"), 0, -float("inf")
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         got = gpu(x.to(DEVICE))
     assert_same(got.cpu(), cpu(x))
 
@@ -163,7 +163,7 @@ def test_tokens_of_any_strides(scheme: str) -> None:
     gpu = layer(scheme).to(DEVICE)
     x = tokens(6, 2 * 384).to(DEVICE)
     odd = torch.empty(6 * 384 + 1, dtype=HALF, device=DEVICE)[1:].view(6, 384).copy_(x[:, :384])
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         want = gpu(x[:, :384].contiguous())
         for given in (x[:, :384], odd, x.t()[:384].t()):
             assert_same(gpu(given), want)
@@ -176,7 +176,7 @@ def test_tokens_of_any_strides(scheme: str) -> None:
 def test_a_cuda_graph_and_compiled_code(scheme: str) -> None:
     gpu = layer(scheme).to(DEVICE)
     x = tokens(5).to(DEVICE)
-    with qcut.execution_path("portable"), torch.no_grad():
+    with qcut.execution_path("triton"), torch.no_grad():
         want = gpu(x)
         compiled = torch.compile(gpu, fullgraph=True, backend="eager")
         assert_same(compiled(x), want)
@@ -192,7 +192,7 @@ def test_a_cuda_graph_and_compiled_code(scheme: str) -> None:
 def test_a_capture_before_any_call() -> None:
     gpu = layer("w8a8", 96, 48).to(DEVICE)
     static, graph = tokens(3, 96).to(DEVICE), torch.cuda.CUDAGraph()
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         with torch.cuda.graph(graph):
             y = gpu(static)
         graph.replay()
@@ -204,7 +204,7 @@ def test_a_capture_before_any_call() -> None:
 def test_no_memory_of_the_weights_size(scheme: str) -> None:
     gpu = layer(scheme, 2048, 4096).to(DEVICE)
     x = tokens(100, 2048).to(DEVICE)
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         y = gpu(x)  # chooses its tile
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -235,7 +235,7 @@ def test_a_gpu_that_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("likely_tiles")
 def test_paths_are_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the portable path no CUDA kernel of qcut's runs."""
+    """On the Triton back end no CUDA kernel of qcut's runs."""
     from qcut.backends.cuda.launch import plans
 
     gpu, codebook = layer("w8a8").to(DEVICE), layer("codebook4").to(DEVICE)
@@ -247,7 +247,7 @@ def test_paths_are_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("launched")
 
     monkeypatch.setattr(plans.LaunchPlan, "launch", refuse)
-    for path in ("portable", "explicit"):
+    for path in ("triton", "reference"):
         with qcut.execution_path(path):
             gpu(x), codebook(x)
 
@@ -257,7 +257,7 @@ def test_the_fastest_tile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kept", lambda *args: None)
     gpu = layer("w8a8", 2048, 1024).to(DEVICE)
     x = tokens(4, 2048).to(DEVICE)
-    with qcut.execution_path("portable"):
+    with qcut.execution_path("triton"):
         want = gpu(x)
         ((key, tile),) = launch._choices.items()
         assert tile in int8.tiles_of(4, True)

@@ -39,9 +39,9 @@ def product(scheme: str, m: int, index: int, dtype: torch.dtype, monkeypatch: py
     monkeypatch.setattr(launch, "_kept", lambda *_: None)
     monkeypatch.setattr(launch, "_keep", lambda *_: None)
     gpu, x = layer(scheme, K, N).to(DEVICE), tokens(m, K, dtype).to(DEVICE)
-    with torch.no_grad(), qcut.execution_path("portable"):
+    with torch.no_grad(), qcut.execution_path("triton"):
         got = [gpu(x) for _ in range(3)]
-    with torch.no_grad(), qcut.execution_path("explicit"):
+    with torch.no_grad(), qcut.execution_path("reference"):
         return [*got, gpu(x)]
 
 
