@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,8 +23,9 @@ from pathlib import Path
 from qcut.common.progress import progress_bar
 from qcut.emitters.core.source import INCLUDE_DIR, EmitError, KernelSource
 from qcut.errors import BuildError, ToolchainError
-from qcut.jit import cache, packs, toolchain
+from qcut.jit import cache, debug, packs, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
+from qcut.jit.dump import dump
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^[ \t]*//.*(?<!\\)\n", re.MULTILINE)
@@ -78,12 +80,12 @@ def build(source: KernelSource) -> Binary:
         ToolchainError: the compiler or its headers are missing.
         BuildError: the compiler failed; carries its command and log. Or the installed pack is damaged.
     """
-    if (binary := find(source)) is not None:
-        return binary
-    key = fingerprint(source)
-    with cache.locked(key):
-        if (binary := _lookup(source, key)) is None:
-            binary = _compile_and_store(source, key, _read_device(source))
+    if (binary := find(source)) is None:
+        key = fingerprint(source)
+        with cache.locked(key):
+            if (binary := _lookup(source, key)) is None:
+                binary = _compile_and_store(source, key, _read_device(source))
+    dump(source, key=binary.key, cubin=binary.cubin, log=binary.log)
     return binary
 
 
@@ -114,7 +116,9 @@ def remember(binary: Binary) -> None:
 
 
 def _compile_and_store(source: KernelSource, key: str, stored: cache.Entry | None) -> Binary:
+    begin = time.monotonic()
     binary = compile_source(source, stored)
+    debug.log("build", f"{source.name} in {time.monotonic() - begin:.1f} s, {binary.resources}, key {key[:16]}")
     for part, entry in _to_entries(binary, source):
         if part != device_fingerprint(source) or stored is None:
             cache.write(source.name, part, entry)
@@ -266,7 +270,7 @@ def _device_tool(source: KernelSource) -> toolchain.Tool:
 
 def _packed(source: KernelSource) -> Binary | None:
     """The binary that the installed pack has of a kernel."""
-    if packs.installed(source.arch) is None:
+    if packs.installed(source.arch) is None or debug.has_line_numbers():  # a pack's kernels have none
         return None
     key = packs.key_of(source).hex()
     if (binary := _memory.get(key)) is None and (packed := packs.find(source)) is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from qcut.common.locks import Section
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.errors import BuildError, ToolchainError
-from qcut.jit import toolchain
+from qcut.jit import debug, toolchain
 from qcut.jit.scratch import environment, scratch_folder, unsafe_character
 
 _INCLUDE_ROOTS = ("qcut", "cutlass", "cuda", "cccl")
@@ -65,9 +65,26 @@ def compile_text(source: KernelSource, *, device: bool = True) -> tuple[bytes, b
     return cubin, None, log
 
 
+def ptx(source: KernelSource) -> str:
+    """The PTX that a kernel's cubin is made of.
+
+    Raises:
+        BuildError, ToolchainError: as `compile_text`.
+    """
+    if source.toolchain == "nvrtc":
+        return _nvrtc_ptx(source)
+    with scratch_folder(source.name) as folder:
+        (folder / "device.cu").write_text(source.text, encoding="utf-8")
+        command = ["-ptx" if word == "-cubin" else word for word in _nvcc_command(source)]
+        run_all([[*command, "-o", "device.ptx", "device.cu"]], folder, source.name)
+        return (folder / "device.ptx").read_text(errors="replace")
+
+
 def device_flags(source: KernelSource) -> list[str]:
     """Options of the device compiler, without paths. Contraction is off: every operation of an epilogue rounds once."""
     flags = ["-std=c++17", "--fmad=false", "-DNDEBUG", *(f"-D{define}" for define in source.defines)]
+    if debug.has_line_numbers():
+        flags.append("-lineinfo")
     if source.toolchain == "nvcc":
         number = source.arch.removeprefix("sm_")
         flags += ["-O3", "-cubin", f"-gencode=arch=compute_{number},code={source.arch}", "--expt-relaxed-constexpr"]
@@ -131,6 +148,7 @@ def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
             include_path=include,
             define_macro=["NDEBUG", *source.defines],
             ptxas_options=["-v"],
+            lineinfo=debug.has_line_numbers() or None,
         )
         with _nvrtc:
             code = program(source.text, "c++", settings).compile("cubin", logs=log).code
@@ -140,7 +158,31 @@ def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
     return bytes(code), log.getvalue().replace("\0", "").strip()
 
 
-def _compile_nvcc(source: KernelSource, device: bool) -> tuple[bytes, bytes | None, str]:
+def _nvrtc_ptx(source: KernelSource) -> str:
+    """By NVRTC itself: cuda.core asks the driver about PTX, and a machine that builds may have none."""
+    toolchain.find_nvrtc()
+    from cuda.bindings import nvrtc
+
+    virtual = f"--gpu-architecture=compute_{source.arch.removeprefix('sm_')}"
+    flags = [*device_flags(source), virtual, *(f"-I{path}" for path in _include_paths(source))]
+    with _nvrtc:
+        _, program = nvrtc.nvrtcCreateProgram(source.text.encode(), f"{source.name}.cu".encode(), 0, [], [])
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        text = b" " * size
+        nvrtc.nvrtcGetPTX(program, text)
+        nvrtc.nvrtcDestroyProgram(program)
+    if int(status):
+        raise BuildError("NVRTC failed", kernel=source.name, command=shlex.join(["nvrtc", *flags]), log=str(status))
+    return text.rstrip(b"\0 ").decode(errors="replace")
+
+
+def _nvcc_command(source: KernelSource) -> list[str]:
+    """nvcc with its flags, without input and output.
+
+    Raises:
+        ToolchainError: a tool is missing, or its path is not safe for the shell that nvcc runs.
+    """
     nvcc, gxx = toolchain.find_nvcc(), toolchain.find_gxx()
     paths = _include_paths(source)
     for path in (str(gxx.path), *paths):
@@ -151,15 +193,21 @@ def _compile_nvcc(source: KernelSource, device: bool) -> tuple[bytes, bytes | No
                 kernel=source.name,
             )
     include = [f"-I{path}" for path in paths]
+    return [str(nvcc.path), *device_flags(source), "-Xptxas=-v", "-ccbin", str(gxx.path), *include]
+
+
+def _compile_nvcc(source: KernelSource, device: bool) -> tuple[bytes, bytes | None, str]:
+    command = _nvcc_command(source)
     with scratch_folder(source.name) as folder:
         commands = []
         if device:
             (folder / "device.cu").write_text(source.text, encoding="utf-8")
-            flags = [*device_flags(source), "-Xptxas=-v", "-ccbin", str(gxx.path), *include]
-            commands.append([str(nvcc.path), *flags, "-o", "device.cubin", "device.cu"])
+            commands.append([*command, "-o", "device.cubin", "device.cu"])
         if source.host_text is not None:
             (folder / "host.cpp").write_text(source.host_text, encoding="utf-8")
-            commands.append([str(gxx.path), *include, "-o", "host.so", "host.cpp", *host_flags(source)])
+            include = [word for word in command if word.startswith("-I")]
+            gxx = str(toolchain.find_gxx().path)
+            commands.append([gxx, *include, "-o", "host.so", "host.cpp", *host_flags(source)])
         log = run_all(commands, folder, source.name)
         cubin = read_output(folder / "device.cubin", commands[0], source.name) if device else b""
         host_so = read_output(folder / "host.so", commands[-1], source.name) if source.host_text is not None else None

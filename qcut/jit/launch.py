@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from qcut.common.locks import Lock
 from qcut.emitters.core.source import KernelSource
 from qcut.errors import LaunchError
+from qcut.jit import debug, toolchain
 from qcut.jit import device as _device
-from qcut.jit import toolchain
 from qcut.jit.build import Binary, rebuild
 
 FLAG_PDL = 1
@@ -154,6 +154,16 @@ class Kernel:
         if hasattr(lib, "cuFuncGetParamInfo"):  # CUDA 12.4
             self._check_signature(lib, offsets)
         self._call = lib.cuLaunchKernelEx if self._host is None else self._host.qcut_launch
+        if debug.is_logged("launch"):
+            self.launch = self._logged_launch  # type: ignore[method-assign]
+
+    def _logged_launch(
+        self, grid: tuple[int, int, int], args: Sequence[int | float], stream: int, pdl: bool = False
+    ) -> None:
+        sizes = ", ".join(f"{p.name}={value}" for p, value in zip(self._params, args, strict=False) if p.kind != "ptr")
+        dependent = ", early" if pdl else ""
+        debug.log("launch", f"{self.name} on {grid} x {self.block}, stream {stream:#x}{dependent}: {sizes}")
+        type(self).launch(self, grid, args, stream, pdl)
 
     def launch(self, grid: tuple[int, int, int], args: Sequence[int | float], stream: int, pdl: bool = False) -> None:
         """Queue the kernel on a stream of its device.

@@ -172,6 +172,21 @@ def find_nvcc() -> Tool:
 
 
 @once
+def find_nvdisasm() -> Tool:
+    """Find nvdisasm in the PyPI packages, ``$CUDA_HOME``, ``$CUDA_PATH``, ``PATH`` or ``/usr/local/cuda``.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    on_path = shutil.which("nvdisasm")
+    candidates = [root / "bin" / "nvdisasm" for root in (*_pypi_roots(), *_env_roots(), SYSTEM_CUDA)]
+    for path in [*candidates, *([Path(on_path)] if on_path else [])]:
+        if os.access(path, os.X_OK):
+            return Tool("nvdisasm", path, "")
+    raise ToolchainError("no nvdisasm; SASS needs it: pip install nvidia-cuda-nvdisasm, or set CUDA_HOME")
+
+
+@once
 def find_cuda_include(root: Path | None = None) -> Headers:
     """Find the CUDA headers, libcu++ included.
 

@@ -141,6 +141,17 @@ def test_launch_passes_every_argument(fake: Fake, raw: Kernel) -> None:
     assert fake.unpacked("@iPfqi") == (-7, POINTER, struct.unpack("f", struct.pack("f", 0.1))[0], -(1 << 40), 3)
 
 
+def test_launches_are_logged(fake: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("QCUT_DEBUG", "launch")
+    kernel = load(binary(key="logged"), RAW, 0)
+    fake.context(0x1000)
+    kernel.launch((3, 1, 1), ARGS, STREAM)
+    sizes = f"n=-7, s=0.1, stride={-(1 << 40)}, flag=3"
+    line = f"qcut: launch: {RAW.name} on (3, 1, 1) x 192, stream {STREAM:#x}: {sizes}\n"
+    assert capsys.readouterr().err == line
+    assert tuple(fake.last.grid) == (3, 1, 1)
+
+
 def test_dependent_launch_sets_the_attribute_and_only_then(fake: Fake, raw: Kernel) -> None:
     fake.context(0x1000)
     for pdl in (False, True, False):

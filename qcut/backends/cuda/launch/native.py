@@ -20,7 +20,7 @@ import torch
 
 from qcut.common.locks import Lock, once
 from qcut.errors import BuildError, DeviceError, QcutError, ToolchainError
-from qcut.jit import background, toolchain
+from qcut.jit import background, debug, toolchain
 from qcut.jit import cache as disk
 from qcut.jit.compilers import read_output, run_all
 from qcut.jit.launch import load_shared
@@ -248,7 +248,9 @@ def load() -> Library | None:
 
 @once
 def build() -> bytes | None:
-    """The shared object, from disk or from g++; None without g++ or headers, or, with a warning, if g++ fails."""
+    """The shared object, from disk or from g++; None without g++, with ``QCUT_DEBUG=launch``, or if g++ fails."""
+    if debug.is_logged("launch"):  # C++ would launch without a line
+        return None
     if _kept is not None:
         return _kept
     if problem() is not None:
