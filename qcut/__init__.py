@@ -132,8 +132,12 @@ def _announce(torch: Any) -> None:
         __module__ = namespace.__module__  # part of the operators' names
 
         def __getattr__(self, name: str) -> Any:
-            if not name.startswith("__"):
-                import_module("qcut.ops")
+            try:
+                return super().__getattr__(name)  # type: ignore[misc]
+            except AttributeError:
+                if name.startswith("__") or import_module("qcut.ops.definition").is_defining(name):
+                    raise
+            import_module("qcut.ops.registry").import_modules("qcut.ops")
             return super().__getattr__(name)  # type: ignore[misc]
 
     torch.ops.qcut = Operators("qcut")

@@ -11,8 +11,6 @@ from torch import nn
 from qcut.errors import ConfigError, QuantizationError
 from qcut.layers.linear import Linear
 from qcut.models.modules import weight_nk
-from qcut.numerics.codebook.quantizer import check_even
-from qcut.numerics.codebook.rotation import check_group_size
 from qcut.schemes import Codebook, Scheme
 
 
@@ -37,6 +35,8 @@ def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False
     n, k = weight_nk(module).shape
     served, note = rotatable(scheme, k)
     if isinstance(served, Codebook) and served.pairs:
+        from qcut.numerics.codebook.quantizer import check_even
+
         try:
             check_even(k, served.group_columns(k), None)
         except ConfigError as error:
@@ -56,6 +56,8 @@ def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False
 def rotatable(scheme: Scheme, k: int) -> tuple[Scheme, str]:
     """A codebook whose rotation takes K columns, and why it is not the one given: ``qr`` takes any number."""
     if isinstance(scheme, Codebook) and scheme.rotation == "hadamard":
+        from qcut.numerics.codebook.rotation import check_group_size
+
         try:
             check_group_size(k, scheme.group_columns(k), scheme.rotation)
         except ConfigError:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: Sequence[int], progress: bool) -> None:
-    """Build the kernels of the layers that will live on a CUDA device, each once.
+    """Build the kernels of layers that will live on CUDA devices, each once.
 
     Args:
         tasks: what layers become, by name.
@@ -34,8 +34,6 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
     for name, task in tasks.items():
         weight, scheme = weight_nk(task.module), task.scheme
         home = device or weight.device
-        if home.type != "cuda":
-            continue
         if not scheme.int8_products and weight.dtype is torch.float32:
             raise ConfigError(
                 f"layer {name!r}: {scheme.name} computes in float16 or bfloat16 on CUDA, and its weight is float32; "
@@ -52,9 +50,7 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
                 describe(scheme, dtype=weight.dtype, rows=m, n=n, k=k, bias=bias, activation=task.activation)
             )
     for index, wanted in calls.items():
-        from qcut.backends.cuda.launch.prebuild import (
-            prebuild,  # at the first layer on a GPU: the CPU needs nothing of the kernel side
-        )
+        from qcut.backends.cuda.launch.prebuild import prebuild
 
         prebuild(sorted(wanted, key=str), index, progress)
 

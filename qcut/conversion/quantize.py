@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from qcut.common.progress import with_progress
-from qcut.conversion.calibration.calibrate import Calibration
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
 from qcut.conversion.inventory import count_parameters, warn_of_float
-from qcut.conversion.planning.plan import Plan
-from qcut.conversion.prebuild import prebuild_layers
 from qcut.conversion.report import LayerReport, Report, weight_error
-from qcut.conversion.smooth import Smoothing, migrations_for, norm_updates, rescale, scaled_weight
-from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
+from qcut.conversion.tasks import Task, add_second_moments, is_plan, layer_tasks
 from qcut.conversion.verification import Proof
 from qcut.errors import ConfigError
 from qcut.layers.embedding import Embedding, token_tables
@@ -27,10 +23,15 @@ from qcut.models.fusion import fusible_activations
 from qcut.models.listeners import announce
 from qcut.models.modules import as_given, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
-from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.numerics.plain_state import in_plain_state
 from qcut.schemes import Scheme
+
+if TYPE_CHECKING:
+    from qcut.conversion.calibration.calibrate import Calibration
+    from qcut.conversion.planning.plan import Plan
+    from qcut.conversion.smooth import Smoothing
+    from qcut.numerics.codebook.fitting.curvature import Curvature
 
 _ERROR_ROWS = 64
 """Calibration tokens that a layer's output error is measured on."""
@@ -132,7 +133,11 @@ def quantize(
     work = prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth)
     target = None if device is None else torch.device(device)
     before = model_bytes(model)
-    prebuild_layers(work.tasks, target, prebuild, progress)
+    on_gpu = {n: t for n, t in work.tasks.items() if (target or weight_of(t.module).device).type == "cuda"}
+    if on_gpu:
+        from qcut.conversion.prebuild import prebuild_layers  # the CPU needs nothing of the kernel side
+
+        prebuild_layers(on_gpu, target, prebuild, progress)
     proof = Proof(verify, None if calibration is None else calibration.batch)
     proof.record(model, {name: task.module for name, task in work.tasks.items()} | work.tables)
 
@@ -146,7 +151,7 @@ def quantize(
     replacements |= {id(module): tables[name] for name, module in work.tables.items()}
     updates = _float_updates(model, smoothing, layers) if smoothing else []
     parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
-    if include is None and not isinstance(scheme, Plan):
+    if include is None and not is_plan(scheme):
         warn_of_float(model, replacements, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
     changes, scales = (
         changes_of(model, replacements, work.fused, updates, target),
@@ -196,10 +201,12 @@ def _smoothing(
     """The smoothing to apply, or None, and the calibration of the smoothed model."""
     if alpha is None:
         return None, calibration
-    if isinstance(scheme, Plan):
+    if is_plan(scheme):
         raise ConfigError("smooth: not with a plan, whose ranges hold for the model it was made on; smooth, then plan")
     if calibration is None:
         raise ConfigError(f"smooth={alpha} needs calibration=qcut.calibrate(model, batches)")
+    from qcut.conversion.smooth import migrations_for, rescale
+
     smoothing = migrations_for(model, calibration, alpha)
     calibration = calibration.copy()
     rescale(calibration, smoothing)
@@ -288,6 +295,8 @@ def _float_updates(
     model: nn.Module, smoothing: Smoothing, layers: Mapping[str, Linear]
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """New values that smoothing gives to norms and to layers that stay in float."""
+    from qcut.conversion.smooth import norm_updates, scaled_weight
+
     updates: list[tuple[nn.Parameter, Tensor]] = []
     for migration in smoothing.migrations:
         updates += norm_updates(model, migration)
@@ -319,7 +328,7 @@ def _scaled_moment(task: Task) -> Tensor | Curvature | None:
     moment = task.second_moment
     if moment is None or task.scale is None:
         return moment
-    if isinstance(moment, Curvature):
+    if not isinstance(moment, Tensor):
         return moment.divided(task.scale)
     inverse = 1 / task.scale.to(moment.device, moment.dtype)
     return moment * inverse[:, None] * inverse

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from qcut.conversion.inventory import ALREADY, QUANTIZED
-from qcut.conversion.smooth import Smoothing
+
+if TYPE_CHECKING:
+    from qcut.conversion.smooth import Smoothing
 
 
 @dataclass(frozen=True)

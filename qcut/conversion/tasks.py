@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.calibrate import Calibration
 from qcut.conversion.fitting import fitting_scheme
-from qcut.conversion.planning.plan import Plan
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
 from qcut.models.modules import tied_elsewhere, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers, linear_layers, matches, summary_of
-from qcut.numerics.codebook.fitting.curvature import Curvature, as_curvature
 from qcut.schemes import ALLOWED_SCHEMES, Scheme, StaticRange, parse_scheme
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from qcut.conversion.calibration.calibrate import Calibration
+    from qcut.conversion.planning.plan import Plan
+    from qcut.numerics.codebook.fitting.curvature import Curvature
 
 
 @dataclass
@@ -59,12 +64,12 @@ def layer_tasks(
         QuantizationError: there is no layer to quantize.
     """
     check_model(model)
-    patterns = tuple(skip or ()) if isinstance(scheme, Plan) else tuple(DEFAULT_SKIP if skip is None else skip)
-    parsed = scheme if isinstance(scheme, Plan) else uniform_scheme(scheme, calibration)
+    patterns = tuple(skip or ()) if is_plan(scheme) else tuple(DEFAULT_SKIP if skip is None else skip)
+    parsed = scheme if is_plan(scheme) else uniform_scheme(scheme, calibration)
     every, left_in_float = linear_layers(model)
     chosen = find_layers(model, include, patterns, (every, left_in_float))
     skipped = dict(left_in_float)
-    if isinstance(parsed, Plan):
+    if is_plan(parsed):
         tasks, left = _planned_tasks(model, parsed, every)
         tasks = {name: task for name, task in tasks.items() if name in chosen}
     else:
@@ -77,6 +82,15 @@ def layer_tasks(
         raise QuantizationError(f"{type(model).__name__}: no layer to quantize: {summary_of(skipped)}")
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return tasks, dict(sorted(skipped.items(), key=lambda item: order[item[0]]))
+
+
+def is_plan(scheme: str | Scheme | Plan) -> TypeIs[Plan]:
+    """Whether this is a plan. Its module is imported only where it may be one."""
+    if isinstance(scheme, str | Scheme):
+        return False
+    from qcut.conversion.planning.plan import Plan
+
+    return isinstance(scheme, Plan)
 
 
 def uniform_scheme(scheme: str | Scheme, calibration: Calibration | None) -> Scheme:
@@ -174,6 +188,8 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
 
 def _check_moment(moment: Tensor | Curvature, weight: Tensor, name: str) -> None:
     n, k = weight.shape
+    from qcut.numerics.codebook.fitting.curvature import as_curvature
+
     curvature = as_curvature(moment)
     if curvature.inputs.shape != (k, k):
         raise CalibrationError(

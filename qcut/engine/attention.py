@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.kv_cache.cache import KVCache
 

@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.graphs import Graphs
 
 _TURNS = 4

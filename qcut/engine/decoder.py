@@ -15,7 +15,6 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Table, table_of
 from qcut.layers.int8 import W8A8Linear

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequan
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.codebook import can_rotate
+from qcut.ops.embed import can_embed
 from qcut.ops.paths import path
 from qcut.schemes import K_MAX, Codebook, Scheme
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 _GEMM = torch.ops.qcut.codebook_gemm.default
 _GEMV = torch.ops.qcut.codebook_gemv.default
+_EMBED = torch.ops.qcut.embed_codebook.default
 _EXPLICIT = torch.ops.qcut.codebook_linear.default
 
 Books = dict[torch.dtype, tuple[int, ...]]
@@ -62,6 +64,18 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 MOST_ROTATED = 64
 """Rows up to which kernels that make rows rotate them: those of steps. Prompts have not been measured so."""
+
+
+class CodebookTable(NamedTuple):
+    """A table of a codebook's indices: the layer and the returned dtype."""
+
+    linear: CodebookLinear
+    dtype: torch.dtype
+
+    def embed(self, ids: Tensor, positions: Tensor | None, places: Tensor | None, zeroed: Tensor | None) -> Tensor:
+        """`torch.ops.qcut.embed_codebook` of the table."""
+        weight, signs = self.linear.row_operands, self.linear.signs
+        return cast(Tensor, _EMBED(ids, *weight, signs, positions, places, self.dtype, zeroed))
 
 
 class CodebookLinear(Linear, schemes=[Codebook]):
@@ -235,6 +249,11 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         units, codebooks = [part.units for part in sets], [part.codebook for part in sets]
         rotated = self.kind, self.group_size, scheme.seeds, self.in_features
         return units, self.norms, codebooks, self.set_bits, *rotated
+
+    def table(self, dtype: torch.dtype) -> CodebookTable | None:
+        """See `Linear.table`; None for a codebook that `qcut.ops.embed.can_embed` does not name, or with offsets."""
+        fits = type(self) is CodebookLinear and can_embed(self.kind, self.group_size, self.in_features)
+        return CodebookTable(self, dtype) if fits else None
 
     @property
     def signs(self) -> Tensor:

@@ -8,22 +8,17 @@ the two cannot come apart.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
-from qcut.layers.codebook import CodebookLinear
-from qcut.layers.int8 import Int8Linear
 from qcut.layers.linear import Linear
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, is_linear, tensor_key, weight_dtype_names, weight_of
 from qcut.ops.checks import check_indices
-from qcut.ops.embed import can_embed
 from qcut.schemes import Scheme
 
-_EMBED_ROWS = torch.ops.qcut.embed_rows.default
-_EMBED_CODEBOOK = torch.ops.qcut.embed_codebook.default
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -204,6 +199,19 @@ def check_table(module: nn.Module, name: str | None = None) -> nn.Embedding:
     return module
 
 
+class RowTable(Protocol):
+    """What an operator gathers rows of."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is returned."""
+        ...
+
+    def embed(self, ids: Tensor, positions: Tensor | None, places: Tensor | None, zeroed: Tensor | None) -> Tensor:
+        """Rows ``[R, columns]`` of ids, and of positions of another table if given; see `qcut.ops.embed`."""
+        ...
+
+
 class Table(NamedTuple):
     """A table in floating point or int8: rows, scales of int8 rows, and the returned dtype."""
 
@@ -213,22 +221,11 @@ class Table(NamedTuple):
 
     def embed(self, ids: Tensor, positions: Tensor | None, places: Tensor | None, zeroed: Tensor | None) -> Tensor:
         """`torch.ops.qcut.embed_rows` of the table."""
-        return cast(Tensor, _EMBED_ROWS(ids, self.rows, self.scale, positions, places, self.dtype, zeroed))
+        embed_rows = torch.ops.qcut.embed_rows.default
+        return cast(Tensor, embed_rows(ids, self.rows, self.scale, positions, places, self.dtype, zeroed))
 
 
-class CodebookTable(NamedTuple):
-    """A table of a codebook's indices: the layer and the returned dtype."""
-
-    linear: CodebookLinear
-    dtype: torch.dtype
-
-    def embed(self, ids: Tensor, positions: Tensor | None, places: Tensor | None, zeroed: Tensor | None) -> Tensor:
-        """`torch.ops.qcut.embed_codebook` of the table."""
-        weight, signs = self.linear.row_operands, self.linear.signs
-        return cast(Tensor, _EMBED_CODEBOOK(ids, *weight, signs, positions, places, self.dtype, zeroed))
-
-
-def table_of(module: nn.Module) -> Table | CodebookTable | None:
+def table_of(module: nn.Module) -> RowTable | None:
     """The table of a module that only looks up rows which an operator gathers, or None.
 
     None is returned for codebooks that `qcut.ops.embed.can_embed` does not name or with offsets, hooks, a forward of
@@ -236,12 +233,8 @@ def table_of(module: nn.Module) -> Table | CodebookTable | None:
     """
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
-    if type(module) is Embedding and isinstance(module.linear, Int8Linear):
-        return Table(module.linear.codes, module.linear.weight_scale, module.dtype)
-    if type(module) is Embedding and type(module.linear) is CodebookLinear:
-        layer = module.linear
-        fits = can_embed(layer.kind, layer.group_size, layer.in_features)
-        return CodebookTable(layer, module.dtype) if fits else None
+    if type(module) is Embedding:
+        return cast("RowTable | None", module.linear.table(module.dtype))
     if isinstance(module, nn.Embedding) and is_table(module) and module.max_norm is None:
         weight = module.weight
         return Table(weight, None, weight.dtype) if type(weight) in (Tensor, nn.Parameter) else None

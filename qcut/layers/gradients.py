@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qcut.errors import QuantizationError, UnsupportedError, layer_prefix
 from qcut.models.modules import Quantized
 from qcut.models.selection import check_model
-from qcut.numerics.codebook.quantizer import row_chunks
+from qcut.numerics.chunks import row_chunks
 from qcut.schemes import check_activation
 
 if TYPE_CHECKING:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+import qcut.ops.linear  # noqa: F401  (registers its operators)
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
+from qcut.layers.embedding import Table
 from qcut.layers.host_values import Reading
 from qcut.layers.linear import Known, Linear
 from qcut.numerics import int8 as numerics
@@ -48,6 +50,10 @@ class Int8Linear(Linear):
     qweight: Tensor
     weight_scale: Tensor
     least_code: ClassVar[int] = -128
+
+    def table(self, dtype: torch.dtype) -> Table:
+        """See `Linear.table`."""
+        return Table(self.codes, self.weight_scale, dtype)
 
     @property
     def codes(self) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+import qcut.ops.integers  # noqa: F401  (registers its operators)
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.host_values import Reading
 from qcut.models.classes import (

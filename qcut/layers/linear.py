@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.frozen import FrozenWeight
 from qcut.layers.gradients import InputGradient
@@ -22,15 +22,36 @@ from qcut.layers.stored import StateEntry
 from qcut.models.guards import described, is_described, refuse_foreign_saving
 from qcut.models.modules import Quantized, float_bias, float_weight
 from qcut.numerics.checks import out_of_range
-from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.gradients import inference_only
-from qcut.schemes import ALLOWED_SCHEMES, Scheme, StaticRange, check_activation, parse_scheme
+from qcut.schemes import (
+    ALLOWED_SCHEMES,
+    W8A8,
+    W8A16,
+    Codebook,
+    Int16x8,
+    Scheme,
+    ShiftedCodebook,
+    StaticRange,
+    check_activation,
+    parse_scheme,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.numerics.codebook.fitting.curvature import Curvature
+
+
+_MODULES: dict[type[Scheme], str] = {
+    W8A8: "int8",
+    W8A16: "int8",
+    Int16x8: "int8",
+    Codebook: "codebook",
+    ShiftedCodebook: "shifted",
+}
+"""The modules of qcut's own layers, imported when a scheme is first used."""
 
 
 class Known(NamedTuple):
@@ -100,6 +121,8 @@ class Linear(Quantized):
         """
         scheme = parse_scheme(scheme)
         known = Linear._subclasses
+        if scheme not in known and type(scheme) not in known and type(scheme) in _MODULES:
+            import_module(f"qcut.layers.{_MODULES[type(scheme)]}")
         subclass = known.get(scheme) or known.get(type(scheme))
         if subclass is None:
             raise ConfigError(f"qcut.Linear has no scheme {scheme.name!r}; {ALLOWED_SCHEMES}")
@@ -371,6 +394,10 @@ class Linear(Quantized):
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         """The scheme's buffers, uninitialized, in the order of the state dict; sizes and scheme are set."""
         raise NotImplementedError
+
+    def table(self, dtype: torch.dtype) -> object | None:
+        """The weight's rows as `qcut.layers.embedding.RowTable` of a dtype; None where no operator gathers them."""
+        return None
 
     def _quantize(self, weight: Tensor, known: Known) -> None:
         """Put new buffers, on the weight's device, in place of the empty ones."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import qcut.ops.codebook  # noqa: F401  (registers its operators)
 from qcut.common.locks import Lock
 from qcut.numerics.codebook import tokens as rotated_tokens
 from qcut.numerics.codebook.constants import outside_capture

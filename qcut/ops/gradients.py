@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import UnsupportedError
+from qcut.ops.definition import define
 
 ALLOWED = (
     "quantized weights are for inference only; keep what lies before them out of the backward pass "
@@ -72,7 +73,7 @@ for _schema, _compute, _fake in (
     ("no_gradient(Tensor grad, Tensor x, str who) -> Tensor", _refuse, lambda grad, x, who: torch.empty_like(x)),
 ):
     _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    define(_library, _name, _schema)
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _compute, _device)
     torch.library.register_fake(f"qcut::{_name}", _fake, lib=_library)

@@ -28,6 +28,7 @@ from torch import Tensor
 from qcut.common.versions import require
 from qcut.errors import UnsupportedError
 from qcut.ops import gradients, paths
+from qcut.ops.definition import define
 
 require("torch")
 library = torch.library.Library("qcut", "DEF")
@@ -163,13 +164,13 @@ def operator(
                 raise UnsupportedError(f"qcut::{name}: {reason}; layers alone run on others, in Triton")
             return run(made, side(paths.path_on(device)))
 
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        define(library, name, schema)
         library.impl(name, on_cpu, "CPU")
         library.impl(name, on_cpu if composed else on_cuda, "CUDA")
         _keep_from_autocast(name)
         torch.library.register_fake(f"qcut::{name}", fake, lib=library)
         if native:
-            library.define(f"_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+            define(library, f"_{name}", f"_{schema}")
             library.impl(f"_{name}", on_cuda, "CUDA")
         return call
 
@@ -207,6 +208,8 @@ def serves(call: type, path: str = "cuda") -> Callable[[F], F]:
 
 
 def import_modules(package: str) -> None:
-    """Import all modules of a package, each of which may register something."""
+    """Import all modules of a package and of those in it, each of which may register something."""
     for module in iter_modules(import_module(package).__path__):
         import_module(f"{package}.{module.name}")
+        if module.ispkg:
+            import_modules(f"{package}.{module.name}")

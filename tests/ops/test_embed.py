@@ -12,8 +12,8 @@ import qcut
 import qcut.ops  # registers torch.ops.qcut
 from qcut import errors
 from qcut.engine.families import decoder_of
-from qcut.layers.codebook import CodebookLinear
-from qcut.layers.embedding import CodebookTable, Embedding, Table, table_of
+from qcut.layers.codebook import CodebookLinear, CodebookTable
+from qcut.layers.embedding import Embedding, Table, table_of
 from qcut.schemes import ShiftedCodebook
 from tests.support.decoders import WIDE, small
 

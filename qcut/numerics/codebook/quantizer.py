@@ -15,7 +15,7 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +23,11 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
 from qcut.models.modules import WEIGHT_DTYPES
+from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import lloyd_max, pairs, rotation
 from qcut.numerics.codebook.rotation import NO_ROTATION, Kind, per_column
 
 NORM_DTYPES = (torch.float16, torch.float32)
-
-_CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces, so that no float32 copy of a whole weight exists
 
 
 @dataclass(frozen=True)
@@ -316,12 +315,6 @@ def stored_norms(norms: Tensor, dtype: torch.dtype, layer: str | None) -> Tensor
     if largest > torch.finfo(dtype).max:
         raise QuantizationError(f"a group's norm is {largest:.4g}; {dtype} holds less: use float32", layer)
     return norms.to(dtype)
-
-
-def row_chunks(n: int, k: int, elements: int | None = None) -> Iterator[slice]:
-    """Slices of the rows of ``[n, k]``, each of at most ``elements`` elements or of a single row."""
-    rows = max(1, (_CHUNK_ELEMENTS if elements is None else elements) // k)
-    return (slice(first, min(first + rows, n)) for first in range(0, n, rows))
 
 
 def _check_tensors(q: RotatedCodebook) -> None:

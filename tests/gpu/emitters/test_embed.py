@@ -10,7 +10,8 @@ import qcut.ops  # noqa: F401  (registers)
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
-from qcut.layers.embedding import CodebookTable, Embedding, Table, table_of
+from qcut.layers.codebook import CodebookTable
+from qcut.layers.embedding import Embedding, Table, table_of
 from qcut.numerics import int8 as numerics
 from qcut.numerics.codebook.layout import Geometry, unit_bytes
 from tests.gpu.support.launching import Guarded, arch, launch

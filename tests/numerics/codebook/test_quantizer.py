@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError
-from qcut.numerics.codebook import lloyd_max, quantizer, rotation
+from qcut.numerics import chunks
+from qcut.numerics.codebook import lloyd_max, rotation
 from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
 from tests.support.oracles import normal
 
@@ -88,7 +89,7 @@ def test_rows_do_not_depend_on_the_chunk(kind: rotation.Kind, monkeypatch: pytes
     weight = normal(50, 320)
     whole = two_passes(weight, 4, 2, kind=kind)
     restored = dequantize(whole)
-    monkeypatch.setattr(quantizer, "_CHUNK_ELEMENTS", 7 * 320)
+    monkeypatch.setattr(chunks, "ELEMENTS", 7 * 320)
     pieces = two_passes(weight, 4, 2, kind=kind)
     for a, b in zip(whole, pieces, strict=True):
         assert torch.equal(a.norms, b.norms)

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, UnsupportedError
+from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import lloyd_max, rotation
 from qcut.numerics.codebook.quantizer import (
     RotatedCodebook,
     check_weight,
     dequantize_rows,
     finite_rows,
-    row_chunks,
     stored_norms,
 )
 

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
+from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.fitting import descent, feedback, pair_feedback
 from qcut.numerics.codebook.quantizer import (
     RotatedCodebook,
     check_weight,
     codebook,
-    row_chunks,
     rows_left,
     stored_norms,
 )
