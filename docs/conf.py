@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import qcut
@@ -33,6 +35,27 @@ def skip_tuple_fields(app: Any, what: str, name: str, member: Any, skip: bool, o
     return True if (getattr(member, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def modules() -> str:
+    """A table for each folder: its modules, and the first line of each one's docstring."""
+    root, lines = Path(__file__).resolve().parents[1], list[str]()
+    for folder in ("qcut", "emitters"):
+        for package in sorted(path.parent for path in (root / folder).rglob("__init__.py")):
+            if package.is_relative_to(root / "qcut" / "emitters"):  # a link to emitters
+                continue
+            lines += [f"### `{package.relative_to(root)}`", "", "| module | what it is |", "|---|---|"]
+            for path in sorted(package.glob("*.py")):
+                first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+                lines.append(f"| `{path.stem}` | {first.replace('|', chr(92) + '|')} |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def add_modules(app: Any, page: str, text: list[str]) -> None:
+    """Write the tables of modules into the page that asks for them."""
+    text[0] = text[0].replace("<!-- modules -->", modules())
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", add_modules)
     app.connect("autodoc-skip-member", skip_tuple_fields)

@@ -55,7 +55,7 @@ def text_of(source: KernelSource) -> str:
 
 def schemas() -> Facts:
     """Every operator's signature."""
-    import_module("qcut.ops")
+    import_module("qcut.ops.registry").import_modules("qcut.ops")
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("qcut::"):
             yield str(schema), ""
