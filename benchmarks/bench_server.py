@@ -50,21 +50,21 @@ def tokenizer_of(vocabulary: int) -> Any:
 @contextmanager
 def serving(scheduler: qcut.Scheduler) -> Iterator[int]:
     """A server in a thread; gives its port."""
-    from qcut.server import runner
-    from qcut.server.app import Settings, application
+    from qcut.server import running
+    from qcut.server.application import Settings, application
     from qcut.server.metrics import Metrics
 
     metrics = Metrics(scheduler)
-    server = runner.server(application(scheduler, Settings(_NAME), metrics), metrics)
+    server = running.server(application(scheduler, Settings(_NAME), metrics), metrics)
     failed: list[BaseException] = []
 
     def serve() -> None:
         try:
-            runner.run(server, scheduler, found)
+            running.run(server, scheduler, found)
         except BaseException as error:
             failed.append(error)
 
-    with runner.listening("127.0.0.1", 0) as found:
+    with running.listening("127.0.0.1", 0) as found:
         found.listen(2048)
         thread = threading.Thread(target=serve)
         thread.start()

@@ -36,7 +36,7 @@ TESTS = (
     "tests/integrations/transformers/test_without_qcut.py",
     "tests/common/test_progress.py",
     "tests/server/test_openai.py",
-    "tests/server/test_errors.py",
+    "tests/server/test_refusals.py",
     "tests/common/test_safetensors_file.py",
 )
 

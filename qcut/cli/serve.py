@@ -171,11 +171,11 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
     try:
-        from qcut.server import runner
-        from qcut.server.app import Settings, application
+        from qcut.server import running
+        from qcut.server.application import Settings, application
+        from qcut.server.guards import is_loopback
         from qcut.server.limits.connections import ConnectionLimits
         from qcut.server.metrics import Metrics
-        from qcut.server.middleware import is_loopback
     except ModuleNotFoundError as error:
         from qcut.common.versions import install
         from qcut.errors import UnsupportedError
@@ -195,20 +195,20 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
     with (
         _logging(arguments.log_level),
-        runner.listening(arguments.host, arguments.port) as found,
+        running.listening(arguments.host, arguments.port) as found,
     ):  # before the model is read: ports may be taken
         scheduler = _scheduler(arguments)
         _say(_several(arguments))
-        where = runner.address(found)
-        found.listen(runner.BACKLOG)  # who reads the next line may call at once
+        where = running.address(found)
+        found.listen(running.BACKLOG)  # who reads the next line may call at once
         _say(_ready(scheduler, settings.name, where))
         if not is_loopback(found.getsockname()[0]) and settings.key is None:
             _say(f"whoever reaches this address is served: ${KEY} asks for a key")
         metrics = Metrics(scheduler)
         limits = ConnectionLimits(connections=2 * (arguments.max_waiting + arguments.batch))
         app = application(scheduler, settings, metrics)
-        server = runner.server(app, metrics, grace_s=arguments.grace, limits=limits)
-        finished = runner.run(server, scheduler, found)
+        server = running.server(app, metrics, grace_s=arguments.grace, limits=limits)
+        finished = running.run(server, scheduler, found)
     load = scheduler.load
     _say(f"served {load.new_tokens:,} tokens, and read {load.prompt_tokens:,}")
     fields = {

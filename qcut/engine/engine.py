@@ -25,7 +25,7 @@ from qcut.engine.families.generation_settings import GenerationSettings
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import calibration, ring_cache
 from qcut.engine.kv_cache.cache import KVCache, KVDtype
-from qcut.engine.logprobs import check_top, likelihoods
+from qcut.engine.likelihoods import check_top, likelihoods
 from qcut.engine.modes import inference
 from qcut.engine.sequence import Event, Generated, LogProbability, Running
 from qcut.engine.token_ids import (

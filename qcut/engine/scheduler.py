@@ -21,7 +21,7 @@ from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.failures import as_failure, check_device
 from qcut.engine.kv_cache.prefix_cache import Found, Prefixes
-from qcut.engine.logprobs import check_top, likelihoods
+from qcut.engine.likelihoods import check_top, likelihoods
 from qcut.engine.modes import inference
 from qcut.engine.request import Listener, Request
 from qcut.engine.sequence import Event, LogProbability, Running

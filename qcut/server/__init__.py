@@ -1,4 +1,4 @@
 """A server with OpenAI's interface over `qcut.Scheduler`. Needs the extra ``serve``.
 
-`qcut.server.app` answers, `qcut.server.runner` listens.
+`qcut.server.application` answers, `qcut.server.running` listens.
 """

@@ -16,13 +16,13 @@ from qcut import __version__
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.token_ids import check_ids, token_row
 from qcut.errors import QcutError
-from qcut.server.errors import Refusal
+from qcut.server.answers import Form
+from qcut.server.bodies import AnyPrompt, Body, ChatBody, ChatFields, CompletionBody, Message, Schema, Text
 from qcut.server.known_fields import CHAT_ONLY, IGNORED
 from qcut.server.limits.executors import Executors
-from qcut.server.responses import Form
+from qcut.server.refusals import Refusal
 from qcut.server.responses_api import Response as ResponseForm
 from qcut.server.responses_api import ResponsesBody
-from qcut.server.schemas import AnyPrompt, Body, ChatBody, ChatFields, CompletionBody, Message, Schema, Text
 
 MOST_DETOKENIZED = 1 << 17
 """Most tokens whose text is asked for at once: a tokenizer lets nothing run beside it."""

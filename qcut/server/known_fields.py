@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
-from qcut.server.errors import Refusal
+from qcut.server.refusals import Refusal
 
 _log = logging.getLogger("qcut")
 _SHOWN = 80

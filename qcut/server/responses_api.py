@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from qcut.engine.logprobs import MOST_TOP
-from qcut.server.errors import Refusal
+from qcut.engine.likelihoods import MOST_TOP
+from qcut.server.answers import JSON, Form
+from qcut.server.bodies import AnyPrompt, Body, ChatFields, Message, Schema, without_tools
 from qcut.server.known_fields import IGNORED, RESPONSES_ONLY, Only
 from qcut.server.logprobs import Scored, lines
-from qcut.server.responses import JSON, Form
-from qcut.server.schemas import AnyPrompt, Body, ChatFields, Message, Schema, without_tools
+from qcut.server.refusals import Refusal
 
 _LOGPROBS = "message.output_text.logprobs"
 _Limit = Annotated[int, Field(ge=1, le=(1 << 63) - 1)]

@@ -15,12 +15,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from qcut.engine.sequence import Event
-from qcut.server.errors import CLIENT_GONE, Refusal
+from qcut.server.answers import JSON, Form, finish_reason, usage
+from qcut.server.bodies import Body, StreamOptions, Text
 from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.logprobs import CONTEXT, Scored, Vocabulary, continued
 from qcut.server.metrics import Metrics
-from qcut.server.responses import JSON, Form, finish_reason, usage
-from qcut.server.schemas import Body, StreamOptions, Text
+from qcut.server.refusals import CLIENT_GONE, Refusal
 from qcut.server.streams import Stream
 
 _log = logging.getLogger("qcut")

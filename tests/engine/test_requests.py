@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
 from qcut.engine.engine import Engine
-from qcut.engine.logprobs import likelihoods
+from qcut.engine.likelihoods import likelihoods
 from qcut.engine.request import Request
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.sequence import Event

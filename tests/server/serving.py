@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
 from qcut.numerics.sampling import sample
-from qcut.server import runner
-from qcut.server.app import Settings, application
+from qcut.server import running
+from qcut.server.application import Settings, application
 from qcut.server.limits.connections import ConnectionLimits
 from qcut.server.metrics import Metrics
 from qcut.text.detokenizer import Detokenizer
@@ -83,7 +83,7 @@ class Served:
     port: int
     scheduler: qcut.Scheduler
     alone: qcut.Engine
-    server: runner.Server
+    server: running.Server
     finished: list[bool]
 
     @property
@@ -144,17 +144,17 @@ def serving(
     scheduler = kind(one, chunk=32, most_waiting=most_waiting)
     metrics = Metrics(scheduler)
     app = application(scheduler, Settings(NAME, **settings), metrics)
-    server = runner.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))
+    server = running.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))
     finished: list[bool] = []
     failed: list[BaseException] = []
 
     def serve() -> None:
         try:
-            finished.append(runner.run(server, scheduler, found))
+            finished.append(running.run(server, scheduler, found))
         except BaseException as error:
             failed.append(error)
 
-    with runner.listening("127.0.0.1", 0) as found:
+    with running.listening("127.0.0.1", 0) as found:
         if buffer:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         thread = threading.Thread(target=serve, name="server")

@@ -13,9 +13,9 @@ import pytest
 
 from qcut.cli import main as cli
 from qcut.errors import ConfigError
-from qcut.server import runner
-from qcut.server.errors import Refusal
-from qcut.server.middleware import Hosts
+from qcut.server import running
+from qcut.server.guards import Hosts
+from qcut.server.refusals import Refusal
 from tests.server.serving import MODEL, PATIENCE_S, Process, Served, call, engine, serving
 
 KEY = "a key"
@@ -155,7 +155,7 @@ def test_every_address_of_this_machine_looks_at_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("port", [-1, 65536, 99999, 1 << 40])
 def test_ports_beyond_the_range(port: int) -> None:
     with pytest.raises(ConfigError, match=f"--port {port}; allowed: 0 to 65535"):
-        runner.listening("127.0.0.1", port)
+        running.listening("127.0.0.1", port)
 
 
 def test_options_that_are_refused_at_start(

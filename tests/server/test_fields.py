@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from qcut.server.bodies import Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
 from qcut.server.endpoints import TokenizeBody
-from qcut.server.errors import Refusal
 from qcut.server.known_fields import UnknownFields
+from qcut.server.refusals import Refusal
 from qcut.server.responses_api import ResponsesBody
-from qcut.server.schemas import Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
 
 USER = {"role": "user", "content": "What is a list?"}
 LEAST: dict[type[Schema], dict[str, Any]] = {

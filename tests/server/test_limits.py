@@ -14,14 +14,14 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qcut.errors import ConfigError, ContextError
-from qcut.server.app import Settings
-from qcut.server.errors import Refusal
+from qcut.server.application import Settings
+from qcut.server.bodies import Chat, ChatBody, CompletionBody, Text, parsed
+from qcut.server.guards import BodyMemory, is_loopback
 from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.limits.json_body import MOST_DEPTH, MOST_FIELDS, MOST_NESTED, parse_json
 from qcut.server.limits.log_lines import LogLimit
 from qcut.server.limits.prompts import PromptLimit
-from qcut.server.middleware import BodyMemory, is_loopback
-from qcut.server.schemas import Chat, ChatBody, CompletionBody, Text, parsed
+from qcut.server.refusals import Refusal
 from tests.server.serving import Served, engine, serving
 
 COMPLETIONS = "/v1/completions"

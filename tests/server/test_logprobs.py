@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qcut.engine.sequence import LogProbability
+from qcut.server.answers import ChatCompletion, Completion
 from qcut.server.logprobs import Scored, Vocabulary, continued
-from qcut.server.responses import ChatCompletion, Completion
 from tests.server.serving import MODEL
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -18,8 +18,8 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qcut.server.errors import RETRY_AFTER_S, Refusal
 from qcut.server.metrics import Metrics
+from qcut.server.refusals import RETRY_AFTER_S, Refusal
 
 _log = logging.getLogger("qcut.server")
 

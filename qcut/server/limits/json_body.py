@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from qcut.server.errors import Refusal
+from qcut.server.refusals import Refusal
 
 MOST_FIELDS = 4096
 """Fields of one JSON object."""

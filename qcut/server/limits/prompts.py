@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from qcut.errors import ContextError, ShapeError
-from qcut.server.schemas import AnyPrompt, Text
+from qcut.server.bodies import AnyPrompt, Text
 from qcut.text.prompts import text_ids
 
 PROBED_BYTES = 8

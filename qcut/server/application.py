@@ -22,15 +22,15 @@ from qcut.engine.scheduler import Scheduler
 from qcut.errors import ConfigError, QcutError, shown
 from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
-from qcut.server.errors import CLIENT_GONE, Refusal
+from qcut.server.answers import JSON, ChatCompletion, Completion, Form
+from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
+from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body, host_name
 from qcut.server.known_fields import UnknownFields
 from qcut.server.limits.executors import LARGE_BYTES, Executors
 from qcut.server.limits.prompts import PromptLimit
 from qcut.server.logprobs import Vocabulary
 from qcut.server.metrics import Metrics
-from qcut.server.middleware import BodyMemory, Hosts, Key, Refusals, body, host_name
-from qcut.server.responses import JSON, ChatCompletion, Completion, Form
-from qcut.server.schemas import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
+from qcut.server.refusals import CLIENT_GONE, Refusal
 from qcut.server.sending import Answer, EventStream, watched
 from qcut.server.streams import Bridge, Stream
 from qcut.text.prompts import chat_ids, text_ids
@@ -46,7 +46,7 @@ class Settings:
     Attributes:
         name: under which the model is served.
         key: that clients have to give; None: none.
-        hosts: further names by which clients on this machine may call the server (see `qcut.server.middleware.Hosts`).
+        hosts: further names by which clients on this machine may call the server (see `qcut.server.guards.Hosts`).
         origins: of pages elsewhere that may use this server.
         most_body: bytes of a request's body.
         most_tokens: new tokens of a sequence, whatever is asked for; None: the context alone is the limit.
@@ -94,7 +94,7 @@ def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | Non
     Args:
         scheduler: over an engine with a tokenizer. Run and closed by the caller.
         settings: what to serve, to whom.
-        metrics: of the scheduler; `qcut.server.runner.server` counts in them, too. None makes some.
+        metrics: of the scheduler; `qcut.server.running.server` counts in them, too. None makes some.
     """
     service = Service(scheduler, settings, metrics or Metrics(scheduler))
     routes = [

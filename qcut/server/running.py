@@ -111,7 +111,7 @@ def server(
     """A server of an application.
 
     Args:
-        app: `qcut.server.app.application`.
+        app: `qcut.server.application.application`.
         metrics: the application's.
         grace_s: seconds that what runs has after a signal; None: any time.
         limits: of connections; None takes the defaults. As many connections are open as files may be.

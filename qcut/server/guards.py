@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qcut.server.errors import RETRY_AFTER_S, Refusal
 from qcut.server.metrics import Metrics
+from qcut.server.refusals import RETRY_AFTER_S, Refusal
 
 _log = logging.getLogger("qcut")
 

@@ -13,9 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from qcut.engine.logprobs import MOST_TOP
+from qcut.engine.likelihoods import MOST_TOP
 from qcut.numerics.sampling import Sampling
-from qcut.server.errors import Refusal
 from qcut.server.known_fields import (
     ALIASES,
     CHAT_ONLY,
@@ -30,6 +29,7 @@ from qcut.server.known_fields import (
     shown,
 )
 from qcut.server.limits.json_body import parse_json
+from qcut.server.refusals import Refusal
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024

@@ -10,8 +10,8 @@ from typing import Any
 from qcut import __version__
 from qcut.engine.request import Request
 from qcut.engine.sequence import Event
-from qcut.server.errors import Refusal
 from qcut.server.logprobs import Scored, columns, lines
+from qcut.server.refusals import Refusal
 
 JSON = dict[str, Any]
 _REASONS = {"stop": "stop", "length": "length", "context": "length"}
