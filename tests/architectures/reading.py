@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import KernelSource
 from qcut.jit import Binary
@@ -17,18 +19,29 @@ WAIT = "ACQBULK"
 """``griddepcontrol.wait``."""
 
 
-def faults(source: KernelSource, binary: Binary) -> list[str]:
-    """What is wrong with a kernel's binary: spills, more than an SM has, a barrier or a wait that is missing."""
+def faults(source: KernelSource, binary: Binary, spill: int = 0) -> list[str]:
+    """What is wrong with a kernel's binary: spills, more than an SM has, a barrier or a wait that is missing.
+
+    Args:
+        source: the kernel.
+        binary: what it was built to.
+        spill: bytes that it may spill.
+    """
     arch, resources, names = architecture(source.arch), binary.resources, instructions(binary.cubin)
     if resources is None:
         return ["the compiler's report has no figures"]
     found = []
-    if spilled := resources.spill_store_bytes + resources.spill_load_bytes:
+    spilled = max(resources.spill_store_bytes, resources.spill_load_bytes)
+    if spilled > spill:
         found.append(f"spills {spilled} bytes")
-    if resources.stack_bytes or any(name.startswith(("LDL", "STL")) for name in names):
+    if resources.stack_bytes > spill or (not spill and any(name.startswith(("LDL", "STL")) for name in names)):
         found.append(f"has {resources.stack_bytes} bytes of local memory")
-    if resources.registers * source.block > arch.registers:
-        found.append(f"{resources.registers} registers, too many for {source.block} threads")
+    bounds = re.search(r"__launch_bounds__\((\d+)(?:, (\d+))?\)", source.text)
+    threads = int(bounds[1]) * int(bounds[2] or 1) if bounds else source.block
+    if resources.registers * threads > arch.registers:
+        found.append(f"{resources.registers} registers, too many for {threads} threads")
+    if "serialized" in binary.log:
+        found.append("waits for each asynchronous product")
     if resources.smem_bytes + source.smem_bytes > arch.smem_bytes:
         found.append(f"{resources.smem_bytes + source.smem_bytes} bytes of shared memory")
     if TRY_WAIT in names and EXPECT_TX not in names and any(name.startswith(BULK) for name in names):
