@@ -70,6 +70,9 @@ def test_grid_is_one_cta_per_tile_and_part_of_k():
     assert mma.grid(LARGE, 129, 257) == (4, 1, 1)
     assert mma.grid(SPLIT, 17, 65) == (16, 1, 1)
     assert w8a16.grid(SMALL, 1, 64) == (1, 1, 1)
+    assert dp4a.grid(SIMT, 129, 257) == (6, 1, 1)
+    assert w8a16_wgmma.ctas(GROUPS, 64, 14336) == 112
+    assert w8a16_wgmma.ctas(W8A16WgmmaTile(64, 1, 4, 12, 2, 2), 65, 1281) == 21 * 2 * 4
 
 
 def test_menus_split_k_only_in_clusters():
@@ -99,11 +102,6 @@ def test_padding_counts_against_shared_memory():
         emit_wmma_gemm(INT8, tile, "sm_80", shared="padded")
 
 
-def test_grid_is_one_cta_per_tile():
-    assert dp4a.grid(SIMT, 129, 257) == (6, 1, 1)
-    assert dp4a.grid(Dp4aTile(16, 64, 64, 16, 32, 1, 4, 4), 1, 64) == (1, 1, 1)
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_search_space_is_what_is_legal_of_the_product(arch: str):
     blocks, warps, lanes = (64, 128, 256), (32, 64, 128, 256), (4, 8, 16, 32)
@@ -111,6 +109,7 @@ def test_search_space_is_what_is_legal_of_the_product(arch: str):
     legal = [t for t in (Dp4aTile(*s) for s in sizes) if all(c.holds(BIASED, t, arch) for c in CONSTRAINTS)]
     assert list(search_space(BIASED, arch)) == legal
     assert len(legal) == 2044
+    assert not list(search_space(replace(BIASED, a=DType.BF16), arch))
 
 
 def test_legal_tiles_are_covered_exactly():
@@ -122,10 +121,6 @@ def test_legal_tiles_are_covered_exactly():
         assert per_thread == tile.accumulators <= 128
         assert tile.threads * per_thread == tile.bm * tile.bn
         assert 32 <= tile.threads <= 1024
-
-
-def test_nothing_is_searched_for_what_cannot_be_built():
-    assert not list(search_space(replace(BIASED, a=DType.BF16), "sm_90a"))
 
 
 def test_pieces_are_as_wide_as_the_alignment_allows():
@@ -143,11 +138,6 @@ def test_pieces_are_as_wide_as_the_alignment_allows():
     assert {"LDG.E.64", "STG.E"} <= narrow
     assert "STG.E.U8" in single
     assert not any(name.startswith("LDG.E.128") for name in narrow | single)
-
-
-def test_a_cluster_for_each_tile_of_rows_and_of_tokens():
-    assert w8a16_wgmma.ctas(GROUPS, 64, 14336) == 112
-    assert w8a16_wgmma.ctas(W8A16WgmmaTile(64, 1, 4, 12, 2, 2), 65, 1281) == 21 * 2 * 4
 
 
 def test_rows_of_tokens_come_in_blocks() -> None:
