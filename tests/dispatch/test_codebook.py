@@ -69,7 +69,7 @@ def test_buckets_end_where_families_do():
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
 @pytest.mark.parametrize("pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("x", [DType.F16, DType.S8], ids=lambda x: x.value)
-def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(target: Target, x: DType, pairs: bool):
+def test_every_choice_is_legal_and_covers_the_product(target: Target, x: DType, pairs: bool):
     for (n, units), m in itertools.product(sizes(), TOKENS):
         alignment = next(a for a in (16, 8, 4, 2, 1) if n % a == 0)
         asked = replace(problem(x, alignment_n=alignment), pairs=pairs)
@@ -95,7 +95,7 @@ def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(tar
             assert ctas * tile.threadblock_shape[0] * tile.threadblock_shape[1] >= m * n
 
 
-def test_cutlass_serves_prompts_on_rows_of_one_norm_where_it_can():
+def test_cutlass_serves_prompts_of_rows_with_one_norm():
     rows = problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
 
     def chosen(problem: CodebookProblem, m: int, target: Target = H200, cutlass: bool = True) -> str:
@@ -115,7 +115,7 @@ def test_cutlass_serves_prompts_on_rows_of_one_norm_where_it_can():
     assert "codebook_cutlass" not in others
 
 
-def test_kernels_that_read_the_norms_are_the_same_for_rows_of_one_norm():
+def test_kernels_that_read_norms_ignore_row_norm():
     rows = problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
     for target in (H200, A100):
         for m in (1, 16, 64, 4096):

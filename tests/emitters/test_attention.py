@@ -97,7 +97,7 @@ def test_short_contexts_append_with_half_the_code() -> None:
     assert whole < 1.22 * len(listing(read.cubin))  # what turns, rounds and stores a new row stands there once
 
 
-def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
+def test_parts_of_short_contexts_meet_in_clusters() -> None:
     def chosen(batch: int, kv_heads: int, context: int, arch: str = "sm_90a") -> tuple[int, int]:
         sizes = {"batch": batch, "kv_heads": kv_heads, "context": context}
         desc, parts = select_attention(F16, F16, 128, 4, Target(arch, 132), **sizes)
@@ -144,7 +144,7 @@ def test_other_types_and_heads_have_none(x: DType, cache: DType, head: int) -> N
         assert select_prompt_attention(x, cache, head, gpu, **shape) is None
 
 
-def test_short_prompts_take_small_tiles_and_clusters_share_very_few() -> None:
+def test_short_prompts_take_small_tiles_and_clusters() -> None:
     def sizes(length: int, context: int = 4096) -> tuple[int, int]:
         shape = {"sequences": 1, "length": length, "kv_heads": 8, "group": 4, "context": context}
         kernel = select_prompt_attention(F16, F16, 128, H200, **shape)

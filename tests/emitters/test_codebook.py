@@ -57,7 +57,7 @@ from tests.support.sass import find_nvdisasm, instructions
 H200 = Target(ARCH, 132)
 
 
-def test_few_tokens_take_flat_tiles_and_prompts_square_ones():
+def test_few_tokens_take_flat_tiles():
     assert mma_tile(HALF, 8, 4096, Target("sm_80", 108)).threadblock_shape[0] == 16
     assert mma_tile(HALF, 4096, 4096, Target("sm_80", 108)).threadblock_shape[0] >= 128
 
@@ -95,7 +95,7 @@ def test_shared_memory_counts_stages_barriers_and_staging():
 @pytest.mark.parametrize(
     "problem", [INT8, TOKENS, BRAIN, replace(TOKENS, slots=4), TOKEN_PAIRS, INT8_PAIRS], ids=lambda p: p.name
 )
-def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem):
+def test_menu_holds_a_tile_for_every_shape(problem: CodebookProblem):
     menu = default_tiles(problem)
     assert {96, 128} <= {t.tokens for t in menu} if problem.x is not DType.S8 else {128, 256}
     for tile in menu:
@@ -108,14 +108,14 @@ def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem
         assert prompt_tile(problem, m, n, units, H200) in menu
 
 
-def test_large_prompts_take_the_large_tile_and_few_tiles_split_k():
+def test_large_prompts_take_large_tiles():
     assert isinstance(prompt_tile(INT8, 4096, 14336, 32, H200), CodebookWgmmaTile)
     assert prompt_tile(INT8, 4096, 14336, 32, H200).tokens == prompt_tile(TOKENS, 4096, 14336, 32, H200).tokens == 256
     assert prompt_tile(TOKENS, 128, 4096, 112, H200).splits > 1
     assert prompt_cycles(TOKENS, DEEP, 4096, 4096, 32, H200) > prompt_cycles(INT8, DEEP, 4096, 4096, 32, H200)
 
 
-def test_clusters_that_do_not_fit_at_once_take_a_second_wave():
+def test_clusters_beyond_one_wave_take_a_second():
     """Of 132 multiprocessors, 30 clusters of 4 run at once, not 33."""
     four = CodebookWgmmaTile(128, 4, 1, 4, lead=2)
     fits, second = (prompt_cycles(TOKENS, four, 128, 128 * rows, 32, H200) for rows in (30, 31))
@@ -145,7 +145,7 @@ def test_weights_are_decoded_between_products(problem: CodebookProblem, tmp_path
     assert sum(part.count("PRMT") for part in first_half) >= (20 if problem is INT8 else 60)
 
 
-def test_rows_of_one_norm_are_int8_tokens_with_one_norm_a_unit() -> None:
+def test_one_norm_takes_int8_tokens_and_one_slot() -> None:
     for change in ({"slots": 2}, {"x": DType.F16, "epilogue": Epilogue(col_scale="per_channel")}):
         with pytest.raises(EmitError, match="rows of one norm"):
             replace(ONE_NORM, **change)

@@ -172,7 +172,7 @@ def test_families_are_found_by_name_and_spelling() -> None:
         family("tpu")
 
 
-def test_a_grid_grows_with_rows_up_to_its_most() -> None:
+def test_grids_grow_with_rows_up_to_their_most() -> None:
     assert [Grid(64, (3, 1, 1))(m) for m in (1, 64, 65)] == [(3, 1, 1), (3, 1, 1), (6, 1, 1)]
     assert [Grid(64, (4, 1, 1), most=6)(m) for m in (1, 65, 4096)] == [(4, 1, 1), (6, 1, 1), (6, 1, 1)]
 

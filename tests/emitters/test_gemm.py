@@ -66,7 +66,7 @@ def test_epilogues_that_nothing_computes_are_refused(make: Callable[[], object],
         make()
 
 
-def test_grid_is_one_cta_per_tile_and_part_of_k():
+def test_grid_has_a_cta_a_tile_and_split():
     assert mma.grid(LARGE, 129, 257) == (4, 1, 1)
     assert mma.grid(SPLIT, 17, 65) == (16, 1, 1)
     assert w8a16.grid(SMALL, 1, 64) == (1, 1, 1)
@@ -80,7 +80,7 @@ def test_menus_split_k_only_in_clusters():
     assert {t.splits for t in mma.default_tiles("sm_90a")} == {1, 2, 4, 8}
 
 
-def test_the_shared_layout_is_named_unless_it_is_the_default():
+def test_shared_layouts_are_named_except_the_default():
     blocked, padded, linear = (emit_wmma_gemm(INT8, WMMA_TILE, "sm_80", shared=s) for s in SHARED)
     assert blocked == emit_wmma_gemm(INT8, WMMA_TILE, "sm_80")
     assert (padded.name, linear.name) == (f"{blocked.name}_padded", f"{blocked.name}_linear")
@@ -103,7 +103,7 @@ def test_padding_counts_against_shared_memory():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_search_space_is_what_is_legal_of_the_product(arch: str):
+def test_search_space_is_every_legal_tile(arch: str):
     blocks, warps, lanes = (64, 128, 256), (32, 64, 128, 256), (4, 8, 16, 32)
     sizes = product(blocks, blocks, (8, 16, 32, 64), warps, warps, (1, 2, 4, 8), lanes, lanes)
     legal = [t for t in (Dp4aTile(*s) for s in sizes) if all(c.holds(BIASED, t, arch) for c in CONSTRAINTS)]
@@ -155,7 +155,7 @@ def test_few_tokens_are_streamed() -> None:
     assert few_tokens(PROBLEM, 9, 1280, 1280, gpu, "given") is None
 
 
-def test_dispatch_finds_kernels_of_few_tokens_and_of_many() -> None:
+def test_dispatch_finds_kernels_of_integers_alone() -> None:
     for gpu in (Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108)):
         for epilogue, most in ((RESCALED, 16), (RESCALED_HALVES, 8)):
             problem = GemmProblem(epilogue=epilogue)
@@ -167,6 +167,6 @@ def test_dispatch_finds_kernels_of_few_tokens_and_of_many() -> None:
                 assert "integers alone" in choice.reason
 
 
-def test_wide_warps_are_left_out_where_their_columns_would_spill() -> None:
+def test_wide_warps_that_would_spill_are_illegal() -> None:
     for arch, legal in (("sm_80", True), ("sm_90a", True), ("sm_100", False), ("sm_120", False)):
         assert INT8_MMA.is_legal(GemmProblem(epilogue=RESCALED), LARGE, arch) == legal

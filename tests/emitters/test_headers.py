@@ -54,7 +54,7 @@ def test_no_function_is_empty_on_some_architectures() -> None:
         ("core/wgmma.cuh", "take_registers<232>()", "sm_120"),
     ],
 )
-def test_a_function_does_not_compile_where_its_instruction_is_missing(header: str, call: str, arch: str) -> None:
+def test_functions_without_their_instruction_do_not_compile(header: str, call: str, arch: str) -> None:
     source = kernel_source(
         f"misplaced_{arch}", arch, (), f"qcut::{call};", device_code=include(header), block=128, waits=False
     )

@@ -60,7 +60,7 @@ KINDS: tuple[Tokens, ...] = ("none", "given", "rows", "floats")
 SHAPES = (*LAYERS, (3840, 1280), (128256, 4096), (864, 288), (512, 1376), (1, 1), (17, 40), (33, 77), (100, 1000))
 
 
-def test_grid_is_a_cluster_for_each_row_of_tiles() -> None:
+def test_grid_has_a_cluster_a_row_of_tiles() -> None:
     assert grid(INT8_TILE, 1, 3840) == grid(INT8_TILE, 8, 3840) == (120, 1, 1)
     assert grid(W8A8Tile(2, 8, splits=4), 8, 33) == (8, 1, 1)
 
@@ -130,7 +130,7 @@ def test_every_shape_has_a_w8a16_tile(arch: str):
 
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 4096), (4096, 14336)])
-def test_large_layers_are_one_wave_with_enough_in_flight(n: int, k: int, m: int):
+def test_large_layers_are_one_wave(n: int, k: int, m: int):
     tile = w8a16_tile(W8A16, m, n, k, Target("sm_90a", 132))
     assert 0.85 * 132 <= grid(tile, m, n)[0] <= 132
     assert 2048 * tile.warps * tile.units * tile.prefetch >= 48 * 1024
