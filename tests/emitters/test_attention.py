@@ -21,10 +21,11 @@ from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt import tiles
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PromptWgmma
+from qcut.emitters.attention.scores import FORMS
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType
-from tests.emitters.attention_rows import BF16, DECODE, F16, F32, MMA, PROMPT_WGMMA, S8, U4
+from tests.emitters.attention_rows import BF16, DECODE, F16, F32, MMA, PROMPT_MMA, PROMPT_WGMMA, S8, U4
 from tests.support.compiled import build
 from tests.support.sass import listing
 
@@ -185,3 +186,11 @@ def test_softmax_runs_beside_the_products_of_values() -> None:
     between = re.search(both, text)
     assert between is not None
     assert between[1].count("MUFU") >= PROMPT_WGMMA.keys // 2
+
+
+def test_forms_of_attention_take_the_same_arguments() -> None:
+    for cache in (F16, S8):
+        assert replace(PROMPT_WGMMA, cache=cache).params() == replace(PROMPT_MMA, cache=cache).params()
+    for form in FORMS:
+        for desc in (MMA, DECODE, PROMPT_MMA, PROMPT_WGMMA):
+            assert replace(desc, scores=form).params() == (*desc.params(), *form.params())

@@ -24,7 +24,6 @@ from qcut.emitters.codebook.wgmma import (
     default_tiles,
     emit_codebook_wgmma,
     smem_bytes,
-    stage_bytes,
 )
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
@@ -41,11 +40,9 @@ from tests.emitters.codebook_rows import (
     HALF,
     INT8,
     INT8_PAIRS,
-    LARGE,
     MIDDLE,
     ONE_NORM,
     PAIR,
-    PAIRS,
     S8,
     SPLIT,
     TOKEN_PAIRS,
@@ -69,27 +66,6 @@ def test_what_no_tile_can_build_is_refused():
 
 def test_grid_is_one_cta_per_tile():
     assert mma.grid(MIDDLE, 129, 257) == (6, 1, 1)
-
-
-def test_a_stage_holds_tokens_units_and_norms():
-    assert mma.smem_bytes(HALF, MIDDLE) == 2 * (128 * 256 + 8 * (1024 + 32))
-    assert mma.smem_bytes(PAIRS, MIDDLE) == 32768 + mma.smem_bytes(HALF, MIDDLE)
-    assert mma.smem_bytes(replace(INT8, bits=3, slots=4), LARGE) == 3 * (128 * 128 + 8 * (768 + 128))
-
-
-def test_shared_memory_counts_stages_barriers_and_staging():
-    assert stage_bytes(INT8, 256) == 32768 + 128 * 16
-    assert stage_bytes(replace(INT8, slots=4), 256) == 32768 + 4 * 128 * 16
-    assert stage_bytes(BRAIN, 64) == 16384
-    four = replace(PAIR, stages=4)
-    assert (buffers(INT8, four), buffers(INT8, PAIR), buffers(TOKENS, DEEP), buffers(INT8, SPLIT)) == (4, 4, 2, 0)
-    assert smem_bytes(INT8, four) == 4 * (stage_bytes(INT8, 256) + 24) + 8 * 4608
-    assert smem_bytes(TOKENS, DEEP) == 3 * (stage_bytes(TOKENS, 256) + 16) + 4 * 4608
-    assert smem_bytes(TOKENS, replace(DEEP, stages=2, lead=1, pairs=True)) == 65536 + 2 * (65536 + 16) + 4 * 4608
-    # The sums of two warpgroups outgrow two stages.
-    assert smem_bytes(INT8, replace(SPLIT, stages=2, lead=1)) == 8 * 4608 + 2 * 24
-    wide = CodebookWgmmaTile(256, 2, 1, 4, lead=1)
-    assert smem_bytes(INT8, wide) == 32 * 4608 + 2 * 24
 
 
 @pytest.mark.parametrize(
@@ -150,12 +126,6 @@ def test_one_norm_takes_int8_tokens_and_one_slot() -> None:
         with pytest.raises(EmitError, match="rows of one norm"):
             replace(ONE_NORM, **change)
     assert ONE_NORM.name != replace(ONE_NORM, row_norm=False).name
-
-
-def test_shared_memory_holds_a_row_of_wide_groups():
-    assert RotateTokens(F16, F16, "hadamard", 512, "sm_80").smem_bytes == 0
-    assert RotateTokens(F16, F16, "hadamard", 1024, "sm_80", threads=64, rows=2).smem_bytes == 2 * 1024 * 4
-    assert RotateTokens(F16, F16, "none", 1024, "sm_80").smem_bytes == 0
 
 
 def test_heuristics_cover_every_row():

@@ -15,7 +15,7 @@ from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import INT8_MMA
-from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma, wmma
+from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma
 from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile, emit_dp4a_gemm, search_space
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
@@ -87,12 +87,6 @@ def test_shared_layouts_are_named_except_the_default():
     assert "qcut::wmma_gemm<qcut::LinearLayout, Tile, A, B, Epilogue, 16, false>(" in linear.text
     assert blocked.smem_bytes == linear.smem_bytes == 3 * 64 * 128
     assert padded.smem_bytes == 3 * 80 * 128
-
-
-def test_staging_counts_its_padding():
-    assert wmma.smem_bytes(INT8, TileConfig((128, 128, 64), (32, 32, 64), 2)) == 16 * 16 * (32 + 8) * 4
-    assert wmma.smem_bytes(INT8, TileConfig((128, 128, 64), (32, 32, 64), 3)) == 3 * 64 * 256
-    assert wmma.smem_bytes(INT8, replace(WMMA_TILE, splits=2)) == max(3 * 64 * 128, 4 * 32 * (32 + 8) * 4)
 
 
 def test_padding_counts_against_shared_memory():
