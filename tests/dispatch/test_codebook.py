@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
@@ -15,7 +17,6 @@ from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import RotateTokens, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
-from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import DType
 from qcut.emitters.families import family
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
@@ -35,29 +36,15 @@ def sizes() -> list[tuple[int, int]]:
     """N and units of K: small, ragged, long, and those of models."""
     rng = random.Random(0)
     drawn = [(rng.randint(1, 20_000), rng.randint(1, 300)) for _ in range(12)]
-    return [
-        (1, 1),
-        (15, 2),
-        (17, 1),
-        (50_257, 10),
-        (1280, 10),
-        (4096, 32),
-        (14336, 32),
-        (4096, 112),
-        (64, 1023),
-        (64, 4000),
-        *drawn,
-    ]
-
-
-def test_architectures_are_all_here():
-    assert {target.arch for target in TARGETS} == set(ARCHITECTURES)
+    small, models = [(1, 1), (15, 2), (17, 1)], [(50_257, 10), (1280, 10), (4096, 32), (14336, 32), (4096, 112)]
+    return [*small, *models, (64, 1023), (64, 4000), *drawn]
 
 
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_buckets_hold_their_tokens_and_are_few():
+@pytest.mark.parametrize(("bucket", "few"), [(bucket, 5), (m_bucket, 4)], ids=["codebook", "int8"])
+def test_buckets_hold_their_tokens_and_are_few(bucket: Callable[[int], int], few: int):
     previous = 0
     for m in range(1, 5000):
         size = bucket(m)
@@ -67,11 +54,11 @@ def test_buckets_hold_their_tokens_and_are_few():
         if m > 64:
             assert size - m < 0.25 * m
         previous = size
-    assert bucket(1) == 1
-    assert len({bucket(m) for m in range(1, 65537)}) <= 5 + 4 * 11
+    assert len({bucket(m) for m in range(1, 65537)}) <= few + 4 * 11
 
 
 def test_buckets_end_where_families_do():
+    assert bucket(1) == 1
     assert bucket(FEW_TOKENS) == FEW_TOKENS
     assert bucket(DECODE_TOKENS) == DECODE_TOKENS
 
@@ -82,7 +69,7 @@ def test_buckets_end_where_families_do():
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
 @pytest.mark.parametrize("pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("x", [DType.F16, DType.S8], ids=lambda x: x.value)
-def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(target: Target, x: DType, pairs: bool):
+def test_every_choice_is_legal_and_covers_the_product(target: Target, x: DType, pairs: bool):
     for (n, units), m in itertools.product(sizes(), TOKENS):
         alignment = next(a for a in (16, 8, 4, 2, 1) if n % a == 0)
         asked = replace(problem(x, alignment_n=alignment), pairs=pairs)
@@ -108,7 +95,7 @@ def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(tar
             assert ctas * tile.threadblock_shape[0] * tile.threadblock_shape[1] >= m * n
 
 
-def test_cutlass_serves_prompts_on_rows_of_one_norm_where_it_can():
+def test_cutlass_serves_prompts_of_rows_with_one_norm():
     rows = problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
 
     def chosen(problem: CodebookProblem, m: int, target: Target = H200, cutlass: bool = True) -> str:
@@ -128,7 +115,7 @@ def test_cutlass_serves_prompts_on_rows_of_one_norm_where_it_can():
     assert "codebook_cutlass" not in others
 
 
-def test_kernels_that_read_the_norms_are_the_same_for_rows_of_one_norm():
+def test_kernels_that_read_norms_ignore_row_norm():
     rows = problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
     for target in (H200, A100):
         for m in (1, 16, 64, 4096):
@@ -173,11 +160,6 @@ def test_weights_stream_past_few_tokens_on_every_gpu(x: DType, bits: int):
         choice = select(asked, m, 4096, passes * k // UNIT_COLUMNS, gpu)
         assert choice.family.startswith("codebook_stream"), (gpu, k, passes, m)
         family(choice.family).validate(asked, choice.tile, gpu.arch)
-
-
-def test_a_choice_depends_on_sizes_and_gpu_alone():
-    for m in TOKENS:
-        assert select(problem(DType.S8), m, 14336, 32, H200) == select(problem(DType.S8), m, 14336, 32, H200)
 
 
 # ── rotations ────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import qcut
-from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.cost_model import tile_cycles
@@ -23,7 +22,6 @@ from qcut.dispatch.tables import Row, Table
 from qcut.dispatch.tiles.w8a16 import wgmma_tile
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
-from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.emitters.families import W8A16_WGMMA, family
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU
@@ -158,18 +156,6 @@ def test_the_table_speaks_for_sizes_near_its_own_and_for_one_gpu():
     assert reason(1, 1280, 1280, H200) == "tuned"
 
 
-@pytest.mark.parametrize("menu", [SM80_MENU, SM90_MENU])
-def test_menus_are_legal_for_every_output(menu: tuple[TileConfig, ...]):
-    for tile in menu:
-        for out in (DType.F16, DType.BF16, DType.F32, DType.S8):
-            arches = ["sm_90a"] if menu is SM90_MENU else ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"]
-            problem = replace(DYNAMIC, epilogue=replace(DYNAMIC.epilogue, out=out))
-            legal = [arch for arch in arches if family("int8_cutlass").is_legal(problem, tile, arch)]
-            # A 256-wide tile of three stages does not fit where a CTA has 99 KB.
-            assert legal == arches or tile.threadblock_shape == (128, 256, 64)
-    assert family("int8_cutlass").menu(DYNAMIC, "sm_89")
-
-
 def test_the_model_prefers_whole_waves_and_grows_with_the_work():
     wide = TileConfig((256, 160, 128), schedule="cooperative")
     square = TileConfig((128, 128, 128), schedule="pingpong")
@@ -249,12 +235,6 @@ def test_the_raw_families_need_no_alignment():
     choice = select_gemm(problem, 64, 1280, 1296, H200)
     assert choice.family != "int8_cutlass"
     assert choice.reason == "model; not cutlass: rows of A and B unaligned"
-
-
-def test_grids_are_the_familys():
-    mma = Choice("int8_mma", TileConfig((128, 64, 64), (64, 32, 64), 4))
-    assert dispatch.grid(mma, 65, 132)(129) == (4, 1, 1)
-    assert dispatch.grid(Choice("int8_cutlass", SM90_MENU[0]), 65, 132) == Grid(1, (1, 1, 1))
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
@@ -451,16 +431,3 @@ def test_architectures(capability: tuple[int, int], arch: str):
 def test_gpus_without_kernels_are_refused_by_name(capability: tuple[int, int]):
     with pytest.raises(UnsupportedError, match=rf"GPU Old One has compute capability {capability[0]}\.{capability[1]}"):
         target_for(capability, 100, "Old One")
-
-
-def test_buckets_hold_their_rows_and_are_few():
-    previous = 0
-    for m in range(1, 5000):
-        bucket = m_bucket(m)
-        assert m <= bucket <= max(8, 2 * m)
-        assert bucket >= previous
-        assert m_bucket(bucket) == bucket
-        if m > 64:
-            assert bucket - m < 0.25 * m
-        previous = bucket
-    assert len({m_bucket(m) for m in range(1, 65537)}) <= 4 + 4 * 11

@@ -6,13 +6,10 @@ import re
 
 import pytest
 
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.attention.mma import AttentionMma, emit_attention_mma
-from qcut.emitters.core.source import INCLUDE_DIR, DType
+from qcut.emitters.core.source import INCLUDE_DIR
 from qcut.emitters.core.text import include, kernel_source
 from qcut.errors import BuildError
 from tests.support.compiled import build
-from tests.support.sass import instructions
 
 BELOW = {
     "core": {"core"},
@@ -57,20 +54,9 @@ def test_no_function_is_empty_on_some_architectures() -> None:
         ("core/wgmma.cuh", "take_registers<232>()", "sm_120"),
     ],
 )
-def test_a_function_does_not_compile_where_its_instruction_is_missing(header: str, call: str, arch: str) -> None:
+def test_functions_without_their_instruction_do_not_compile(header: str, call: str, arch: str) -> None:
     source = kernel_source(
         f"misplaced_{arch}", arch, (), f"qcut::{call};", device_code=include(header), block=128, waits=False
     )
     with pytest.raises(BuildError):
         build(source)
-
-
-def test_a_barrier_that_is_waited_for_is_told_what_to_expect() -> None:
-    descs = [AttentionMma.for_shape(DType.F16, DType.F16, 128, 4, arch, 8) for arch in ("sm_90a", "sm_100", "sm_120")]
-    sources = [
-        source for d in descs for source in (emit_attention_mma(d), emit_attention_append(AttentionAppend(d, True)))
-    ]
-    for source, binary in zip(sources, build(*sources), strict=True):
-        names = instructions(binary.cubin)
-        assert "SYNCS.PHASECHK.TRANS64.TRYWAIT" in names, source.name  # mbarrier.try_wait
-        assert "SYNCS.ARRIVE.TRANS64" in names, source.name  # mbarrier.arrive.expect_tx

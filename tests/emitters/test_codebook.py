@@ -1,0 +1,180 @@
+"""Codebook products of many tokens, and rotations: tiles, memory, grids, what a binary overlaps."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qcut import jit
+from qcut.dispatch.codebook import emit_rotation
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import mma_tile, prompt_cycles, prompt_tile
+from qcut.emitters.codebook import mma, wgmma
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.codebook.rotate import Kind, RotateTokens
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
+from qcut.emitters.codebook.wgmma import (
+    CodebookWgmmaTile,
+    buffers,
+    default_tiles,
+    emit_codebook_wgmma,
+    smem_bytes,
+)
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, EmitError
+from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.numerics.codebook.layout import Geometry
+from tests.emitters.codebook_rows import (
+    ARCH,
+    BF16,
+    BRAIN,
+    CONVERSIONS,
+    DEEP,
+    F16,
+    HALF,
+    INT8,
+    INT8_PAIRS,
+    MIDDLE,
+    ONE_NORM,
+    PAIR,
+    S8,
+    SPLIT,
+    TOKEN_PAIRS,
+    TOKENS,
+)
+from tests.support.compiled import build
+from tests.support.sass import find_nvdisasm, instructions
+
+H200 = Target(ARCH, 132)
+
+
+def test_few_tokens_take_flat_tiles():
+    assert mma_tile(HALF, 8, 4096, Target("sm_80", 108)).threadblock_shape[0] == 16
+    assert mma_tile(HALF, 4096, 4096, Target("sm_80", 108)).threadblock_shape[0] >= 128
+
+
+def test_what_no_tile_can_build_is_refused():
+    with pytest.raises(EmitError, match="alignment_n"):
+        mma_tile(replace(HALF, alignment_n=0), 1, 16, Target("sm_80", 108))
+
+
+def test_grid_is_one_cta_per_tile():
+    assert mma.grid(MIDDLE, 129, 257) == (6, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "problem", [INT8, TOKENS, BRAIN, replace(TOKENS, slots=4), TOKEN_PAIRS, INT8_PAIRS], ids=lambda p: p.name
+)
+def test_menu_holds_a_tile_for_every_shape(problem: CodebookProblem):
+    menu = default_tiles(problem)
+    assert {96, 128} <= {t.tokens for t in menu} if problem.x is not DType.S8 else {128, 256}
+    for tile in menu:
+        wgmma.validate(problem, tile, ARCH)
+        deeper = replace(tile, stages=tile.stages + 1)
+        fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
+        assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
+    menu = (*menu, *codebook_stream_wgmma.default_tiles(problem))
+    for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
+        assert prompt_tile(problem, m, n, units, H200) in menu
+
+
+def test_large_prompts_take_large_tiles():
+    assert isinstance(prompt_tile(INT8, 4096, 14336, 32, H200), CodebookWgmmaTile)
+    assert prompt_tile(INT8, 4096, 14336, 32, H200).tokens == prompt_tile(TOKENS, 4096, 14336, 32, H200).tokens == 256
+    assert prompt_tile(TOKENS, 128, 4096, 112, H200).splits > 1
+    assert prompt_cycles(TOKENS, DEEP, 4096, 4096, 32, H200) > prompt_cycles(INT8, DEEP, 4096, 4096, 32, H200)
+
+
+def test_clusters_beyond_one_wave_take_a_second():
+    """Of 132 multiprocessors, 30 clusters of 4 run at once, not 33."""
+    four = CodebookWgmmaTile(128, 4, 1, 4, lead=2)
+    fits, second = (prompt_cycles(TOKENS, four, 128, 128 * rows, 32, H200) for rows in (30, 31))
+    assert second > 1.5 * fits
+
+
+def test_grid_is_persistent_but_for_splits():
+    assert wgmma.grid(PAIR, 14336, 132)(4096) == (132, 1, 1)
+    assert wgmma.grid(PAIR, 14336, 132)(256) == (112, 1, 1)
+    assert wgmma.grid(PAIR, 129, 133)(1) == (2, 1, 1)
+    assert wgmma.grid(PAIR, 257, 1)(1) == (2, 1, 1)
+    assert wgmma.grid(replace(SPLIT, splits=8), 300, 4)(65) == (2 * 3 * 8, 1, 1)
+
+
+@pytest.mark.parametrize("problem", [INT8, TOKENS], ids=lambda p: p.x.value)
+def test_weights_are_decoded_between_products(problem: CodebookProblem, tmp_path: Path):
+    """While the tensor core multiplies one half of a unit, a warp decodes the other."""
+    tool = find_nvdisasm()
+    if tool is None or not jit.is_toolchain_available("nvrtc"):
+        pytest.skip("needs nvdisasm and NVRTC")
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(jit.build(emit_codebook_wgmma(problem, DEEP, ARCH)).cubin)
+    text = subprocess.run([tool, str(file)], capture_output=True, text=True, check=True).stdout
+    between = re.split(r"[HI]GMMA\.64x256x", text)[1:-1]
+    assert len(between) == (3 if problem is INT8 else 7)
+    first_half = between[: len(between) // 2 + 1]  # the last of them ends with the second half's first product
+    assert sum(part.count("PRMT") for part in first_half) >= (20 if problem is INT8 else 60)
+
+
+def test_one_norm_takes_int8_tokens_and_one_slot() -> None:
+    for change in ({"slots": 2}, {"x": DType.F16, "epilogue": Epilogue(col_scale="per_channel")}):
+        with pytest.raises(EmitError, match="rows of one norm"):
+            replace(ONE_NORM, **change)
+    assert ONE_NORM.name != replace(ONE_NORM, row_norm=False).name
+
+
+def test_heuristics_cover_every_row():
+    """Threads and pieces hold all columns, cut no group, and leave no CTA without work."""
+    gen = random.Random(4)
+    for _ in range(2000):
+        group = 2 ** gen.randrange(15)
+        k = group * gen.randrange(1, 60) + (2 ** gen.randrange(group.bit_length()) if gen.random() < 0.5 else 0)
+        m = gen.choice((1, 2, 16, 200, 4096))
+        x, out = gen.choice(CONVERSIONS)
+        kind: Kind = gen.choice(("hadamard", "none"))
+        desc = RotateTokens.for_shape(x, out, kind, "sm_90a", m, k, group)
+        k_padded = Geometry(k, group).k_padded
+        along_m, pieces, _ = desc.grid(m, k_padded)
+        assert m <= along_m * desc.rows < m + desc.rows
+        if desc.held:
+            assert (pieces - 1) * desc.row_columns < k_padded <= pieces * desc.row_columns
+        else:
+            assert k_padded > desc.row_columns
+        if kind == "hadamard" and (pieces > 1 or not desc.held):
+            assert desc.row_columns % desc.padded_group == 0
+
+
+def test_one_token_is_spread_over_ctas():
+    desc = RotateTokens.for_shape(F16, F16, "hadamard", "sm_90a", 1, 4096, 128)
+    assert desc.grid(1, 4096) == (1, 8, 1)
+    many = RotateTokens.for_shape(F16, F16, "hadamard", "sm_90a", 4096, 4096, 128)
+    assert many.grid(4096, 4096) == (4096, 2, 1)
+
+
+def test_without_a_rotation_unpadded_groups_share_a_kernel():
+    def name(k: int, group: int) -> str:
+        return RotateTokens.for_shape(F16, S8, "none", "sm_90a", 8, k, group).name
+
+    assert name(1024, 64) == name(1024, 128) == name(1024, 1024) == name(1000, 5000)
+    assert name(1024, 96) != name(1024, 128)
+
+
+def test_grid_refuses_what_does_not_fit():
+    with pytest.raises(EmitError, match="holds rows of up to 4096"):
+        RotateTokens(F16, S8, "hadamard", 128, "sm_90a").grid(1, 4224)
+    with pytest.raises(EmitError, match="cut groups of 1024"):
+        RotateTokens(F16, F16, "hadamard", 1024, "sm_90a", threads=96).grid(1, 2048)
+
+
+def test_rotations_hold_their_instructions():
+    rows = instructions(build(emit_rotation(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64)))[0].cubin)
+    assert {"SHFL.BFLY", "LDG.E.128", "STG.E.128", "STS.128", "LDS.128"} <= rows
+    dense = instructions(build(emit_rotation(RotateTokensDense(BF16, BF16, 128, "sm_90a")))[0].cubin)
+    assert "HMMA.16816.F32.BF16" in dense
+    assert any(name.startswith("LDGSTS") for name in dense)
+    assert any(name.startswith("LDSM") for name in dense)
