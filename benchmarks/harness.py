@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import math
 import os
 import sys
@@ -11,60 +12,34 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.shapes import Shape
-from qcut.tuning.timing import (
-    MAX_COPIES,
-    ROTATE_BYTES,
-    CheckError,
-    Clock,
-    CudaClock,
-    Environment,
-    Timing,
-    Variant,
-    checked,
-    environment,
-    measure,
-    percentile,
-    plan_calls,
-    rotation,
-)
-
-__all__ = [
-    "CEILINGS",
-    "MAX_COPIES",
-    "ROOT",
-    "ROTATE_BYTES",
-    "Ceiling",
-    "CheckError",
-    "Clock",
-    "CudaClock",
-    "Environment",
-    "Results",
-    "Timing",
-    "Variant",
-    "add_model_options",
-    "checked",
-    "cpu_us",
-    "environment",
-    "geomean",
-    "measure",
-    "parser",
-    "percentile",
-    "plan_calls",
-    "read_rows",
-    "require_gpu",
-    "rotation",
-    "table",
-    "with_models",
-]
+from benchmarks.layers.shapes import Shape
+from qcut.errors import QcutError
+from qcut.tuning.timing import MAX_COPIES as MAX_COPIES
+from qcut.tuning.timing import ROTATE_BYTES as ROTATE_BYTES
+from qcut.tuning.timing import CheckError as CheckError
+from qcut.tuning.timing import Clock as Clock
+from qcut.tuning.timing import CudaClock as CudaClock
+from qcut.tuning.timing import Environment as Environment
+from qcut.tuning.timing import Timing as Timing
+from qcut.tuning.timing import Variant as Variant
+from qcut.tuning.timing import checked as checked
+from qcut.tuning.timing import environment as environment
+from qcut.tuning.timing import measure as measure
+from qcut.tuning.timing import percentile as percentile
+from qcut.tuning.timing import plan_calls as plan_calls
+from qcut.tuning.timing import rotation as rotation
 
 # What is measured is the kernel that dispatch chose, not one that serves while nvcc builds that kernel.
 os.environ.setdefault("QCUT_BUILD", "wait")
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+REFERENCE = Path("reference")
+"""In place of a text's file: the Python language reference."""
 
 
 def geomean(values: Iterable[float]) -> float:
@@ -99,6 +74,28 @@ def cpu_us(
         samples.append((now() - start) / calls * 1e6)
     settle()
     return Timing.of(samples[2:], "cpu")
+
+
+def timed(
+    label: str, variants: Iterable[Variant], clock: Clock, options: argparse.Namespace, deadline: float, **more: Any
+) -> tuple[dict[str, Timing], int]:
+    """Check variants and time those that are right, 15 rounds or, with ``--quick``, 7.
+
+    Args:
+        label: what messages begin with.
+        variants: to check and time.
+        clock: that times them.
+        options: of the command line, ``quick`` among them.
+        deadline: monotonic seconds at which rounds end.
+        more: for `measure`.
+
+    Returns:
+        Timings by name, and how many variants were wrong.
+    """
+    report: Callable[[str], None] = functools.partial(print, f"{label}:", flush=True)
+    good, wrong = checked(list(variants), report)
+    more = {"rounds": 7 if options.quick else 15, **more}
+    return measure(good, clock, deadline=deadline, report=report, **more), len(wrong)
 
 
 @dataclass(frozen=True)
@@ -215,44 +212,123 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options every benchmark has."""
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for CSV and plots")
-    options.add_argument("--quick", action="store_true", help="few shapes, few rounds")
-    options.add_argument("--time-budget", type=float, default=90.0, metavar="SECONDS", help="stop measuring after this")
-    return options
+def timing_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every benchmark that takes times."""
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for CSV and plots")
+    parser.add_argument("--quick", action="store_true", help="few shapes, few rounds")
+    parser.add_argument("--time-budget", type=float, default=90.0, metavar="SECONDS", help="stop measuring after this")
 
 
-def add_model_options(options: argparse.ArgumentParser) -> None:
-    """The options of benchmarks that evaluate models on a text; `with_models` reads them."""
-    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
-    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
-    options.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
-    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
-    options.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
-    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for results")
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """The options of benchmarks that evaluate models on a text."""
+    parser.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
+    parser.add_argument("--models", type=list_of(), default="gpt2-14m,llama-13m", help="folders of --models-dir")
+    parser.add_argument("--text", type=existing, required=True, help="UTF-8 text file, or `reference`")
+    parser.add_argument("--window", type=int, default=512, help="tokens per window [512]")
+    parser.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
+    device_option(parser)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for results")
 
 
-def with_models(
-    options: argparse.ArgumentParser, argv: list[str] | None, text: Path | None = None
-) -> argparse.Namespace:
-    """Parse options with those of `add_model_options`: models become paths, the device one that is there.
+def device_option(parser: argparse.ArgumentParser) -> None:
+    """``--device``, which `script` resolves: auto is the GPU where there is one."""
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+
+
+def existing(text: str) -> Path:
+    """A path of the command line that exists, or `REFERENCE`."""
+    if text != str(REFERENCE) and not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text} does not exist")
+    return Path(text)
+
+
+def list_of(allowed: Iterable[str] = (), separator: str = ",") -> Callable[[str], list[str]]:
+    """Reads a list of the command line.
 
     Args:
-        options: the parser.
-        argv: arguments; None takes the process's own.
-        text: what ``--text`` may be without being a file.
+        allowed: the values that an item may have; any by default.
+        separator: between two items.
     """
-    args = options.parse_args(argv)
-    args.models = [args.models_dir / name for name in args.models.split(",")]
-    for path in (*args.models, *([] if args.text == text else [args.text])):
-        if not path.exists():
-            options.error(f"{path} does not exist (--models-dir, --models, --text)")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return args
+    known = list(allowed)
+
+    def parse(text: str) -> list[str]:
+        items = [item.strip() for item in text.split(separator) if item.strip()]
+        if unknown := [item for item in items if known and item not in known]:
+            mark = f"{separator} "
+            raise argparse.ArgumentTypeError(f"{mark.join(unknown)} is not one of {mark.join(known)}")
+        return items
+
+    return parse
+
+
+def script(
+    *options: Callable[[argparse.ArgumentParser], None], gpu: bool = False, time_budget: float = 90.0
+) -> Callable[[Callable[[argparse.Namespace], int]], Callable[..., int]]:
+    """Make a function of its options the ``main`` of a benchmark, whose help is the module's docstring.
+
+    The function runs without gradients and returns the exit status. A `QcutError` is printed and gives 1, a
+    `argparse.ArgumentTypeError` is an error of the command line.
+
+    Args:
+        options: add the options, `timing_options` and `model_options` among them.
+        gpu: whether nothing can be measured without a GPU: the status is then 2.
+        time_budget: default of ``--time-budget``, in seconds.
+    """
+
+    def wrap(run: Callable[[argparse.Namespace], int]) -> Callable[..., int]:
+        @functools.wraps(run)
+        def main(arguments: Sequence[str] | None = None) -> int:
+            words = run.__module__.split(".")[1:]
+            parser = argparse.ArgumentParser(
+                prog=" ".join(("benchmarks", *words)),
+                description=sys.modules[run.__module__].__doc__,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            for add in options:
+                add(parser)
+            parser.set_defaults(time_budget=time_budget)
+            given = parser.parse_args(arguments)
+            if getattr(given, "device", "") == "auto":
+                given.device = "cuda" if torch.cuda.is_available() else "cpu"
+            try:
+                if "models_dir" in given:
+                    given.models = [existing(str(given.models_dir / name)) for name in given.models]
+                if gpu:
+                    require_gpu()
+                with torch.no_grad():
+                    return run(given)
+            except argparse.ArgumentTypeError as error:
+                parser.error(str(error))
+            except QcutError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return 1
+
+        return main
+
+    return wrap
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line of a benchmark in a process of its own, from any folder.
+
+    Args:
+        module: such as ``benchmarks.engine.steps``.
+        arguments: of the benchmark.
+    """
+    return [sys.executable, str(ROOT / "benchmarks"), *module.split(".")[1:], *arguments]
+
+
+def served_dtype(device: str) -> torch.dtype:
+    """The dtype in which models are served: float16 on a GPU."""
+    return torch.float16 if device == "cuda" else torch.float32
+
+
+def replace_text(path: Path, text: str) -> Path:
+    """Write a file aside and move it into place, so that a killed run leaves no half file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    return partial.replace(path)
 
 
 def require_gpu() -> None:

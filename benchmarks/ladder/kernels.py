@@ -1,7 +1,7 @@
 """Short int8 GEMMs for readers, one idea each, and kernels that measure the peak rate of a multiprocessor's products.
 
 ``D = epilogue(A B)`` of whole tiles alone. Device code: ``ladder.cuh`` and ``peak.cuh`` beside this file.
-Dispatch never chooses these kernels: they are the first steps of ``benchmarks/bench_ladder.py``.
+Dispatch never chooses these kernels: they are the first steps of ``layers/ladder.py``.
 """
 
 from __future__ import annotations

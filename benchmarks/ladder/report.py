@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import harness, plots
+from benchmarks import harness
 from benchmarks.ladder.steps import NAMES
+from benchmarks.publish import plots
 
 COLUMNS = {
     "step": "step",
@@ -83,7 +84,7 @@ def write_markdown(path: Path, results: harness.Results) -> Path:
     env = results.env
     parts = [
         "# The ladder, measured",
-        f"Written by `benchmarks/bench_ladder.py`; docs/kernel-notes/ladder.md explains the steps. {env.gpu}, driver "
+        f"Written by `layers/ladder.py`; docs/kernel-notes/ladder.md explains the steps. {env.gpu}, driver "
         f"{env.driver}, CUDA {env.cuda}, torch {env.torch}, commit {env.commit}.",
         rows(COLUMNS, _cells(results.rows, list(COLUMNS))),
     ]
@@ -91,11 +92,7 @@ def write_markdown(path: Path, results: harness.Results) -> Path:
         parts.append(rows(COUNTER_COLUMNS, _cells(counted, list(COUNTER_COLUMNS))))
     kernels = [f"- {row['step']}: `{row['kernel']}`" for row in results.rows]
     parts += ["Kernels:", "\n".join(kernels)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n\n".join(parts) + "\n")
-    partial.replace(path)
-    return path
+    return harness.replace_text(path, "\n\n".join(parts) + "\n")
 
 
 def summary(results: harness.Results) -> str:

@@ -1,6 +1,6 @@
 """What `benchmarks.scaling.model` predicts beside what was measured, and the three figures taken from measured times.
 
-A row of `bench_engine.py` says in its column ``gpus`` over how many GPUs of one host its layers were split; without the
+A row of `engine/steps.py` says in its column ``gpus`` over how many GPUs of one host its layers were split; without the
 column, or without a value, one.
 """
 
@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from benchmarks import bench_cache, bench_engine
-from benchmarks.bench_engine import CASES
-from benchmarks.reporting.rows import Row, Rows
+from benchmarks.engine import caches, steps
+from benchmarks.engine.steps import CASES
+from benchmarks.publish.rows import Row, Rows
 from benchmarks.scaling.laws import FLOAT, GPU, Primitives
 from benchmarks.scaling.model import Layout, Shape, prompt, step
 from qcut.errors import ConfigError
@@ -64,7 +64,7 @@ class Check:
 
 
 def key_of(row: Row) -> Key:
-    """What names a row of `bench_engine.py`."""
+    """What names a row of `engine/steps.py`."""
     return row["case"], row["what"], int(row["batch"]), int(row.get("gpus") or 1)
 
 
@@ -81,14 +81,14 @@ def _predicted_us(primitives: Primitives, key: Key) -> float:
     case, what, batch, gpus = key
     shape, layout = Shape.of(case, CASES[case]), Layout(tp=gpus)
     if what == "decode":
-        context = bench_engine.PROMPT + bench_engine.NEW // 2
+        context = steps.PROMPT + steps.NEW // 2
         return step(primitives, shape, _scheme(case), batch, context, layout).us
     return prompt(primitives, shape, _scheme(case), batch, int(what.split()[-1]), layout).us
 
 
 def _engine_rows(rows: Rows) -> Iterable[tuple[Key, float]]:
     for row in rows.of("bench_engine", gpu=GPU):
-        if row["what"] != "kernel" and not row["what"].startswith(bench_engine.IN_CONTEXT):
+        if row["what"] != "kernel" and not row["what"].startswith(steps.IN_CONTEXT):
             yield key_of(row), float(row["median_us"])
 
 
@@ -118,7 +118,7 @@ def calibrated(primitives: Primitives, rows: Rows) -> Primitives:
 
 
 def checks(primitives: Primitives, rows: Rows) -> list[Check]:
-    """Predict every step and prompt of `bench_engine.py` and every step of `bench_cache.py` that was measured.
+    """Predict every step and prompt of `engine/steps.py` and every step of `engine/caches.py` that was measured.
 
     Args:
         primitives: calibrated.
@@ -130,7 +130,7 @@ def checks(primitives: Primitives, rows: Rows) -> list[Check]:
             continue
         case, batch, context = row["case"], int(row["batch"]), int(row["context"])
         cache = "float" if row["cache"] == "auto" else row["cache"]
-        at = context - bench_cache.NEW // 2
+        at = context - caches.NEW // 2
         us = step(primitives, Shape.of(case, CASES[case]), _scheme(case), batch, at, cache=cache).us
         what = f"decode, {'float16' if cache == 'float' else cache} cache, context {context:,}"
         found.append(Check(case, what, batch, 1, float(row["median_us"]), us))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.harness import CEILINGS, Ceiling
-from benchmarks.reporting.rows import Rows, shape_of
+from benchmarks.publish.rows import Rows, shape_of
 from qcut.errors import ConfigError
 from qcut.schemes import parse_scheme
 
@@ -23,7 +23,7 @@ GPU = "NVIDIA H200"
 FLOAT = "fp16"
 SCHEMES = ("codebook4", "codebook4_int8", "w8a8", "w8a16", FLOAT)
 CACHES = {"float": "qcut", "int8": "qcut int8"}
-"""A cache's kind to the variant of `bench_attention.py` that reads it."""
+"""A cache's kind to the variant of `attention/decode.py` that reads it."""
 
 
 def weight_bytes(scheme: str, n: int, k: int) -> float:
@@ -169,7 +169,7 @@ class Link:
 
 
 ASSUMED_IN_HOST = Link(latency_us=6.6, hop_us=1.1, bytes_s=200e9)
-"""All-reduce inside a CUDA graph over NVLink, where `bench_allreduce.py` has no rows. Assumed."""
+"""All-reduce inside a CUDA graph over NVLink, where `engine/allreduce.py` has no rows. Assumed."""
 ASSUMED_ACROSS_HOSTS = Link(latency_us=15.0, hop_us=0.0, bytes_s=45e9)
 """One message between hosts, over a network card of 400 Gbit/s for each GPU. Assumed."""
 
@@ -276,7 +276,7 @@ def product_us(laws: Mapping[int, ProductLaw], m: int, n: int, k: int) -> float:
 
 
 def product_laws(rows: Rows, gpu: str) -> dict[str, dict[int, ProductLaw]]:
-    """Scheme → tokens → the law of the products that `bench_cliff.py` measured on a GPU.
+    """Scheme → tokens → the law of the products that `layers/crossover.py` measured on a GPU.
 
     No law is faster than the GPU's `Ceiling` allows, where one is known.
     """

@@ -12,14 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from benchmarks.bench_engine import Case
-from benchmarks.scaling.laws import (
-    ASSUMED_ACROSS_HOSTS,
-    FLOAT,
-    Primitives,
-    cache_row_bytes,
-    prompt_ops,
-)
+from benchmarks.engine.steps import Case
+from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, FLOAT, Primitives, cache_row_bytes, prompt_ops
 from qcut import Linear
 from qcut.errors import ConfigError
 
@@ -55,7 +49,7 @@ class Shape:
 
     @classmethod
     def of(cls, name: str, case: Case) -> Shape:
-        """The shape of a model of `bench_engine.py`."""
+        """The shape of a model of `engine/steps.py`."""
         sizes = (case.layers, case.width, case.heads, case.kv_heads, case.hidden, case.vocabulary)
         return cls(name, *sizes, gated=not case.gpt2)
 

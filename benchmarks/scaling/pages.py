@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import plots
-from benchmarks.bench_vllm import CONTEXT as TOKENS
-from benchmarks.bench_vllm import NEW
+from benchmarks.engine.vllm import CONTEXT as TOKENS
+from benchmarks.engine.vllm import NEW
 from benchmarks.harness import percentile
-from benchmarks.reporting.markdown import MISSING, figures, markdown
-from benchmarks.reporting.rows import Rows, missing, provenance
-from benchmarks.reporting.serving import FOUR_GPUS, HOSTS, TWO_GPUS
+from benchmarks.publish import plots
+from benchmarks.publish.markdown import MISSING, figures, markdown
+from benchmarks.publish.rows import Rows, missing, provenance
+from benchmarks.publish.serving import FOUR_GPUS, HOSTS, TWO_GPUS
 from benchmarks.scaling import split
 from benchmarks.scaling.check import LIMIT, PROMPT_ROWS, STEP_ROW, Check, calibrated, checks, worst
 from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, ASSUMED_IN_HOST, FLOAT, SCHEMES, Primitives, weight_bytes
@@ -55,7 +55,7 @@ CHECKED = (
 )
 """What is summed up: a title, a part of the models' names, and whether it is of steps or of prompts."""
 LARGE = "llama-3-70b"
-"""The shape of `bench_vllm.py` whose steps on several GPUs are taken apart."""
+"""The shape of `engine/vllm.py` whose steps on several GPUs are taken apart."""
 SPLIT_CHECKED = (("Steps inside vLLM", "step"), ("Prompts inside vLLM", "prompt"))
 
 

@@ -1,8 +1,8 @@
 """vLLM's steps and prompts on several GPUs, and of a larger model, predicted from those of a small model on one.
 
 This checks what `benchmarks.scaling.model` says of tensor parallelism, with vLLM around qcut's layers: products have
-the time of their size by the laws of `bench_cliff.py`, the classifier that of a float16 product, attention its time on
-one GPU over the GPUs, all-reduces are measured, and whatever else a layer takes it takes on every GPU.
+the time of their size by the laws of `layers/crossover.py`, the classifier that of a float16 product, attention its
+time on one GPU over the GPUs, all-reduces are measured, and whatever else a layer takes it takes on every GPU.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bench_vllm import PROMPT, SHAPES
-from benchmarks.reporting.rows import Row, Rows
-from benchmarks.reporting.serving import ATTENTION, HOSTS, SHAPE, kernel_ms, short_name
+from benchmarks.engine.vllm import PROMPT, SHAPES
+from benchmarks.publish.rows import Row, Rows
+from benchmarks.publish.serving import ATTENTION, HOSTS, SHAPE, kernel_ms, short_name
 from benchmarks.scaling.check import Check
 from benchmarks.scaling.laws import FLOAT, Curve, ProductLaw, all_reduce_curves, product_laws, product_us
 from benchmarks.scaling.model import Shape
@@ -67,7 +67,7 @@ class Terms:
 
 
 def shape_of(name: str) -> Shape:
-    """A shape of `bench_vllm.py`."""
+    """A shape of `engine/vllm.py`."""
     width, hidden, blocks, heads, kv_heads, vocabulary = SHAPES[name]
     return Shape(name, blocks, width, heads, kv_heads, hidden, vocabulary)
 

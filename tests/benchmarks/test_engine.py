@@ -1,8 +1,11 @@
-"""The engine's benchmark on the CPU, whole, on its tiny models."""
+"""Benchmarks of the engine, the scheduler, the server and all-reduces on the CPU, whole, on tiny models."""
 
 from __future__ import annotations
 
-import csv
+import math
+import os
+import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_engine, harness, plots
-from benchmarks.bench_engine import CASES, build, kind_of, read_bytes
+import qcut
+from benchmarks import harness
+from benchmarks.engine import allreduce, batching, caches, families, steps
+from benchmarks.harness import CheckError, read_rows
+from qcut.engine.kv_cache.cache import KV_DTYPES
+
+LOAD = ["--case", "tiny-llama", "--device", "cpu", "--clients", "3", "--rounds", "2", "--new", "6", "--lengths", "4,20"]
 
 
 def test_tiny_models_get_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--cases", "tiny-gpt2,tiny-llama", "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    assert bench_engine.main(arguments) == 0
-    with (tmp_path / "bench_engine.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    assert steps.main(arguments) == 0
+    rows = read_rows(tmp_path / "bench_engine.csv")
     found = [(row["case"], row["what"], row["batch"]) for row in rows]
     assert found == [
         ("tiny-gpt2", "prefill of 32", "2"),
@@ -35,90 +42,139 @@ def test_tiny_models_get_their_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "tiny-llama" in capsys.readouterr().out
 
 
-def test_steps_alone_leave_the_rows_of_prompts(tmp_path: Path) -> None:
-    arguments = ["--cases", "tiny-gpt2", "--device", "cpu", "--quick", "--out", str(tmp_path)]
-    assert bench_engine.main(arguments) == 0
-    before = harness.read_rows(tmp_path / "bench_engine.csv")
-    assert bench_engine.main([*arguments, "--steps"]) == 0
-    after = harness.read_rows(tmp_path / "bench_engine.csv")
-    assert [row["what"] for row in after] == [row["what"] for row in before]
-    assert [row["median_us"] for row in after[:2]] == [row["median_us"] for row in before[:2]]
-    assert after[2]["median_us"] != before[2]["median_us"]
-
-
-def test_a_wrong_engine_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bench_engine.qcut.Engine.decode
-    monkeypatch.setattr(bench_engine.qcut.Engine, "decode", lambda self, tokens: -right(self, tokens))
-    assert bench_engine.main(["--cases", "tiny-gpt2", "--device", "cpu", "--out", str(tmp_path)]) == 1
-    assert len((tmp_path / "bench_engine.csv").read_text().splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "embeddings"), [("tiny-gpt2", None), ("tiny-llama", "w8a16"), ("tiny-llama", "codebook4")]
 )
 def test_a_step_reads_the_head_and_no_table(name: str, embeddings: str | None) -> None:
-    case = replace(CASES[name], embeddings=embeddings)
-    model: Any = build(case, "cpu")
-    layers = bench_engine.layers_of(model)
+    case = replace(steps.CASES[name], embeddings=embeddings)
+    model: Any = steps.build(case, "cpu")
+    layers = steps.layers_of(model)
     assert len(layers) == case.layers
     parts = [*layers, model.lm_head]
     read = sum(t.nbytes for m in parts for t in (*m.parameters(), *m.buffers()))
     kept_twice = [t.nbytes for m in parts for name, t in m.named_buffers() if name.rpartition(".")[2] == "norms"]
     assert (kept_twice != []) == ("codebook" in str(case.scheme))
     read -= sum(kept_twice)
-    assert read < read_bytes(model) <= read + 4 * 64 * 4
+    assert read < steps.read_bytes(model) <= read + 4 * 64 * 4
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("qcut_attention_decode_sm90a_f16_f16_h128g4_w4u4", "attention"),
-        ("qcut_attention_mma_sm90a_f16_f16_h128g4_w4t2_c8", "attention"),
-        ("qcut_attention_append_sm90a_f16_f16_h128g4_w4t2_c8_rope", "attention"),
-        ("qcut_rotate_sm90a_f16", "rotations, int8"),
-        ("qcut_codebook_stream_sm90a", "projections"),
-        ("nvjet_hsh_64x8", "projections"),
-        ("void at::native::vectorized_elementwise_kernel", "other"),
-    ],
-)
-def test_kernels_have_kinds(kernel: str, kind: str) -> None:
-    assert kind_of(kernel) == kind
+def test_a_wrong_engine_is_caught() -> None:
+    model: Any = steps.build(steps.CASES["tiny-gpt2"], "cpu")
+    engine, prompts = qcut.Engine(model, context=40), steps.prompts_of(96, 1, 12)
+    with torch.no_grad():
+        steps.check(engine, model, prompts)
+        other = steps.build(steps.CASES["tiny-gpt2"], "cpu")
+        other.transformer.wpe.weight.neg_()
+        with pytest.raises(CheckError, match=r"allowed from 0\.99"):
+            steps.check(engine, other, prompts)
 
 
-def test_stacks_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    parts = {"a": {"norms": 1.0, "attention": 2.0}, "b": {"attention": 1.0, "other": 4.0}}
-    plots.stacks(
-        tmp_path / "plot", parts, {"floor": {"a": 1.5, "b": float("nan")}, "step": {"a": 2.0, "b": 3.0}}, "title", "µs"
-    )
-    assert (tmp_path / "plot.svg").stat().st_size > 1000
+def test_steps_of_tiny_models_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--families", "tiny-llama,tiny-gpt_neox", "--batches", "1,2", "--quick", "--out", str(tmp_path)]
+    assert families.main(words) == 0
+    rows = read_rows(tmp_path / "bench_families.csv")
+    assert [(row["family"], row["batch"]) for row in rows] == [
+        (name, batch) for name in ("tiny-llama", "tiny-gpt_neox") for batch in ("1", "2")
+    ]
+    assert all(int(row["tokens_s"]) > 0 and float(row["gb"]) > 0 for row in rows)
+    assert "tiny-gpt_neox" in capsys.readouterr().out
 
 
-def test_a_steps_parts_are_drawn_from_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    columns = "what,case,batch,kind,median_us,floor_us"
-    step, kernels = "decode,m,1,,10.0,4.0", ("kernel,m,1,norms,2.0,", "kernel,m,1,norms,1.5,", "kernel,m,8,norms,9.0,")
-    (tmp_path / "bench_engine.csv").write_text("\n".join((columns, step, *kernels)) + "\n")
-    assert bench_engine.main(["--draw", "--out", str(tmp_path)]) == 0
-    cells = capsys.readouterr().out.splitlines()[-1].split()
-    assert cells[:3] == ["m,", "batch", "1"]
-    assert cells[3:] == ["0", "0", "3.5", "0", "0", "0", "0", "0", "0", "6.5", "4", "10"]
+def test_steps_of_every_cache_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--case", "tiny-llama", "--contexts", "24,40", "--batches", "1,2", "--device", "cpu"]
+    assert caches.main([*given, "--out", str(tmp_path)]) == 0
+    assert f"{4 * len(KV_DTYPES)} results checked, 0 wrong; nothing timed on a CPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    logits = torch.randn(2, 50)
+    caches.check("int4", logits + 0.01 * torch.randn(2, 50), logits)
+    for wrong in (logits.flip(1), torch.full_like(logits, math.nan)):
+        with pytest.raises(CheckError, match="int4: logits have cosine"):
+            caches.check("int4", wrong, logits)
 
 
-def test_an_engine_may_be_as_far_from_transformers_as_those_are_from_themselves(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_load_is_answered_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert batching.main([*LOAD, "--chunk", "8", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "3 clients, 6 prompts" in said
+    assert "of a static batch's" in said
+    assert "20 tokens, when a sequence leaves" in said
+    rows = {row["what"]: row for row in read_rows(tmp_path / "bench_batching.csv")}
+    assert list(rows) == ["continuous", "static", "row copied", "gap"]
+    assert float(rows["continuous"]["tokens_s"]) > 0
+    assert float(rows["gap"]["p99_us"]) >= float(rows["gap"]["median_us"]) > 0
+
+
+def test_another_answer_is_caught() -> None:
+    case = steps.CASES["tiny-llama"]
+    engine = qcut.Engine(steps.build(replace(case, layers=1), "cpu", 40), context=40)
+    prompts = batching.prompts_of(5, case.vocabulary, 4, 20)
+    assert sorted(map(len, prompts)) == [4, 8, 12, 16, 20]
+    answers = [batching.Answer(one.tokens, []) for prompt in prompts for one in engine.generate([prompt], 6)]
+    batching.check(engine, prompts, answers)
+    with pytest.raises(CheckError, match="deviations less likely"):
+        batching.check(engine, prompts, answers[1:] + answers[:1])
+
+
+def test_a_load_over_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("starlette")
+    from benchmarks.engine import server
+
+    assert server.main([*LOAD, "--chunk", "8", "--out", str(tmp_path)]) == 0
+    assert "3 clients of HTTP, 6 prompts" in capsys.readouterr().out
+    rows = {row["what"]: row for row in read_rows(tmp_path / "bench_server.csv")}
+    assert list(rows) == ["server", "scheduler", "first token", "gap"]
+    assert float(rows["gap"]["p99_us"]) >= float(rows["gap"]["median_us"]) >= 0
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def environment(rank: int, processes: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in told.items()}}
+
+
+def test_two_processes_write_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model: Any = build(CASES["tiny-gpt2"], "cpu")
-    engine = bench_engine.qcut.Engine(model, context=40)
-    prompts = bench_engine.prompts_of(96, 1, 12)
-    right, off = bench_engine.theirs, {"sdpa": 0.0, "eager": 0.0}
-    noise = torch.randn(96, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(
-        bench_engine, "theirs", lambda *given: (out := right(*given)) + off[given[2]] * out.std() * noise
+    port, given = free_port(), ["--device", "cpu", "--quick", "--out", str(tmp_path), "--sizes", "256", "1024"]
+    other = subprocess.Popen(
+        harness.command("benchmarks.engine.allreduce", *given), env=environment(1, 2, port), stdout=subprocess.PIPE
     )
-    bench_engine.check(engine, model, prompts)
-    off["sdpa"] = 0.2  # the engine is where the other one is, and both are far from this one
-    bench_engine.check(engine, model, prompts)
-    off["eager"] = 0.2
-    with pytest.raises(bench_engine.CheckError, match=r"allowed from 0\.99"):
-        bench_engine.check(engine, model, prompts)
-    assert model.config._attn_implementation == "sdpa"
+    try:
+        for name, value in environment(0, 2, port).items():
+            monkeypatch.setenv(name, value)
+        assert allreduce.main(given) == 0
+        assert other.communicate(timeout=60)[0] == b""
+    finally:
+        other.kill()
+        other.wait()
+    assert other.returncode == 0
+    assert "2 of 2 measured, 0 wrong sums" in capsys.readouterr().out
+    rows = read_rows(tmp_path / "bench_allreduce.csv")
+    assert [(row["gpus"], row["bytes"], row["variant"], row["backend"]) for row in rows] == [
+        ("2", "256", "eager", "gloo"),
+        ("2", "1024", "eager", "gloo"),
+    ]
+    assert all(float(row["median_us"]) > 0 and row["gpu"] == "none" for row in rows)
+
+
+def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in allreduce.TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    given = ["--device", "cpu"]
+    for told, arguments, message in (
+        (0, given, "no RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: start it by torchrun"),
+        (1, given, "one process has nothing to add up"),
+        (2, [*given, "--sizes", "7"], "--sizes 7: a positive even number"),
+    ):
+        for name, value in environment(0, told, 1).items() if told else ():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as stopped:
+            allreduce.main(arguments)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err

@@ -58,6 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def prebuilt() -> None:
     """All CUTLASS kernels of `gpu_test_calls`, in parallel: one at a time they take half a minute each."""
-    from benchmarks.device_kernels import prebuild
+    from benchmarks.layers.device_kernels import prebuild
 
     prebuild(gpu_test_calls())

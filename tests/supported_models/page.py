@@ -7,7 +7,7 @@ import math
 import torch
 import transformers
 
-from benchmarks.reporting.markdown import markdown
+from benchmarks.publish.markdown import markdown
 from qcut.engine.families import FAMILIES
 from tests.support import ROOT
 from tests.supported_models.checking import NO, Finding

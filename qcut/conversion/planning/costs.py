@@ -97,7 +97,7 @@ class StepCost:
 
     A start is paid for each product: siblings of one scheme that the engine computes in one share it. Start and rate
     are lines through times of whole layers, rotation included, measured on an H200 with one token
-    (benchmarks/report_quality.py), which they meet within 15 %; on another GPU the rate goes with the memory's
+    (benchmarks/perplexity/sizes.py), which they meet within 15 %; on another GPU the rate goes with the memory's
     bandwidth, and the start to the clock. Attention, norms and the classifier are not counted.
 
     Attributes:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench_ladder
 from benchmarks.ladder.kernels import PEAKS, TILES, LadderTile, Unit, emit_ladder_gemm, grid
 from benchmarks.ladder.steps import LIBRARY, NAMES, STEPS, is_cutlass
 from benchmarks.ladder.variants import Operands, PeakRun, kernel_variant, library_step
+from benchmarks.layers import ladder
 from qcut import jit
 from qcut.backends.cuda.launch.plans import target
 from qcut.emitters.core.epilogue import Epilogue
@@ -102,7 +102,7 @@ def test_a_wrong_result_is_noticed() -> None:
     variant, _ = kernel_variant(candidate, jit.build(candidate.source), data)
     data.acc[5, 7] += 1 << 20
     assert variant.check is not None
-    with pytest.raises(bench_ladder.harness.CheckError, match="1 of 16384"):
+    with pytest.raises(ladder.harness.CheckError, match="1 of 16384"):
         variant.check()
 
 
@@ -128,10 +128,10 @@ def test_peaks(unit: Unit) -> None:
 
 def test_benchmark_from_end_to_end(tmp_path: Path) -> None:
     arguments = ["--quick", "--size", "256", "--steps", ",".join(QUICK), "--out", str(tmp_path)]
-    assert bench_ladder.main(arguments) == 0
+    assert ladder.main(arguments) == 0
     with (tmp_path / "bench_ladder.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["dp4a_peak", "mma_sync_peak", *QUICK]
     assert all(float(row["median_us"]) > 0 for row in rows)
     kernels = [row["kernel"].split()[0] for row in rows if row["step"] in (*QUICK, LIBRARY)]
-    assert bench_ladder.main(["--size", "256", "--profile", ",".join(kernels)]) == 0
+    assert ladder.main(["--size", "256", "--profile", ",".join(kernels)]) == 0

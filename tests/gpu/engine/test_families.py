@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import qcut
-from benchmarks import bench_engine
+from benchmarks.engine import steps
 from qcut.engine.engine import Engine
 from tests.gpu.support.oracles import DEVICE, assert_same
 from tests.support.decoders import KINDS, VOCABULARY, WIDE, prompts_of, small
@@ -39,10 +39,10 @@ def test_float32_tokens_are_the_cpus(kind: str, scheme: str | None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_transformers(kind: str, scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind.startswith("gemma"):  # norms are rounded twice, which moves some int8 activations by a step
-        monkeypatch.setattr(bench_engine, "MIN_COSINE", 0.99)
+        monkeypatch.setattr(steps, "MIN_COSINE", 0.99)
     model = model_of(kind, scheme, torch.float16)
     with torch.no_grad():
-        bench_engine.check(Engine(model, batch=2), model, prompts_of(VOCABULARY, 40))
+        steps.check(Engine(model, batch=2), model, prompts_of(VOCABULARY, 40))
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])

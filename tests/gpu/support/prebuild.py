@@ -6,7 +6,7 @@ from itertools import product
 
 import torch
 
-from benchmarks.device_kernels import prebuild
+from benchmarks.layers.device_kernels import prebuild
 from qcut import jit
 from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.backends.cuda.launch.prebuild import prebuild as prebuild_layers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench_vllm
+from benchmarks.engine import vllm
 from benchmarks.harness import read_rows
 from tests.support import ROOT
 
@@ -19,7 +19,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
         monkeypatch.setenv(key, value)
     for name, value in {"NEW": 4, "CONTEXT": 16, "PROMPTS": 6, "ANSWER": 8}.items():
-        monkeypatch.setattr(bench_vllm, name, value)
+        monkeypatch.setattr(vllm, name, value)
 
 
 EAGER = ["--dtype", "float32", "--arguments", '{"enforce_eager": true}']
@@ -27,7 +27,7 @@ EAGER = ["--dtype", "float32", "--arguments", '{"enforce_eager": true}']
 
 def test_steps_and_prompts_are_timed(tmp_path: Path) -> None:
     asked = ["--shape", "tiny", "--methods", "qcut-w8a8", "--batches", "1,2", "--prompt", "64", "--out", str(tmp_path)]
-    assert bench_vllm.main([*asked, "--kernels", *EAGER]) == 0  # a CPU has none
+    assert vllm.main([*asked, "--kernels", *EAGER]) == 0  # a CPU has none
     rows = read_rows(tmp_path / "bench_vllm.csv")
     assert [(row["method"], row["what"], row["batch"]) for row in rows] == [
         ("qcut-w8a8", "step", "1"),
@@ -45,10 +45,10 @@ def test_answers_of_several_gpus_are_counted(tmp_path: Path, monkeypatch: pytest
             last = 9 if i == 1 and asked["arguments"]["tensor_parallel_size"] == 2 else 3
             yield {"tokens": [1, 2, last], "gaps": [0.5, 0.25, 0.125]}
 
-    monkeypatch.setattr(bench_vllm, "run", run)
+    monkeypatch.setattr(vllm, "run", run)
     model = ROOT / "models" / "gpt2-5m"
     asked = ["--parallel", str(model), "--methods", "qcut-w8a16", "--gpus", "2", "--out", str(tmp_path)]
-    assert bench_vllm.main([*asked, *EAGER]) == 0
+    assert vllm.main([*asked, *EAGER]) == 0
     (row,) = read_rows(tmp_path / "vllm_parallel.csv")
     assert (row["same"], row["of"], row["gap"]) == ("5", "6", "0.125")
 
@@ -60,7 +60,7 @@ def test_a_process_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "executable", str(python))
     asked = ["--parallel", str(ROOT / "models" / "gpt2-5m"), "--methods", "qcut-w9", "--out", str(tmp_path)]
     with pytest.raises(RuntimeError, match=r"'quantization': 'qcut-w9'.*no scheme w9"):
-        bench_vllm.main([*asked, *EAGER])
+        vllm.main([*asked, *EAGER])
 
 
 def test_a_method_that_fails_leaves_the_others(
@@ -74,14 +74,14 @@ def test_a_method_that_fails_leaves_the_others(
         yield {"what": "step", "batch": 1, "kernel": kernel, "count": 4.0, "us": 1.2345}
 
     kernel = "older gemm"
-    monkeypatch.setattr(bench_vllm, "run", run)
-    assert bench_vllm.main(["--methods", "qcut-w9,vllm gptq4,fp16", "--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(vllm, "run", run)
+    assert vllm.main(["--methods", "qcut-w9,vllm gptq4,fp16", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "FAILED qcut-w9: no scheme w9" in said
     assert "FAILED vllm gptq4: its linear layers are of UnquantizedLinearMethod" in said
     assert [row["method"] for row in read_rows(tmp_path / "bench_vllm.csv")] == ["fp16"]
     kernel = "gemm"  # an older kernel's row does not stay beside it
-    assert bench_vllm.main(["--methods", "fp16", "--out", str(tmp_path)]) == 0
+    assert vllm.main(["--methods", "fp16", "--out", str(tmp_path)]) == 0
     (row,) = read_rows(tmp_path / "vllm_kernels.csv")
     assert [row[key] for key in ("method", "what", "batch", "kernel", "count", "us")] == [
         "fp16",

@@ -2,7 +2,7 @@
 //
 // CUTLASS's stock tree reads every vector with a node of its own, one global load after the other. This node issues the
 // loads of all vectors together: the per-channel vectors of the CTA's tile go to shared memory, the per-token vectors
-// to each thread's registers. benchmarks/bench_epilogue.py measures the gain.
+// to each thread's registers. benchmarks/layers/epilogue.py measures the gain.
 //
 // Exactness: one float32 operation after the other, in the order of emitters/core/epilogue.py; bitwise that of stock
 // visitors.

@@ -1,0 +1,195 @@
+"""Continuous batching under load: clients that send prompts of many lengths, each the next when the last is answered.
+
+Beside it a static batch: as many sequences as clients, with the same prompts in the same order, where each batch ends
+with its longest member. Both times hold reading the prompts. Every answer is counted; those of a model with one layer,
+under the same load, are held against what its engine gives alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import threading
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+import qcut
+from benchmarks import harness
+from benchmarks.engine.steps import CASES, build
+from benchmarks.harness import CheckError, Timing, percentile
+
+SHORTEST, LONGEST = 32, 1024
+"""Tokens of a prompt."""
+NEW = 128
+"""Tokens of an answer."""
+CHECKED = 8
+"""Answers that are held against the engine's."""
+TIE = 0.1
+"""Standard deviations of the logits by which another token than the likeliest may fall short: kernels are chosen by
+the number of sequences, and round differently."""
+COPIES = 20
+"""Times that a row is copied."""
+TO_REACH = {"static": 0.8, "gap": 4.0}
+"""Of the static batch's tokens/s; and the 99th percentile of the time between tokens, as a multiple of the median."""
+KEY = ("case", "clients", "what")
+
+
+class Answer(NamedTuple):
+    """Tokens of an answer, and when each came, in seconds."""
+
+    tokens: list[int]
+    times: list[float]
+
+
+def prompts_of(count: int, vocabulary: int, shortest: int, longest: int) -> list[list[int]]:
+    """Random prompts, their lengths evenly spread and shuffled."""
+    rng = random.Random(count)
+    lengths = [shortest + (longest - shortest) * i // max(1, count - 1) for i in range(count)]
+    rng.shuffle(lengths)
+    return [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+def load(scheduler: qcut.Scheduler, prompts: list[list[int]], clients: int, new: int) -> tuple[float, list[Answer]]:
+    """Seconds until all prompts are answered, by threads that wait for one answer each, and the answers."""
+    answers: dict[int, Answer] = {}
+
+    def client(mine: int) -> None:
+        for i in range(mine, len(prompts), clients):
+            times: list[float] = []
+            request = scheduler.submit(prompts[i], new)
+            for _ in request:
+                times.append(time.perf_counter())
+            answers[i] = Answer(list(request.tokens), times)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    if sorted(answers) != list(range(len(prompts))) or any(len(each.tokens) != new for each in answers.values()):
+        raise CheckError(f"{len(answers)} of {len(prompts)} answers, of {new} tokens each, have come")
+    return seconds, [answers[i] for i in range(len(prompts))]
+
+
+def static(engine: qcut.Engine, prompts: list[list[int]], clients: int, new: int) -> float:
+    """Seconds until batches of so many prompts, one after another, are answered."""
+    start = time.perf_counter()
+    for i in range(0, len(prompts), clients):
+        engine.generate(prompts[i : i + clients], new)
+    return time.perf_counter() - start
+
+
+def check(engine: qcut.Engine, prompts: list[list[int]], answers: list[Answer]) -> None:
+    """Raise `CheckError` unless answers are the engine's up to a near tie.
+
+    Args:
+        engine: of a model of one layer; more layers of random weights multiply rounding.
+        prompts: some of those that have been answered.
+        answers: to all prompts.
+    """
+    for i in range(0, len(prompts), max(1, len(prompts) // CHECKED)):
+        prompt, found = prompts[i], answers[i].tokens
+        (want,) = engine.generate([prompt], len(found))
+        same = next((j for j, (a, b) in enumerate(zip(found, want.tokens, strict=True)) if a != b), len(found))
+        if same < len(found):
+            (logits,) = engine.prefill([prompt + found[:same]])
+            short = float((logits.max() - logits[found[same]]) / logits.std())
+            if short > TIE:
+                raise CheckError(f"token {same} of answer {i} is {short:.2f} deviations less likely than the engine's")
+
+
+def copy_us(engine: qcut.Engine, tokens: int) -> Timing:
+    """Microseconds in which the last sequence's keys and values of so many tokens are copied to the first row."""
+    device, cache = engine.decoder.device, engine.cache
+    found = []
+    for _ in range(COPIES):
+        start = time.perf_counter()
+        cache.copy_row(cache, engine.batch - 1, 0, 0, tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append((time.perf_counter() - start) * 1e6)
+    return Timing.of(found, "wall")
+
+
+def load_options(parser: argparse.ArgumentParser) -> None:
+    """The options of a load of clients, over HTTP or not."""
+    parser.add_argument("--case", choices=tuple(CASES), default="llama-3-8b-codebook4", help="of engine/steps.py")
+    parser.add_argument("--clients", type=int, default=64, help="that wait for an answer at any time [64]")
+    parser.add_argument("--rounds", type=int, default=4, help="prompts of each client [4]")
+    parser.add_argument("--new", type=int, default=NEW, help=f"tokens of an answer [{NEW}]")
+    parser.add_argument("--lengths", default=f"{SHORTEST},{LONGEST}", help="tokens of the shortest and longest prompt")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of prompts between two steps [512]")
+    parser.add_argument("--kv-cache", default="auto")
+    harness.device_option(parser)
+
+
+def columns_of(options: argparse.Namespace, prompts: list[list[int]]) -> dict[str, object]:
+    """The columns of a row that name the load."""
+    shortest, longest = options.lengths.split(",")
+    columns = {"case": options.case, "clients": options.clients, "chunk": options.chunk, "kv_cache": options.kv_cache}
+    return columns | {"prompts": len(prompts), "new": options.new, "lengths": f"{shortest}-{longest}"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefixes", type=int, default=8, help="sequences whose beginnings are kept [8]")
+
+
+@harness.script(harness.timing_options, load_options, add_options)
+def main(options: argparse.Namespace) -> int:
+    """Run the benchmark; 1 where an answer was wrong or lost."""
+    device = options.device
+    shortest, longest = map(int, options.lengths.split(","))
+    case, clients, new = CASES[options.case], options.clients, options.new
+    context = longest + new
+    engine, shallow = (
+        qcut.Engine(build(each, device, context), batch=clients, context=context, kv_cache=options.kv_cache)
+        for each in (case, replace(case, layers=1))
+    )
+    prompts = prompts_of(clients * options.rounds, case.vocabulary, shortest, longest)
+    results = harness.Results("bench_batching", harness.environment())
+    try:
+        with qcut.Scheduler(shallow, chunk=options.chunk, prefixes=options.prefixes) as scheduler:
+            check(shallow, prompts[:clients], load(scheduler, prompts[:clients], clients, new)[1])
+        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefixes=options.prefixes)
+        scheduler.warm_up()
+        with scheduler:
+            load(scheduler, prompts[:clients], clients, new)
+            seconds, answers = load(scheduler, prompts, clients, new)
+            found = scheduler.load.found_tokens
+        static(engine, prompts[:clients], clients, new)
+        static_seconds = static(engine, prompts, clients, new)
+    except CheckError as error:
+        print(f"WRONG {options.case}: {error}")
+        return 1
+    gaps = [later - sooner for each in answers for sooner, later in zip(each.times, each.times[1:], strict=False)]
+    median, worst = statistics.median(gaps), percentile(sorted(gaps), 0.99)
+    rate, static_rate = (len(prompts) * new / each for each in (seconds, static_seconds))
+    copied = copy_us(engine, longest)
+    lines = [
+        ["tokens/s", f"{rate:,.0f}", f"{rate / static_rate:.2f} of a static batch's {static_rate:,.0f}"],
+        [
+            "between tokens",
+            f"{median * 1e3:.2f} ms",
+            f"99 in 100 within {worst * 1e3:.2f} ms, {worst / median:.1f} times",
+        ],
+        ["beginnings found", str(found), "tokens"],
+        ["a row copied", f"{copied.median_us / 1e3:.2f} ms", f"{longest} tokens, when a sequence leaves"],
+    ]
+    print(harness.table([f"{clients} clients, {len(prompts)} prompts", "", ""], lines))
+    print(f"to reach: {TO_REACH['static']} of the static batch, {TO_REACH['gap']} times the median")
+    columns = columns_of(options, prompts)
+    for what, took in (("continuous", seconds), ("static", static_seconds)):
+        timing = Timing.of([took * 1e6], "wall")
+        results.add(timing, **columns, what=what, tokens_s=round(len(prompts) * new / took, 1), p99_us="")
+    results.add(copied, **columns, what="row copied", tokens_s="", p99_us="")
+    results.add(
+        Timing.of([gap * 1e6 for gap in gaps], "wall"), **columns, what="gap", tokens_s="", p99_us=round(worst * 1e6, 1)
+    )
+    print(f"rows in {results.write_csv(options.out, KEY)}")
+    return 0

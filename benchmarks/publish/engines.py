@@ -1,0 +1,106 @@
+"""The tables of the engine: under load, of its families of models, and of what its step's kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.publish.markdown import MISSING, figures, markdown
+from benchmarks.publish.rows import Rows, missing
+
+STEP = "step"
+"""The role of `engine/breakdown.py` that is the whole step."""
+
+
+def batching(rows: Rows) -> str:
+    """The scheduler beside a static batch."""
+    found = {row["what"]: row for row in rows.of("bench_batching", case="llama-3-8b-codebook4")}
+    if not found:
+        return missing("bench_batching")
+    rates = {what: float(found[what]["tokens_s"]) for what in ("continuous", "static")}
+    copied = float(found["row copied"]["median_us"]) / 1000
+    lines = [
+        ["tokens/s", f"{rates['continuous']:,.0f}, {rates['continuous'] / rates['static']:.2f} of a static batch's"],
+        ["tokens/s of a static batch", f"{rates['static']:,.0f}"],
+        ["ms between tokens, median", _ms(found["gap"]["median_us"])],
+        ["ms between tokens, 99 in 100 within", _worst(found["gap"])],
+        ["ms to copy a row of 1,024 tokens", f"{copied:.2f}"],
+    ]
+    return markdown(["64 clients", ""], lines)
+
+
+def server(rows: Rows) -> str:
+    """The server beside the scheduler alone."""
+    found = {row["what"]: row for row in rows.of("bench_server", case="llama-3-8b-codebook4")}
+    if not found:
+        return missing("bench_server")
+    rates = {what: float(found[what]["tokens_s"]) for what in ("server", "scheduler")}
+    first, gap = found["first token"], found["gap"]
+    lines = [
+        ["tokens/s", f"{rates['server']:,.0f}, {rates['server'] / rates['scheduler']:.2f} of the scheduler's alone"],
+        ["ms to the first token, median", _ms(first["median_us"])],
+        ["ms to the first token, 99 in 100 within", _worst(first)],
+        ["ms between tokens, median", _ms(gap["median_us"])],
+        ["ms between tokens, 99 in 100 within", _worst(gap)],
+    ]
+    return markdown(["64 clients of HTTP", ""], lines)
+
+
+def families(rows: Rows) -> str:
+    """Steps of models of many families, and the fraction of the time that memory alone takes."""
+    found = {(row["family"], row["batch"]): row for row in rows.of("bench_families")}
+    if not found:
+        return missing("bench_families")
+    batches = list(dict.fromkeys(batch for _, batch in found))
+    lines = []
+    for family in dict.fromkeys(family for family, _ in found):
+        here = [found[family, batch] for batch in batches]
+        cells = ((f"{int(row['tokens_s']):,}", f"{float(row['fraction']):.2f}") for row in here)
+        lines.append([family, *(cell for pair in cells for cell in pair)])
+    header = [name for batch in batches for name in (f"tokens/s of {batch}", "of the floor")]
+    return markdown(["codebook4", *header], lines)
+
+
+def ledger(rows: Rows) -> str:
+    """What kinds of kernels add to a step of one sequence and of eight, and what memory alone takes."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for row in rows.of("bench_ledger", case="llama-3-8b-codebook4"):
+        count = int(row["count"])
+        if row["role"] == STEP:
+            cells: tuple[str, ...] = ("1", figures(float(row["median_us"])), figures(float(row["floor_us"])))
+        else:
+            cells = (str(count), *(figures(count * float(row[column])) for column in ("added_us", "floor_us")))
+        if count > 1 or float(cells[2]) > 1 or "argmax" in row["role"] or row["role"] == STEP:
+            found.setdefault(named(row["role"]), {})[row["batch"]] = cells
+    if not found:
+        return missing("bench_ledger")
+    batches = ("1", "8")
+    lines = [
+        [name, *(cell for batch in batches for cell in here.get(batch, (MISSING,) * 3)[batch != batches[0] :])]
+        for name, here in found.items()
+    ]
+    lines.sort(key=lambda line: line[0] == STEP)
+    header = ["kernels", "µs of 1", "memory", "µs of 8", "memory"]
+    return markdown(["of a step", *header], lines)
+
+
+def named(role: str) -> str:
+    """A role of `engine/breakdown.py` by what it reads and by its kernel's family: shapes and tiles left out."""
+    kernel, _, read = role.partition(": ")
+    return f"{read}: {kernel.removeprefix('qcut_').partition('_sm')[0]}" if read else role
+
+
+def _ms(us: str) -> str:
+    return figures(float(us) / 1000)
+
+
+def _worst(row: Mapping[str, str]) -> str:
+    """The 99th percentile beside its multiple of the median."""
+    return f"{_ms(row['p99_us'])}, {float(row['p99_us']) / float(row['median_us']):.1f} × the median"
+
+
+TABLES: Mapping[str, Callable[[Rows], str]] = {
+    "batching": batching,
+    "server": server,
+    "families": families,
+    "ledger": ledger,
+}

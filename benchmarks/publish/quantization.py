@@ -1,0 +1,126 @@
+"""Part (a): schemes of weights, quality against memory and speed, and the int8 cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.harness import geomean
+from benchmarks.publish import plots
+from benchmarks.publish.markdown import figures, markdown
+from benchmarks.publish.rows import Row, Rows, mean, missing, provenance, shape_of, speeds
+
+
+def text(rows: Rows) -> str:
+    """Quality against memory and speed, and what an int8 cache costs."""
+    quality, layers = rows.of("report_quality"), rows.of("report_layers")
+    parts = ["## (a) Weight quantization", "### Quality and memory"]
+    if not quality:
+        parts.append(missing("report_quality"))
+    for model in dict.fromkeys(row["model"] for row in quality):
+        own = [row for row in quality if row["model"] == model]
+        parts += [_quality_table(own), _cache_table(own)]
+    if quality:
+        parts += [
+            "Change is against the model as it is, with keys and values as they are. Weights are those of attention "
+            "and MLP layers with scales, norms and biases. The cache's own change is against the same weights with a "
+            "float cache.",
+            "![perplexity by bits of a weight](report_memory.svg)",
+            provenance("report_quality", quality),
+        ]
+    parts.append("### Types of activations, and outliers")
+    by_type = rows.of("quality")
+    parts += [_outlier_table(by_type), provenance("quality", by_type)] if by_type else [missing("quality")]
+    parts.append("### Time of a layer")
+    if not layers:
+        return "\n\n".join([*parts, missing("report_layers")])
+    for m in dict.fromkeys(row["m"] for row in layers):
+        parts.append(_layer_table([row for row in layers if row["m"] == m], m))
+    if quality:
+        parts.append("![perplexity by speed of a layer](report_speed.svg)")
+    return "\n\n".join([*parts, provenance("report_layers", layers)])
+
+
+def _quality_table(rows: list[Row]) -> str:
+    first = rows[0]
+    lines = [
+        [
+            row["scheme"],
+            row["what"],
+            f"{float(row['perplexity']):.2f}",
+            f"{float(row['change_percent']):+.2f} %",
+            f"{int(row['weight_bytes']) / 1e6:.2f}",
+            f"{float(row['weight_bits']):.2f}",
+        ]
+        for row in rows
+        if row["kv_cache"] == "auto"
+    ]
+    head = f"**{first['model']}**, {first['windows']} windows of {first['window']} tokens of {first['text']}:\n\n"
+    return head + markdown(["scheme", "weights", "perplexity", "change", "MB", "bits a weight"], lines)
+
+
+def _cache_table(rows: list[Row]) -> str:
+    float_cache = {row["scheme"]: row for row in rows if row["kv_cache"] == "auto"}
+    lines = []
+    for row in rows:
+        if row["kv_cache"] == "int8" and row["scheme"] in float_cache:
+            before = float_cache[row["scheme"]]
+            pairs = [f"{float(r['perplexity']):.3f} ({float(r['change_percent']):+.3f} %)" for r in (before, row)]
+            sizes = f"{before['cache_bytes_token']} → {row['cache_bytes_token']}"
+            lines.append([row["scheme"], *pairs, f"{float(row['cache_percent']):+.4f} %", sizes])
+    if not lines:
+        return f"{rows[0]['model']}, int8 keys and values: not measured."
+    header = ["scheme", "float cache", "int8 cache", "the cache's own change", "bytes a token"]
+    return f"{rows[0]['model']}, keys and values in float and in int8:\n\n{markdown(header, lines)}"
+
+
+def _outlier_table(rows: list[Row]) -> str:
+    """Change of perplexity by scheme, with outliers injected into the activations and without."""
+    names = list(dict.fromkeys(row["scheme"] for row in rows))
+    subjects = list(dict.fromkeys((row["model"], row["condition"]) for row in rows))
+    by = {(row["scheme"], row["model"], row["condition"]): row for row in rows}
+
+    def cell(name: str, model: str, condition: str) -> str:
+        row = by.get((name, model, condition))
+        if row is None:
+            return "–"
+        is_float = name.startswith("float")
+        return f"{float(row['perplexity']):.2f}" if is_float else f"{float(row['change_percent']):+.3f} %"
+
+    header = ["", *(model if condition == "plain" else f"{model}, {condition}" for model, condition in subjects)]
+    lines = [[name, *(cell(name, *subject) for subject in subjects)] for name in names]
+    head = (
+        f"Weights in 8 bits, {rows[0]['windows']} windows of {rows[0]['window']} tokens of {rows[0]['text']}. Outliers "
+        "multiply three channels of each norm by 60, and divide the weights that read them:\n\n"
+    )
+    return head + markdown(header, lines)
+
+
+def _layer_table(rows: list[Row], m: str) -> str:
+    times = {(row["variant"], shape_of(row)): row for row in rows}
+    shapes = list(dict.fromkeys(shape for _, shape in times))
+    over = speeds(((row["variant"], row) for row in rows), "float")
+    lines = []
+    for name in dict.fromkeys(name for name, _ in times):
+        cells = [figures(float(row["median_us"])) if (row := times.get((name, s))) else "–" for s in shapes]
+        lines.append([name, *cells, f"{geomean(over[int(m)][name]):.2f}×"])
+    header = ["", *(f"{n} × {k}" for _, n, k in shapes), "× float16"]
+    return f"{m} token{'s' * (m != '1')}, whole layers, µs by N × K:\n\n{markdown(header, lines)}"
+
+
+def plot(rows: Rows, out: Path) -> None:
+    """Perplexity by bits of a weight, and by speed."""
+    quality = rows.of("report_quality", kv_cache="auto")
+    over = speeds(((row["variant"], row) for row in rows.of("report_layers", m="1")), "float").get(1, {})
+    memory: dict[str, dict[str, tuple[float, float]]] = {}
+    speed: dict[str, dict[str, tuple[float, float]]] = {}
+    for row in quality:
+        scheme, change = row["scheme"], float(row["change_percent"])
+        memory.setdefault(row["model"], {})[scheme] = float(row["weight_bits"]), change
+        timed = mean(over, scheme.removesuffix("_fit"))
+        if timed:
+            speed.setdefault(row["model"], {})[scheme] = timed, change
+    if memory:
+        plots.points(out / "report_memory", memory, "Quality by memory", "bits a weight", "perplexity, change in %")
+    if speed:
+        axis = "speed of layers at one token, float16 = 1"
+        plots.points(out / "report_speed", speed, "Quality by speed", axis, "perplexity, change in %")

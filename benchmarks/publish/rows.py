@@ -1,0 +1,85 @@
+"""Rows of results, where they come from, and speeds of variants by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.harness import geomean, read_rows
+from benchmarks.publish.markdown import markdown
+
+Row = dict[str, str]
+Speeds = dict[int, dict[str, list[float]]]
+"""Tokens → variant → × the baseline, by layer shape."""
+
+
+class Rows:
+    """CSV rows of a folder of results, read when asked for.
+
+    Args:
+        folder: where the benchmarks write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def of(self, bench: str, **wanted: str) -> list[Row]:
+        """Return the rows of a benchmark with the given values of columns; none if there is no file."""
+        path = self.folder / f"{bench}.csv"
+        if not path.is_file():
+            return []
+        return [row for row in read_rows(path) if all(row[c] == value for c, value in wanted.items())]
+
+
+def provenance(bench: str, rows: Iterable[Row]) -> str:
+    """Return the file of the rows, and the hardware and software of their measurement."""
+    columns = ("gpu", "driver", "cuda", "torch", "commit")
+    found = dict.fromkeys(tuple(row[c] for c in columns) for row in rows)
+    machines = "; ".join(
+        f"{'no GPU' if gpu == 'none' else f'{gpu}, driver {driver}, CUDA {cuda}'}, torch {torch}, commit {commit}"
+        for gpu, driver, cuda, torch, commit in found
+    )
+    return f"Rows: `{bench}.csv` ({machines})."
+
+
+def missing(*benches: str) -> str:
+    """Return the text of a part without rows."""
+    return f"Not measured: there are no rows in {' and '.join(f'`{bench}.csv`' for bench in benches)}."
+
+
+def shape_of(row: Row) -> tuple[int, int, int]:
+    """M, N, K."""
+    return int(row["m"]), int(row["n"]), int(row["k"])
+
+
+def speeds(rows: Iterable[tuple[str, Row]], baseline: str) -> Speeds:
+    """Speeds of named rows over the baseline's at the same shape.
+
+    Args:
+        rows: the variant's name in the table, and the row, for each row.
+        baseline: one of those names; shapes without it count for nothing.
+    """
+    times: dict[tuple[int, int, int], dict[str, float]] = {}
+    for name, row in rows:
+        times.setdefault(shape_of(row), {})[name] = float(row["median_us"])
+    ratios: Speeds = {}
+    for (m, _, _), found in sorted(times.items()):
+        for name in found if baseline in found else ():
+            ratios.setdefault(m, {}).setdefault(name, []).append(found[baseline] / found[name])
+    return ratios
+
+
+def mean(found: dict[str, list[float]], name: str) -> float | None:
+    """Geometric mean of a variant's speeds; None where it lacks a shape that others have."""
+    values = found.get(name, [])
+    return geomean(values) if values and len(values) == max(map(len, found.values())) else None
+
+
+def speed_table(found: Speeds, variants: Sequence[str]) -> str:
+    """Tokens down, variants across, geometric means; and of how many shapes."""
+    lines = []
+    for m, of in found.items():
+        means = [mean(of, name) for name in variants]
+        cells = ["–" if value is None else f"{value:.2f}×" for value in means]
+        lines.append([str(m), str(max(map(len, of.values()))), *cells])
+    return markdown(["M", "shapes", *variants], lines)

@@ -1,0 +1,629 @@
+"""The measured figures of README.md and some pages of docs, written from the rows in ``benchmarks/results``.
+
+    python benchmarks publish tables
+
+A page marks each place with a pair of comments, ``<!-- measured: name -->`` and ``<!-- end -->``. The function of this
+name in `MEASURED` writes the text between the two. A test checks that the pages agree with the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.attention.prompt import NAMES as PROMPT_NAMES
+from benchmarks.engine.gpt2 import PEERS_GB
+from benchmarks.engine.steps import IN_CONTEXT
+from benchmarks.harness import CEILINGS, RESULTS, ROOT, geomean
+from benchmarks.layers import crossover
+from benchmarks.layers.codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
+from benchmarks.layers.shapes import CLAIM_MIN_TOKENS
+from benchmarks.perplexity import encoder
+from benchmarks.perplexity import plans as planning
+from benchmarks.perplexity.codebooks import VARIANTS, is_refined, kind_of
+from benchmarks.publish import engines, plots, serving
+from benchmarks.publish.markdown import MISSING, figures, markdown, us
+from benchmarks.publish.rows import Row, Rows, missing, shape_of
+from benchmarks.scaling import pages as scale
+from qcut.engine.kv_cache.cache import KV_DTYPES
+
+DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "batching.md",
+    DOCS / "performance.md",
+    DOCS / "scale.md",
+    DOCS / "server.md",
+    DOCS / "serving.md",
+    DOCS / "transformers.md",
+    DOCS / "kernel-notes" / "decoder.md",
+    DOCS / "kernel-notes" / "triton.md",
+)
+
+Shape = tuple[int, int, int]
+Times = dict[Shape, dict[str, float]]
+
+SQUARES = (1024, 2048, 4096, 8192)
+LAYERS = ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336))
+TOKENS = (64, 256, 1024, 4096)
+LINEARS = ("fp16", "qcut_w8a8", "qcut_w8a8_static", "qcut_w8a16", "qcut_int16x8")
+LINEAR_SHAPES = (
+    *((1, n, k) for n, k in ((1280, 1280), (5120, 1280), (4096, 4096), (14336, 4096), (4096, 14336))),
+    *((64, 14336, 4096), (1024, 4096, 4096), (1024, 14336, 4096), (4096, 14336, 4096)),
+    *((m, n, k) for m in (4096, 8192) for n, k in ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120))),
+)
+PEERS = (
+    *("fp16", "qcut_w8a8", "bitsandbytes_int8", "torchao_w8a8", "gemlite_w8a8", "humming_w8a8"),
+    *("qcut_w8a16", "torchao_w8a16", "gemlite_w8a16", "humming_w8a16", "bitsandbytes_nf4"),
+)
+CODEBOOK_LAYERS = ("fp16", "codebook4", "codebook4_int8", "w8a16")
+KERNEL_TOKENS = (1, 16, 64)
+CODEBOOK_LAYER_SHAPES = (*((m, n, k) for m in (1, FEW_TOKENS) for n, k in NK), (64, 14336, 4096), *PROMPTS)
+CLIFF_CELLS = 20
+"""Shown where fewer are too slow."""
+ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
+ENGINE_MODELS = {
+    "gpt2-large-int8": "GPT-2 Large, w8a8",
+    "llama-3-8b-codebook4": "Llama-3-8B shape, codebook4",
+    "llama-3-8b-codebook4-head": "Llama-3-8B shape, codebook4, table and head too",
+    "llama-3-8b-codebook4-int8": "Llama-3-8B shape, codebook4_int8",
+    "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
+    "llama2c-288": "llama2.c, 6 layers of 288, w8a16",
+    "llama2c-512": "llama2.c, 8 layers of 512, w8a16",
+    "llama2c-288-float": "llama2.c, 6 layers of 288, float16",
+}
+HEADLINE_NK = (14336, 4096)
+HEADLINE_TOKENS = (1, 16, 64, 1024, 4096)
+LIBRARIES = {"bitsandbytes": "bitsandbytes", "gemlite": "gemlite", "humming": "Humming", "torchao": "torchao"}
+
+
+def times(rows: Rows, bench: str, **wanted: str) -> Times:
+    """Shape → variant → median microseconds."""
+    by_shape: Times = {}
+    for row in rows.of(bench, **wanted):
+        by_shape.setdefault(shape_of(row), {})[row["variant"]] = float(row["median_us"])
+    return by_shape
+
+
+def name_of(shape: Shape) -> str:
+    """``M × N × K``."""
+    return " × ".join(map(str, shape))
+
+
+# ── products and layers ──────────────────────────────────────────────────────────────────────────
+
+
+def gemm(rows: Rows) -> str:
+    """cuBLASLt / int8 output / float16 output, by layer and tokens; the squares, and the means, below."""
+    measured = times(rows, "bench_gemm")
+
+    def cell(shape: Shape) -> str:
+        return " / ".join(us(measured[shape][name]) for name in ("cublaslt_s8", "qcut_s8", "qcut_f16"))
+
+    def mean(variant: str) -> str:
+        over = gemm_speeds(measured, variant, "cublaslt_s8")
+        return f"{geomean(over):.2f}× (least {min(over):.2f}×)"
+
+    few = min(one["cublaslt_s8"] / one["qcut_s8"] for (m, _, _), one in measured.items() if m < CLAIM_MIN_TOKENS)
+
+    table = markdown(
+        ["N × K", *(f"M = {m}" for m in TOKENS)],
+        ([f"{n} × {k}", *(cell((m, n, k)) for m in TOKENS)] for n, k in LAYERS),
+    )
+    squares = "; ".join(f"{size}³ {cell((size, size, size))}" for size in SQUARES)
+    count = len(gemm_speeds(measured, "qcut_s8", "cublaslt_s8"))
+    return (
+        f"{table}\n\nSquares: {squares}.\n\nOver the {count} shapes with M ≥ {CLAIM_MIN_TOKENS}, speed relative to "
+        f"cuBLASLt, geometric mean: {mean('qcut_f16')} with float16 output, {mean('qcut_s8')} with int8 output. With "
+        f"fewer rows the least is {few:.2f}×."
+    )
+
+
+def gemm_speeds(measured: Times, variant: str, baseline: str) -> list[float]:
+    """Speeds over a baseline at the shapes that the figures are stated over."""
+    return [one[baseline] / one[variant] for (m, _, _), one in measured.items() if m >= CLAIM_MIN_TOKENS]
+
+
+def linear(rows: Rows) -> str:
+    """float16 and int8 schemes, by shape."""
+    measured = times(rows, "bench_linear")
+    names = [name for name in LINEARS if all(name in measured[shape] for shape in LINEAR_SHAPES)]
+    lines = ([name_of(shape), *(us(measured[shape][name]) for name in names)] for shape in LINEAR_SHAPES)
+    return markdown(["M × N × K", *(name.removeprefix("qcut_") for name in names)], lines)
+
+
+def peers(rows: Rows) -> str:
+    """Layers of other libraries beside qcut's, a line each."""
+    measured = times(rows, "peers/bench_linear")
+    lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in PEERS)
+    return markdown(["", *map(name_of, measured)], lines)
+
+
+def codebook_kernel(rows: Rows) -> str:
+    """The product alone on few tokens, plain / with dependent launch, and the rate of the latter."""
+    measured = {(row["variant"], shape_of(row)): row for row in rows.of("bench_codebook", part="kernel")}
+    peak_gb_s = CEILINGS["NVIDIA H200"].read_bytes / 1e9
+
+    def pair(scheme: str, shape: Shape) -> str:
+        return " / ".join(figures(float(measured[f"{scheme}:{how}", shape]["median_us"])) for how in ("plain", "pdl"))
+
+    lines = []
+    for shape in ((m, n, k) for m in KERNEL_TOKENS for n, k in NK):
+        rate = float(measured["codebook4:pdl", shape]["gb_s"])
+        share = f"{100 * rate / peak_gb_s:.0f} %"
+        cells = (pair(scheme, shape) for scheme in ("codebook4_int8", "w8a16"))
+        lines.append([name_of(shape), pair("codebook4", shape), f"{rate:.0f}", share, *cells])
+    header = ["M × N × K", "codebook4", "codebook4, GB/s", "of 4.48 TB/s", "codebook4_int8", "w8a16"]
+    return markdown(header, lines)
+
+
+def codebook_layer(rows: Rows) -> str:
+    """Whole layers beside float16 and the fastest layer of another library at that shape; means below."""
+    measured = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
+    lines = [
+        [name_of(shape), *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS), best_peer_cell(rows, shape)]
+        for shape in CODEBOOK_LAYER_SHAPES
+    ]
+    table = markdown(["M × N × K", *CODEBOOK_LAYERS, "best of others"], lines)
+    return f"{table}\n\n{codebook_speedups(rows)}"
+
+
+def codebook_speedups(rows: Rows) -> str:
+    """One sentence: whole layers over float16, on few tokens and on prompts."""
+    parts: dict[str, list[str]] = {}
+    for (part, scheme), ratios in speedups(rows.of("bench_codebook")).items():
+        worst = min(ratios, key=lambda shape: ratios[shape])
+        where = f"{ratios[worst]:.2f}× at {worst.m} × {worst.n} × {worst.k}"
+        parts.setdefault(part, []).append(f"`{scheme}` {geomean(ratios.values()):.2f}× (least {where})")
+    few, prompts = (", ".join(parts[part]) for part in ("layer", "prompt"))
+    return f"Speed over float16, geometric mean: 1 to 64 tokens {few}; prompts {prompts}."
+
+
+def cliff(rows: Rows) -> str:
+    """Whole layers over float16: the worst cells, then the least of all shapes by tokens."""
+    found = rows.of("bench_cliff")
+    if not found:
+        return missing("bench_cliff")
+    slow = sum(map(crossover.is_slow, found))
+    worst = crossover.worst_first(found)[: max(CLIFF_CELLS, slow)]
+    cells = markdown(
+        ["M × N × K", "scheme", "fp16", "qcut", "speed"],
+        (
+            [
+                name_of(shape_of(row)),
+                row["variant"],
+                *(figures(float(row[c])) for c in ("fp16_us", "median_us")),
+                f"{float(row['x_fp16']):.2f}×",
+            ]
+            for row in worst
+        ),
+    )
+    by_tokens = markdown(
+        ["M", *crossover.SCHEMES],
+        (
+            [f"{m:,}", *(f"{of[scheme]:.2f}×" if scheme in of else MISSING for scheme in crossover.SCHEMES)]
+            for m, of in crossover.least_by_tokens(found).items()
+        ),
+    )
+    return (
+        f"{slow} of {len(found)} cells are slower than they should be. The {len(worst)} slowest, microseconds:\n\n"
+        f"{cells}\n\nThe least speed of all shapes:\n\n{by_tokens}"
+    )
+
+
+def portable(rows: Rows) -> str:
+    """Microseconds of layers on the Triton back end, and their speed over CUDA's."""
+    found = rows.of("bench_portable")
+    if not found:
+        return missing("bench_portable")
+    cells: dict[Shape, dict[str, str]] = {}
+    for row in found:
+        scheme, _, path = row["variant"].partition(":")
+        if path == "portable":
+            of = cells.setdefault(shape_of(row), {})
+            of[scheme] = f"{us(float(row['median_us']))} ({float(row['x_fused']):.2f}×)"
+    schemes = dict.fromkeys(scheme for of in cells.values() for scheme in of)
+    lines = ([name_of(shape), *(of.get(scheme, MISSING) for scheme in schemes)] for shape, of in sorted(cells.items()))
+    return markdown(["M × N × K", *schemes], lines)
+
+
+def best_peer(rows: Rows, shape: Shape) -> tuple[str, float] | None:
+    """The fastest 8- or 4-bit layer of another library, with its microseconds; None where none was timed."""
+    others = times(rows, "peers/bench_linear").get(shape, {})
+    known = {name: value for name, value in others.items() if name != "fp16" and not name.startswith("qcut_")}
+    if shape in PEERS_US:
+        name, value = PEERS_US[shape]
+        known[name] = min(value, known.get(name, value))
+    return min(known.items(), key=lambda item: item[1]) if known else None
+
+
+def best_peer_cell(rows: Rows, shape: Shape) -> str:
+    """Microseconds and name of `best_peer`."""
+    best = best_peer(rows, shape)
+    return MISSING if best is None else f"{us(best[1])} {best[0]}"
+
+
+# ── quality ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def quality(rows: Rows) -> str:
+    """Perplexity of float16, and its change by scheme, with outliers and without."""
+    lines: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows.of("quality"):
+        lines.setdefault((row["model"], row["condition"]), {})[row["scheme"]] = row
+    names = ("w8a16", "int16x8", "w8a8", "w8a8_static", "smooth", "hybrid")
+    table = []
+    for (model, condition), of_scheme in lines.items():
+        changes = [of_scheme.get(name, {}).get("change_percent") for name in names]
+        cells = [MISSING if change is None else f"{float(change):+.2f} %" for change in changes]
+        plan = of_scheme["hybrid"]
+        left = f"{plan['off_int8']} of {plan['layers']}"
+        title = model if condition == "plain" else f"{model}, {condition}"
+        table.append([title, f"{float(of_scheme['float16']['perplexity']):.2f}", *cells, left])
+    titles = ("w8a8_static, smoothed", "plan", "layers the plan moved")
+    header = ["", "float16", *names[:-2], *titles]
+    return markdown(header, table)
+
+
+def codebook_quality(rows: Rows) -> str:
+    """Perplexity of codebook weights and 4-bit integers, by model."""
+    measured = {(row["variant"], row["model"]): row for row in rows.of("codebook_quality")}
+    models = list(dict.fromkeys(model for _, model in measured))
+
+    def cell(name: str, model: str) -> str:
+        row = measured[name, model]
+        plain = name == "float32"
+        return f"{float(row['perplexity']):.2f}" if plain else f"{float(row['change_percent']):+.2f} %"
+
+    found = dict.fromkeys(name for name, _ in measured)
+    names = [name for name in dict.fromkeys(("float32", *VARIANTS, *found)) if name in found]
+    return markdown(["weights", *models], ([name, *(cell(name, model) for model in models)] for name in names))
+
+
+def plans(rows: Rows) -> str:
+    """Perplexity of plans within bits a weight, and of one scheme for all layers, by bits."""
+    return planning.report(rows.of("plan_quality"))
+
+
+def encoders(rows: Rows) -> str:
+    """Mean and least cosine of a quantized sentence encoder's embeddings with the float model's."""
+    return encoder.report(rows.of("encoder_quality"))
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def model(rows: Rows) -> str:
+    """GPT-2 Large in transformers with its layers replaced: prompts a second, and peak memory."""
+    speed = {
+        (row["logits"], row["variant"]): int(row["tokens_s"])
+        for row in rows.of("bench_model", beside="w8a8")
+        if row["logits"]
+    }
+    lines = []
+    for logits, what in (("last", "logits of the last token"), ("all", "all logits")):
+        before, after = speed[logits, "fp16"], speed[logits, "w8a8"]
+        title = f"prompts of 8 × 1024, {what}, tokens/s"
+        lines.append([title, f"{before:,}", f"{after:,} ({after / before:.2f}×)", MISSING, MISSING])
+    peaks = [
+        _peak(rows, "bench_model", "fp16"),
+        _peak(rows, "bench_model", "w8a8"),
+        _peak(rows, "codebook_memory/bench_model", "codebook4/w8a16"),
+        _peak(rows, "codebook_memory/bench_model", "codebook4/codebook4"),
+    ]
+    lines.append(["peak memory, one sequence of 256 tokens, GB", *(f"{peak:.3f}" for peak in peaks)])
+    small = [_peak(rows, "small_cublas_workspace/bench_model", variant) for variant in ("fp16", "w8a8")]
+    title = "the same with `CUBLAS_WORKSPACE_CONFIG=:16:8`, GB"
+    lines.append([title, *(f"{peak:.3f}" for peak in small), MISSING, MISSING])
+    header = ["", "float16", "w8a8", "codebook4, table w8a16", "codebook4, table codebook4"]
+    return markdown(header, lines)
+
+
+def _peak(rows: Rows, bench: str, variant: str) -> float:
+    return next(float(r["generate_peak_gb"]) for r in rows.of(bench, variant=variant) if r["generate_peak_gb"])
+
+
+def engine(rows: Rows) -> str:
+    """Prompts and steps of the engine, and what the memory's bandwidth would allow."""
+    lines = []
+    cases = list(ENGINE_MODELS)
+    for row in sorted(rows.of("bench_engine"), key=lambda row: cases.index(row["case"])):
+        if row["what"] == "kernel" or row["what"].startswith(IN_CONTEXT):
+            continue
+        decode = row["what"] == "decode"
+        limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
+        what = row["what"].replace("decode", "one token each").replace("prefill", "prompts")
+        ms = f"{float(row['median_us']) / 1e3:.2f}"
+        lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], ms, f"{int(row['tokens_s']):,}", limit])
+    return markdown(["model", "what", "sequences", "ms", "tokens/s", "limit of the memory, tokens/s"], lines)
+
+
+def contexts(rows: Rows) -> str:
+    """Steps of engines of a short context and of the longest, where no sequence is longer than the short one."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for row in rows.of("bench_engine"):
+        if row["what"].startswith(IN_CONTEXT):
+            key = list(ENGINE_MODELS).index(row["case"]), int(row["batch"])
+            context = int(row["what"].removeprefix(IN_CONTEXT))
+            found.setdefault(key, []).append(f"{int(row['tokens_s']):,} in {context:,}")
+    lines = [[list(ENGINE_MODELS.values())[case], str(batch), *found[case, batch]] for case, batch in sorted(found)]
+    return markdown(["model", "sequences", "tokens/s in a context of", "and of"], lines)
+
+
+def generation_rates(rows: Rows) -> dict[str, float]:
+    """Tokens a second of one sequence of llama2.c's larger shape, the best of each way; qcut in float16 and w8a16."""
+    best: dict[str, float] = {}
+    for row in rows.of("bench_compare", case="llama2c-512"):
+        name = row["variant"].removesuffix("_dynamic").removesuffix("_static")
+        if row["tokens_s"] and (name != "qcut" or row["dtype"] == "float16"):
+            best[name] = max(best.get(name, 0.0), float(row["tokens_s"]))
+    return best
+
+
+def comparison(rows: Rows) -> str:
+    """One sequence of llama2.c's larger shape, by the engine and by others."""
+    names = {
+        "qcut_w8a16": "`qcut.Engine`, w8a16",
+        "qcut": "`qcut.Engine`, float16",
+        "compile": "`torch.compile` with CUDA graphs, float16",
+        "cpp": "plain C++ on the CPU, float32",
+        "eager": "transformers eager, float16",
+    }
+    rates = generation_rates(rows)
+    return markdown(["", "tokens/s"], ([names[name], f"{rates[name]:,.0f}"] for name in names))
+
+
+def attention(rows: Rows) -> str:
+    """Attention of one token, µs, and the share of the bandwidth."""
+    measured = {(r["batch"], r["context"], r["variant"]): r for r in rows.of("bench_attention")}
+    names = ("qcut", "qcut int8", "qcut int4", "sdpa", "naive")
+    lines = []
+    for batch, context in ((b, c) for b in ("1", "8") for c in ATTENTION_CONTEXTS):
+        here = [measured.get((batch, context, name)) for name in names]
+        if any(here):
+            cells = (figures(float(row["median_us"])) if row else MISSING for row in here)
+            share = f"{float(here[0]['floor_pct']):.0f} %" if here[0] else MISSING
+            lines.append([f"{batch} × {int(context):,}", *cells, share])
+    return markdown(["sequences × context", *names, "of 4.48 TB/s"], lines)
+
+
+def caches(rows: Rows) -> str:
+    """Tokens per second of all sequences, by sequences and context, and bytes of a token, for each cache."""
+    measured = {(r["batch"], r["context"], r["cache"]): r for r in rows.of("bench_cache")}
+    if not measured:
+        return missing("bench_cache")
+    lines = []
+    for batch, context in dict.fromkeys((batch, context) for batch, context, _ in measured):
+        here = [measured.get((batch, context, cache)) for cache in KV_DTYPES]
+        cells = (f"{float(row['tokens_s']):,.0f}" if row else MISSING for row in here)
+        lines.append([f"{batch} × {int(context):,}", *cells])
+    sizes = (next((r["bytes_token"] for (_, _, c), r in measured.items() if c == cache), "") for cache in KV_DTYPES)
+    lines.append(["bytes a token", *(f"{int(size):,}" if size else MISSING for size in sizes)])
+    return markdown(["sequences × context", *KV_DTYPES], lines)
+
+
+def cache_quality(rows: Rows) -> str:
+    """Change of perplexity by cache, with the standard error of the paired difference over windows."""
+    found = rows.of("cache_quality")
+    if not found:
+        return missing("cache_quality")
+    models = list(dict.fromkeys(row["model"] for row in found))
+    by = {(row["cache"], row["model"]): row for row in found}
+
+    def cell(cache: str, model: str) -> str:
+        row = by.get((cache, model))
+        if row is None:
+            return MISSING
+        if cache == "float":
+            return f"{float(row['perplexity']):.2f}"
+        return f"{float(row['change_percent']):+.2f} ± {float(row['error_percent']):.2f} %"
+
+    names = dict.fromkeys(row["cache"] for row in found)
+    return markdown(["", *models], ([name, *(cell(name, model) for model in models)] for name in names))
+
+
+def prompt_attention(rows: Rows) -> str:
+    """Attention of prompts, µs, and qcut's rate."""
+    sizes = ("batch", "tokens", "heads", "kv_heads", "head")
+    measured: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows.of("bench_prompt_attention"):
+        measured.setdefault(tuple(row[size] for size in sizes), {})[row["variant"]] = row
+    lines = []
+    for (batch, tokens, heads, kv_heads, head), here in measured.items():
+        times = {name: float(row["median_us"]) for name, row in here.items()}
+        cells = (figures(times[name]) if name in times else MISSING for name in PROMPT_NAMES)
+        rate = f"{float(here['qcut']['tflops']):.0f}" if "qcut" in here else MISSING
+        lines.append([f"{batch} × {int(tokens):,}", f"{heads} / {kv_heads} of {head}", *cells, rate])
+    return markdown(["sequences × tokens", "heads", *PROMPT_NAMES, "qcut, TFLOP/s"], lines)
+
+
+def quantizing(rows: Rows) -> str:
+    """Time and memory of quantizing the layers of a 7B Llama."""
+    lines = (
+        [row["scheme"], row["fit"], f"{float(row['seconds']):.1f}", f"{float(row['peak_beyond_gb']):.1f}"]
+        for row in rows.of("bench_quantize")
+    )
+    return markdown(["scheme", "indices", "seconds", "GB beside the float model"], lines)
+
+
+def zero_points(rows: Rows) -> str:
+    """Speed of layers with zero points over int4's without, by tokens and shape."""
+    found = rows.of("bench_foreign")
+    if not found:
+        return missing("bench_foreign")
+    cells = {(row["variant"], int(row["m"]), f"{row['n']} × {row['k']}"): float(row["x_int4"]) for row in found}
+    names, shapes = dict.fromkeys(key[0] for key in cells), dict.fromkeys(key[2] for key in cells)
+    columns = [(name, shape) for name in names for shape in shapes]
+    header = ["M", *(f"{name.removesuffix('_shifted')}, {shape}" for name, shape in columns)]
+    lines = (
+        [f"{m:,}", *(f"{cells[name, m, shape]:.2f}×" for name, shape in columns)]
+        for m in sorted({key[1] for key in cells})
+    )
+    means = (f"`{name}` {geomean([v for key, v in cells.items() if key[0] == name]):.3f}×" for name in names)
+    return f"{markdown(header, lines)}\n\nGeometric means: {', '.join(means)}."
+
+
+def loading(rows: Rows) -> str:
+    """Memory of loading a model, by door."""
+    columns = ("model_mb", "anonymous_mb", "mapped_mb")
+    lines = ([row["door"], *(f"{float(row[column]):.0f}" for column in columns)] for row in rows.of("bench_loading"))
+    return markdown(["", "the model's tensors, MB", "most memory, MB", "most pages of files, MB"], lines)
+
+
+# ── the README ───────────────────────────────────────────────────────────────────────────────────
+
+
+def headline(rows: Rows) -> str:
+    """Six figures beside the best alternative."""
+    n, k = HEADLINE_NK
+    int8, gemms, rates = times(rows, "bench_linear"), times(rows, "bench_gemm"), generation_rates(rows)
+    few = times(rows, "bench_codebook", part="layer")
+    weights = {row["variant"]: row for row in rows.of("codebook_quality", model="gpt2-14m")}
+    one_pass = [name for name in weights if name.startswith("codebook4_") and kind_of(name) and "4_4" not in name]
+    fitted = min(one_pass, key=lambda name: float(weights[name]["change_percent"]))
+    prompt, token = (4096, n, k), (1, n, k)
+
+    def speed(variant: str) -> str:
+        return f"{geomean(gemm_speeds(gemms, variant, 'fp16')):.2f}×"
+
+    def change(variant: str) -> str:
+        return f"{float(weights[variant]['change_percent']):+.2f} %"
+
+    def peer(shape: Shape) -> str:
+        best = best_peer(rows, shape)
+        return MISSING if best is None else f"{us(best[1])} ({library_of(best[0])})"
+
+    lines = [
+        [
+            f"layer {n} × {k}, a prompt of 4,096 tokens, µs",
+            us(int8[prompt]["fp16"]),
+            f"**{us(int8[prompt]['qcut_w8a8'])}** (`w8a8`)",
+            peer(prompt),
+        ],
+        [
+            "the same, one token, µs",
+            us(few[token]["fp16"]),
+            f"**{us(few[token]['codebook4'])}** (`codebook4`)",
+            peer(token),
+        ],
+        [
+            "int8 matrix products of 31 shapes, mean speed over float16",
+            "1×",
+            f"**{speed('qcut_f16')}**, dequantized",
+            f"{speed('cublaslt_s8')}, int8 alone (cuBLASLt)",
+        ],
+        [
+            "generation, a Llama of 8 layers × 512, tokens/s",
+            f"{rates['eager']:,.0f}",
+            f"**{rates['qcut_w8a16']:,.0f}** (`w8a16`)",
+            f"{rates['compile']:,.0f} (torch.compile, float16)",
+        ],
+        [
+            "GPT-2 Large, peak memory at 256 tokens, GB",
+            f"{_peak(rows, 'bench_model', 'fp16'):.2f}",
+            f"**{_peak(rows, 'codebook_memory/bench_model', 'codebook4/codebook4'):.2f}** (`codebook4`)",
+            f"{min(PEERS_GB.values()):.2f} ({library_of(min(PEERS_GB, key=lambda name: PEERS_GB[name]))})",
+        ],
+        [
+            "perplexity at 4 bits a weight, a GPT-2 of 14M",
+            f"{float(weights['float32']['perplexity']):.2f}",
+            f"**{change(fitted)}** (`{fitted.rpartition('_')[0]}`, {'refined' if is_refined(fitted) else 'fitted'})",
+            f"{change('int4')} (4-bit integers)",
+        ],
+    ]
+    return markdown(["", "float16, PyTorch", "qcut", "best alternative"], lines)
+
+
+def library_of(variant: str) -> str:
+    """How a library writes its own name, of a variant such as ``gemlite_w8a8``."""
+    return LIBRARIES[variant.partition("_")[0]]
+
+
+def plot(rows: Rows, out: Path) -> None:
+    """Speed of one linear layer over PyTorch's in float16, by tokens: qcut's best scheme, and the best of others."""
+    int8 = times(rows, "bench_linear")
+    codebook = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
+    labels, ours, theirs = [], {}, {}
+    for m in HEADLINE_TOKENS:
+        shape = (m, *HEADLINE_NK)
+        speeds = {
+            name.removeprefix("qcut_"): measured[shape]["fp16"] / value
+            for measured in (codebook, int8)
+            for name, value in measured[shape].items()
+            if name != "fp16"
+        }
+        scheme = max(speeds, key=lambda name: speeds[name])
+        label = f"{m:,} token{'s' * (m > 1)}"
+        labels.append(label)
+        ours[label] = speeds[scheme], scheme
+        if best := best_peer(rows, shape):
+            theirs[label] = int8[shape]["fp16"] / best[1], library_of(best[0])
+    plots.groups(
+        out / "headline",
+        labels,
+        {"best of bitsandbytes, torchao, gemlite, Humming": theirs, "qcut, its fastest scheme": ours},
+        "PyTorch, float16",
+        f"One linear layer of an 8B Llama ({HEADLINE_NK[0]} × {HEADLINE_NK[1]}) on an H200",
+        "speed, float16 = 1",
+    )
+
+
+# ── pages ────────────────────────────────────────────────────────────────────────────────────────
+
+MEASURED: Mapping[str, Callable[[Rows], str]] = {
+    "headline": headline,
+    "quality": quality,
+    "gemm": gemm,
+    "linear": linear,
+    "peers": peers,
+    "codebook kernel": codebook_kernel,
+    "codebook layer": codebook_layer,
+    "cliff": cliff,
+    "portable": portable,
+    "codebook quality": codebook_quality,
+    "plan quality": plans,
+    "encoder quality": encoders,
+    "model": model,
+    "engine": engine,
+    "contexts": contexts,
+    "comparison": comparison,
+    "attention": attention,
+    "caches": caches,
+    "cache quality": cache_quality,
+    "prompt attention": prompt_attention,
+    "quantizing": quantizing,
+    "loading": loading,
+    "zero points": zero_points,
+    **engines.TABLES,
+    **serving.TABLES,
+    **scale.TABLES,
+}
+_PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(page: str, rows: Rows) -> str:
+    """Return a page whose marked places are filled from the rows.
+
+    Raises:
+        KeyError: `MEASURED` lacks the name of a place.
+    """
+
+    def written(place: re.Match[str]) -> str:
+        name = place["name"]
+        return f"<!-- measured: {name} -->\n\n{MEASURED[name](rows)}\n\n<!-- end -->"
+
+    return _PLACE.sub(written, page)
+
+
+@harness.script()
+def main(_: argparse.Namespace) -> int:
+    """Write the pages, the README's plot and that of docs/scale.md."""
+    rows = Rows(RESULTS)
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    plot(rows, RESULTS)
+    scale.plot(rows, RESULTS)
+    return 0
