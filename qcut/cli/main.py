@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qcut.cli import completion, evaluate, generate, info, plan, quantize, serve
-from qcut.cli import doctor_command as doctor
+from qcut.cli import completion, doctor, evaluate, generate, info, plan, quantize, serve
 from qcut.cli.answer import Answer, write_json
 from qcut.cli.arguments import Parser, UsageError
 from qcut.cli.developer import precompile, tune
