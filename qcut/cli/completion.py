@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command
+from qcut.cli.command import Answer, add_command
 from qcut.common.versions import install
 from qcut.errors import UnsupportedError
 
@@ -20,6 +19,8 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "completion",
+        run,
+        "",
         help="print a script that completes qcut's commands in your shell",
         description="Prints a script with which the Tab key completes qcut's commands, options and their values.\n"
         f"Needs the package shtab: {install('completion')}.",
@@ -29,7 +30,6 @@ def add_parser(commands: Any) -> None:
         fields=FIELDS,
     )
     parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

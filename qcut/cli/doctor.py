@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, natural
+from qcut.cli.command import Answer, add_command
 from qcut.common.versions import install
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.gpus import Target, target_for
@@ -48,9 +47,19 @@ FIELDS = {
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
+    add_command(
         commands,
         "doctor",
+        run,
+        """\
+--no-probe
+    do not compile anything
+--selftest
+    instead, run every family of kernels once on each GPU beside the CPU's reference, and name what differs; exit status
+    1 if anything does, or without a GPU
+--device N: natural
+    the one GPU that --selftest tests (default: all)
+""",
         help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
         description="Says what of GPUs, driver, compilers, headers and the kernel cache this machine has, and what to\n"
         "do about the rest. Compiles one small kernel with each toolchain. The exit status is 1 if anything but a GPU\n"
@@ -58,15 +67,6 @@ def add_parser(commands: Any) -> None:
         example="qcut doctor\nqcut doctor --selftest",
         fields=FIELDS,
     )
-    parser.add_argument("--no-probe", action="store_true", help="do not compile anything")
-    parser.add_argument(
-        "--selftest",
-        action="store_true",
-        help="instead, run every family of kernels once on each GPU beside the CPU's reference, and name what differs; "
-        "exit status 1 if anything does, or without a GPU",
-    )
-    parser.add_argument("--device", type=natural, metavar="N", help="the one GPU that --selftest tests (default: all)")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command
+from qcut.cli.command import Answer, add_command
 
 if TYPE_CHECKING:
     from qcut.checkpoints.contents import Contents, StoredLayer, StoredTensor
@@ -36,31 +34,35 @@ FIELDS = {
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
+    add_command(
         commands,
         "info",
+        run,
+        """\
+DIR: Path
+    a folder with safetensors files
+--layers
+    a line for each layer and tensor, none put together
+""",
         help="show what a folder with a model holds: layers, schemes, bytes",
         description=_DESCRIPTION,
         example="qcut info models/gpt2-5m\nqcut info gpt2-4bit --layers",
         fields=FIELDS,
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a folder with safetensors files")
-    parser.add_argument("--layers", action="store_true", help="a line for each layer and tensor, none put together")
-    parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
     from qcut.checkpoints.contents import contents
 
-    found = contents(arguments.directory)
+    found = contents(arguments.dir)
     schemes: dict[str, dict[str, int]] = {}
     for layer in found.layers:
         each = schemes.setdefault(layer.scheme, {"layers": 0, "bytes": 0})
         each["layers"] += 1
         each["bytes"] += layer.nbytes
     data = {
-        "directory": str(arguments.directory),
+        "directory": str(arguments.dir),
         "format": found.format,
         "model": found.model,
         "layers": [_layer(layer) for layer in found.layers],

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.cli import completion, doctor, evaluate, generate, info, plan, quantize, serve
-from qcut.cli.answer import Answer, write_json
-from qcut.cli.arguments import Parser, UsageError
+from qcut.cli.command import Answer, Parser, UsageError, write_json
 from qcut.cli.developer import precompile, tune
 from qcut.cli.developer.gemm import command as gemm
 from qcut.common.versions import refuse_other_distribution

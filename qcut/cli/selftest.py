@@ -248,10 +248,11 @@ def _append_attention(*args: Any) -> Results:
 
 
 def _append_attention_expected(got: Results, *args: Any) -> Sequence[Expected]:
-    rotated, *after = _append_kv(*_on(CPU, args[:-1]))
+    q, k, v, k_scales, v_scales = _append_kv(*_on(CPU, args[:-1]))
     largest = torch.zeros_like(args[-1])
     int8.raise_absmax(largest, got[0])
-    return attention(rotated, *after, args[6], 0.125), *after, largest
+    near = attention(q, k, v, k_scales, v_scales, args[6], 0.125)
+    return near, k, v, k_scales, v_scales, largest
 
 
 def _layer(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -268,7 +269,7 @@ _GEMM_FAMILIES = (INT8_MMA.name, INT8_WMMA.name, INT8_DP4A.name, INT8_CUTLASS.na
 def _int8_weights() -> Iterator[Check]:
     many, n, k = _MIXED_SIZES
     weight, scale, bias = layer = _layer(n, k)
-    args = (_integers(-128, 128, 3, k), (_random(3).abs() + 0.5) / 74, *layer, "relu", HALF)
+    args: tuple[Any, ...] = (_integers(-128, 128, 3, k), (_random(3).abs() + 0.5) / 74, *layer, "relu", HALF)
     yield Check("int8_stream", f"3x{n}x{k}", OPS.int8_linear, args)
     # Rows of D that are no multiple of 16 bytes are not CUTLASS's.
     odd = [t[:-1] for t in layer]
@@ -502,9 +503,10 @@ def attention(
 def chunks_attention(q: Tensor, *args: Any) -> Near:
     """Attention of chunks of tokens: each token is a sequence of its own, with its chunk's cache."""
     *cache, starts, _, scale, length = args
-    each = [None if t is None else t.repeat_interleave(length, 0) for t in cache]
+    each: Any = [None if t is None else t.repeat_interleave(length, 0) for t in cache]
     positions = (starts[:, None] + torch.arange(length, dtype=torch.int32, device="cpu")).flatten()
-    return attention(q, *each, positions, scale)  # type: ignore[arg-type]
+    k, v, k_scales, v_scales = each
+    return attention(q, k, v, k_scales, v_scales, positions, scale)
 
 
 # ── verdicts ─────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ import pytest
 
 import qcut
 from qcut.cli import main as cli
-from qcut.cli.plan_page import LEVELS, plan_page
+from qcut.cli.plan import LEVELS, plan_page
 from qcut.conversion.planning.plan import LayerPlan, Plan, Point
 from tests.support import ROOT
 

@@ -16,7 +16,7 @@ import qcut
 from qcut.checkpoints.contents import contents
 from qcut.checkpoints.pretrained import load_pretrained
 from qcut.cli import main as cli
-from qcut.cli.out_folder import new_folder
+from qcut.cli.quantize import new_folder
 from qcut.errors import CheckpointError, ConfigError
 from qcut.models.evaluation import windows_of
 from tests.support import ROOT

@@ -11,7 +11,7 @@ import torch
 
 import qcut
 from qcut.cli import main as cli
-from qcut.cli import quantizing
+from qcut.cli import models
 from qcut.layers.linear import Linear
 from tests.fuzz.formats import build_huggingface
 from tests.support import ROOT
@@ -102,7 +102,7 @@ def test_a_plan_is_served_while_loading(tmp_path: Path, monkeypatch: pytest.Monk
     plan, out = tmp_path / "plan.json", tmp_path / "out"
     words = ["--calibrate", text, "--window", 64, "--max-windows", 2, "--measure", "layer", "--budget", 1]
     assert cli.main(["plan", str(DEMO), *map(str, words), "--objective", "memory", "--out", str(plan)]) == 0
-    monkeypatch.setattr(quantizing.Quantizing, "apply", None)  # the float model is not quantized afterwards
+    monkeypatch.setattr(models.Quantizing, "apply", None)  # the float model is not quantized afterwards
     assert cli.main(["quantize", str(DEMO), "--plan", str(plan), "--dtype", "float32", "--out", str(out)]) == 0
     expected = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     qcut.quantize(expected, qcut.Plan.load(plan), progress=False)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, positive, positive_float
+from qcut.cli.command import Answer, add_command
 from qcut.common.progress import print_above
 from qcut.emitters.families import CUTLASS_FAMILIES, FAMILIES, INT8_CUTLASS, SPELLINGS, W8A16_CUTLASS
 from qcut.errors import ConfigError, DeviceError
@@ -22,7 +21,35 @@ if TYPE_CHECKING:
     from qcut.dispatch.tables import Table
     from qcut.tuning.search import Bench, Result, Task
 
-_TOKENS = (16, 64, 256, 1024, 4096)
+_ARGUMENTS = f"""\
+--family {"|".join((*SPELLINGS, W8A16_CUTLASS.name))}, again
+    kernel family to tune; may be repeated (default: every int8 family that can be built here)
+--shape MxNxK ...: shape
+    sizes of GEMMs (default: none)
+--model DIR, again
+    tune for the layers of a model: a folder with a config.json, or a preset such as gpt2-large or llama-3-8b (default:
+    none)
+--tokens M ...: positive = 16,64,256,1024,4096
+    numbers of tokens M to tune --model's layers for (default: 16 64 256 1024 4096)
+--layouts ABD ...: layouts = tnt
+    memory orders of A, B, D: t row-major, n column-major (default: tnt)
+--types f16|s8|halves ... = f16,s8
+    element types of D; halves is f16 of int16 tokens, M of them (default: f16 s8)
+--limit N: positive
+    build at most N tiles for each GEMM and family (default: 48)
+--time-budget S: positive_float
+    stop measuring after S seconds (default: never)
+--jobs N: positive
+    compilers at a time (default: one per core)
+| --resume
+    use what earlier runs measured (the default)
+| --fresh
+    measure everything anew
+--out FILE: Path
+    update this table (default: the user's own)
+--merge FILE ...: Path
+    take in the rows of these tables (default: none)
+"""
 
 FIELDS = {
     "table": "path of the table",
@@ -35,9 +62,12 @@ FIELDS = {
 
 def add_parser(commands: Any) -> None:
     """Add the command to ``qcut``'s sub-parsers."""
-    parser = add_command(
+    add_command(
         commands,
         "tune",
+        run,
+        _ARGUMENTS,
+        {"shape": _shape, "layouts": _layouts},
         help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
         description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
         "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
@@ -46,70 +76,6 @@ def add_parser(commands: Any) -> None:
         example="qcut tune --model gpt2-large --tokens 512 4096",
         fields=FIELDS,
     )
-    parser.add_argument(
-        "--family",
-        action="append",
-        choices=(*SPELLINGS, W8A16_CUTLASS.name),
-        help="kernel family to tune; may be repeated (default: every int8 family that can be built here)",
-    )
-    parser.add_argument(
-        "--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs (default: none)"
-    )
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="tune for the layers of a model: a folder with a config.json, or a preset such as gpt2-large or "
-        "llama-3-8b (default: none)",
-    )
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=positive,
-        default=_TOKENS,
-        metavar="M",
-        help=f"numbers of tokens M to tune --model's layers for (default: {' '.join(map(str, _TOKENS))})",
-    )
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        type=_layouts,
-        default=["tnt"],
-        metavar="ABD",
-        help="memory orders of A, B, D: t row-major, n column-major (default: tnt)",
-    )
-    parser.add_argument(
-        "--types",
-        nargs="+",
-        choices=("f16", "s8", "halves"),
-        default=["f16", "s8"],
-        help="element types of D; halves is f16 of int16 tokens, M of them (default: f16 s8)",
-    )
-    parser.add_argument(
-        "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family (default: 48)"
-    )
-    parser.add_argument(
-        "--time-budget",
-        type=positive_float,
-        default=math.inf,
-        metavar="S",
-        help="stop measuring after S seconds (default: never)",
-    )
-    parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
-    journal = parser.add_mutually_exclusive_group()
-    journal.add_argument("--resume", action="store_true", help="use what earlier runs measured (the default)")
-    journal.add_argument("--fresh", action="store_true", help="measure everything anew")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="update this table (default: the user's own)")
-    parser.add_argument(
-        "--merge",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="take in the rows of these tables (default: none)",
-    )
-    parser.set_defaults(command=run)
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -160,7 +126,7 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
 
 
 def _shapes(arguments: argparse.Namespace) -> list[tuple[int, int, int]]:
-    shapes = list(arguments.shape)
+    shapes = list(arguments.shape or ())
     if arguments.model:
         from qcut.cli.developer.model_shapes import layer_shapes
 
@@ -253,7 +219,7 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
             device,
             journal,
             limit=limit,
-            deadline=time.monotonic() + arguments.time_budget,
+            deadline=time.monotonic() + (arguments.time_budget or math.inf),
             jobs=arguments.jobs,
             progress=sys.stderr.isatty(),
             report=print_above,

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from qcut.cli import main as cli
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import Parser, UsageError
+from qcut.cli.command import Answer, Parser, UsageError
 from qcut.cli.developer import model_shapes
 from qcut.cli.developer import tune as tune_command
 from qcut.dispatch import gemm as dispatch

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, natural, positive, positive_float
+from qcut.cli.command import Answer, add_command
 from qcut.cli.developer.gemm.report import Request
 from qcut.emitters.families import SPELLINGS
 
@@ -23,6 +22,28 @@ transA, transB, transC: T or 1 for a row-major matrix, N or 0 for a column-major
 use_tensor_cores: 1, or 0 for the dp4a kernels. Default: 1 0 1 1, that is A row-major, B stored [N, K], C row-major.
 
 The exit status is 1 if the result is wrong or the kernel cannot be built.
+"""
+_ARGUMENTS = f"""\
+M: positive
+    rows of A and C
+N: positive
+    columns of B and C
+K: positive
+    columns of A, rows of B
+--kernel {"|".join(("auto", *SPELLINGS))} = auto
+    kernel family (default: dispatch chooses)
+--tile NAME
+    tile of the --kernel family, spelled as in kernel names
+--[no-]check = True
+    compare with the exact reference
+--mode saturate|wrap = saturate
+    C is clamp(rne(scale * sum), -128, 127), or the low eight bits of the sum (default: saturate)
+--scale SCALE: positive_float
+    factor of the sums with --mode saturate (default: gives C a standard deviation of 40)
+--seed SEED: natural = 0
+    seed of the random data (default: 0)
+--compare cublas|none = cublas
+    library to time beside the kernel (default: cublas)
 """
 FIELDS = {
     "m, n, k": "sizes",
@@ -80,50 +101,25 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "gemm",
+        _run,
+        _ARGUMENTS,
         help="check and time one int8 product of any sizes and layouts",
         usage=USAGE,
         description=_DESCRIPTION,
         example="qcut gemm 1024 1024 1024 1 0 1 1\nqcut gemm 4096 4096 4096 N N T --kernel mma --json",
         fields=FIELDS,
     )
-    for name, text in (("m", "rows of A and C"), ("n", "columns of B and C"), ("k", "columns of A, rows of B")):
-        parser.add_argument(name, type=positive, metavar=name.upper(), help=text)
     parser.add_argument("flags", nargs="*", action=_Flags, metavar="flag", help="see above")
-    parser.add_argument(
-        "--kernel", choices=("auto", *SPELLINGS), default="auto", help="kernel family (default: dispatch chooses)"
-    )
-    parser.add_argument("--tile", metavar="NAME", help="tile of the --kernel family, spelled as in kernel names")
-    parser.add_argument(
-        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with the exact reference"
-    )
-    parser.add_argument(
-        "--mode",
-        choices=("saturate", "wrap"),
-        default="saturate",
-        help="C is clamp(rne(scale * sum), -128, 127), or the low eight bits of the sum (default: saturate)",
-    )
-    parser.add_argument(
-        "--scale",
-        type=positive_float,
-        help="factor of the sums with --mode saturate (default: gives C a standard deviation of 40)",
-    )
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the random data (default: 0)")
-    parser.add_argument(
-        "--compare",
-        choices=("cublas", "none"),
-        default="cublas",
-        help="library to time beside the kernel (default: cublas)",
-    )
-    parser.set_defaults(command=lambda arguments: _run(parser, arguments))
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answer:
+def _run(arguments: argparse.Namespace) -> Answer:
+    refuse = arguments.parser.error
     if arguments.tile and arguments.kernel == "auto":
-        parser.error(f"--tile needs --kernel, one of {', '.join(SPELLINGS)}: families have tiles of their own")
+        refuse(f"--tile needs --kernel, one of {', '.join(SPELLINGS)}: families have tiles of their own")
     if not arguments.tensor_cores and arguments.kernel not in ("auto", "simt"):
-        parser.error(f"--kernel {arguments.kernel} runs on tensor cores, use_tensor_cores is 0; allowed: auto, simt")
+        refuse(f"--kernel {arguments.kernel} runs on tensor cores, use_tensor_cores is 0; allowed: auto, simt")
     if arguments.mode == "wrap" and arguments.scale is not None:
-        parser.error("--scale is for --mode saturate: wrap takes the sum's bits as they are")
+        refuse("--scale is for --mode saturate: wrap takes the sum's bits as they are")
     from qcut.cli.developer.gemm import check
 
     report = check.run(
