@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def _text(found: Contents, each: bool) -> str:
         last = f"tied to {layer.tied_to}" if layer.tied_to else "" if bits is None else f"{bits:.2f}"
         rows.setdefault((_name(layer.name, each), layer.scheme, size, last), []).append(layer.nbytes)
     for tensor in found.tensors:
-        bits = 8 * tensor.nbytes / max(1, _count(tensor))
+        bits = 8 * tensor.nbytes / max(1, math.prod(tensor.shape))
         size = " x ".join(map(str, tensor.shape)) or "1"
         rows.setdefault((_name(tensor.name, each), tensor.code, size, f"{bits:.2f}"), []).append(tensor.nbytes)
     table = [("layer or tensor", "scheme", "N x K", "how many", "KB", "bits/weight")]
@@ -116,10 +117,3 @@ def _text(found: Contents, each: bool) -> str:
 
 def _name(name: str, each: bool) -> str:
     return name if each else re.sub(r"(?<![^.])\d+(?=\.)|(?<=_)\d+(?=_)", "*", name)
-
-
-def _count(tensor: StoredTensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count

@@ -243,33 +243,19 @@ class Quantizing:
     """How a model is quantized: what the options say, read and checked before the model is.
 
     Attributes:
+        options: the parsed command line, with the options of `QUANTIZING`.
         scheme: for all layers, or a plan; None: the model stays as it is, unless there are bits.
-        bits: bits a weight that a plan may have, which is then made by the text; or None.
-        text: what data-driven options calibrate on, or None.
-        what: option and file of the text, for messages.
-        smooth: SmoothQuant's alpha, or None.
-        fit: whether codebooks are fitted to the text.
-        refine: steps by which the quantized model is tuned on the text, or None.
         embeddings: scheme of tables and classifier, or None.
-        include: globs of layers to take, or None.
-        skip: globs of layers to leave, or None.
-        verify: whether the quantized model is held to the float one; see `qcut.quantize`.
+        text: what data-driven options calibrate on, or None.
     """
 
+    options: argparse.Namespace
     scheme: Scheme | Plan | None
-    bits: float | None
-    text: str | None
-    what: str
-    smooth: float | None
-    fit: bool
-    refine: int | None
     embeddings: Scheme | None
-    include: list[str] | None
-    skip: list[str] | None
-    verify: bool
+    text: str | None
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Quantizing:
+    def of(cls, options: argparse.Namespace) -> Quantizing:
         """Read the options of `QUANTIZING`.
 
         Raises:
@@ -277,30 +263,18 @@ class Quantizing:
             PlanError: the plan cannot be read.
         """
         scheme: Scheme | Plan | None = None
-        if arguments.plan is not None:
+        if options.plan is not None:
             from qcut.conversion.planning.plan import Plan
 
-            scheme = Plan.load(arguments.plan)
-        elif arguments.scheme is not None:
-            scheme = parse_scheme(arguments.scheme)
-        embeddings = None if arguments.embeddings is None else parse_scheme(arguments.embeddings)
-        _check_needs(arguments, scheme)
-        if arguments.bits is not None and arguments.smooth is not None:
+            scheme = Plan.load(options.plan)
+        elif options.scheme is not None:
+            scheme = parse_scheme(options.scheme)
+        embeddings = None if options.embeddings is None else parse_scheme(options.embeddings)
+        _check_needs(options, scheme)
+        if options.bits is not None and options.smooth is not None:
             raise ConfigError("--smooth: not with --bits, whose plan holds for the model that it was made on")
-        path = arguments.calibrate
-        return cls(
-            scheme,
-            arguments.bits,
-            None if path is None else read_text(path, "--calibrate"),
-            f"--calibrate {path}",
-            arguments.smooth,
-            arguments.fit,
-            arguments.refine,
-            embeddings,
-            arguments.include,
-            arguments.skip,
-            arguments.verify is not False,
-        )
+        text = None if options.calibrate is None else read_text(options.calibrate, "--calibrate")
+        return cls(options, scheme, embeddings, text)
 
     def while_loading(self) -> QcutConfig | None:
         """What transformers needs to quantize the model while it loads; None where the float model is needed.
@@ -312,12 +286,13 @@ class Quantizing:
 
         if self.scheme is None or self.text is not None:
             return None
+        given = self.options
         return qcut.QcutConfig(
             self.scheme,
-            include=self.include,
-            modules_to_not_convert=self.skip,
+            include=given.include,
+            modules_to_not_convert=given.skip,
             embeddings=self.embeddings,
-            verify=self.verify,
+            verify=given.verify is not False,
             report=True,
         )
 
@@ -341,47 +316,48 @@ class Quantizing:
         """
         import qcut
 
-        scheme: Scheme | Plan | None = self.scheme
-        if scheme is None and self.bits is None:
+        given, scheme = self.options, self.scheme
+        if scheme is None and given.bits is None:
             return None
         calibration = moments = None
+        what = f"--calibrate {given.calibrate}"
         if self.text is not None:
             _check_reads_text(model, tokenizer)
-            windows, _ = cut_text(model, tokenizer, self.text, self.what, window, most or CALIBRATION_WINDOWS)
+            windows, _ = cut_text(model, tokenizer, self.text, what, window, most or CALIBRATION_WINDOWS)
             batches = windows.split(batch)
             calibration = qcut.calibrate(model, batches, progress=shown())
-            if self.fit:
+            if given.fit:
                 moments = qcut.collect_curvature(model, batches, progress=shown())
-            if self.bits is not None:
+            if given.bits is not None:
                 few = windows[:PLAN_WINDOWS].split(batch)
-                chosen: dict[str, Any] = {} if self.skip is None else {"skip": self.skip}
+                chosen: dict[str, Any] = {} if given.skip is None else {"skip": given.skip}
                 scheme = qcut.plan(
                     model,
                     few,
-                    bits=self.bits,
+                    bits=given.bits,
                     calibration=calibration,
                     second_moments=moments,
-                    include=self.include,
+                    include=given.include,
                     progress=shown(),
                     **chosen,
                 )
         assert scheme is not None, "bits need a text"
-        reference = None if self.refine is None else copy.deepcopy(model)
+        reference = None if given.refine is None else copy.deepcopy(model)
         report = qcut.quantize(
             model,
             scheme,
             calibration=calibration,
             second_moments=moments,
-            smooth=self.smooth,
-            include=self.include,
-            skip=self.skip,
+            smooth=given.smooth,
+            include=given.include,
+            skip=given.skip,
             embeddings=self.embeddings,
-            verify=self.verify,
+            verify=given.verify is not False,
             progress=shown(),
         )
         if reference is not None and self.text is not None:
-            windows, _ = cut_text(model, tokenizer, self.text, self.what, window, None)
-            qcut.refine(model, reference, windows.split(batch), steps=self.refine, progress=shown())
+            windows, _ = cut_text(model, tokenizer, self.text, what, window, None)
+            qcut.refine(model, reference, windows.split(batch), steps=given.refine, progress=shown())
         return report
 
 

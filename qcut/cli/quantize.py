@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
     out: Path = arguments.out
     quantizing = Quantizing.of(arguments)
-    if quantizing.scheme is None and quantizing.bits is None:
+    if quantizing.scheme is None and arguments.bits is None:
         raise ConfigError("quantize: give --scheme NAME, such as w8a8 or codebook4, --plan FILE, or --bits B")
     if Path(arguments.model).is_dir() and out.exists() and out.resolve() == Path(arguments.model).resolve():
         raise ConfigError(f"--out {out}: this is MODEL itself, which is not replaced")
