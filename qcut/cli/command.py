@@ -8,7 +8,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -117,34 +117,39 @@ class Parser(argparse.ArgumentParser):
             raise
 
 
-def add_command(
-    commands: Any,
-    name: str,
-    run: Callable[[Any], Answer],
-    arguments: str,
-    types: Mapping[str, Callable[[str], Any]] | None = None,
-    **texts: Any,
-) -> argparse.ArgumentParser:
-    """Add a command that answers with ``--json`` too.
+@dataclass(frozen=True)
+class Command:
+    """A command that answers with ``--json`` too.
 
-    Args:
-        commands: the subparsers of ``qcut``.
+    Attributes:
         name: of the command.
-        run: runs it with the parsed command line.
         arguments: declared as `add_arguments` reads them.
         types: of arguments, by name, besides `TYPES`.
-        texts: ``help``, one line for the list of commands; ``description``, whose first sentence says what the command
-            is for; ``example``, one command line or more; ``fields``, the JSON answer's with their meaning, for
-            `qcut.cli.developer.manual`; other options of the parser.
+        help: one line for the list of commands.
+        description: the first sentence says what the command is for.
+        example: command lines, one or more.
+        fields: the JSON answer's fields with their meaning, for `qcut.cli.developer.manual`.
+        usage: in place of argparse's.
     """
-    example, fields = texts.pop("example").strip(), texts.pop("fields")
-    texts["description"] = texts["description"].strip()
-    epilog = "example:\n" + textwrap.indent(example, "  ")
-    parser: argparse.ArgumentParser = commands.add_parser(name, epilog=epilog, **texts)
-    parser.set_defaults(parser=parser, name=name, fields=fields, example=example, command=run)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    add_arguments(parser, arguments, TYPES | dict(types or {}))
-    return parser
+
+    name: str
+    arguments: str
+    types: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
+    _: KW_ONLY
+    help: str
+    description: str
+    example: str
+    fields: Mapping[str, str]
+    usage: str | None = None
+
+    def add_to(self, commands: Any, run: Callable[[Any], Answer]) -> None:
+        """Add the command, which ``run`` runs with the parsed command line, to the subparsers of ``qcut``."""
+        epilog = "example:\n" + textwrap.indent(self.example, "  ")
+        texts = {"help": self.help, "description": self.description.strip(), "usage": self.usage}
+        parser: argparse.ArgumentParser = commands.add_parser(self.name, epilog=epilog, **texts)
+        parser.set_defaults(parser=parser, name=self.name, fields=self.fields, example=self.example, command=run)
+        parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        add_arguments(parser, self.arguments, {**TYPES, **self.types})
 
 
 _ARGUMENT = re.compile(
@@ -164,7 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser, text: str, types: Mapping[str
     """
     group: Any = parser
     one_of: Any = None
-    for paragraph in re.split(r"\n(?=\S)", text.strip()) if text else ():
+    for paragraph in re.split(r"\n(?=\S)", text.strip()):
         head, _, below = paragraph.partition("\n")
         if head.endswith(":"):
             group = parser if head == "options:" else parser.add_argument_group(head[:-1])
@@ -179,15 +184,16 @@ def add_arguments(parser: argparse.ArgumentParser, text: str, types: Mapping[str
 def _options_of(found: re.Match[str], convert: Callable[[str], Any] | None) -> tuple[str, dict[str, Any]]:
     """The name and the options with which argparse adds a declared argument."""
     name, value, choices, default = (found[each] for each in ("name", "value", "choices", "default"))
+    several = choices and tuple(choices.split("|"))
     if not name.startswith("--"):
-        return name.lower(), {"metavar": name, "type": convert, "nargs": value}
+        return name.lower(), {"metavar": name, "type": convert, "nargs": value, "choices": several}
     options: dict[str, Any] = {"action": "append", "default": []} if found["again"] else {}
     if "[no-]" in name:
         on = None if default is None else default == "True"
         return name.replace("[no-]", ""), {"action": argparse.BooleanOptionalAction, "default": on}
     if not value and not choices:
         return name, {"action": "store_true"}
-    options |= {"metavar": value, "type": convert, "choices": choices and tuple(choices.split("|"))}
+    options |= {"metavar": value, "type": convert, "choices": several}
     if found["many"]:
         options["nargs"] = "+"
     if found["required"]:

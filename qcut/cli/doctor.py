@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Literal
 
-from qcut.cli.command import Answer, add_command
+from qcut.cli.command import Answer, Command
 from qcut.common.versions import install
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.gpus import Target, target_for
@@ -45,13 +45,9 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    add_command(
-        commands,
-        "doctor",
-        run,
-        """\
+COMMAND = Command(
+    "doctor",
+    """\
 --no-probe
     do not compile anything
 --selftest
@@ -60,13 +56,13 @@ def add_parser(commands: Any) -> None:
 --device N: natural
     the one GPU that --selftest tests (default: all)
 """,
-        help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
-        description="Says what of GPUs, driver, compilers, headers and the kernel cache this machine has, and what to\n"
-        "do about the rest. Compiles one small kernel with each toolchain. The exit status is 1 if anything but a GPU\n"
-        "is missing.",
-        example="qcut doctor\nqcut doctor --selftest",
-        fields=FIELDS,
-    )
+    help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
+    description="Says what of GPUs, driver, compilers, headers and the kernel cache this machine has, and what to\n"
+    "do about the rest. Compiles one small kernel with each toolchain. The exit status is 1 if anything but a GPU\n"
+    "is missing.",
+    example="qcut doctor\nqcut doctor --selftest",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from qcut.cli.command import Answer, add_command
+from qcut.cli.command import Answer, Command
 from qcut.cli.models import (
     KV_CACHE,
     MODEL,
@@ -44,20 +43,16 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    text = "--text FILE, required: Path\n    the UTF-8 text to predict\n"
-    add_command(
-        commands,
-        "eval",
-        run,
-        MODEL + text + window_options(8) + QUANTIZING + device_options(KV_CACHE),
-        help="measure how well a model predicts a text",
-        description=_DESCRIPTION,
-        example="qcut eval models/gpt2-5m --text book.txt\n"
-        "qcut eval models/gpt2-5m --text book.txt --scheme codebook4 --json",
-        fields=FIELDS,
-    )
+text = "--text FILE, required: Path\n    the UTF-8 text to predict\n"
+COMMAND = Command(
+    "eval",
+    MODEL + text + window_options(8) + QUANTIZING + device_options(KV_CACHE),
+    help="measure how well a model predicts a text",
+    description=_DESCRIPTION,
+    example="qcut eval models/gpt2-5m --text book.txt\n"
+    "qcut eval models/gpt2-5m --text book.txt --scheme codebook4 --json",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -75,12 +70,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     runner = runner_for(model, kv_cache=arguments.kv_cache, batch=size, context=window)
     value = runner.perplexity(windows, size, shown())
     data = {"model": arguments.model, "scheme": arguments.scheme, "plan": arguments.plan and str(arguments.plan)}
-    data |= {
-        "bits": arguments.bits,
-        "kv_cache": arguments.kv_cache,
-        "text": str(arguments.text),
-        "windows": len(windows),
-        "window": window,
-    }
+    data |= {"bits": arguments.bits, "kv_cache": arguments.kv_cache, "text": str(arguments.text)}
+    data |= {"windows": len(windows), "window": window}
     data |= {"device": str(runner.device), "runs_on": runner.name, "perplexity": value}
     return Answer(data, f"perplexity {value:.4f} on {len(windows)} windows of {window} tokens ({runner.device})")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.command import Answer, UsageError, add_command
+from qcut.cli.command import Answer, Command, UsageError
 from qcut.cli.models import KV_CACHE, QUANTIZING, Quantizing, device_options, open_model
 
 if TYPE_CHECKING:
@@ -74,19 +74,15 @@ _NEXT_TEXT = 1
 """Token that ends a text of llama2.c: the token with which the next text starts."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    add_command(
-        commands,
-        "generate",
-        run,
-        _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
-        help="continue a prompt",
-        description=_DESCRIPTION,
-        example='qcut generate models/gpt2-5m --prompt "The import statement" --steps 40\n'
-        'qcut generate models/gpt2-5m --scheme codebook4 --prompt "Once" --temperature 0.8 --top-p 0.95',
-        fields=FIELDS,
-    )
+COMMAND = Command(
+    "generate",
+    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
+    help="continue a prompt",
+    description=_DESCRIPTION,
+    example='qcut generate models/gpt2-5m --prompt "The import statement" --steps 40\n'
+    'qcut generate models/gpt2-5m --scheme codebook4 --prompt "Once" --temperature 0.8 --top-p 0.95',
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

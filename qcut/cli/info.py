@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.command import Answer, add_command
+from qcut.cli.command import Answer, Command
 
 if TYPE_CHECKING:
     from qcut.checkpoints.contents import Contents, StoredLayer, StoredTensor
@@ -33,23 +33,19 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    add_command(
-        commands,
-        "info",
-        run,
-        """\
+COMMAND = Command(
+    "info",
+    """\
 DIR: Path
     a folder with safetensors files
 --layers
     a line for each layer and tensor, none put together
 """,
-        help="show what a folder with a model holds: layers, schemes, bytes",
-        description=_DESCRIPTION,
-        example="qcut info models/gpt2-5m\nqcut info gpt2-4bit --layers",
-        fields=FIELDS,
-    )
+    help="show what a folder with a model holds: layers, schemes, bytes",
+    description=_DESCRIPTION,
+    example="qcut info models/gpt2-5m\nqcut info gpt2-4bit --layers",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -222,5 +222,5 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(top=top)
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (quantize, plan, info, generate, serve, evaluate, doctor, precompile, gemm, tune, completion):
-        module.add_parser(commands)
+        module.COMMAND.add_to(commands, module.run)
     return top

@@ -10,9 +10,9 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qcut.cli.command import Answer, add_command
+from qcut.cli.command import Answer, Command
 from qcut.cli.models import (
     conversion_options,
     cut_text,
@@ -85,20 +85,16 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    add_command(
-        commands,
-        "plan",
-        run,
-        _ARGUMENTS,
-        help="choose a scheme for each layer within a budget of quality, bits or time",
-        description=_DESCRIPTION,
-        example="qcut plan models/gpt2-5m --calibrate book.txt --budget 0.01 --out plan.json --report plan.html\n"
-        "qcut quantize models/gpt2-5m --plan plan.json --out gpt2-mixed\n"
-        "qcut plan models/gpt2-5m --calibrate book.txt --bits 3.5 --fit --out plan.json --report plan.html",
-        fields=FIELDS,
-    )
+COMMAND = Command(
+    "plan",
+    _ARGUMENTS,
+    help="choose a scheme for each layer within a budget of quality, bits or time",
+    description=_DESCRIPTION,
+    example="qcut plan models/gpt2-5m --calibrate book.txt --budget 0.01 --out plan.json --report plan.html\n"
+    "qcut quantize models/gpt2-5m --plan plan.json --out gpt2-mixed\n"
+    "qcut plan models/gpt2-5m --calibrate book.txt --bits 3.5 --fit --out plan.json --report plan.html",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

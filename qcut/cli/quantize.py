@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.command import Answer, add_command
+from qcut.cli.command import Answer, Command
 from qcut.cli.models import (
     QUANTIZING,
     Quantizing,
@@ -56,21 +56,17 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    made = conversion_options("DIR", "the folder to write", window_options(8, 32))
-    add_command(
-        commands,
-        "quantize",
-        run,
-        QUANTIZING + made + device_options(dtype="that of the model's files"),
-        help="quantize a model and write it to a folder",
-        description=_DESCRIPTION,
-        example="qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit\n"
-        "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8\n"
-        "qcut quantize models/gpt2-5m --bits 3.5 --calibrate book.txt --out gpt2-mixed",
-        fields=FIELDS,
-    )
+made = conversion_options("DIR", "the folder to write", window_options(8, 32))
+COMMAND = Command(
+    "quantize",
+    QUANTIZING + made + device_options(dtype="that of the model's files"),
+    help="quantize a model and write it to a folder",
+    description=_DESCRIPTION,
+    example="qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit\n"
+    "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8\n"
+    "qcut quantize models/gpt2-5m --bits 3.5 --calibrate book.txt --out gpt2-mixed",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

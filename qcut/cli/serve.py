@@ -7,9 +7,9 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qcut.cli.command import Answer, add_command
+from qcut.cli.command import Answer, Command
 from qcut.cli.models import KV_CACHE, MODEL, QUANTIZING, Quantizing, device_options, open_model, read_text
 
 if TYPE_CHECKING:
@@ -84,19 +84,15 @@ what is said:
 """
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    add_command(
-        commands,
-        "serve",
-        run,
-        _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
-        help="serve a model over HTTP",
-        description=_DESCRIPTION,
-        example="qcut serve models/gpt2-5m --scheme w8a8\n"
-        "qcut serve folder --scheme codebook4 --batch 64 --context 8192 --kv-cache int8 --host 0.0.0.0",
-        fields=FIELDS,
-    )
+COMMAND = Command(
+    "serve",
+    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
+    help="serve a model over HTTP",
+    description=_DESCRIPTION,
+    example="qcut serve models/gpt2-5m --scheme w8a8\n"
+    "qcut serve folder --scheme codebook4 --batch 64 --context 8192 --kv-cache int8 --host 0.0.0.0",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

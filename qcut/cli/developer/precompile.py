@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import qcut
-from qcut.cli.command import Answer, add_command
+from qcut.cli.command import Answer, Command
 from qcut.common.files import make_directory, write_bytes
 from qcut.dispatch import precompile
 from qcut.emitters.core.arch import ARCHITECTURES
@@ -25,13 +25,9 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    add_command(
-        commands,
-        "precompile",
-        run,
-        f"""\
+COMMAND = Command(
+    "precompile",
+    f"""\
 --arch ARCH {"|".join(ARCHITECTURES)}, again, required
     one of {", ".join(ARCHITECTURES)}; may be repeated
 --pack FOLDER: Path
@@ -41,13 +37,13 @@ def add_parser(commands: Any) -> None:
 --jobs N: positive
     compilers at a time (default: one per core)
 """,
-        help="build all kernels of an architecture ahead of time; needs no GPU",
-        description="Builds every kernel that a model can need on an architecture, and packs them into one file, with\n"
-        "which nothing is built later and no compiler is asked for. Kernels that are built stay in the cache, so that\n"
-        "the command goes on where it was stopped. The exit status is 1 if a kernel fails.",
-        example="qcut precompile --arch sm_90a",
-        fields=FIELDS,
-    )
+    help="build all kernels of an architecture ahead of time; needs no GPU",
+    description="Builds every kernel that a model can need on an architecture, and packs them into one file, with\n"
+    "which nothing is built later and no compiler is asked for. Kernels that are built stay in the cache, so that\n"
+    "the command goes on where it was stopped. The exit status is 1 if a kernel fails.",
+    example="qcut precompile --arch sm_90a",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -9,17 +9,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qcut.cli.command import Answer, add_command
+from qcut import jit
+from qcut.cli.command import Answer, Command
 from qcut.common.progress import print_above
+from qcut.dispatch import tables as tuned
 from qcut.emitters.families import CUTLASS_FAMILIES, FAMILIES, INT8_CUTLASS, SPELLINGS, W8A16_CUTLASS
 from qcut.errors import CheckpointError, ConfigError, DeviceError
 from qcut.schemes import padded_k
 
 if TYPE_CHECKING:
     from qcut.dispatch.gpus import Target
-    from qcut.dispatch.tables import Table
     from qcut.tuning.search import Bench, Result, Task
 
 _ARGUMENTS = f"""\
@@ -61,24 +62,6 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to ``qcut``'s sub-parsers."""
-    add_command(
-        commands,
-        "tune",
-        run,
-        _ARGUMENTS,
-        {"shape": _shape, "layouts": _layouts},
-        help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
-        description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
-        "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
-        "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The\n"
-        "exit status is 1 if a kernel computed something wrong.",
-        example="qcut tune --model gpt2-large --tokens 512 4096",
-        fields=FIELDS,
-    )
-
-
 def _shape(text: str) -> tuple[int, int, int]:
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     sizes = tuple(map(int, match.groups())) if match else ()
@@ -94,6 +77,20 @@ def _layouts(text: str) -> str:
     return flags
 
 
+COMMAND = Command(
+    "tune",
+    _ARGUMENTS,
+    {"shape": _shape, "layouts": _layouts},
+    help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
+    description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
+    "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
+    "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The\n"
+    "exit status is 1 if a kernel computed something wrong.",
+    example="qcut tune --model gpt2-large --tokens 512 4096",
+    fields=FIELDS,
+)
+
+
 def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None) -> Answer:
     """Run the command.
 
@@ -105,8 +102,6 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
         ConfigError: nothing to do, or no place for the table.
         DeviceError: there is no GPU to measure on.
     """
-    from qcut.dispatch import tables as tuned
-
     shapes = _shapes(arguments)
     if not shapes and not arguments.merge:
         raise ConfigError("tune: nothing to do; give --shape MxNxK, --model DIR, or --merge FILE")
@@ -148,8 +143,6 @@ class _Book:
     """The table being written. Every row goes to disk as soon as it is known."""
 
     def __init__(self, path: Path, gpu: str) -> None:
-        from qcut.dispatch import tables as tuned
-
         self.path, self._table = path, tuned.Table(gpu)
         if path.exists():
             try:
@@ -162,10 +155,8 @@ class _Book:
             if "ignored" in note:
                 print(f"qcut: {note}", file=sys.stderr)
 
-    def take(self, other: Table) -> None:
+    def take(self, other: tuned.Table) -> None:
         """Merge in tables measured elsewhere; the faster row wins."""
-        from qcut.dispatch import tables as tuned
-
         before = {row.key: row for row in self._table.rows}
         self._write(tuned.merge([self._table, other]))
         changed = sum(before.get(row.key) != row for row in self._table.rows)
@@ -175,15 +166,11 @@ class _Book:
 
     def put(self, result: Result, environment: dict[str, str]) -> None:
         """Replace a row by a result. A result cut short by the time budget replaces only a slower row."""
-        from qcut.dispatch import tables as tuned
-
         if result.row is not None:
             new = tuned.Table(self._table.gpu, (result.row,), environment)
             self._write(tuned.overlay(self._table, new) if result.complete else tuned.merge([self._table, new]))
 
-    def _write(self, table: Table) -> None:
-        from qcut.dispatch import tables as tuned
-
+    def _write(self, table: tuned.Table) -> None:
         if (kept := tuned.write(self.path, table)) is not None:
             print(f"qcut: what {self.path} held and was not used is kept as {kept}", file=sys.stderr)
         self._table = table
@@ -198,7 +185,6 @@ class _Book:
 
 
 def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], device: Bench, book: _Book) -> Answer:
-    from qcut.dispatch import tables as tuned
     from qcut.tuning import search as tuning
     from qcut.tuning import timing
     from qcut.tuning.journal import Journal
@@ -252,7 +238,6 @@ def _tasks(
     arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], target: Target
 ) -> tuple[list[Task], list[str]]:
     """The GEMMs to tune, and a message for each combination for which a family has no tile."""
-    from qcut import jit
     from qcut.tuning import search as tuning
 
     families = [SPELLINGS.get(name, name) for name in arguments.family or ()]

@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def answer(*words: str, bench: FakeBench | None = None) -> Answer:
     parser = Parser()
-    tune_command.add_parser(parser.add_subparsers())
+    tune_command.COMMAND.add_to(parser.add_subparsers(), tune_command.run)
     arguments = parser.parse_args(["tune", *words])
     return tune_command.run(arguments, (lambda: bench) if bench else None)
 
