@@ -43,10 +43,10 @@ FIELDS = {
 }
 
 
-text = "--text FILE, required: Path\n    the UTF-8 text to predict\n"
+_ARGUMENTS = MODEL + "--text FILE, required: Path\n    the UTF-8 text to predict\n"
 COMMAND = Command(
     "eval",
-    MODEL + text + window_options(8) + QUANTIZING + device_options(KV_CACHE),
+    _ARGUMENTS + window_options(8) + QUANTIZING + device_options(KV_CACHE),
     help="measure how well a model predicts a text",
     description=_DESCRIPTION,
     example="qcut eval models/gpt2-5m --text book.txt\n"

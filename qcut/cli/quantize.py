@@ -56,10 +56,10 @@ FIELDS = {
 }
 
 
-made = conversion_options("DIR", "the folder to write", window_options(8, 32))
+_CONVERSION = conversion_options("DIR", "the folder to write", window_options(8, 32))
 COMMAND = Command(
     "quantize",
-    QUANTIZING + made + device_options(dtype="that of the model's files"),
+    QUANTIZING + _CONVERSION + device_options(dtype="that of the model's files"),
     help="quantize a model and write it to a folder",
     description=_DESCRIPTION,
     example="qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit\n"
