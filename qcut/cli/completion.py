@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command
+from qcut.cli.command import Answer, Command
 from qcut.common.versions import install
 from qcut.errors import UnsupportedError
 
@@ -15,21 +13,17 @@ SHELLS = ("bash", "zsh", "fish")
 FIELDS = {"shell": "the shell", "script": "the script"}
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "completion",
-        help="print a script that completes qcut's commands in your shell",
-        description="Prints a script with which the Tab key completes qcut's commands, options and their values.\n"
-        f"Needs the package shtab: {install('completion')}.",
-        example="qcut completion bash > ~/.local/share/bash-completion/completions/qcut\n"
-        "qcut completion zsh > ~/.zfunc/_qcut     # in a folder of $fpath\n"
-        "qcut completion fish > ~/.config/fish/completions/qcut.fish",
-        fields=FIELDS,
-    )
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
-    parser.set_defaults(command=run)
+parser = COMMAND = Command(
+    "completion",
+    f"SHELL {'|'.join(SHELLS)}\n    one of {', '.join(SHELLS)}",
+    help="print a script that completes qcut's commands in your shell",
+    description="Prints a script with which the Tab key completes qcut's commands, options and their values.\n"
+    f"Needs the package shtab: {install('completion')}.",
+    example="qcut completion bash > ~/.local/share/bash-completion/completions/qcut\n"
+    "qcut completion zsh > ~/.zfunc/_qcut     # in a folder of $fpath\n"
+    "qcut completion fish > ~/.config/fish/completions/qcut.fish",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import platform
@@ -10,10 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Literal
 
+from qcut.cli.command import Answer, Command
 from qcut.common.versions import install
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.gpus import Target, target_for
@@ -33,6 +35,52 @@ LOW_DISK_BYTES = 256 << 20
 """Free space under which the report warns."""
 
 _PACKAGES = ("torch", "nvidia-cutlass", "cuda-core", "cuda-bindings", "safetensors", "transformers")
+
+
+FIELDS = {
+    "healthy": "true where nothing but a GPU is missing; with --selftest, where nothing differs",
+    "findings": "list of {topic, state: ok, warn or missing, text, advice}; empty with --selftest",
+    "verdict": "what this machine can do, in a sentence; empty with --selftest",
+    "selftest": "list of {gpu, family, shape, kernels, problem, skipped}; empty without --selftest",
+}
+
+
+COMMAND = Command(
+    "doctor",
+    """\
+--no-probe
+    do not compile anything
+--selftest
+    instead, run every family of kernels once on each GPU beside the CPU's reference, and name what differs; exit status
+    1 if anything does, or without a GPU
+--device N: natural
+    the one GPU that --selftest tests (default: all)
+""",
+    help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
+    description="Says what of GPUs, driver, compilers, headers and the kernel cache this machine has, and what to\n"
+    "do about the rest. Compiles one small kernel with each toolchain. The exit status is 1 if anything but a GPU\n"
+    "is missing.",
+    example="qcut doctor\nqcut doctor --selftest",
+    fields=FIELDS,
+)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the command."""
+    if arguments.selftest:
+        from qcut.cli.selftest import selftest_gpus
+
+        verdicts = selftest_gpus(arguments.device)
+        healthy = not any(verdict["problem"] for verdict in verdicts)
+        return Answer(
+            {"healthy": healthy, "findings": [], "verdict": "", "selftest": verdicts}, status=0 if healthy else 1
+        )
+    if arguments.device is not None:
+        raise ConfigError("doctor: --device goes with --selftest")
+    findings = examine(compile_probe=not arguments.no_probe)
+    text, healthy = report(findings), is_healthy(findings)
+    data = {"findings": [asdict(finding) for finding in findings], "verdict": text.splitlines()[-1], "selftest": []}
+    return Answer({"healthy": healthy, **data}, text, 0 if healthy else 1)
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import (
-    MODEL_HELP,
-    add_command,
-    add_device_options,
-    add_quantizing_options,
-    add_window_options,
+from qcut.cli.command import Answer, Command
+from qcut.cli.models import (
+    KV_CACHE,
+    MODEL,
+    QUANTIZING,
+    Quantizing,
+    cut_text,
+    device_options,
+    open_model,
+    read_text,
+    shown,
+    window_options,
 )
-from qcut.cli.generate import add_cache_option
 
 _DESCRIPTION = """\
 Measures how well a model predicts a text, as perplexity: the lower, the better; 20 means that the model is as unsure of
@@ -41,29 +43,20 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "eval",
-        help="measure how well a model predicts a text",
-        description=_DESCRIPTION,
-        example="qcut eval models/gpt2-5m --text book.txt\n"
-        "qcut eval models/gpt2-5m --text book.txt --scheme codebook4 --json",
-        fields=FIELDS,
-    )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the UTF-8 text to predict")
-    add_window_options(parser, None, 8)
-    add_quantizing_options(parser)
-    add_cache_option(parser)
-    add_device_options(parser, "float16 on a GPU, float32 on a CPU")
-    parser.set_defaults(command=run)
+_ARGUMENTS = MODEL + "--text FILE, required: Path\n    the UTF-8 text to predict\n"
+COMMAND = Command(
+    "eval",
+    _ARGUMENTS + window_options(8) + QUANTIZING + device_options(KV_CACHE),
+    help="measure how well a model predicts a text",
+    description=_DESCRIPTION,
+    example="qcut eval models/gpt2-5m --text book.txt\n"
+    "qcut eval models/gpt2-5m --text book.txt --scheme codebook4 --json",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
-    from qcut.cli.quantizing import Quantizing, cut_text, open_model, read_text, shown
     from qcut.cli.runners import runner_for
 
     text = read_text(arguments.text, "--text")
@@ -77,12 +70,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     runner = runner_for(model, kv_cache=arguments.kv_cache, batch=size, context=window)
     value = runner.perplexity(windows, size, shown())
     data = {"model": arguments.model, "scheme": arguments.scheme, "plan": arguments.plan and str(arguments.plan)}
-    data |= {
-        "bits": arguments.bits,
-        "kv_cache": arguments.kv_cache,
-        "text": str(arguments.text),
-        "windows": len(windows),
-        "window": window,
-    }
+    data |= {"bits": arguments.bits, "kv_cache": arguments.kv_cache, "text": str(arguments.text)}
+    data |= {"windows": len(windows), "window": window}
     data |= {"device": str(runner.device), "runs_on": runner.name, "perplexity": value}
     return Answer(data, f"perplexity {value:.4f} on {len(windows)} windows of {window} tokens ({runner.device})")

@@ -8,16 +8,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import (
-    MODEL_HELP,
-    UsageError,
-    add_command,
-    add_device_options,
-    add_quantizing_options,
-    natural,
-    positive,
-)
+from qcut.cli.command import Answer, Command, UsageError
+from qcut.cli.models import KV_CACHE, QUANTIZING, Quantizing, device_options, open_model
 
 if TYPE_CHECKING:
     from qcut.cli.runners import Runner
@@ -45,103 +37,61 @@ FIELDS = {
     "device": "cpu or cuda:N",
 }
 
+_ARGUMENTS = """\
+MODEL ?
+    a folder with a model, or a model's name on the hub
+--llama2c FILE
+    a checkpoint of llama2.c, in place of MODEL
+--tokenizer FILE
+    tokenizer of --llama2c
+--prompt TEXT = ''
+    text to continue (default: none, a new text begins)
+--steps N: positive = 256
+    add at most N tokens (default: 256)
+how the next token is chosen:
+--temperature T: float = 0.0
+    0 always takes the most probable token; above 0 tokens are drawn at random, and higher values make improbable ones
+    more frequent; 1 draws by the model's own probabilities (default: 0)
+--top-k K: natural = 0
+    draw among the K most probable tokens only; 0 draws among all (default: 0)
+--top-p P: float = 1.0
+    draw only among the most probable tokens, as few as have a probability of P or more together: 0.9 leaves out the
+    improbable tenth; 1 draws among all (default: 1)
+--min-p P: float = 0.0
+    draw only among tokens at least P times as probable as the most probable one (default: 0, all)
+--repetition-penalty R: float
+    divide the score of each token that has been there, in the prompt or since, by R where it is positive, and multiply
+    it where it is negative (default: that of the model's generation_config.json, else 1)
+--presence-penalty F: float = 0.0
+    subtract F from the score of each token that has come since the prompt (default: 0)
+--frequency-penalty F: float = 0.0
+    subtract F from the score of each token that has come since the prompt, as often as it has been (default: 0)
+--seed S: natural = 0
+    the same seed draws the same text again (default: 0)
+"""
+
 _NEXT_TEXT = 1
 """Token that ends a text of llama2.c: the token with which the next text starts."""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "generate",
-        help="continue a prompt",
-        description=_DESCRIPTION,
-        example='qcut generate models/gpt2-5m --prompt "The import statement" --steps 40\n'
-        'qcut generate models/gpt2-5m --scheme codebook4 --prompt "Once" --temperature 0.8 --top-p 0.95',
-        fields=FIELDS,
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--llama2c", metavar="FILE", help="a checkpoint of llama2.c, in place of MODEL")
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer of --llama2c")
-    parser.add_argument(
-        "--prompt", default="", metavar="TEXT", help="text to continue (default: none, a new text begins)"
-    )
-    parser.add_argument("--steps", type=positive, default=256, metavar="N", help="add at most N tokens (default: 256)")
-    group = parser.add_argument_group("how the next token is chosen")
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 always takes the most probable token; above 0 tokens are drawn at random, and higher values make "
-        "improbable ones more frequent; 1 draws by the model's own probabilities (default: 0)",
-    )
-    group.add_argument(
-        "--top-k",
-        type=natural,
-        default=0,
-        metavar="K",
-        help="draw among the K most probable tokens only; 0 draws among all (default: 0)",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw only among the most probable tokens, as few as have a probability of P or more together: 0.9 leaves "
-        "out the improbable tenth; 1 draws among all (default: 1)",
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="draw only among tokens at least P times as probable as the most probable one (default: 0, all)",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="R",
-        help="divide the score of each token that has been there, in the prompt or since, by R where it is positive, "
-        "and multiply it where it is negative (default: that of the model's generation_config.json, else 1)",
-    )
-    for name, often in (("presence", ""), ("frequency", ", as often as it has been")):
-        group.add_argument(
-            f"--{name}-penalty",
-            type=float,
-            default=0.0,
-            metavar="F",
-            help=f"subtract F from the score of each token that has come since the prompt{often} (default: 0)",
-        )
-    group.add_argument(
-        "--seed", type=natural, default=0, metavar="S", help="the same seed draws the same text again (default: 0)"
-    )
-    add_quantizing_options(parser)
-    add_cache_option(parser)
-    add_device_options(parser, "float16 on a GPU, float32 on a CPU")
-    parser.set_defaults(command=lambda arguments: run(parser, arguments))
+COMMAND = Command(
+    "generate",
+    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
+    help="continue a prompt",
+    description=_DESCRIPTION,
+    example='qcut generate models/gpt2-5m --prompt "The import statement" --steps 40\n'
+    'qcut generate models/gpt2-5m --scheme codebook4 --prompt "Once" --temperature 0.8 --top-p 0.95',
+    fields=FIELDS,
+)
 
 
-def add_cache_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--kv-cache``."""
-    parser.add_argument(
-        "--kv-cache",
-        choices=("auto", "int8", "int4", "int8/int4"),
-        default="auto",
-        help="type in which the engine keeps keys and values of earlier tokens: auto is the model's own, int8 takes "
-        "half the memory of float16, int4 a little more than a quarter, int8/int4 is int8 keys and 4-bit values "
-        "(default: auto)",
-    )
-
-
-def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
     sources = [arguments.model, arguments.llama2c]
     if sum(source is not None for source in sources) != 1 or (arguments.llama2c is None) != (
         arguments.tokenizer is None
     ):
-        raise UsageError(parser, "name a MODEL, or --llama2c FILE with --tokenizer FILE")
-    from qcut.cli.quantizing import Quantizing
+        raise UsageError(arguments.parser, "name a MODEL, or --llama2c FILE with --tokenizer FILE")
     from qcut.numerics.sampling import Sampling
 
     given = vars(arguments)
@@ -171,7 +121,6 @@ class _Output:
 
 def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
     from qcut.checkpoints.pretrained import token_ids
-    from qcut.cli.quantizing import open_model
     from qcut.cli.runners import runner_for
     from qcut.errors import ConfigError, ContextError
     from qcut.text.detokenizer import Detokenizer

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command
+from qcut.cli.command import Answer, Command
 
 if TYPE_CHECKING:
     from qcut.checkpoints.contents import Contents, StoredLayer, StoredTensor
@@ -34,33 +33,33 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "info",
-        help="show what a folder with a model holds: layers, schemes, bytes",
-        description=_DESCRIPTION,
-        example="qcut info models/gpt2-5m\nqcut info gpt2-4bit --layers",
-        fields=FIELDS,
-    )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a folder with safetensors files")
-    parser.add_argument("--layers", action="store_true", help="a line for each layer and tensor, none put together")
-    parser.set_defaults(command=run)
+COMMAND = Command(
+    "info",
+    """\
+DIR: Path
+    a folder with safetensors files
+--layers
+    a line for each layer and tensor, none put together
+""",
+    help="show what a folder with a model holds: layers, schemes, bytes",
+    description=_DESCRIPTION,
+    example="qcut info models/gpt2-5m\nqcut info gpt2-4bit --layers",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
     from qcut.checkpoints.contents import contents
 
-    found = contents(arguments.directory)
+    found = contents(arguments.dir)
     schemes: dict[str, dict[str, int]] = {}
     for layer in found.layers:
         each = schemes.setdefault(layer.scheme, {"layers": 0, "bytes": 0})
         each["layers"] += 1
         each["bytes"] += layer.nbytes
     data = {
-        "directory": str(arguments.directory),
+        "directory": str(arguments.dir),
         "format": found.format,
         "model": found.model,
         "layers": [_layer(layer) for layer in found.layers],
@@ -92,7 +91,7 @@ def _text(found: Contents, each: bool) -> str:
         last = f"tied to {layer.tied_to}" if layer.tied_to else "" if bits is None else f"{bits:.2f}"
         rows.setdefault((_name(layer.name, each), layer.scheme, size, last), []).append(layer.nbytes)
     for tensor in found.tensors:
-        bits = 8 * tensor.nbytes / max(1, _count(tensor))
+        bits = 8 * tensor.nbytes / max(1, math.prod(tensor.shape))
         size = " x ".join(map(str, tensor.shape)) or "1"
         rows.setdefault((_name(tensor.name, each), tensor.code, size, f"{bits:.2f}"), []).append(tensor.nbytes)
     table = [("layer or tensor", "scheme", "N x K", "how many", "KB", "bits/weight")]
@@ -114,10 +113,3 @@ def _text(found: Contents, each: bool) -> str:
 
 def _name(name: str, each: bool) -> str:
     return name if each else re.sub(r"(?<![^.])\d+(?=\.)|(?<=_)\d+(?=_)", "*", name)
-
-
-def _count(tensor: StoredTensor) -> int:
-    count = 1
-    for size in tensor.shape:
-        count *= size
-    return count

@@ -13,10 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qcut.cli import completion, evaluate, generate, info, plan, quantize, serve
-from qcut.cli import doctor_command as doctor
-from qcut.cli.answer import Answer, write_json
-from qcut.cli.arguments import Parser, UsageError
+from qcut.cli import completion, doctor, evaluate, generate, info, plan, quantize, serve
+from qcut.cli.command import Answer, Parser, UsageError, write_json
 from qcut.cli.developer import precompile, tune
 from qcut.cli.developer.gemm import command as gemm
 from qcut.common.versions import refuse_other_distribution
@@ -224,5 +222,5 @@ def parser() -> argparse.ArgumentParser:
     top.set_defaults(top=top)
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (quantize, plan, info, generate, serve, evaluate, doctor, precompile, gemm, tune, completion):
-        module.add_parser(commands)
+        module.COMMAND.add_to(commands, module.run)
     return top

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
+from collections.abc import Callable, Iterable
+from html import escape
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from string import Template
+from typing import TYPE_CHECKING
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, add_data_options, add_making_options, positive_float
+from qcut.cli.command import Answer, Command
+from qcut.cli.models import (
+    conversion_options,
+    cut_text,
+    data_options,
+    device_options,
+    open_model,
+    read_text,
+    shown,
+    window_options,
+)
 from qcut.errors import ConfigError
 from qcut.schemes import parse_scheme
+
+if TYPE_CHECKING:
+    from qcut.conversion.planning.plan import LayerPlan, Plan
 
 _DESCRIPTION = """\
 Chooses a scheme for each layer: so that the model loses no more quality than --budget allows and is as fast, or as
@@ -27,6 +45,34 @@ _CANDIDATES = "w8a8_static w8a8 w8a16 fp16; with --bits or --step-us codebook2 c
 _FIT_WINDOWS = 128
 """Windows of the text that codebooks are fitted to: as many as gain by it, while few do to try layers on."""
 
+_ARGUMENTS = f"""\
+{data_options("trying the layers on", "lm_head", ", required")}\
+| --budget LOSS: float
+    the loss allowed, as a fraction: 0.01 lets perplexity rise by 1 %% (default: 0.003)
+| --bits B: positive_float
+    bits a weight allowed on average, norms and scales counted: codebook4 has 4.125 (default: no limit)
+| --step-us US: positive_float
+    microseconds allowed for one token's linear layers (default: no limit)
+--gpu NAME
+    the GPU that --step-us is estimated for: a name such as 'NVIDIA L40S', or an architecture such as sm_90a (default:
+    NVIDIA H200)
+--objective time|memory
+    with --budget: make the model as fast or as small as it lets (default: time)
+--candidates NAME ...
+    schemes to choose from; fp16 leaves a layer in float (default: {_CANDIDATES})
+--measure model|gradient|layer = model
+    how a layer's sensitivity is measured: by running the whole model with that layer quantized, or, much quicker, by
+    the error of the layer's own output, weighted by gradients of one backward pass or not at all (default: model)
+--fit
+    fit codebooks to the first {_FIT_WINDOWS} windows of the text; then give `qcut quantize` --fit and the text, too
+--apart
+    with --bits or --step-us: let q, k and v, or gate and up, have different schemes, which the engine then computes by
+    several products (default: one scheme)
+{conversion_options("FILE", "the plan to write, as JSON", window_options(4, 8))}{device_options()}\
+--report FILE.html: Path
+    also write a page about it (default: none)
+"""
+
 FIELDS = {
     "model": "MODEL as given",
     "out, report": "paths of the files that were written; report is null without --report",
@@ -39,91 +85,25 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "plan",
-        help="choose a scheme for each layer within a budget of quality, bits or time",
-        description=_DESCRIPTION,
-        example="qcut plan models/gpt2-5m --calibrate book.txt --budget 0.01 --out plan.json --report plan.html\n"
-        "qcut quantize models/gpt2-5m --plan plan.json --out gpt2-mixed\n"
-        "qcut plan models/gpt2-5m --calibrate book.txt --bits 3.5 --fit --out plan.json --report plan.html",
-        fields=FIELDS,
-    )
-    add_data_options(parser, "trying the layers on", "lm_head", required=True)
-    limits = parser.add_mutually_exclusive_group()
-    limits.add_argument(
-        "--budget",
-        type=float,
-        metavar="LOSS",
-        help="the loss allowed, as a fraction: 0.01 lets perplexity rise by 1 %% (default: 0.003)",
-    )
-    limits.add_argument(
-        "--bits",
-        type=positive_float,
-        metavar="B",
-        help="bits a weight allowed on average, norms and scales counted: codebook4 has 4.125 (default: no limit)",
-    )
-    limits.add_argument(
-        "--step-us",
-        type=positive_float,
-        metavar="US",
-        help="microseconds allowed for one token's linear layers (default: no limit)",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="the GPU that --step-us is estimated for: a name such as 'NVIDIA L40S', or an architecture such as sm_90a "
-        "(default: NVIDIA H200)",
-    )
-    parser.add_argument(
-        "--objective",
-        choices=("time", "memory"),
-        help="with --budget: make the model as fast or as small as it lets (default: time)",
-    )
-    parser.add_argument(
-        "--candidates",
-        nargs="+",
-        metavar="NAME",
-        help=f"schemes to choose from; fp16 leaves a layer in float (default: {_CANDIDATES})",
-    )
-    parser.add_argument(
-        "--measure",
-        choices=("model", "gradient", "layer"),
-        default="model",
-        help="how a layer's sensitivity is measured: by running the whole model with that layer quantized, or, much "
-        "quicker, by the error of the layer's own output, weighted by gradients of one backward pass or not at all "
-        "(default: model)",
-    )
-    parser.add_argument(
-        "--fit",
-        action="store_true",
-        help=f"fit codebooks to the first {_FIT_WINDOWS} windows of the text; then give `qcut quantize` --fit and the "
-        "text, too",
-    )
-    parser.add_argument(
-        "--apart",
-        action="store_true",
-        help="with --bits or --step-us: let q, k and v, or gate and up, have different schemes, which the engine then "
-        "computes by several products (default: one scheme)",
-    )
-    dtype = "float16 on a GPU, float32 on a CPU"
-    add_making_options(parser, "FILE", "the plan to write, as JSON", most=8, batch=4, dtype=dtype)
-    parser.add_argument("--report", type=Path, metavar="FILE.html", help="also write a page about it (default: none)")
-    parser.set_defaults(command=run)
+COMMAND = Command(
+    "plan",
+    _ARGUMENTS,
+    help="choose a scheme for each layer within a budget of quality, bits or time",
+    description=_DESCRIPTION,
+    example="qcut plan models/gpt2-5m --calibrate book.txt --budget 0.01 --out plan.json --report plan.html\n"
+    "qcut quantize models/gpt2-5m --plan plan.json --out gpt2-mixed\n"
+    "qcut plan models/gpt2-5m --calibrate book.txt --bits 3.5 --fit --out plan.json --report plan.html",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
-    from qcut.cli.out_folder import check_file
-    from qcut.cli.plan_page import plan_page
-    from qcut.cli.quantizing import cut_text, open_model, read_text, shown
     from qcut.common.files import write_text
 
-    check_file(arguments.out, "--out", arguments.overwrite)
+    _check_file(arguments.out, "--out", arguments.overwrite)
     if arguments.report is not None:
-        check_file(arguments.report, "--report", arguments.overwrite)
+        _check_file(arguments.report, "--report", arguments.overwrite)
         if arguments.report.resolve() == arguments.out.resolve():
             raise ConfigError(f"--report {arguments.report}: the same file as --out")
     schemes = None if arguments.candidates is None else [parse_scheme(name) for name in arguments.candidates]
@@ -168,3 +148,405 @@ def run(arguments: argparse.Namespace) -> Answer:
     data |= {"schemes": chosen.counts, "cost": chosen.cost, "bits_per_weight": bits, "plan": chosen.to_json()}
     written = " and ".join(filter(None, (str(arguments.out), report)))
     return Answer(data, f"{chosen}\nwritten: {written}")
+
+
+def _check_file(path: Path, option: str, overwrite: bool) -> None:
+    """Check that a file may be written.
+
+    Args:
+        path: of the file.
+        option: that names it, for messages.
+        overwrite: whether a file that is there may be replaced.
+
+    Raises:
+        ConfigError: something is there, or the folder is not, or may not be written to.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: there is a folder of that name")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: no permission to write to the folder {path.parent}")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{option} {path}: the file exists already; --overwrite replaces it")
+
+
+# ── the page: one HTML file that needs no other, for a screen of any size, light or dark ────────────
+
+LEVELS = 9
+"""Colours of the heat map; the last is for schemes that break the model."""
+
+_HUE = 22
+_CELL, _ROW, _LETTER = 92, 24, 7.2
+_MOST_LETTERS = 56
+_BAR_WIDTH, _BAR_ROW = 320, 50
+_UNITS = {"time": "µs", "step": "µs a step, estimated", "memory": "bytes", "stored": "bytes"}
+_CURVE = 560, 300
+
+
+def plan_page(plan: Plan, model: str) -> str:
+    """The page as HTML.
+
+    Args:
+        plan: from `qcut.plan`; one that was edited or has no measurements will do.
+        model: name of the model. It and all layers' names are escaped.
+    """
+    schemes = _schemes(plan)
+    page = Template(resources.files("qcut.cli").joinpath("plan.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=escape(f"A plan for {model}"),
+        subtitle=escape(f"{len(plan.layers)} layers: " + _counts(plan)),
+        light=_colours(dark=False),
+        dark=_colours(dark=True),
+        levels="\n".join(
+            f".h{i} {{ fill: var(--h{i}); }} .h{i} + text {{ fill: var(--t{i}); }} "
+            f"td.h{i} {{ background: var(--h{i}); color: var(--t{i}); }}"
+            for i in range(LEVELS)
+        ),
+        facts="\n".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(plan)),
+        bought=escape(_bought(plan)),
+        bars=_bars(plan),
+        curve=_curve(plan),
+        explained=escape(_explained(plan)),
+        heat=_heat(plan, schemes),
+        columns="".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in _columns(plan, schemes)),
+        rows="\n".join(_row(name, layer, schemes, plan) for name, layer in plan.layers.items()),
+    )
+
+
+def _schemes(plan: Plan) -> list[str]:
+    """The schemes that were measured or chosen, in the order in which the plan first names them."""
+    found: dict[str, None] = {}
+    for layer in plan.layers.values():
+        found |= dict.fromkeys((*layer.sensitivity, layer.scheme))
+    return list(found)
+
+
+def _counts(plan: Plan) -> str:
+    return ", ".join(f"{count} {scheme}" for scheme, count in sorted(plan.counts.items()))
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    facts = [] if plan.budget is None else [("loss allowed", _percent(plan.budget))]
+    if plan.limit is not None:
+        facts.append(("cost allowed", _cost(plan.limit, plan)))
+    facts.append(("loss measured", _percent(plan.measured)))
+    if plan.predicted is not None:
+        facts.append(("sum of the layers' own losses", _percent(plan.predicted)))
+    if plan.predicted is not None and plan.gap is not None:
+        facts.append(("least such sum within this cost", _percent(plan.predicted - plan.gap)))
+    facts.append(("loss with every layer on its cheapest scheme", _percent(plan.start)))
+    if plan.cost and plan.objective == "stored":
+        facts += [("bits a weight, norms and scales counted", f"{plan.bits_of(plan.cost):.3f}")]
+        facts += [("bytes of these weights in a file", _bytes(plan.cost))]
+    elif plan.cost:
+        facts.append((f"cost (modelled {plan.objective})", _cost(plan.cost, plan)))
+    return [*facts, ("tokens measured on", f"{plan.tokens:,}")]
+
+
+def _bought(plan: Plan) -> str:
+    moved = sum(bool(layer.reason) for layer in plan.layers.values())
+    loss = "the relative increase of perplexity" if plan.metric == "perplexity" else "the relative error of the output"
+    if not moved:
+        told = "Every layer has its cheapest scheme: all of them together stay within the budget."
+    else:
+        layers = "1 layer has" if moved == 1 else f"{moved} layers have"
+        told = f"{layers} a dearer scheme than the cheapest, and all others the cheapest."
+    parted = len(plan.parted)
+    if parted:
+        told += (
+            f" {parted} sets of layers that read the same input have several schemes; the engine computes such a set "
+            "by several products in place of one."
+        )
+    return f"{told} The loss is {loss}."
+
+
+def _explained(plan: Plan) -> str:
+    what = (
+        "the loss of the model with that layer alone quantized"
+        if plan.predicted is not None
+        else "the error of the layer's own output on the text"
+    )
+    return (
+        f"A cell is {what}; the darker on a light page, or the brighter on a dark one, the worse, by powers of ten. "
+        "A frame and a tick are what the plan has."
+    )
+
+
+def _percent(value: float) -> str:
+    if not math.isfinite(value):
+        return "∞"
+    percent = 100 * value
+    size = abs(percent)
+    if size == 0:
+        return "0 %"
+    if size < 1e-4:
+        return "< 0.0001 %"
+    digits = max(0, 2 - math.floor(math.log10(size)))
+    return f"{percent:,.{min(digits, 5)}f} %"
+
+
+def _cost(value: float, plan: Plan) -> str:
+    if plan.objective == "memory":
+        return _bytes(value)
+    if plan.objective == "stored":
+        return f"{plan.bits_of(value):.3f} bits"
+    return f"{value:,.2f} {_UNITS.get(plan.objective, '')}".rstrip()
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e6:,.2f} MB"
+
+
+# ── the bars: the same model all on the cheapest, as planned, all on the dearest ────────────────────
+
+
+def _bars(plan: Plan) -> str:
+    """Costs side by side, the plan's cut by scheme; or only counts of layers, where costs are not known."""
+    layers = plan.layers.values()
+    rows: list[tuple[str, list[tuple[str, float]], str]] = []
+    if all(layer.cost for layer in layers) and plan.cost:
+        by_scheme: dict[str, float] = {}
+        for layer in layers:
+            by_scheme[layer.scheme] = by_scheme.get(layer.scheme, 0.0) + layer.cost.get(layer.scheme, 0.0)
+        cheapest = sum(min(layer.cost.values()) for layer in layers)
+        dearest = sum(max(layer.cost.values()) for layer in layers)
+        rows = [
+            ("cheapest schemes", [("", cheapest)], _cost(cheapest, plan)),
+            ("this plan", sorted(by_scheme.items()), _cost(plan.cost, plan)),
+            ("dearest schemes", [("", dearest)], _cost(dearest, plan)),
+        ]
+    rows.append(("layers", [(s, float(n)) for s, n in sorted(plan.counts.items())], f"{len(plan.layers)}"))
+    lines = []
+    most = max((sum(value for _, value in parts) for _, parts, _ in rows[:-1]), default=0.0)
+    for i, (name, parts, text) in enumerate(rows):
+        total = most if i < len(rows) - 1 else float(len(plan.layers))
+        lines += _bar(f"{name}: {text}", parts, total, i * _BAR_ROW)
+    return _svg(_BAR_WIDTH, len(rows) * _BAR_ROW, "costs and numbers of layers by scheme", lines)
+
+
+def _bar(name: str, parts: list[tuple[str, float]], total: float, top: int) -> list[str]:
+    """A line of text and a bar under it, of parts that are named where their names fit."""
+    lines = [f'<text class="number" x="0" y="{top + 13}">{escape(name)}</text>']
+    left = 0.0
+    for i, (scheme, value) in enumerate(parts):
+        size = _BAR_WIDTH * value / total if total else 0.0
+        tip = f"{scheme}: {value:,.0f}" if scheme else name
+        shown = escape(scheme) if size > _LETTER * len(scheme) + 8 else ""
+        lines.append(
+            f'<g><title>{escape(tip)}</title><rect class="h{2 + 2 * (i % 3)}" x="{left:.1f}" y="{top + 18}" '
+            f'width="{max(size - 1, 0.5):.1f}" height="22"/><text x="{left + 5:.1f}" y="{top + 33}">{shown}</text></g>'
+        )
+        left += size
+    return lines
+
+
+# ── the curve: what another budget would buy ────────────────────────────────────────────────────────
+
+
+def _curve(plan: Plan) -> str:
+    """The section with the plot of loss against cost; nothing where the plan has no measurements for one."""
+    from qcut.conversion.planning.plan import Point
+
+    line = [point for point in plan.curve if 0 < point.loss < math.inf]
+    dots = [point for point in plan.uniform if 0 < point.loss < math.inf]
+    if len(line) < 2 or plan.cost <= 0:
+        return ""
+    here = [Point("this plan", plan.cost, plan.measured)] if 0 < plan.measured < math.inf else []
+    across = _Axis((p.cost for p in (*line, *dots, *here)), _CURVE[0], 78, 16, log=False)
+    up = _Axis((p.loss for p in (*line, *dots, *here)), -_CURVE[1], -40, -16, log=True)
+    top = _CURVE[1]
+    lines = []
+    bit = plan.weights / 8 if plan.objective == "stored" else 1.0
+    for value in across.ticks(lambda cost: f"{cost / bit:,.4g}", bit):
+        x = across(value[0])
+        lines.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{top - 40}"/>')
+        lines.append(f'<text class="soft" x="{x:.1f}" y="{top - 22}" text-anchor="middle">{escape(value[1])}</text>')
+    for value in up.ticks(_percent):
+        y = top + up(value[0])
+        lines.append(f'<line class="grid" x1="78" x2="{_CURVE[0] - 16}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(f'<text class="soft" x="72" y="{y + 4:.1f}" text-anchor="end">{escape(value[1])}</text>')
+    path = " ".join(f"{across(p.cost):.1f},{top + up(p.loss):.1f}" for p in line)
+    lines.append(
+        f'<polyline class="curve" points="{path}"><title>predicted: the least for each cost</title></polyline>'
+    )
+    for point in (*dots, *here):
+        x, y = across(point.cost), top + up(point.loss)
+        told = escape(f"{point.scheme}: {_cost(point.cost, plan)}, measured {_percent(point.loss)}")
+        kind, end = ("plan", "end") if point in here else ("uniform", "end" if x > _CURVE[0] / 2 else "start")
+        shift = 9 if end == "start" else -9
+        below = point in here or dots.index(point) % 2 > 0
+        lines.append(
+            f'<g><title>{told}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+            f'<text x="{x + shift:.1f}" y="{y + (17 if below else -8):.1f}" text-anchor="{end}">'
+            f"{escape(_short(point.scheme, 18))}</text></g>"
+        )
+    unit = "bits a weight" if plan.objective == "stored" else _UNITS.get(plan.objective, "cost")
+    lines.append(f'<text x="{_CURVE[0] // 2}" y="{top - 4}" text-anchor="middle">{escape(unit)}</text>')
+    told = (
+        "The line is predicted: for each cost, the least that the layers' own losses add up to. Dots are measured: "
+        "one scheme for all layers, and this plan."
+    )
+    plot = _svg(*_CURVE, "loss against cost", lines)
+    return f'<h2>What more or less would buy</h2>\n<p>{escape(told)}</p>\n<div class="wide">{plot}</div>'
+
+
+class _Axis:
+    """Maps values to places between two margins.
+
+    Args:
+        values: those that are shown, positive.
+        length: of the plot; negative for an axis that rises upwards from the end.
+        first: place of the least value.
+        last: distance of the greatest from the other end.
+        log: whether the axis is logarithmic.
+    """
+
+    def __init__(self, values: Iterable[float], length: int, first: int, last: int, log: bool) -> None:
+        self._log = log
+        scaled = [math.log10(value) if log else value for value in values]
+        self._low, self._high = min(scaled), max(scaled)
+        if log:  # whole powers of ten
+            self._low, self._high = math.floor(self._low), math.ceil(self._high)
+        self._first, self._room = first, length - first - last
+
+    def __call__(self, value: float) -> float:
+        scaled = math.log10(value) if self._log else value
+        return self._first + self._room * (scaled - self._low) / max(self._high - self._low, 1e-12)
+
+    def ticks(self, text: Callable[[float], str], unit: float = 1.0) -> list[tuple[float, str]]:
+        """Values to mark, and what stands beside them: powers of ten, or round numbers of a unit."""
+        if self._log:
+            marks = [10.0**power for power in range(int(self._low), int(self._high) + 1)]
+        else:
+            low, high = self._low / unit, self._high / unit
+            power = 10 ** math.floor(math.log10(max(high - low, 1e-9)))
+            step = next(s for s in (0.2 * power, 0.5 * power, power, 2 * power) if (high - low) / s <= 7)
+            marks = [i * step * unit for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        return [(mark, text(mark)) for mark in marks]
+
+
+# ── the heat map ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _heat(plan: Plan, schemes: list[str]) -> str:
+    level = _scale(plan)
+    longest = max((min(len(name), _MOST_LETTERS) for name in plan.layers), default=0)
+    left = int(longest * _LETTER) + 12
+    lines = [
+        f'<text x="{left + i * _CELL + _CELL // 2}" y="14" text-anchor="middle">{escape(_short(scheme, 12))}'
+        f"<title>{escape(scheme)}</title></text>"
+        for i, scheme in enumerate(schemes)
+    ]
+    for j, (name, layer) in enumerate(plan.layers.items()):
+        top = 22 + j * _ROW
+        lines.append(
+            f'<text x="0" y="{top + 16}">{escape(_short(name, _MOST_LETTERS))}<title>{escape(name)}</title></text>'
+        )
+        for i, scheme in enumerate(schemes):
+            lines.append(_heat_cell(name, layer, scheme, left + i * _CELL, top, level))
+    return _svg(left + len(schemes) * _CELL + 2, 24 + len(plan.layers) * _ROW, "sensitivity by layer and scheme", lines)
+
+
+def _heat_cell(name: str, layer: LayerPlan, scheme: str, x: int, y: int, level: _Scale) -> str:
+    chosen = layer.scheme == scheme
+    value = _sensitivity(layer, scheme)
+    middle = f'x="{x + _CELL // 2}" y="{y + 16}" text-anchor="middle"'
+    if value is None:
+        body = f'<text class="soft" {middle}>{"✓ " if chosen else ""}–</text>'
+    else:
+        body = (
+            f'<rect class="h{level(value)}" x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_ROW - 2}"/>'
+            f'<text class="number" {middle}>{"✓ " if chosen else ""}{_percent(value)}</text>'
+        )
+    frame = f'<rect class="chosen" x="{x + 2}" y="{y + 2}" width="{_CELL - 4}" height="{_ROW - 4}"/>' if chosen else ""
+    told = "not tried" if value is None else _percent(value)
+    return f"<g><title>{escape(f'{name}, {scheme}: {told}')}</title>{body}{frame}</g>"
+
+
+def _sensitivity(layer: LayerPlan, scheme: str) -> float | None:
+    """The loss under a scheme; None where it was not tried. A layer left in float loses nothing."""
+    if scheme in layer.sensitivity:
+        return layer.sensitivity[scheme]
+    return 0.0 if layer.sensitivity and parse_scheme(scheme).is_float else None
+
+
+class _Scale:
+    """Levels of sensitivities, by powers of ten between the least and the greatest.
+
+    Args:
+        values: those that are shown.
+    """
+
+    def __init__(self, values: Iterable[float]) -> None:
+        logs = [math.log10(value) for value in values if 0 < value < math.inf]
+        self._low, self._high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+
+    def __call__(self, value: float) -> int:
+        if not math.isfinite(value):
+            return LEVELS - 1
+        if value <= 0:
+            return 0
+        share = (math.log10(value) - self._low) / max(self._high - self._low, 1e-9)
+        return 1 + min(LEVELS - 3, max(0, int(share * (LEVELS - 2))))
+
+
+def _scale(plan: Plan) -> _Scale:
+    return _Scale(value for layer in plan.layers.values() for value in layer.sensitivity.values())
+
+
+def _short(name: str, most: int) -> str:
+    """A name of at most so many letters: its end says which layer it is."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _svg(width: int, height: int, what: str, lines: list[str]) -> str:
+    head = f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{what}">'
+    return "\n".join([head, *lines, "</svg>"])
+
+
+def _colours(dark: bool) -> str:
+    """Custom properties of fill and text of each level."""
+    lines = []
+    for i in range(LEVELS):
+        light = 16 + 6.5 * i if dark else 95 - 7.5 * i
+        text = "#15171a" if (light > 48) else "#fff"
+        lines.append(f"    --h{i}: hsl({_HUE} {40 + 5 * i}% {light:g}%); --t{i}: {text};")
+    return "\n".join(lines)
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _columns(plan: Plan, schemes: list[str]) -> list[str]:
+    reason = ["why it is not on the cheapest"] if _has_reasons(plan) else []
+    return ["layer", "scheme", "N", "K", _UNITS.get(plan.objective, "cost"), *schemes, *reason]
+
+
+def _has_reasons(plan: Plan) -> bool:
+    return any(layer.reason for layer in plan.layers.values())
+
+
+def _row(name: str, layer: LayerPlan, schemes: list[str], plan: Plan) -> str:
+    level, cost = _scale(plan), layer.cost.get(layer.scheme)
+    cells = [
+        _data(layer.scheme, layer.scheme, "text"),
+        _data(str(layer.out_features), str(layer.out_features)),
+        _data(str(layer.in_features), str(layer.in_features)),
+        _data("-1" if cost is None else repr(cost), "–" if cost is None else f"{cost:,.2f}".removesuffix(".00")),
+    ]
+    for scheme in schemes:
+        value = _sensitivity(layer, scheme)
+        if value is None:
+            cells.append(_data("-1", "–"))
+        else:
+            mark = " best" if scheme == layer.scheme else ""
+            number = repr(value) if math.isfinite(value) else "Infinity"
+            cells.append(_data(number, _percent(value), f"h{level(value)}{mark}"))
+    if _has_reasons(plan):
+        cells.append(_data(layer.reason, layer.reason, "reason"))
+    return f'<tr><th scope="row" data-value="{escape(name)}">{escape(name)}</th>{"".join(cells)}</tr>'
+
+
+def _data(value: str, text: str, kind: str = "") -> str:
+    return f'<td{f" class={chr(34)}{kind}{chr(34)}" if kind else ""} data-value="{escape(value)}">{escape(text)}</td>'

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, add_making_options, add_quantizing_options
+from qcut.cli.command import Answer, Command
+from qcut.cli.models import (
+    QUANTIZING,
+    Quantizing,
+    conversion_options,
+    device_options,
+    open_quantized,
+    shown,
+    window_options,
+)
+from qcut.common.files import flush_directory, make_directory
 from qcut.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from qcut.cli.quantizing import Quantizing
     from qcut.conversion.report import Report
+
+_MODEL_FILES = ("config.json", "qcut_config.json")
+_LOCK = ".writing"
 
 _DESCRIPTION = """\
 Makes a model smaller: reads it, replaces its linear layers by quantized ones, and writes the result to a folder, which
@@ -38,31 +56,24 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "quantize",
-        help="quantize a model and write it to a folder",
-        description=_DESCRIPTION,
-        example="qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit\n"
-        "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8\n"
-        "qcut quantize models/gpt2-5m --bits 3.5 --calibrate book.txt --out gpt2-mixed",
-        fields=FIELDS,
-    )
-    add_quantizing_options(parser)
-    add_making_options(parser, "DIR", "the folder to write", most=32, batch=8, dtype="that of the model's files")
-    parser.set_defaults(command=run)
+_CONVERSION = conversion_options("DIR", "the folder to write", window_options(8, 32))
+COMMAND = Command(
+    "quantize",
+    QUANTIZING + _CONVERSION + device_options(dtype="that of the model's files"),
+    help="quantize a model and write it to a folder",
+    description=_DESCRIPTION,
+    example="qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit\n"
+    "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8\n"
+    "qcut quantize models/gpt2-5m --bits 3.5 --calibrate book.txt --out gpt2-mixed",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
-    from qcut.cli.out_folder import new_folder
-    from qcut.cli.quantizing import Quantizing
-
     out: Path = arguments.out
     quantizing = Quantizing.of(arguments)
-    if quantizing.scheme is None and quantizing.bits is None:
+    if quantizing.scheme is None and arguments.bits is None:
         raise ConfigError("quantize: give --scheme NAME, such as w8a8 or codebook4, --plan FILE, or --bits B")
     if Path(arguments.model).is_dir() and out.exists() and out.resolve() == Path(arguments.model).resolve():
         raise ConfigError(f"--out {out}: this is MODEL itself, which is not replaced")
@@ -83,7 +94,6 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
     import qcut
     from qcut.checkpoints import hub
     from qcut.checkpoints.tokenizers import fetch_processors
-    from qcut.cli.quantizing import open_quantized, shown
 
     name = arguments.model
     on_disk = Path(name).is_dir() or not hub.answers(name)
@@ -119,3 +129,123 @@ def _stored_dtype(name: str, on_disk: bool) -> Any:
             raise CheckpointError(f"{name}: {' '.join(str(error).split())[:600]}") from error
     stated = config.get("dtype") or config.get("torch_dtype")
     return getattr(torch, stated) if stated in ("float16", "bfloat16", "float32") else torch.float32
+
+
+# ── a folder that is whole under its name, or not there ─────────────────────────────────────────────
+
+
+def check_folder(path: Path, overwrite: bool) -> None:
+    """Check that a model may be written to a folder.
+
+    Args:
+        path: of the folder.
+        overwrite: whether a model that is there may be replaced.
+
+    Raises:
+        ConfigError: something is there and ``overwrite`` is not given, or what is there is no folder with a model.
+    """
+    if path.is_dir():
+        if not any(path.iterdir()):
+            return
+        if not any((path / name).is_file() for name in _MODEL_FILES):
+            raise ConfigError(f"--out {path}: a folder with other things than a model; it is not replaced")
+        if path.is_symlink() or path.resolve() == Path.cwd():
+            raise ConfigError(f"--out {path}: a link, or the working directory; it is not replaced")
+    elif not path.exists() and not path.is_symlink():
+        return
+    else:
+        raise ConfigError(f"--out {path}: there is something that is no folder; it is not replaced")
+    if not overwrite:
+        raise ConfigError(f"--out {path}: there is a model already; --overwrite replaces it")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Hand out an empty folder beside a path; when the block ends, put it in the path's place.
+
+    If the block raises, or is interrupted, what was there is there as before and the new folder is gone. What killed
+    processes left is deleted.
+
+    Args:
+        path: of the folder; see `check_folder`.
+        overwrite: replace a model that is there.
+
+    Raises:
+        ConfigError: see `check_folder`, which is asked at the beginning and at the end; or the folder cannot be
+            written.
+    """
+    _clear_up(path)
+    check_folder(path, overwrite)
+    work = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+    created: list[Path] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_empty, created)
+        stack.callback(_remove, work)
+        try:
+            created += make_directory(path.parent)
+            work.mkdir()
+            lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
+        stack.callback(os.close, lock)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield work
+        check_folder(path, overwrite)
+        try:
+            (work / _LOCK).unlink()
+            _put(work, path)
+        except OSError as error:
+            raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder, through a signal that comes meanwhile."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # where something lies in them
+        for folder in folders:
+            folder.rmdir()
+
+
+def _put(work: Path, path: Path) -> None:
+    """Rename a folder to a path; an old folder makes room, and comes back if that fails."""
+    old = work.with_suffix(".old")
+    replaced = path.is_dir() and any(path.iterdir())
+    try:
+        if replaced:
+            path.rename(old)
+        work.rename(path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        raise
+    finally:
+        if path.exists():
+            _remove(old)
+    flush_directory(path.parent)
+
+
+def _clear_up(path: Path) -> None:
+    """Delete unfinished folders whose writers hold their lock no more; an old one that made room comes back."""
+    name = glob.escape(path.name)
+    for work in path.parent.glob(f".{name}.*.partial"):
+        with contextlib.suppress(OSError):
+            lock = os.open(work / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(work)
+            finally:
+                os.close(lock)
+    for old in path.parent.glob(f".{name}.*.old"):
+        with contextlib.suppress(OSError):
+            if path.exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(path)

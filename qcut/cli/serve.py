@@ -7,20 +7,10 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import (
-    MODEL_HELP,
-    add_command,
-    add_device_options,
-    add_quantizing_options,
-    natural,
-    positive,
-    positive_float,
-)
-from qcut.cli.generate import add_cache_option
+from qcut.cli.command import Answer, Command
+from qcut.cli.models import KV_CACHE, MODEL, QUANTIZING, Quantizing, device_options, open_model, read_text
 
 if TYPE_CHECKING:
     from qcut.engine.scheduler import Scheduler
@@ -44,128 +34,65 @@ FIELDS = {
 
 KEY = "QCUT_API_KEY"
 """Environment variable with the key that clients have to give."""
-LOG_LEVELS = ("debug", "info", "warning", "error")
-_LOCAL = "127.0.0.1"
+
+_ARGUMENTS = f"""\
+{MODEL}\
+who is served:
+--host H = 127.0.0.1
+    address to listen on; 0.0.0.0 takes all of the machine's (default: 127.0.0.1, this machine alone)
+--port N: natural = 8000
+    0 takes a free one (default: 8000)
+--served-name NAME
+    name of the model that clients give (default: MODEL, as it is given)
+--any-model
+    take every name of a model; others than its own are refused otherwise
+--strict
+    refuse fields of requests that nobody knows (default: they are ignored, and logged once)
+--api-key KEY
+    key that clients have to give; others on this machine see command lines, and neither --api-key-file nor ${KEY},
+    which are taken without this option (default: none)
+--api-key-file FILE: Path
+    file with the key (default: none)
+--allow-host NAME, again
+    name besides localhost by which clients on this machine may call the server, such as a proxy's; may be given several
+    times (default: none)
+--allow-origin URL, again
+    let pages of another origin use the server in browsers; may be given several times (default: none)
+--chat-template FILE: Path
+    Jinja template that makes a text of a chat (default: the tokenizer's)
+how much is served:
+--batch N: positive = 16
+    sequences that run at once (default: 16)
+--context N: positive
+    most tokens of a sequence, prompt included (default: what the model was made for, up to 4096)
+--chunk N: positive = 512
+    tokens of prompts that are read between two steps: a long prompt delays the others by so many (default: 512)
+--prefixes N: natural = 8
+    sequences whose beginnings are kept, so that prompts that begin alike are read once; each takes as much memory as
+    one that runs (default: 8)
+--max-waiting N: positive = 1024
+    prompts that may wait; others are answered 503 (default: 1024)
+--max-tokens N: positive
+    most new tokens of a sequence, whatever is asked for (default: what the context has room for)
+--max-body N: positive = 2097152
+    most bytes of a request (default: 2097152)
+--grace S: positive_float
+    seconds in which what runs has to come to its end after Ctrl-C (default: any time)
+what is said:
+--log-level debug|info|warning|error = info
+    info logs one line a request, warning one a refusal, error neither (default: info)
+"""
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "serve",
-        help="serve a model over HTTP",
-        description=_DESCRIPTION,
-        example="qcut serve models/gpt2-5m --scheme w8a8\n"
-        "qcut serve folder --scheme codebook4 --batch 64 --context 8192 --kv-cache int8 --host 0.0.0.0",
-        fields=FIELDS,
-    )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    group = parser.add_argument_group("who is served")
-    group.add_argument(
-        "--host",
-        default=_LOCAL,
-        metavar="H",
-        help=f"address to listen on; 0.0.0.0 takes all of the machine's (default: {_LOCAL}, this machine alone)",
-    )
-    group.add_argument("--port", type=natural, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
-    group.add_argument(
-        "--served-name", metavar="NAME", help="name of the model that clients give (default: MODEL, as it is given)"
-    )
-    group.add_argument(
-        "--any-model", action="store_true", help="take every name of a model; others than its own are refused otherwise"
-    )
-    group.add_argument(
-        "--strict",
-        action="store_true",
-        help="refuse fields of requests that nobody knows (default: they are ignored, and logged once)",
-    )
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="key that clients have to give; others on this machine see command lines, and neither --api-key-file nor "
-        f"${KEY}, which are taken without this option (default: none)",
-    )
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key (default: none)")
-    group.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="name besides localhost by which clients on this machine may call the server, such as a proxy's; may be "
-        "given several times (default: none)",
-    )
-    group.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="let pages of another origin use the server in browsers; may be given several times (default: none)",
-    )
-    group.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="Jinja template that makes a text of a chat (default: the tokenizer's)",
-    )
-    group = parser.add_argument_group("how much is served")
-    group.add_argument(
-        "--batch", type=positive, default=16, metavar="N", help="sequences that run at once (default: 16)"
-    )
-    group.add_argument(
-        "--context",
-        type=positive,
-        metavar="N",
-        help="most tokens of a sequence, prompt included (default: what the model was made for, up to 4096)",
-    )
-    group.add_argument(
-        "--chunk",
-        type=positive,
-        default=512,
-        metavar="N",
-        help="tokens of prompts that are read between two steps: a long prompt delays the others by so many "
-        "(default: 512)",
-    )
-    group.add_argument(
-        "--prefixes",
-        type=natural,
-        default=8,
-        metavar="N",
-        help="sequences whose beginnings are kept, so that prompts that begin alike are read once; each takes as much "
-        "memory as one that runs (default: 8)",
-    )
-    group.add_argument(
-        "--max-waiting",
-        type=positive,
-        default=1024,
-        metavar="N",
-        help="prompts that may wait; others are answered 503 (default: 1024)",
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=positive,
-        metavar="N",
-        help="most new tokens of a sequence, whatever is asked for (default: what the context has room for)",
-    )
-    group.add_argument(
-        "--max-body", type=positive, default=2 << 20, metavar="N", help="most bytes of a request (default: 2097152)"
-    )
-    group.add_argument(
-        "--grace",
-        type=positive_float,
-        metavar="S",
-        help="seconds in which what runs has to come to its end after Ctrl-C (default: any time)",
-    )
-    group = parser.add_argument_group("what is said")
-    group.add_argument(
-        "--log-level",
-        choices=LOG_LEVELS,
-        default="info",
-        help="info logs one line a request, warning one a refusal, error neither (default: info)",
-    )
-    add_quantizing_options(parser)
-    add_cache_option(parser)
-    add_device_options(parser, "float16 on a GPU, float32 on a CPU")
-    parser.set_defaults(command=run)
+COMMAND = Command(
+    "serve",
+    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
+    help="serve a model over HTTP",
+    description=_DESCRIPTION,
+    example="qcut serve models/gpt2-5m --scheme w8a8\n"
+    "qcut serve folder --scheme codebook4 --batch 64 --context 8192 --kv-cache int8 --host 0.0.0.0",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -223,7 +150,6 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 def _key(arguments: argparse.Namespace) -> str | None:
     """The key that clients have to give: of the command line, of a file, or of the environment."""
-    from qcut.cli.quantizing import read_text
     from qcut.errors import ConfigError
 
     if arguments.api_key is not None and arguments.api_key_file is not None:
@@ -252,7 +178,6 @@ def _logging(level: str) -> Iterator[None]:
 
 def _scheduler(arguments: argparse.Namespace) -> Scheduler:
     """The model, as the command line says."""
-    from qcut.cli.quantizing import Quantizing, open_model, read_text
     from qcut.engine.engine import Engine
     from qcut.engine.scheduler import Scheduler
 

@@ -17,9 +17,8 @@ import pytest
 from qcut.cli import doctor
 from qcut.cli import main as cli
 from qcut.dispatch import precompile
-from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import KernelSource
-from qcut.errors import BuildError, DeviceError, LaunchError, ToolchainError
+from qcut.errors import DeviceError, LaunchError, ToolchainError
 from qcut.jit import cache, device, packs, toolchain
 from tests.support import ROOT
 
@@ -239,13 +238,6 @@ def test_doctor_on_the_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> N
     assert finding().text == "no home directory"
 
 
-@pytest.mark.parametrize(
-    ("cc", "arch"), [(None, "sm_90a"), ((8, 0), "sm_80"), ((8, 7), "sm_80"), ((9, 0), "sm_90a"), ((12, 0), "sm_120")]
-)
-def test_probe_architecture(cc: tuple[int, int] | None, arch: str) -> None:
-    assert doctor.probe_source("nvrtc", cc).arch == arch
-
-
 TEXT = 'extern "C" __global__ void f(int) {}'
 
 
@@ -332,35 +324,6 @@ def test_precompile_reports_failures_and_builds_the_rest(
     assert "qcut: kernel bad: NVRTC failed" in captured.err
     assert captured.out.startswith("1 of 2 kernels of sm_80 ready")
     assert "none are packed" in captured.out
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([], "the following arguments are required: COMMAND"),
-        (["doctors"], "invalid choice"),
-        (["precompile"], "the following arguments are required: --arch"),
-        (["precompile", "--arch", "sm_75"], ", ".join(map(repr, ARCHITECTURES[:2]))),
-        (["precompile", "--arch", "sm_80", "--jobs", "0"], "'0' is not a whole number from 1 up"),
-    ],
-)
-def test_wrong_command_lines(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error or message.replace("'", "") in error
-
-
-def test_errors_are_one_line_not_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(arch: str) -> list[KernelSource]:
-        raise BuildError("no menu")
-
-    monkeypatch.setattr(precompile, "precompile_sources", fail)
-    assert cli.main(["precompile", "--arch", "sm_80"]) == 1
-    assert capsys.readouterr().err == "qcut: no menu\n"
 
 
 def test_as_a_program() -> None:

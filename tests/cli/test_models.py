@@ -13,20 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import qcut
 from qcut.cli import main as cli
 from qcut.models.evaluation import perplexity
+from tests.cli.commands import DEMO, PROMPT
+from tests.cli.commands import on_cpu as run
 from tests.support import ROOT, llama2c_oracle
-
-DEMO = ROOT / "models" / "gpt2-5m"
-PROMPT = "The import statement"
-
-
-def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    capfd.readouterr()  # a test may have loaded a model itself, with progress bars
-    try:
-        status = cli.main([*map(str, arguments), "--device", "cpu"])
-    except SystemExit as ended:  # a wrong command line
-        status = int(str(ended.code))
-    out, err = capfd.readouterr()
-    return status, out, err
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ import pytest
 
 import qcut
 from qcut.cli import main as cli
-from qcut.cli.plan_page import LEVELS, plan_page
+from qcut.cli.plan import LEVELS, plan_page
 from qcut.conversion.planning.plan import LayerPlan, Plan, Point
+from tests.cli.commands import DEMO
 from tests.support import ROOT
 
-DEMO = ROOT / "models" / "gpt2-5m"
 EVIL = "h.0.<script>alert(1)</script>\"'&"
 SCHEMES = ("w8a8", "w8a16", "codebook4")
 

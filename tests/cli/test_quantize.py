@@ -7,7 +7,6 @@ import json
 import shutil
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,21 +15,12 @@ import qcut
 from qcut.checkpoints.contents import contents
 from qcut.checkpoints.pretrained import load_pretrained
 from qcut.cli import main as cli
-from qcut.cli.out_folder import new_folder
+from qcut.cli.quantize import new_folder
 from qcut.errors import CheckpointError, ConfigError
 from qcut.models.evaluation import windows_of
+from tests.cli.commands import DEMO, answer
 from tests.support import ROOT
 from tests.support.zoo import tiny_hf
-
-DEMO = ROOT / "models" / "gpt2-5m"
-
-
-def answer(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    """The JSON that a command answers with."""
-    capfd.readouterr()
-    assert cli.main([*map(str, words), "--json"]) == 0
-    data: dict[str, Any] = json.loads(capfd.readouterr().out)
-    return data
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ import torch
 
 import qcut
 from qcut.cli import main as cli
-from qcut.cli import quantizing
+from qcut.cli import models
 from qcut.layers.linear import Linear
+from tests.cli.commands import DEMO, answer
+from tests.cli.commands import run as command
 from tests.fuzz.formats import build_huggingface
 from tests.support import ROOT
 from tests.support.alive import watch_float_weights
@@ -20,7 +22,6 @@ from tests.support.architectures import inputs_of, run, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
-DEMO = ROOT / "models" / "gpt2-5m"
 CLASSES = (
     *("BertModel", "BertForMaskedLM", "BertForSequenceClassification", "T5ForConditionalGeneration", "T5EncoderModel"),
     *("ViTForImageClassification", "WhisperForConditionalGeneration", "CLIPModel", "Wav2Vec2ForCTC"),
@@ -37,19 +38,11 @@ def folder_of(name: str, path: Path) -> Path:
     return path
 
 
-def answer(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
-    """The JSON that a command answers with."""
-    capfd.readouterr()
-    assert cli.main([*map(str, words), "--json"]) == 0
-    data: dict[str, Any] = json.loads(capfd.readouterr().out)
-    return data
-
-
 def refusal(capfd: pytest.CaptureFixture[str], *words: object) -> str:
     """The message that a command ends with."""
-    capfd.readouterr()
-    assert cli.main([*map(str, words)]) != 0
-    return capfd.readouterr().err
+    status, _, err = command(capfd, *words)
+    assert status != 0
+    return err
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -78,14 +71,8 @@ def test_a_model_for_any_task(name: str, tmp_path: Path, capfd: pytest.CaptureFi
     info = answer(capfd, "info", out)
     assert (info["format"], info["model"]) == ("qcut", name)
     assert len(info["layers"]) == len(report.layers)
-    assert "format of qcut\n" in _printed(capfd, "info", out)
+    assert "format of qcut\n" in command(capfd, "info", out)[1]
     assert answer(capfd, "info", folder)["layers"] == []
-
-
-def _printed(capfd: pytest.CaptureFixture[str], *words: object) -> str:
-    capfd.readouterr()
-    assert cli.main([*map(str, words)]) == 0
-    return capfd.readouterr().out
 
 
 def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +89,7 @@ def test_a_plan_is_served_while_loading(tmp_path: Path, monkeypatch: pytest.Monk
     plan, out = tmp_path / "plan.json", tmp_path / "out"
     words = ["--calibrate", text, "--window", 64, "--max-windows", 2, "--measure", "layer", "--budget", 1]
     assert cli.main(["plan", str(DEMO), *map(str, words), "--objective", "memory", "--out", str(plan)]) == 0
-    monkeypatch.setattr(quantizing.Quantizing, "apply", None)  # the float model is not quantized afterwards
+    monkeypatch.setattr(models.Quantizing, "apply", None)  # the float model is not quantized afterwards
     assert cli.main(["quantize", str(DEMO), "--plan", str(plan), "--dtype", "float32", "--out", str(out)]) == 0
     expected = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     qcut.quantize(expected, qcut.Plan.load(plan), progress=False)

@@ -16,10 +16,10 @@ import torch
 
 import qcut
 from qcut.cli import main as cli
+from tests.cli.commands import DEMO
 from tests.support import ROOT
 from tests.support.zoo import tiny_hf
 
-DEMO = ROOT / "models" / "gpt2-5m"
 HUGE = "9" * 30
 
 
@@ -222,7 +222,9 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("tune", "--merge", "nowhere.json"), "nowhere.json"),
     (("tune", "--merge", "empty"), "empty"),
     (("tune", "--merge", "latin.txt"), "latin.txt"),
-    (("precompile", "--arch", ""), "--arch"),
+    (("precompile",), "the following arguments are required: --arch"),
+    (("precompile", "--arch", "sm_75"), "sm_90a"),
+    ((), "the following arguments are required: COMMAND"),
     (("\udcff",), "invalid choice"),
 ]
 
@@ -287,6 +289,26 @@ def test_an_empty_prompt_begins_a_text(capfd: pytest.CaptureFixture[str]) -> Non
     assert capfd.readouterr().out.strip()
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a/file"), 1, "/a/file: Permission denied"),
+        (torch.OutOfMemoryError("tried\nmore"), 1, "the GPU has not enough memory: tried"),
+        (MemoryError(), 1, "there is not enough memory"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: BaseException, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("qcut.cli.doctor.examine", refuse)
+    assert cli.main(["doctor"]) == status
+    assert capsys.readouterr().err == f"qcut: {line}\n"
+
+
 def test_a_fault_of_qcuts_own_shows_where_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,24 +326,6 @@ def test_a_fault_of_qcuts_own_shows_where_it_is(
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (PermissionError(errno.EACCES, "Permission denied", "/a/file"), "qcut: /a/file: Permission denied\n"),
-        (torch.OutOfMemoryError("tried\nmore"), "qcut: the GPU has not enough memory: tried\n"),
-    ],
-)
-def test_what_the_machine_refuses_is_one_line(
-    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("qcut.cli.doctor.examine", refuse)
-    assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().err == line
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_folders_that_may_not_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(0o500)
@@ -329,24 +333,6 @@ def test_folders_that_may_not_be_written(tmp_path: Path, capfd: pytest.CaptureFi
     for words in (["quantize", "--scheme", "w8a8"], ["plan", "--calibrate", text]):
         assert cli.main([words[0], str(DEMO), *words[1:], "--out", str(tmp_path / "new")]) == 1
         assert f"--out {tmp_path / 'new'}: " in capfd.readouterr().err
-
-
-def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("qcut.cli.doctor.examine", interrupt)
-    assert cli.main(["doctor"]) == 130
-    assert capsys.readouterr().err == "qcut: interrupted\n"
-
-
-def test_no_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("qcut.cli.doctor.examine", full)
-    assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().err == "qcut: there is not enough memory\n"
 
 
 @pytest.mark.parametrize(("redirection", "status"), [(">/dev/full", 1), ("| true", 0), ("2>/dev/full", 2)])

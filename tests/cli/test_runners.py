@@ -11,12 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import qcut
-from qcut.cli import main as cli
 from qcut.models.evaluation import perplexity
+from tests.cli.commands import DEMO, PROMPT
+from tests.cli.commands import on_cpu as run
 from tests.support import ROOT
-
-DEMO = ROOT / "models" / "gpt2-5m"
-PROMPT = "The import statement"
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     OPTForCausalLM(config).save_pretrained(path)
     AutoTokenizer.from_pretrained(DEMO, local_files_only=True).save_pretrained(path)
     return path
-
-
-def run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    capfd.readouterr()
-    status = cli.main([*map(str, words), "--device", "cpu"])
-    out, err = capfd.readouterr()
-    return status, out, err
 
 
 @pytest.mark.parametrize("scheme", [None, "w8a8"])

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import qcut
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, positive
+from qcut.cli.command import Answer, Command
 from qcut.common.files import make_directory, write_bytes
 from qcut.dispatch import precompile
 from qcut.emitters.core.arch import ARCHITECTURES
@@ -26,35 +25,25 @@ FIELDS = {
 }
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "precompile",
-        help="build all kernels of an architecture ahead of time; needs no GPU",
-        description="Builds every kernel that a model can need on an architecture, and packs them into one file, with\n"
-        "which nothing is built later and no compiler is asked for. Kernels that are built stay in the cache, so that\n"
-        "the command goes on where it was stopped. The exit status is 1 if a kernel fails.",
-        example="qcut precompile --arch sm_90a",
-        fields=FIELDS,
-    )
-    parser.add_argument(
-        "--arch",
-        action="append",
-        required=True,
-        choices=ARCHITECTURES,
-        metavar="ARCH",
-        help=f"one of {', '.join(ARCHITECTURES)}; may be repeated",
-    )
-    parser.add_argument(
-        "--pack",
-        type=Path,
-        metavar="FOLDER",
-        help="where the packs go (default: packs in $QCUT_CACHE_DIR, where qcut finds them)",
-    )
-    parser.add_argument("--list", action="store_true", help="print the kernels' names and build nothing")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
-    parser.set_defaults(command=run)
+COMMAND = Command(
+    "precompile",
+    f"""\
+--arch ARCH {"|".join(ARCHITECTURES)}, again, required
+    one of {", ".join(ARCHITECTURES)}; may be repeated
+--pack FOLDER: Path
+    where the packs go (default: packs in $QCUT_CACHE_DIR, where qcut finds them)
+--list
+    print the kernels' names and build nothing
+--jobs N: positive
+    compilers at a time (default: one per core)
+""",
+    help="build all kernels of an architecture ahead of time; needs no GPU",
+    description="Builds every kernel that a model can need on an architecture, and packs them into one file, with\n"
+    "which nothing is built later and no compiler is asked for. Kernels that are built stay in the cache, so that\n"
+    "the command goes on where it was stopped. The exit status is 1 if a kernel fails.",
+    example="qcut precompile --arch sm_90a",
+    fields=FIELDS,
+)
 
 
 def run(arguments: argparse.Namespace) -> Answer:

@@ -9,20 +9,49 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, positive, positive_float
+from qcut import jit
+from qcut.cli.command import Answer, Command
 from qcut.common.progress import print_above
+from qcut.dispatch import tables as tuned
 from qcut.emitters.families import CUTLASS_FAMILIES, FAMILIES, INT8_CUTLASS, SPELLINGS, W8A16_CUTLASS
-from qcut.errors import ConfigError, DeviceError
+from qcut.errors import CheckpointError, ConfigError, DeviceError
+from qcut.schemes import padded_k
 
 if TYPE_CHECKING:
     from qcut.dispatch.gpus import Target
-    from qcut.dispatch.tables import Table
     from qcut.tuning.search import Bench, Result, Task
 
-_TOKENS = (16, 64, 256, 1024, 4096)
+_ARGUMENTS = f"""\
+--family {"|".join((*SPELLINGS, W8A16_CUTLASS.name))}, again
+    kernel family to tune; may be repeated (default: every int8 family that can be built here)
+--shape MxNxK ...: shape
+    sizes of GEMMs (default: none)
+--model DIR, again
+    tune for the layers of a model: a folder with a config.json, or a preset such as gpt2-large or llama-3-8b (default:
+    none)
+--tokens M ...: positive = 16,64,256,1024,4096
+    numbers of tokens M to tune --model's layers for (default: 16 64 256 1024 4096)
+--layouts ABD ...: layouts = tnt
+    memory orders of A, B, D: t row-major, n column-major (default: tnt)
+--types f16|s8|halves ... = f16,s8
+    element types of D; halves is f16 of int16 tokens, M of them (default: f16 s8)
+--limit N: positive
+    build at most N tiles for each GEMM and family (default: 48)
+--time-budget S: positive_float
+    stop measuring after S seconds (default: never)
+--jobs N: positive
+    compilers at a time (default: one per core)
+| --resume
+    use what earlier runs measured (the default)
+| --fresh
+    measure everything anew
+--out FILE: Path
+    update this table (default: the user's own)
+--merge FILE ...: Path
+    take in the rows of these tables (default: none)
+"""
 
 FIELDS = {
     "table": "path of the table",
@@ -31,85 +60,6 @@ FIELDS = {
     "could be timed; of how many tiles; how many were measured now; those left out, with the reason",
     "unfinished": "how many GEMMs the time budget left; the same command goes on with them",
 }
-
-
-def add_parser(commands: Any) -> None:
-    """Add the command to ``qcut``'s sub-parsers."""
-    parser = add_command(
-        commands,
-        "tune",
-        help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
-        description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
-        "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
-        "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The\n"
-        "exit status is 1 if a kernel computed something wrong.",
-        example="qcut tune --model gpt2-large --tokens 512 4096",
-        fields=FIELDS,
-    )
-    parser.add_argument(
-        "--family",
-        action="append",
-        choices=(*SPELLINGS, W8A16_CUTLASS.name),
-        help="kernel family to tune; may be repeated (default: every int8 family that can be built here)",
-    )
-    parser.add_argument(
-        "--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs (default: none)"
-    )
-    parser.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="tune for the layers of a model: a folder with a config.json, or a preset such as gpt2-large or "
-        "llama-3-8b (default: none)",
-    )
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=positive,
-        default=_TOKENS,
-        metavar="M",
-        help=f"numbers of tokens M to tune --model's layers for (default: {' '.join(map(str, _TOKENS))})",
-    )
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        type=_layouts,
-        default=["tnt"],
-        metavar="ABD",
-        help="memory orders of A, B, D: t row-major, n column-major (default: tnt)",
-    )
-    parser.add_argument(
-        "--types",
-        nargs="+",
-        choices=("f16", "s8", "halves"),
-        default=["f16", "s8"],
-        help="element types of D; halves is f16 of int16 tokens, M of them (default: f16 s8)",
-    )
-    parser.add_argument(
-        "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family (default: 48)"
-    )
-    parser.add_argument(
-        "--time-budget",
-        type=positive_float,
-        default=math.inf,
-        metavar="S",
-        help="stop measuring after S seconds (default: never)",
-    )
-    parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
-    journal = parser.add_mutually_exclusive_group()
-    journal.add_argument("--resume", action="store_true", help="use what earlier runs measured (the default)")
-    journal.add_argument("--fresh", action="store_true", help="measure everything anew")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="update this table (default: the user's own)")
-    parser.add_argument(
-        "--merge",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="take in the rows of these tables (default: none)",
-    )
-    parser.set_defaults(command=run)
 
 
 def _shape(text: str) -> tuple[int, int, int]:
@@ -127,6 +77,20 @@ def _layouts(text: str) -> str:
     return flags
 
 
+COMMAND = Command(
+    "tune",
+    _ARGUMENTS,
+    {"shape": _shape, "layouts": _layouts},
+    help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
+    description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
+    "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
+    "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The\n"
+    "exit status is 1 if a kernel computed something wrong.",
+    example="qcut tune --model gpt2-large --tokens 512 4096",
+    fields=FIELDS,
+)
+
+
 def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None) -> Answer:
     """Run the command.
 
@@ -138,8 +102,6 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
         ConfigError: nothing to do, or no place for the table.
         DeviceError: there is no GPU to measure on.
     """
-    from qcut.dispatch import tables as tuned
-
     shapes = _shapes(arguments)
     if not shapes and not arguments.merge:
         raise ConfigError("tune: nothing to do; give --shape MxNxK, --model DIR, or --merge FILE")
@@ -160,10 +122,8 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
 
 
 def _shapes(arguments: argparse.Namespace) -> list[tuple[int, int, int]]:
-    shapes = list(arguments.shape)
+    shapes = list(arguments.shape or ())
     if arguments.model:
-        from qcut.cli.developer.model_shapes import layer_shapes
-
         layers = [shape for model in arguments.model for shape in layer_shapes(model)]
         shapes += [(m, n, k) for n, k in layers for m in arguments.tokens]
     return list(dict.fromkeys(shapes))
@@ -183,8 +143,6 @@ class _Book:
     """The table being written. Every row goes to disk as soon as it is known."""
 
     def __init__(self, path: Path, gpu: str) -> None:
-        from qcut.dispatch import tables as tuned
-
         self.path, self._table = path, tuned.Table(gpu)
         if path.exists():
             try:
@@ -197,10 +155,8 @@ class _Book:
             if "ignored" in note:
                 print(f"qcut: {note}", file=sys.stderr)
 
-    def take(self, other: Table) -> None:
+    def take(self, other: tuned.Table) -> None:
         """Merge in tables measured elsewhere; the faster row wins."""
-        from qcut.dispatch import tables as tuned
-
         before = {row.key: row for row in self._table.rows}
         self._write(tuned.merge([self._table, other]))
         changed = sum(before.get(row.key) != row for row in self._table.rows)
@@ -210,15 +166,11 @@ class _Book:
 
     def put(self, result: Result, environment: dict[str, str]) -> None:
         """Replace a row by a result. A result cut short by the time budget replaces only a slower row."""
-        from qcut.dispatch import tables as tuned
-
         if result.row is not None:
             new = tuned.Table(self._table.gpu, (result.row,), environment)
             self._write(tuned.overlay(self._table, new) if result.complete else tuned.merge([self._table, new]))
 
-    def _write(self, table: Table) -> None:
-        from qcut.dispatch import tables as tuned
-
+    def _write(self, table: tuned.Table) -> None:
         if (kept := tuned.write(self.path, table)) is not None:
             print(f"qcut: what {self.path} held and was not used is kept as {kept}", file=sys.stderr)
         self._table = table
@@ -233,7 +185,6 @@ class _Book:
 
 
 def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], device: Bench, book: _Book) -> Answer:
-    from qcut.dispatch import tables as tuned
     from qcut.tuning import search as tuning
     from qcut.tuning import timing
     from qcut.tuning.journal import Journal
@@ -253,7 +204,7 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
             device,
             journal,
             limit=limit,
-            deadline=time.monotonic() + arguments.time_budget,
+            deadline=time.monotonic() + (arguments.time_budget or math.inf),
             jobs=arguments.jobs,
             progress=sys.stderr.isatty(),
             report=print_above,
@@ -287,7 +238,6 @@ def _tasks(
     arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], target: Target
 ) -> tuple[list[Task], list[str]]:
     """The GEMMs to tune, and a message for each combination for which a family has no tile."""
-    from qcut import jit
     from qcut.tuning import search as tuning
 
     families = [SPELLINGS.get(name, name) for name in arguments.family or ()]
@@ -320,3 +270,59 @@ def _summary(results: list[Result]) -> str:
         for name, reason in result.left_out.items():
             lines.append(f"{'':<8}left out {name}: {reason}")
     return "\n".join(lines)
+
+
+# ── sizes (N, K) of a model's linear layers, from a preset's name or a checkpoint directory ─────────
+
+PRESETS: dict[str, tuple[tuple[int, int], ...]] = {
+    "gpt2": ((2304, 768), (768, 768), (3072, 768), (768, 3072)),
+    "gpt2-large": ((3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120)),
+    "gpt2-xl": ((4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400)),
+    "llama-3.2-1b": ((2048, 2048), (512, 2048), (8192, 2048), (2048, 8192)),
+    "llama-3-8b": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
+    "mistral-7b": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
+}
+"""(out_features, in_features) of the layers in one block; the head, which qcut leaves in float, is left out."""
+
+
+def layer_shapes(model: str, skip: tuple[str, ...] = ("lm_head",)) -> list[tuple[int, int]]:
+    """The distinct sizes (N, padded K) of a model's linear layers.
+
+    Args:
+        model: a name of `PRESETS`, or a directory with a Hugging Face ``config.json``.
+        skip: names to leave out: a layer's whole dotted name, or the end of it.
+
+    Raises:
+        ConfigError: ``model`` is neither a preset nor a directory.
+        CheckpointError: the directory's model cannot be made, or has no linear layer.
+    """
+    if model in PRESETS:
+        return [(n, padded_k(k)) for n, k in PRESETS[model]]
+    directory = Path(model)
+    if not directory.is_dir():
+        raise ConfigError(f"model {model!r} is neither a directory nor one of {', '.join(PRESETS)}")
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(f"{directory}: there is no config.json")
+    shapes = {
+        (n, padded_k(k)): None
+        for name, (n, k) in _meta_layers(directory).items()
+        if not any(name == s or name.endswith("." + s) for s in skip)
+    }
+    if not shapes:
+        raise CheckpointError(f"{directory}: the model has no linear layer")
+    return list(shapes)
+
+
+def _meta_layers(directory: Path) -> dict[str, tuple[int, int]]:
+    from qcut.checkpoints.headers import read_config
+    from qcut.checkpoints.huggingface import causal_model
+    from qcut.models.modules import is_linear, weight_nk
+
+    path = directory / "config.json"
+    model = causal_model(read_config(path), str(path))
+    shapes = {}
+    for name, module in model.named_modules():
+        if is_linear(module):
+            n, k = weight_nk(module).shape
+            shapes[name] = (int(n), int(k))
+    return shapes

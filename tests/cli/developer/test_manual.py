@@ -17,9 +17,8 @@ import pytest
 from qcut.cli import main as cli
 from qcut.cli.completion import SHELLS
 from qcut.cli.developer.manual import manual
+from tests.cli.commands import DEMO
 from tests.support import ROOT
-
-DEMO = ROOT / "models" / "gpt2-5m"
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:

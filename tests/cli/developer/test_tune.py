@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from qcut.cli import main as cli
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import Parser, UsageError
-from qcut.cli.developer import model_shapes
+from qcut.cli.command import Answer, Parser, UsageError
 from qcut.cli.developer import tune as tune_command
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
@@ -35,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def answer(*words: str, bench: FakeBench | None = None) -> Answer:
     parser = Parser()
-    tune_command.add_parser(parser.add_subparsers())
+    tune_command.COMMAND.add_to(parser.add_subparsers(), tune_command.run)
     arguments = parser.parse_args(["tune", *words])
     return tune_command.run(arguments, (lambda: bench) if bench else None)
 
@@ -145,16 +143,16 @@ def test_wrong_options_are_refused(words: list[str]) -> None:
 
 
 def test_models_give_shapes(tmp_path: Path) -> None:
-    assert model_shapes.layer_shapes("gpt2") == [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
-    found = model_shapes.layer_shapes(str(ROOT / "models" / "gpt2-5m"))
+    assert tune_command.layer_shapes("gpt2") == [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+    found = tune_command.layer_shapes(str(ROOT / "models" / "gpt2-5m"))
     assert sorted(found) == [(256, 256), (256, 1024), (768, 256), (1024, 256)]
     with pytest.raises(ConfigError, match="neither a directory nor one of gpt2, "):
-        model_shapes.layer_shapes("gpt9")
+        tune_command.layer_shapes("gpt9")
     with pytest.raises(CheckpointError, match=r"there is no config\.json"):
-        model_shapes.layer_shapes(str(tmp_path))
+        tune_command.layer_shapes(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
     with pytest.raises(CheckpointError, match="no causal language model"):
-        model_shapes.layer_shapes(str(tmp_path))
+        tune_command.layer_shapes(str(tmp_path))
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="says what a machine without a GPU says")

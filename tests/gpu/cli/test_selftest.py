@@ -11,8 +11,7 @@ import torch
 
 from qcut.backends.cuda import next_token
 from qcut.backends.cuda.launch.plans import forget_plans
-from qcut.cli.selftest.checks import all_checks
-from qcut.cli.selftest.run import run_check, selftest
+from qcut.cli.selftest import all_checks, run_check, selftest
 from qcut.emitters.core.source import KernelSource
 
 # All that every GPU runs, and what Hopper adds.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import NoReturn
 
-from qcut.cli.answer import Answer
-from qcut.cli.arguments import add_command, natural, positive, positive_float
+from qcut.cli.command import Answer, Command
 from qcut.cli.developer.gemm.report import Request
 from qcut.emitters.families import SPELLINGS
 
 USAGE = "qcut gemm M N K [transA transB transC] [use_tensor_cores] [options]"
-_ROW_MAJOR, _COLUMN_MAJOR = ("T", "1"), ("N", "0")
+_ORDERS = {"T": "t", "1": "t", "N": "n", "0": "n"}
 _DESCRIPTION = """\
 Computes C = requantize(A B), A [M, K], B [K, N], C [M, N], all int8, on full-range random data. The result is
 compared with an exact reference, element by element; then the kernel's name, its median time, TOPS, GB/s and the
@@ -23,6 +22,30 @@ transA, transB, transC: T or 1 for a row-major matrix, N or 0 for a column-major
 use_tensor_cores: 1, or 0 for the dp4a kernels. Default: 1 0 1 1, that is A row-major, B stored [N, K], C row-major.
 
 The exit status is 1 if the result is wrong or the kernel cannot be built.
+"""
+_ARGUMENTS = f"""\
+M: positive
+    rows of A and C
+N: positive
+    columns of B and C
+K: positive
+    columns of A, rows of B
+flag *
+    see above
+--kernel {"|".join(("auto", *SPELLINGS))} = auto
+    kernel family (default: dispatch chooses)
+--tile NAME
+    tile of the --kernel family, spelled as in kernel names
+--[no-]check = True
+    compare with the exact reference
+--mode saturate|wrap = saturate
+    C is clamp(rne(scale * sum), -128, 127), or the low eight bits of the sum (default: saturate)
+--scale SCALE: positive_float
+    factor of the sums with --mode saturate (default: gives C a standard deviation of 40)
+--seed SEED: natural = 0
+    seed of the random data (default: 0)
+--compare cublas|none = cublas
+    library to time beside the kernel (default: cublas)
 """
 FIELDS = {
     "m, n, k": "sizes",
@@ -41,89 +64,43 @@ FIELDS = {
 }
 
 
-class _Flags(argparse.Action):
-    """Turns ``1 0 1 1`` or ``T N T 1`` into layouts, ``tnt``, and whether to use tensor cores."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        given = [str(value) for value in values or ()]
-        if len(given) not in (0, 3, 4):
-            raise argparse.ArgumentError(
-                self,
-                f"{len(given)} flags; allowed: none, or transA transB transC, each T or 1 (row-major) or N or 0 "
-                "(column-major), and then use_tensor_cores, 1 or 0",
-            )
-        flags = given or ["1", "0", "1"]
-        namespace.layouts = "".join(
-            self._layout(name, flag) for name, flag in zip(("transA", "transB", "transC"), flags, strict=False)
+def _orders(given: list[str], refuse: Callable[[str], NoReturn]) -> tuple[str, bool]:
+    """Layouts, such as ``tnt``, and whether to use tensor cores, of ``1 0 1 1`` or ``T N T 1``."""
+    if len(given) not in (0, 3, 4):
+        refuse(
+            f"argument flag: {len(given)} flags; allowed: none, or transA transB transC, each T or 1 (row-major) or N "
+            "or 0 (column-major), and then use_tensor_cores, 1 or 0"
         )
-        tensor_cores = flags[3] if len(flags) == 4 else "1"
-        if tensor_cores not in ("0", "1"):
-            raise argparse.ArgumentError(self, f"use_tensor_cores is {tensor_cores!r}; allowed: 1 and 0 (dp4a)")
-        namespace.tensor_cores = tensor_cores == "1"
-
-    def _layout(self, name: str, flag: str) -> str:
-        if flag.upper() in _ROW_MAJOR:
-            return "t"
-        if flag.upper() in _COLUMN_MAJOR:
-            return "n"
-        raise argparse.ArgumentError(self, f"{name} is {flag!r}; allowed: T or 1 (row-major) and N or 0 (column-major)")
+    *flags, tensor_cores = given if len(given) == 4 else [*(given or ["1", "0", "1"]), "1"]
+    for name, flag in zip(("transA", "transB", "transC"), flags, strict=True):
+        if flag.upper() not in _ORDERS:
+            refuse(f"argument flag: {name} is {flag!r}; allowed: T or 1 (row-major) and N or 0 (column-major)")
+    if tensor_cores not in ("0", "1"):
+        refuse(f"argument flag: use_tensor_cores is {tensor_cores!r}; allowed: 1 and 0 (dp4a)")
+    return "".join(_ORDERS[flag.upper()] for flag in flags), tensor_cores == "1"
 
 
-def add_parser(commands: Any) -> None:
-    """Add the command to the subparsers of ``qcut``."""
-    parser = add_command(
-        commands,
-        "gemm",
-        help="check and time one int8 product of any sizes and layouts",
-        usage=USAGE,
-        description=_DESCRIPTION,
-        example="qcut gemm 1024 1024 1024 1 0 1 1\nqcut gemm 4096 4096 4096 N N T --kernel mma --json",
-        fields=FIELDS,
-    )
-    for name, text in (("m", "rows of A and C"), ("n", "columns of B and C"), ("k", "columns of A, rows of B")):
-        parser.add_argument(name, type=positive, metavar=name.upper(), help=text)
-    parser.add_argument("flags", nargs="*", action=_Flags, metavar="flag", help="see above")
-    parser.add_argument(
-        "--kernel", choices=("auto", *SPELLINGS), default="auto", help="kernel family (default: dispatch chooses)"
-    )
-    parser.add_argument("--tile", metavar="NAME", help="tile of the --kernel family, spelled as in kernel names")
-    parser.add_argument(
-        "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with the exact reference"
-    )
-    parser.add_argument(
-        "--mode",
-        choices=("saturate", "wrap"),
-        default="saturate",
-        help="C is clamp(rne(scale * sum), -128, 127), or the low eight bits of the sum (default: saturate)",
-    )
-    parser.add_argument(
-        "--scale",
-        type=positive_float,
-        help="factor of the sums with --mode saturate (default: gives C a standard deviation of 40)",
-    )
-    parser.add_argument("--seed", type=natural, default=0, help="seed of the random data (default: 0)")
-    parser.add_argument(
-        "--compare",
-        choices=("cublas", "none"),
-        default="cublas",
-        help="library to time beside the kernel (default: cublas)",
-    )
-    parser.set_defaults(command=lambda arguments: _run(parser, arguments))
+COMMAND = Command(
+    "gemm",
+    _ARGUMENTS,
+    help="check and time one int8 product of any sizes and layouts",
+    usage=USAGE,
+    description=_DESCRIPTION,
+    example="qcut gemm 1024 1024 1024 1 0 1 1\nqcut gemm 4096 4096 4096 N N T --kernel mma --json",
+    fields=FIELDS,
+)
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the command."""
+    refuse = arguments.parser.error
+    layouts, tensor_cores = _orders(arguments.flag, refuse)
     if arguments.tile and arguments.kernel == "auto":
-        parser.error(f"--tile needs --kernel, one of {', '.join(SPELLINGS)}: families have tiles of their own")
-    if not arguments.tensor_cores and arguments.kernel not in ("auto", "simt"):
-        parser.error(f"--kernel {arguments.kernel} runs on tensor cores, use_tensor_cores is 0; allowed: auto, simt")
+        refuse(f"--tile needs --kernel, one of {', '.join(SPELLINGS)}: families have tiles of their own")
+    if not tensor_cores and arguments.kernel not in ("auto", "simt"):
+        refuse(f"--kernel {arguments.kernel} runs on tensor cores, use_tensor_cores is 0; allowed: auto, simt")
     if arguments.mode == "wrap" and arguments.scale is not None:
-        parser.error("--scale is for --mode saturate: wrap takes the sum's bits as they are")
+        refuse("--scale is for --mode saturate: wrap takes the sum's bits as they are")
     from qcut.cli.developer.gemm import check
 
     report = check.run(
@@ -131,8 +108,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answ
             m=arguments.m,
             n=arguments.n,
             k=arguments.k,
-            layouts=arguments.layouts,
-            tensor_cores=arguments.tensor_cores,
+            layouts=layouts,
+            tensor_cores=tensor_cores,
             family=SPELLINGS.get(arguments.kernel),
             tile=arguments.tile,
             wrap=arguments.mode == "wrap",

@@ -11,7 +11,6 @@ import torch
 from qcut import errors
 from qcut.cli.developer.gemm import check
 from qcut.cli.developer.gemm.report import Request
-from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import EmitError
@@ -96,19 +95,6 @@ def test_a_family_can_be_asked_for(name: str) -> None:
     tile = family(name).menu(problem, "sm_90a")[0]
     forced = check.select(Request(**sizes, family=name, tile=tile.name), problem, 320, H200, True)
     assert forced == Choice(name, tile, reason="asked for")
-
-
-def test_dispatch_decides_where_nothing_is_asked_for() -> None:
-    problem = GemmProblem()
-    for request in (Request(300, 512, 640), Request(300, 512, 640, tensor_cores=False)):
-        expected = dispatch.select_gemm(problem, 320, 512, 640, H200, tensor_cores=request.tensor_cores)
-        assert check.select(request, problem, 320, H200, True) == expected
-
-
-def test_what_dispatch_chose_of_the_family_is_kept() -> None:
-    tuned = dispatch.select_gemm(GemmProblem(), 4096, 4096, 4096, H200)
-    request = Request(4096, 4096, 4096, family=tuned.family)
-    assert check.select(request, GemmProblem(), 4096, H200, True) == tuned
 
 
 def test_a_family_that_cannot_serve_says_why() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qcut.cli import main as cli
 from qcut.cli.developer.gemm import check
-from qcut.cli.developer.gemm.report import Report, Request
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.families import family
@@ -36,19 +35,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """The requests that reach the trial, which does nothing with them."""
-    requests: list[Request] = []
-
-    def run(request: Request) -> Report:
-        requests.append(request)
-        return Report(request, "nowhere", "none")
-
-    monkeypatch.setattr(check, "run", run)
-    return requests
-
-
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert cli.main(["gemm", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -69,17 +55,19 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
         ("T 1 n 1", "ttn", True),
     ],
 )
-def test_flags(asked: list[Request], flags: str, layouts: str, tensor_cores: bool) -> None:
-    assert cli.main(["gemm", "3", "4", "5", *flags.split()]) == 0
-    assert asked == [Request(3, 4, 5, layouts=layouts, tensor_cores=tensor_cores)]
+@pytest.mark.usefixtures("no_gpu")
+def test_flags(flags: str, layouts: str, tensor_cores: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = said(capsys, "3", "4", "5", *flags.split())
+    assert (answer["layouts"], answer["tensor_cores"]) == (layouts, tensor_cores)
 
 
-def test_options(asked: list[Request]) -> None:
-    command = "gemm 3 4 5 1 0 0 0 --kernel simt --tile t --no-check --scale 0.5 --seed 7 --compare none"
-    assert cli.main(command.split()) == 0
-    assert cli.main(["gemm", "--mode", "wrap", "3", "4", "5"]) == 0
-    expected = Request(3, 4, 5, "tnn", False, "int8_dp4a", "t", scale=0.5, seed=7, check=False, compare=False)
-    assert asked == [expected, Request(3, 4, 5, wrap=True)]
+@pytest.mark.usefixtures("no_gpu")
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = said(
+        capsys, *["3", "4", "5", "1", "0", "0", "0", "--kernel", "simt", "--no-check", "--scale", "0.5", "--seed", "7"]
+    )
+    names = ("layouts", "tensor_cores", "mode", "checked", "scale", "seed")
+    assert [answer[name] for name in names] == ["tnn", False, "saturate", False, 0.5, 7]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Opens the model that a command names, and quantizes it as the command's options say."""
+"""The model that a command names: its options, and the model opened and quantized as they say."""
 
 from __future__ import annotations
 
@@ -19,6 +19,102 @@ if TYPE_CHECKING:
     from qcut.conversion.planning.plan import Plan
     from qcut.conversion.report import Report
     from qcut.integrations.transformers.config import QcutConfig
+
+MODEL = """\
+MODEL
+    a folder with a model, or a model's name on the hub
+"""
+
+
+KV_CACHE = """\
+--kv-cache auto|int8|int4|int8/int4 = auto
+    type in which the engine keeps keys and values of earlier tokens: auto is the model's own, int8 takes half the
+    memory of float16, int4 a little more than a quarter, int8/int4 is int8 keys and 4-bit values (default: auto)
+"""
+
+
+def device_options(before: str = "", dtype: str = "float16 on a GPU, float32 on a CPU") -> str:
+    """Options of no group: those ``before``, ``--device``, and ``--dtype``, whose help says what ``auto`` means."""
+    return f"""\
+options:
+{before}\
+--device D = auto
+    where to compute: cpu, cuda, cuda:1, …, or auto, a GPU where there is one (default: auto)
+--dtype auto|float16|bfloat16|float32 = auto
+    type of the weights that are not quantized, and of activations (default: auto, {dtype})
+"""
+
+
+def data_options(use: str, skipped: str, required: str = "") -> str:
+    """The text that a model is quantized by, and the layers.
+
+    Args:
+        use: what the text is for.
+        skipped: the layers that ``--skip`` skips by default.
+        required: ``, required`` where there has to be a text.
+    """
+    return f"""\
+--calibrate TEXT{required}: Path
+    UTF-8 text like that which the model will read, for {use}
+--include GLOB ...
+    take only layers whose name, or the end of it, matches, such as '*.mlp.*' (default: all)
+--skip GLOB ...
+    leave layers whose name, or the end of it, matches in float (default: {skipped})
+"""
+
+
+_USE = "what is derived from data: the ranges of w8a8_static, --bits, --smooth, --fit and --refine (default: none)"
+QUANTIZING = f"""\
+how to quantize:
+| --scheme NAME
+    one scheme for all layers, such as w8a8, w8a16 or codebook4
+| --plan FILE: Path
+    a scheme for each layer, from a file of `qcut plan`
+| --bits B: positive_float
+    a scheme for each layer, chosen by the text of --calibrate as `qcut plan --bits` does: bits a weight allowed on
+    average, norms and scales counted (default: none)
+--smooth A: float
+    move outliers of activations into the weights first, with SmoothQuant's alpha A between 0 and 1; 0.5 is usual
+    (default: do not)
+--fit
+    fit the indices of codebooks to the text, which loses less than rounding to the nearest
+--refine N: positive
+    tune codebook layers and norms toward the float model's predictions on the whole text, in N steps of a few windows
+    each; 1500 are usual (default: do not)
+--embeddings NAME
+    scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)
+--[no-]verify
+    hold each quantized layer to its float weight, and the model to the float one, before anything is written: on a part
+    of the text of --calibrate or, without one, on 16 tokens of the vocabulary; of a model that reads images or sound,
+    the layers alone; --no-verify leaves it out (default: do)
+{data_options(_USE, "lm_head; with --plan, none")}"""
+"""The options that say how a model is quantized; `Quantizing` reads them."""
+
+
+def window_options(batch: int, most: int | None = None) -> str:
+    """The options that cut a text into windows, with the defaults of ``--batch`` and ``--max-windows``; None: all."""
+    default = "" if most is None else f" = {most}"
+    return f"""\
+--window N: positive
+    cut the text into pieces of N tokens (default: 512, or the model's context where that is shorter)
+--max-windows N: positive{default}
+    use only the first N windows of the text (default: {most or "all"})
+--batch N: positive = {batch}
+    windows computed at a time (default: {batch})
+"""
+
+
+def conversion_options(out: str, out_help: str, windows: str) -> str:
+    """What commands take that write something made of a float model by a text, ``--device`` and ``--dtype`` aside."""
+    return f"""\
+options:
+{MODEL}--out {out}, required: Path
+    {out_help}
+--overwrite
+    replace what is there (default: refuse)
+the text of --calibrate:
+{windows}"""
+
 
 _MOST_BYTES = 1 << 30
 _WINDOW = 512
@@ -147,64 +243,38 @@ class Quantizing:
     """How a model is quantized: what the options say, read and checked before the model is.
 
     Attributes:
+        options: the parsed command line, with the options of `QUANTIZING`.
         scheme: for all layers, or a plan; None: the model stays as it is, unless there are bits.
-        bits: bits a weight that a plan may have, which is then made by the text; or None.
-        text: what data-driven options calibrate on, or None.
-        what: option and file of the text, for messages.
-        smooth: SmoothQuant's alpha, or None.
-        fit: whether codebooks are fitted to the text.
-        refine: steps by which the quantized model is tuned on the text, or None.
         embeddings: scheme of tables and classifier, or None.
-        include: globs of layers to take, or None.
-        skip: globs of layers to leave, or None.
-        verify: whether the quantized model is held to the float one; see `qcut.quantize`.
+        text: what data-driven options calibrate on, or None.
     """
 
+    options: argparse.Namespace
     scheme: Scheme | Plan | None
-    bits: float | None
-    text: str | None
-    what: str
-    smooth: float | None
-    fit: bool
-    refine: int | None
     embeddings: Scheme | None
-    include: list[str] | None
-    skip: list[str] | None
-    verify: bool
+    text: str | None
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Quantizing:
-        """Read what `qcut.cli.arguments.add_quantizing_options` added.
+    def of(cls, options: argparse.Namespace) -> Quantizing:
+        """Read the options of `QUANTIZING`.
 
         Raises:
             ConfigError: an unknown scheme, options that need a text or a scheme and have none, or an unreadable text.
             PlanError: the plan cannot be read.
         """
         scheme: Scheme | Plan | None = None
-        if arguments.plan is not None:
+        if options.plan is not None:
             from qcut.conversion.planning.plan import Plan
 
-            scheme = Plan.load(arguments.plan)
-        elif arguments.scheme is not None:
-            scheme = parse_scheme(arguments.scheme)
-        embeddings = None if arguments.embeddings is None else parse_scheme(arguments.embeddings)
-        _check_needs(arguments, scheme)
-        if arguments.bits is not None and arguments.smooth is not None:
+            scheme = Plan.load(options.plan)
+        elif options.scheme is not None:
+            scheme = parse_scheme(options.scheme)
+        embeddings = None if options.embeddings is None else parse_scheme(options.embeddings)
+        _check_needs(options, scheme)
+        if options.bits is not None and options.smooth is not None:
             raise ConfigError("--smooth: not with --bits, whose plan holds for the model that it was made on")
-        path = arguments.calibrate
-        return cls(
-            scheme,
-            arguments.bits,
-            None if path is None else read_text(path, "--calibrate"),
-            f"--calibrate {path}",
-            arguments.smooth,
-            arguments.fit,
-            arguments.refine,
-            embeddings,
-            arguments.include,
-            arguments.skip,
-            arguments.verify is not False,
-        )
+        text = None if options.calibrate is None else read_text(options.calibrate, "--calibrate")
+        return cls(options, scheme, embeddings, text)
 
     def while_loading(self) -> QcutConfig | None:
         """What transformers needs to quantize the model while it loads; None where the float model is needed.
@@ -216,12 +286,13 @@ class Quantizing:
 
         if self.scheme is None or self.text is not None:
             return None
+        given = self.options
         return qcut.QcutConfig(
             self.scheme,
-            include=self.include,
-            modules_to_not_convert=self.skip,
+            include=given.include,
+            modules_to_not_convert=given.skip,
             embeddings=self.embeddings,
-            verify=self.verify,
+            verify=given.verify is not False,
             report=True,
         )
 
@@ -245,47 +316,48 @@ class Quantizing:
         """
         import qcut
 
-        scheme: Scheme | Plan | None = self.scheme
-        if scheme is None and self.bits is None:
+        given, scheme = self.options, self.scheme
+        if scheme is None and given.bits is None:
             return None
         calibration = moments = None
+        what = f"--calibrate {given.calibrate}"
         if self.text is not None:
             _check_reads_text(model, tokenizer)
-            windows, _ = cut_text(model, tokenizer, self.text, self.what, window, most or CALIBRATION_WINDOWS)
+            windows, _ = cut_text(model, tokenizer, self.text, what, window, most or CALIBRATION_WINDOWS)
             batches = windows.split(batch)
             calibration = qcut.calibrate(model, batches, progress=shown())
-            if self.fit:
+            if given.fit:
                 moments = qcut.collect_curvature(model, batches, progress=shown())
-            if self.bits is not None:
+            if given.bits is not None:
                 few = windows[:PLAN_WINDOWS].split(batch)
-                chosen: dict[str, Any] = {} if self.skip is None else {"skip": self.skip}
+                chosen: dict[str, Any] = {} if given.skip is None else {"skip": given.skip}
                 scheme = qcut.plan(
                     model,
                     few,
-                    bits=self.bits,
+                    bits=given.bits,
                     calibration=calibration,
                     second_moments=moments,
-                    include=self.include,
+                    include=given.include,
                     progress=shown(),
                     **chosen,
                 )
         assert scheme is not None, "bits need a text"
-        reference = None if self.refine is None else copy.deepcopy(model)
+        reference = None if given.refine is None else copy.deepcopy(model)
         report = qcut.quantize(
             model,
             scheme,
             calibration=calibration,
             second_moments=moments,
-            smooth=self.smooth,
-            include=self.include,
-            skip=self.skip,
+            smooth=given.smooth,
+            include=given.include,
+            skip=given.skip,
             embeddings=self.embeddings,
-            verify=self.verify,
+            verify=given.verify is not False,
             progress=shown(),
         )
         if reference is not None and self.text is not None:
-            windows, _ = cut_text(model, tokenizer, self.text, self.what, window, None)
-            qcut.refine(model, reference, windows.split(batch), steps=self.refine, progress=shown())
+            windows, _ = cut_text(model, tokenizer, self.text, what, window, None)
+            qcut.refine(model, reference, windows.split(batch), steps=given.refine, progress=shown())
         return report
 
 
