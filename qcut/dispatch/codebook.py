@@ -248,4 +248,4 @@ def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelS
 
 def grid(choice: CodebookChoice, n: int, sm_count: int) -> Grid:
     """Returns the grid of a launch as a function of the number of tokens."""
-    return family(choice.family).grid_of(choice.tile, n, sm_count)
+    return family(choice.family).grid(choice.tile, n, sm_count)

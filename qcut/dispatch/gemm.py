@@ -30,7 +30,6 @@ from qcut.emitters.families import (
     W8A16_WGMMA,
     family,
 )
-from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.stream import w8a16 as w8a16_stream
@@ -222,7 +221,7 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
             W8A16_STREAM.name, w8a16_tile(problem, m, *closed.bounded(n, k, target, known=closed.is_usual(problem)))
         )
     bits = problem.epilogue.out.bits
-    tiles = w8a16.default_tiles(target.arch)
+    tiles = W8A16_MMA.default_tiles(problem, target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
 
 
@@ -246,7 +245,7 @@ def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
 
 def grid(choice: Choice, n: int, sm_count: int) -> Grid:
     """Returns the grid of a launch as a function of the rows of D; host launchers ignore this grid."""
-    return family(choice.family).grid_of(choice.tile, n, sm_count)
+    return family(choice.family).grid(choice.tile, n, sm_count)
 
 
 def alignment_of(size: int) -> int:
@@ -310,7 +309,7 @@ def explain(
         return _explain_w8a16(problem, m, n, k, target, cutlass)
     few = few_tokens(problem, m, n, k, target) if tensor_cores else None
     if few is not None:
-        ctas, _, _ = INT8_STREAM.grid_of(few.tile, n, target.sm_count)(m)
+        ctas, _, _ = INT8_STREAM.grid(few.tile, n, target.sm_count)(m)
         return Explanation(
             procedural_name(INT8_STREAM.name, target.arch, closed.bounded_problem(few.problem, target)[0], few.tile),
             Choice(INT8_STREAM.name, few.tile, reason="few tokens"),

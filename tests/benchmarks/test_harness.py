@@ -24,7 +24,7 @@ from benchmarks import (
     shapes,
 )
 from benchmarks.harness import CheckError, Timing, Variant
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.cutlass.tiles import SM90_MENU
 from qcut.numerics import int8 as numerics
 from qcut.tuning import cublaslt
@@ -345,4 +345,4 @@ def test_gpu_tests_kernels_are_distinct_and_can_be_emitted() -> None:
     assert {e for e, *_ in gpu_test_calls()} == {p.epilogue for p in problems}
     assert all(n % 16 == 0 and k % 16 == 0 for _, n, k in ALIGNED_SHAPES)
     for problem in problems:
-        assert emit_cutlass_gemm(problem, SM90_MENU[0], "sm_90a").name
+        assert INT8_CUTLASS.emit(problem, SM90_MENU[0], "sm_90a").name

@@ -9,18 +9,12 @@ import pytest
 
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import mma_tile
-from qcut.emitters.codebook.mma import (
-    CONSTRAINTS,
-    default_tiles,
-    emit_codebook_mma,
-    grid,
-    smem_bytes,
-    validate,
-)
+from qcut.emitters.codebook.mma import CONSTRAINTS, smem_bytes
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.families import CODEBOOK_MMA
 from qcut.emitters.gemm.problem import TileConfig
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
@@ -46,19 +40,19 @@ def sources(arch: str) -> list[KernelSource]:
         replace(PAIRS, slots=2),
         INT8_PAIRS,
     ]
-    found = [emit_codebook_mma(problem, tile, arch) for problem in problems for tile in (MIDDLE, LARGE)]
-    return found + [emit_codebook_mma(problem, SMALL, arch) for problem in (HALF, INT8)]
+    found = [CODEBOOK_MMA.emit(problem, tile, arch) for problem in problems for tile in (MIDDLE, LARGE)]
+    return found + [CODEBOOK_MMA.emit(problem, SMALL, arch) for problem in (HALF, INT8)]
 
 
 def menu_sources(arch: str) -> list[KernelSource]:
     problems = (HALF, replace(HALF, x=DType.BF16), INT8, PAIRS, INT8_PAIRS)
-    return [emit_codebook_mma(p, tile, arch) for p in problems for tile in default_tiles(p, arch)]
+    return [CODEBOOK_MMA.emit(p, tile, arch) for p in problems for tile in CODEBOOK_MMA.default_tiles(p, arch)]
 
 
 def test_text_instantiates_the_header():
     problem = CodebookProblem(DType.S8, 3, 2, Epilogue(DType.BF16, "per_token", "per_channel"), 2)
     book = ", ".join(f"static_cast<uint32_t>(book{i})" for i in range(8))
-    assert emit_codebook_mma(problem, SMALL, "sm_80").text == (
+    assert CODEBOOK_MMA.emit(problem, SMALL, "sm_80").text == (
         "#include <qcut/codebook/mma.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(128)\n'
         "qcut_codebook_mma_sm80_s8xc3s2_bf16_sm_sn_n2_16x64x128_w16x16_s6_multistage(\n"
@@ -111,7 +105,7 @@ def test_every_constraint_is_refused_below():
 def test_illegal_tile_is_refused_by_name(name: str):
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
     with pytest.raises(EmitError, match=f"^qcut_codebook_mma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_codebook_mma(*REFUSALS[name])
+        CODEBOOK_MMA.emit(*REFUSALS[name])
 
 
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +116,7 @@ def test_illegal_tile_is_refused_by_name(name: str):
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem, arch: str):
     for m in (1, 17, 64, 300, 4096):
         for n in (1, 1280, 14336):
-            validate(problem, mma_tile(problem, m, n, Target(arch, 132)), arch)
+            CODEBOOK_MMA.validate(problem, mma_tile(problem, m, n, Target(arch, 132)), arch)
 
 
 def test_few_tokens_take_flat_tiles_and_prompts_square_ones():
@@ -136,7 +130,7 @@ def test_what_no_tile_can_build_is_refused():
 
 
 def test_grid_is_one_cta_per_tile():
-    assert grid(MIDDLE, 129, 257) == (6, 1, 1)
+    assert CODEBOOK_MMA.grid(MIDDLE, 257)(129) == (6, 1, 1)
 
 
 def test_a_stage_holds_tokens_units_and_norms():

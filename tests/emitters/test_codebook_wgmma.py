@@ -15,22 +15,12 @@ from numpy.typing import NDArray
 from qcut import jit
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import prompt_cycles, prompt_tile
-from qcut.emitters.codebook import wgmma as codebook_wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.wgmma import (
-    CONSTRAINTS,
-    CodebookWgmmaTile,
-    buffers,
-    default_tiles,
-    emit_codebook_wgmma,
-    grid,
-    smem_bytes,
-    stage_bytes,
-)
+from qcut.emitters.codebook.wgmma import CONSTRAINTS, CodebookWgmmaTile, buffers, smem_bytes, stage_bytes
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.emitters.families import CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA
 from qcut.numerics.codebook import layout as codebook_layout
 from tests.support.sass import find_nvdisasm, instructions
 
@@ -52,12 +42,19 @@ SPLIT = CodebookWgmmaTile(64, 4, 1, 4, lead=2)
 
 def sources() -> list[KernelSource]:
     """Every tile with int8 and float16 tokens, every width and number of slots, other epilogues."""
-    pairs = [(problem, tile) for problem in (INT8, HALF, INT8_PAIRS) for tile in default_tiles(problem)]
-    pairs += [(problem, default_tiles(problem)[0]) for problem in (PAIRS, replace(INT8_PAIRS, slots=4))]
+    pairs = [
+        (problem, tile)
+        for problem in (INT8, HALF, INT8_PAIRS)
+        for tile in CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")
+    ]
+    pairs += [
+        (problem, CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")[0])
+        for problem in (PAIRS, replace(INT8_PAIRS, slots=4))
+    ]
     for bits, slots in ((2, 1), (2, 4), (3, 2), (4, 4)):
         for problem in (INT8, HALF):
             other = replace(problem, bits=bits, slots=slots)
-            pairs += [(other, tile) for tile in default_tiles(other)[:3]]
+            pairs += [(other, tile) for tile in CODEBOOK_WGMMA.default_tiles(other, "sm_90a")[:3]]
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
     pairs += [
         (BRAIN, replace(DEEP, tokens=128)),
@@ -67,14 +64,14 @@ def sources() -> list[KernelSource]:
         (replace(INT8, epilogue=replace(full, out=DType.F32), alignment_n=1), PAIR),
         (replace(INT8, epilogue=full, alignment_n=4), PAIR),
     ]
-    return [emit_codebook_wgmma(problem, tile, ARCH) for problem, tile in pairs]
+    return [CODEBOOK_WGMMA.emit(problem, tile, ARCH) for problem, tile in pairs]
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_text_instantiates_the_header():
-    source = emit_codebook_wgmma(INT8, PAIR, ARCH)
+    source = CODEBOOK_WGMMA.emit(INT8, PAIR, ARCH)
     name = "qcut_codebook_wgmma_sm90a_s8xc4s1_f16_sm_sn_b_n8_128x256_c2_s5_l2"
     words = ", ".join(f"static_cast<uint32_t>(book{i})" for i in range(8))
     assert source.text == (
@@ -97,7 +94,7 @@ def test_text_instantiates_the_header():
     )
     assert (source.name, source.entry, source.block) == (name, name, 384)
     assert source.params == INT8.params()
-    assert emit_codebook_wgmma(INT8, PAIR, ARCH) == source
+    assert CODEBOOK_WGMMA.emit(INT8, PAIR, ARCH) == source
 
 
 def test_names_differ_with_everything_that_matters():
@@ -106,7 +103,7 @@ def test_names_differ_with_everything_that_matters():
 
 
 def test_float_tokens_take_no_fold():
-    text = emit_codebook_wgmma(HALF, SPLIT, ARCH).text
+    text = CODEBOOK_WGMMA.emit(HALF, SPLIT, ARCH).text
     assert "nullptr" in text
     assert "fold" not in text
     assert "__cluster_dims__(4, 1, 1)" in text
@@ -138,14 +135,14 @@ def test_illegal_kernel_is_refused_by_name(name: str):
     with pytest.raises(
         EmitError, match=f"^qcut_codebook_wgmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"
     ):
-        emit_codebook_wgmma(*REFUSALS[name])
+        CODEBOOK_WGMMA.emit(*REFUSALS[name])
 
 
 def test_a_codebook_of_pairs_needs_the_table():
     for problem in (PAIRS, INT8_PAIRS):
-        assert all(tile.pairs for tile in default_tiles(problem))
+        assert all(tile.pairs for tile in CODEBOOK_WGMMA.default_tiles(problem, "sm_90a"))
         with pytest.raises(EmitError, match="pairs: are of 16-bit values, or of a codebook of pairs, which needs them"):
-            emit_codebook_wgmma(problem, CodebookWgmmaTile(128, 2, 1), ARCH)
+            CODEBOOK_WGMMA.emit(problem, CodebookWgmmaTile(128, 2, 1), ARCH)
     # No tables of rows, no barriers for them.
     assert stage_bytes(INT8_PAIRS, 256) == 32768
     tile = CodebookWgmmaTile(256, 2, 1, pairs=True)
@@ -171,14 +168,14 @@ def test_shared_memory_counts_stages_barriers_and_staging():
     "problem", [INT8, HALF, BRAIN, replace(HALF, slots=4), PAIRS, INT8_PAIRS], ids=lambda p: p.name
 )
 def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem):
-    menu = default_tiles(problem)
+    menu = CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")
     assert {96, 128} <= {t.tokens for t in menu} if problem.x is not DType.S8 else {128, 256}
     for tile in menu:
-        codebook_wgmma.validate(problem, tile, ARCH)
+        CODEBOOK_WGMMA.validate(problem, tile, ARCH)
         deeper = replace(tile, stages=tile.stages + 1)
         fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
-    menu = (*menu, *codebook_stream_wgmma.default_tiles(problem))
+    menu = (*menu, *CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a"))
     for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
         assert prompt_tile(problem, m, n, units, H200) in menu
 
@@ -198,11 +195,11 @@ def test_clusters_that_do_not_fit_at_once_take_a_second_wave():
 
 
 def test_grid_is_persistent_but_for_splits():
-    assert grid(PAIR, 14336, 132)(4096) == (132, 1, 1)
-    assert grid(PAIR, 14336, 132)(256) == (112, 1, 1)
-    assert grid(PAIR, 129, 133)(1) == (2, 1, 1)
-    assert grid(PAIR, 257, 1)(1) == (2, 1, 1)
-    assert grid(replace(SPLIT, splits=8), 300, 4)(65) == (2 * 3 * 8, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 14336, 132)(4096) == (132, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 14336, 132)(256) == (112, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 129, 133)(1) == (2, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 257, 1)(1) == (2, 1, 1)
+    assert CODEBOOK_WGMMA.grid(replace(SPLIT, splits=8), 300, 4)(65) == (2 * 3 * 8, 1, 1)
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
@@ -241,7 +238,7 @@ def test_weights_are_decoded_between_products(problem: CodebookProblem, tmp_path
     if tool is None or not jit.is_toolchain_available("nvrtc"):
         pytest.skip("needs nvdisasm and NVRTC")
     file = tmp_path / "kernel.cubin"
-    file.write_bytes(jit.build(emit_codebook_wgmma(problem, DEEP, ARCH)).cubin)
+    file.write_bytes(jit.build(CODEBOOK_WGMMA.emit(problem, DEEP, ARCH)).cubin)
     text = subprocess.run([tool, str(file)], capture_output=True, text=True, check=True).stdout
     between = re.split(r"[HI]GMMA\.64x256x", text)[1:-1]
     assert len(between) == (3 if problem is INT8 else 7)

@@ -12,9 +12,8 @@ import pytest
 from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm, validate
+from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
-from qcut.emitters.gemm.cutlass.tiles import default_tiles, search_space
 from qcut.emitters.gemm.cutlass.tiles import tile as tile_of
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from tests.support import GOLDEN, ROOT
@@ -32,7 +31,7 @@ KERNELS = {
 
 def emit(name: str):
     epilogue, tile, arch = KERNELS[name]
-    return emit_cutlass_gemm(GemmProblem(epilogue=epilogue), tile, arch)
+    return INT8_CUTLASS.emit(GemmProblem(epilogue=epilogue), tile, arch)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -87,7 +86,7 @@ def test_every_epilogue_emits_on_both_architectures_under_its_own_name():
     count = 0
     for epilogue in every_epilogue():
         for tile, arch in ((SM80_TILE, "sm_80"), (SM90_TILE, "sm_90a")):
-            source = emit_cutlass_gemm(GemmProblem(epilogue=epilogue), tile, arch)
+            source = INT8_CUTLASS.emit(GemmProblem(epilogue=epilogue), tile, arch)
             names.add(source.name)
             count += 1
             assert source.params == (*GemmProblem(epilogue=epilogue).params(), *LAUNCH_PARAMS)
@@ -122,7 +121,7 @@ def test_every_epilogue_emits_on_both_architectures_under_its_own_name():
 )
 def test_illegal_sm90_kernels_are_refused_by_name(problem, tile, arch, reason):
     with pytest.raises(EmitError, match=reason):
-        validate(replace(GemmProblem(epilogue=FULL), **problem), replace(SM90_TILE, **tile), arch)
+        INT8_CUTLASS.validate(replace(GemmProblem(epilogue=FULL), **problem), replace(SM90_TILE, **tile), arch)
 
 
 @pytest.mark.parametrize(
@@ -141,18 +140,18 @@ def test_illegal_sm90_kernels_are_refused_by_name(problem, tile, arch, reason):
 )
 def test_illegal_sm80_kernels_are_refused_by_name(tile, arch, reason):
     with pytest.raises(EmitError, match=reason):
-        validate(GemmProblem(epilogue=FULL), replace(SM80_TILE, **tile), arch)
+        INT8_CUTLASS.validate(GemmProblem(epilogue=FULL), replace(SM80_TILE, **tile), arch)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])
 def test_menus_and_spaces_are_distinct_and_legal(arch):
     problem = GemmProblem(epilogue=FULL)
-    space = list(search_space(problem, arch))
+    space = list(INT8_CUTLASS.search_space(problem, arch))
     assert len(set(space)) == len(space) >= 20
     for tile in space:
-        validate(problem, tile, arch)
-    assert set(default_tiles(arch)) & set(space)
-    assert list(search_space(replace(problem, layout_d="column"), arch)) == []
+        INT8_CUTLASS.validate(problem, tile, arch)
+    assert set(INT8_CUTLASS.default_tiles(GemmProblem(), arch)) & set(space)
+    assert list(INT8_CUTLASS.search_space(replace(problem, layout_d="column"), arch)) == []
     assert tile_of("pingpong", "128x256x64 c2x1 e64x32") == TileConfig(
         (128, 256, 64), cluster_shape=(2, 1), schedule="pingpong", epilogue_tile=(64, 32)
     )

@@ -50,7 +50,7 @@ def test_every_tile_of_a_menu_has_a_text_of_its_own(name: str) -> None:
 
 def test_tokens_are_the_columns_of_the_kernel() -> None:
     tile = TileConfig((192, 128, 64), cluster_shape=(1, 2), schedule="cooperative")
-    text = w8a16_cutlass.emit_w8a16_cutlass(HALF, tile, ARCH).text
+    text = W8A16_CUTLASS.emit(HALF, tile, ARCH).text
     assert "cute::Shape<cute::_128, cute::_192, cute::_64>" in text
     assert "cute::Shape<cute::_2,cute::_1,cute::_1>" in text
     assert "using StrideD = cute::Stride<cute::Int<1>, int64_t, cute::Int<0>>;" in text

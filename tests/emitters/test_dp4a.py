@@ -13,8 +13,8 @@ from qcut import jit
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm import dp4a as dp4a_gemm
-from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile, emit_dp4a_gemm, search_space
+from qcut.emitters.families import INT8_DP4A
+from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
@@ -36,15 +36,15 @@ def layout_sources(arch: str) -> list[KernelSource]:
         problem = GemmProblem(epilogue=EVERYTHING, layout_a=a, layout_b=b, layout_d=d)
         for align in (16, 4, 1):
             aligned = replace(problem, alignment_k=align, alignment_n=align)
-            sources += [emit_dp4a_gemm(aligned, tile, arch) for tile in (LARGE, SHALLOW)]
+            sources += [INT8_DP4A.emit(aligned, tile, arch) for tile in (LARGE, SHALLOW)]
     for epilogue in (Epilogue(DType.S32), Epilogue(DType.S8, wrap=True), Epilogue(DType.F32, residual=True)):
-        sources.append(emit_dp4a_gemm(GemmProblem(epilogue=epilogue), LARGE, arch))
-        sources.append(emit_dp4a_gemm(GemmProblem(epilogue=epilogue, **NTN), LARGE, arch))
+        sources.append(INT8_DP4A.emit(GemmProblem(epilogue=epilogue), LARGE, arch))
+        sources.append(INT8_DP4A.emit(GemmProblem(epilogue=epilogue, **NTN), LARGE, arch))
     return sources
 
 
 def menu_sources(arch: str) -> list[KernelSource]:
-    return [emit_dp4a_gemm(INT8, tile, arch) for tile in dp4a_gemm.default_tiles(arch)]
+    return [INT8_DP4A.emit(INT8, tile, arch) for tile in INT8_DP4A.default_tiles(GemmProblem(), arch)]
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
@@ -52,7 +52,7 @@ def menu_sources(arch: str) -> list[KernelSource]:
 
 def test_text_instantiates_the_header():
     problem = GemmProblem(epilogue=Epilogue(DType.S8, col_scale="per_tensor"), alignment_k=4, alignment_n=12, **NTN)
-    source = emit_dp4a_gemm(problem, LARGE, "sm_80")
+    source = INT8_DP4A.emit(problem, LARGE, "sm_80")
     assert source.text == (
         "#include <qcut/gemm/dp4a.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(256, 2)\n'
@@ -82,8 +82,8 @@ def test_names_are_unique_and_text_repeats():
 
 
 def test_grid_is_one_cta_per_tile():
-    assert dp4a_gemm.grid(LARGE, 129, 257) == (6, 1, 1)
-    assert dp4a_gemm.grid(SMALL, 1, 64) == (1, 1, 1)
+    assert INT8_DP4A.grid(LARGE, 257)(129) == (6, 1, 1)
+    assert INT8_DP4A.grid(SMALL, 64)(1) == (1, 1, 1)
 
 
 # ── constraints ──────────────────────────────────────────────────────────────────────────────────
@@ -120,14 +120,14 @@ def test_illegal_gemm_is_refused_by_name(name: str):
     assert broken == [name]
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
     with pytest.raises(EmitError, match=f"^qcut_int8_dp4a_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_dp4a_gemm(problem, tile, arch)
+        INT8_DP4A.emit(problem, tile, arch)
 
 
 @pytest.mark.parametrize("field", ["bm", "bn", "bk", "wm", "wn", "wniter", "tm", "tn"])
 @pytest.mark.parametrize("size", [-8, 0, 12])
 def test_sizes_are_refused_before_anything_divides_by_them(field: str, size: int):
     with pytest.raises(EmitError, match=": power_of_two: "):
-        emit_dp4a_gemm(INT8, replace(LARGE, **{field: size}), "sm_90a")
+        INT8_DP4A.emit(INT8, replace(LARGE, **{field: size}), "sm_90a")
 
 
 # ── search space ─────────────────────────────────────────────────────────────────────────────────
@@ -138,13 +138,13 @@ def test_search_space_is_what_is_legal_of_the_product(arch: str):
     blocks, warps, lanes = (64, 128, 256), (32, 64, 128, 256), (4, 8, 16, 32)
     sizes = product(blocks, blocks, (8, 16, 32, 64), warps, warps, (1, 2, 4, 8), lanes, lanes)
     legal = [t for t in (Dp4aTile(*s) for s in sizes) if all(c.holds(INT8, t, arch) for c in CONSTRAINTS)]
-    assert list(search_space(INT8, arch)) == legal
+    assert list(INT8_DP4A.search_space(INT8, arch)) == legal
     assert len(legal) == 2044
 
 
 def test_legal_tiles_are_covered_exactly():
     """Subtiles and lanes cover a warp's tile once, warps a CTA's, and a thread owns its share."""
-    for tile in search_space(INT8, "sm_80"):
+    for tile in INT8_DP4A.search_space(INT8, "sm_80"):
         lanes = (tile.wm // tile.wmiter // tile.tm) * (tile.wn // tile.wniter // tile.tn)
         per_thread = tile.wmiter * tile.tm * tile.wniter * tile.tn
         assert lanes == 32
@@ -155,14 +155,14 @@ def test_legal_tiles_are_covered_exactly():
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menu_is_legal(arch: str):
-    tiles = dp4a_gemm.default_tiles(arch)
+    tiles = INT8_DP4A.default_tiles(GemmProblem(), arch)
     assert {16, 128} <= {t.bm for t in tiles}
     for tile in tiles:
-        dp4a_gemm.validate(INT8, tile, arch)
+        INT8_DP4A.validate(INT8, tile, arch)
 
 
 def test_nothing_is_searched_for_what_cannot_be_built():
-    assert not list(search_space(replace(INT8, a=DType.BF16), "sm_90a"))
+    assert not list(INT8_DP4A.search_space(replace(INT8, a=DType.BF16), "sm_90a"))
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
@@ -186,8 +186,8 @@ def test_menu_compiles_for_dp4a(arch: str):
 
 
 def test_a_sample_of_legal_tiles_compiles_without_spills():
-    tiles = random.Random(3).sample(list(search_space(INT8, "sm_90a")), 12)
-    for binary in build(*(emit_dp4a_gemm(INT8, tile, "sm_90a") for tile in tiles)):
+    tiles = random.Random(3).sample(list(INT8_DP4A.search_space(INT8, "sm_90a")), 12)
+    for binary in build(*(INT8_DP4A.emit(INT8, tile, "sm_90a") for tile in tiles)):
         check_registers(binary)
         found = instructions(binary.cubin)
         assert "IDP.4A.S8.S8" in found, binary.name
@@ -202,7 +202,7 @@ def test_layouts_and_epilogues_compile_without_spills(arch: str):
 
 def test_pieces_are_as_wide_as_the_alignment_allows():
     wide, far, narrow, single = (
-        instructions(build(emit_dp4a_gemm(problem, LARGE, "sm_90a"))[0].cubin)
+        instructions(build(INT8_DP4A.emit(problem, LARGE, "sm_90a"))[0].cubin)
         for problem in (
             INT8,
             replace(INT8, **NTN),

@@ -11,9 +11,17 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.families import ALL_FAMILIES, FAMILIES, SPELLINGS, family
-from qcut.emitters.gemm import dp4a, mma, w8a16, wmma
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.families import (
+    ALL_FAMILIES,
+    FAMILIES,
+    INT8_CUTLASS,
+    INT8_DP4A,
+    INT8_MMA,
+    INT8_WMMA,
+    SPELLINGS,
+    W8A16_MMA,
+    family,
+)
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, tile
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.codebook import CodebookStreamTile
@@ -33,10 +41,10 @@ HALF = GemmProblem(a=DType.F16, epilogue=Epilogue(col_scale="per_channel", bias=
 
 def raw_kernels() -> list[KernelSource]:
     return [
-        mma.emit_mma_gemm(INT8, mma.default_tiles(ARCH)[0], ARCH),
-        wmma.emit_wmma_gemm(INT8, wmma.default_tiles(ARCH)[0], ARCH),
-        dp4a.emit_dp4a_gemm(INT8, dp4a.default_tiles(ARCH)[0], ARCH),
-        w8a16.emit_w8a16_mma(HALF, w8a16.default_tiles(ARCH)[0], ARCH),
+        INT8_MMA.emit(INT8, INT8_MMA.default_tiles(GemmProblem(), ARCH)[0], ARCH),
+        INT8_WMMA.emit(INT8, INT8_WMMA.default_tiles(GemmProblem(), ARCH)[0], ARCH),
+        INT8_DP4A.emit(INT8, INT8_DP4A.default_tiles(GemmProblem(), ARCH)[0], ARCH),
+        W8A16_MMA.emit(HALF, W8A16_MMA.default_tiles(GemmProblem(DType.F16), ARCH)[0], ARCH),
         emit_argmax(ArgmaxRows(DType.F16, ARCH)),
         emit_ladder_gemm(INT8, NAIVE, ARCH),
     ]
@@ -54,7 +62,7 @@ def test_cutlass_waits_but_in_multistage_and_stream_k_kernels():
     tiles = (*SM90_MENU, *SM80_MENU, tile("stream_k", "128x64x128"))
     for choice in tiles:
         waits = choice.schedule not in ("multistage", "stream_k")
-        source = emit_cutlass_gemm(INT8, choice, ARCH)
+        source = INT8_CUTLASS.emit(INT8, choice, ARCH)
         assert source.waits == waits == ("CUTLASS_ENABLE_GDC_FOR_SM90" in source.defines), source.name
 
 

@@ -12,22 +12,16 @@ from qcut.dispatch.tiles.stream import few_tokens, int8_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.quantize import QuantizePerToken, emit_quantize_per_token
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
-from qcut.emitters.gemm.cutlass.tiles import default_tiles
-from qcut.emitters.gemm.dp4a import default_tiles as dp4a_tiles
-from qcut.emitters.gemm.dp4a import emit_dp4a_gemm
-from qcut.emitters.gemm.mma import emit_mma_gemm
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_STREAM, INT8_WMMA
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.gemm.wmma import default_tiles as wmma_tiles
-from qcut.emitters.gemm.wmma import emit_wmma_gemm
-from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile, emit_int8_stream
+from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 PLAIN = Epilogue(DType.F16, row_scale="per_token", col_scale="per_channel", bias=True, halves=True)
 PROBLEM = GemmProblem(epilogue=PLAIN)
 LARGE, SPLIT = TileConfig((128, 256, 64), (64, 64, 64), 4), TileConfig((16, 64, 128), (16, 16, 128), 5, splits=4)
-PINGPONG = next(tile for tile in default_tiles("sm_90a") if tile.schedule == "pingpong")
+PINGPONG = next(tile for tile in INT8_CUTLASS.default_tiles(GemmProblem(), "sm_90a") if tile.schedule == "pingpong")
 
 
 def sources(arch: str) -> list[KernelSource]:
@@ -36,9 +30,9 @@ def sources(arch: str) -> list[KernelSource]:
     found = [
         emit_quantize_per_token(QuantizePerToken.for_shape(DType.F16, arch, 4096, 4096, halves=True)),
         emit_quantize_per_token(QuantizePerToken(DType.F32, arch, 256, 0, aligned=False, halves=True)),
-        emit_mma_gemm(PROBLEM, LARGE, arch),
-        emit_mma_gemm(replace(PROBLEM, epilogue=replace(PLAIN, out=DType.BF16, residual=True)), LARGE, arch),
-        emit_wmma_gemm(PROBLEM, wmma_tiles(arch)[0], arch),
+        INT8_MMA.emit(PROBLEM, LARGE, arch),
+        INT8_MMA.emit(replace(PROBLEM, epilogue=replace(PLAIN, out=DType.BF16, residual=True)), LARGE, arch),
+        INT8_WMMA.emit(PROBLEM, INT8_WMMA.default_tiles(GemmProblem(), arch)[0], arch),
     ]
     for kind, x, m, n, k in (
         ("floats", DType.F16, 1, 14336, 4096),
@@ -47,12 +41,12 @@ def sources(arch: str) -> list[KernelSource]:
         ("rows", DType.F16, 2, 4096, 14336),
     ):
         few = W8A8Problem(kind, x, replace(PLAIN, out=x))  # type: ignore[arg-type]
-        found.append(emit_int8_stream(few, int8_tile(few, m, n, k, gpu), arch))
-    return [*found, emit_mma_gemm(PROBLEM, SPLIT, arch)] if arch == "sm_90a" else found
+        found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, gpu), arch))
+    return [*found, INT8_MMA.emit(PROBLEM, SPLIT, arch)] if arch == "sm_90a" else found
 
 
 def test_texts_take_tokens_and_rows() -> None:
-    gemm = emit_mma_gemm(PROBLEM, LARGE, "sm_80")
+    gemm = INT8_MMA.emit(PROBLEM, LARGE, "sm_80")
     assert gemm.name == "qcut_int8_mma_sm80_s8xs8_f16_halves_sm_sn_b_128x256x64_w64x64_s4_multistage"
     assert [p.name for p in gemm.params] == [
         *("a", "b", "d", "m", "n", "k", "lda", "ldb", "ldd", "tokens", "row_scale", "col_scale", "bias")
@@ -60,7 +54,7 @@ def test_texts_take_tokens_and_rows() -> None:
     assert "qcut::OfHalves<qcut::Epilogue<__half," in gemm.text
     assert "args.tokens = tokens;" in gemm.text
     assert "#include <qcut/gemm/halves.cuh>" in gemm.text
-    few = emit_int8_stream(W8A8Problem("floats", DType.F16, PLAIN), W8A8Tile(7, 16, 2, tokens=1), "sm_80")
+    few = INT8_STREAM.emit(W8A8Problem("floats", DType.F16, PLAIN), W8A8Tile(7, 16, 2, tokens=1), "sm_80")
     assert [p.name for p in few.params][8:] == ["ldd", "tokens", "col_scale", "bias"]
     assert "qcut::int16x8_stream<" in few.text
     assert "OfHalves" not in few.text
@@ -76,7 +70,7 @@ def test_rows_of_tokens_come_in_blocks() -> None:
 
 def test_cutlass_leaves_d_to_the_visitor_node() -> None:
     for activation, place in ((Activation.NONE, 0), (Activation.SILU, 4)):
-        source = emit_cutlass_gemm(replace(PROBLEM, epilogue=replace(PLAIN, activation=activation)), PINGPONG, "sm_90a")
+        source = INT8_CUTLASS.emit(replace(PROBLEM, epilogue=replace(PLAIN, activation=activation)), PINGPONG, "sm_90a")
         assert source.text.count("using ElementD = void;") == 1
         assert re.search(
             rf"Sm90DequantizeHalves<\s*[^<>]*, cutlass::half_t, cute::Int<{place}>, true, true, true", source.text
@@ -94,10 +88,10 @@ def test_cutlass_leaves_d_to_the_visitor_node() -> None:
         lambda: replace(PLAIN, zero_point="per_token"),
         lambda: GemmProblem(epilogue=PLAIN, layout_a="column"),
         lambda: GemmProblem(DType.F16, epilogue=PLAIN),
-        lambda: emit_dp4a_gemm(PROBLEM, dp4a_tiles("sm_80")[0], "sm_80"),
-        lambda: emit_cutlass_gemm(PROBLEM, default_tiles("sm_80")[0], "sm_80"),
-        lambda: emit_cutlass_gemm(GemmProblem(epilogue=replace(PLAIN, residual=True)), PINGPONG, "sm_90a"),
-        lambda: emit_cutlass_gemm(GemmProblem(epilogue=replace(PLAIN, out=DType.S8)), PINGPONG, "sm_90a"),
+        lambda: INT8_DP4A.emit(PROBLEM, INT8_DP4A.default_tiles(GemmProblem(), "sm_80")[0], "sm_80"),
+        lambda: INT8_CUTLASS.emit(PROBLEM, INT8_CUTLASS.default_tiles(GemmProblem(), "sm_80")[0], "sm_80"),
+        lambda: INT8_CUTLASS.emit(GemmProblem(epilogue=replace(PLAIN, residual=True)), PINGPONG, "sm_90a"),
+        lambda: INT8_CUTLASS.emit(GemmProblem(epilogue=replace(PLAIN, out=DType.S8)), PINGPONG, "sm_90a"),
     ],
 )
 def test_what_no_kernel_combines_is_refused(make) -> None:

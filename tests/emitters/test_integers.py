@@ -12,17 +12,9 @@ from qcut.dispatch.tiles.stream import few_tokens, int8_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
-from qcut.emitters.families import INT8_MMA
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
-from qcut.emitters.gemm.cutlass.tiles import default_tiles
-from qcut.emitters.gemm.dp4a import default_tiles as dp4a_tiles
-from qcut.emitters.gemm.dp4a import emit_dp4a_gemm
-from qcut.emitters.gemm.mma import default_tiles as mma_tiles
-from qcut.emitters.gemm.mma import emit_mma_gemm
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_STREAM, INT8_WMMA
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.gemm.wmma import default_tiles as wmma_tiles
-from qcut.emitters.gemm.wmma import emit_wmma_gemm
-from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile, emit_int8_stream
+from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
@@ -34,30 +26,33 @@ def sources(arch: str) -> list[KernelSource]:
     found = [emit_split_halves(SplitHalves(arch, aligned)) for aligned in (True, False)]
     for epilogue in (BYTES, WORDS):
         problem = GemmProblem(epilogue=epilogue)
-        tiles = [tile for tile in mma_tiles(arch) if INT8_MMA.is_legal(problem, tile, arch)]
+        tiles = [tile for tile in INT8_MMA.default_tiles(GemmProblem(), arch) if INT8_MMA.is_legal(problem, tile, arch)]
         large = max(tiles, key=lambda tile: (tile.warp_shape[0] * tile.warp_shape[1], tile.threads))
-        found += [emit_mma_gemm(problem, large, arch), emit_wmma_gemm(problem, wmma_tiles(arch)[0], arch)]
+        found += [
+            INT8_MMA.emit(problem, large, arch),
+            INT8_WMMA.emit(problem, INT8_WMMA.default_tiles(GemmProblem(), arch)[0], arch),
+        ]
         if arch == "sm_90a":
-            found.append(emit_mma_gemm(problem, SPLIT, arch))
+            found.append(INT8_MMA.emit(problem, SPLIT, arch))
         for m, n, k in ((1, 14336, 4096), (8, 4096, 14336), (16, 1280, 1280)):
             if m <= 8 or epilogue is BYTES:
                 few = W8A8Problem("given", epilogue.out, epilogue)
-                found.append(emit_int8_stream(few, int8_tile(few, m, n, k, Target(arch, 108)), arch))
+                found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, Target(arch, 108)), arch))
     return found
 
 
 def test_texts_take_bias_multiplier_and_shift() -> None:
     vectors = ["bias", "multiplier", "shift"]
-    eight = emit_mma_gemm(GemmProblem(epilogue=BYTES), LARGE, "sm_80")
+    eight = INT8_MMA.emit(GemmProblem(epilogue=BYTES), LARGE, "sm_80")
     assert eight.name == "qcut_int8_mma_sm80_s8xs8_s8_rescale_128x256x64_w64x64_s4_multistage"
     assert [p.name for p in eight.params][8:] == ["ldd", *vectors, "zero_point", "relu"]
     assert "using Epilogue = qcut::IntegerEpilogue<int8_t>;" in eight.text
     assert "#include <qcut/gemm/integers.cuh>" in eight.text
-    sixteen = emit_mma_gemm(GemmProblem(epilogue=WORDS), LARGE, "sm_80")
+    sixteen = INT8_MMA.emit(GemmProblem(epilogue=WORDS), LARGE, "sm_80")
     assert [p.name for p in sixteen.params][8:] == ["ldd", "tokens", *vectors, "relu"]
     assert "using Epilogue = qcut::OfHalves<qcut::IntegerEpilogue<short>>;" in sixteen.text
     assert "args.tokens = tokens;" in sixteen.text
-    few = emit_int8_stream(W8A8Problem("given", DType.S16, WORDS), W8A8Tile(7, 16, tokens=1), "sm_80")
+    few = INT8_STREAM.emit(W8A8Problem("given", DType.S16, WORDS), W8A8Tile(7, 16, tokens=1), "sm_80")
     assert [p.name for p in few.params][8:] == ["ldd", "tokens", *vectors, "relu"]
     assert "qcut::integer_stream<Tile, true, Epilogue>(a, b, d, tokens," in few.text
     assert "OfHalves" not in few.text
@@ -74,10 +69,14 @@ def test_texts_take_bias_multiplier_and_shift() -> None:
         lambda: replace(BYTES, bias=True),
         lambda: replace(BYTES, activation=Activation.RELU),
         lambda: replace(BYTES, wrap=True),
-        lambda: emit_cutlass_gemm(GemmProblem(epilogue=BYTES), default_tiles("sm_80")[0], "sm_80"),
-        lambda: emit_dp4a_gemm(GemmProblem(epilogue=BYTES), dp4a_tiles("sm_80")[0], "sm_80"),
-        lambda: emit_int8_stream(W8A8Problem("rows", DType.F16, BYTES), W8A8Tile(1, 8), "sm_80"),
-        lambda: emit_int8_stream(W8A8Problem("given", DType.S8, BYTES, absmax=True), W8A8Tile(1, 8), "sm_80"),
+        lambda: INT8_CUTLASS.emit(
+            GemmProblem(epilogue=BYTES), INT8_CUTLASS.default_tiles(GemmProblem(), "sm_80")[0], "sm_80"
+        ),
+        lambda: INT8_DP4A.emit(
+            GemmProblem(epilogue=BYTES), INT8_DP4A.default_tiles(GemmProblem(), "sm_80")[0], "sm_80"
+        ),
+        lambda: INT8_STREAM.emit(W8A8Problem("rows", DType.F16, BYTES), W8A8Tile(1, 8), "sm_80"),
+        lambda: INT8_STREAM.emit(W8A8Problem("given", DType.S8, BYTES, absmax=True), W8A8Tile(1, 8), "sm_80"),
     ],
 )
 def test_what_no_kernel_rescales_is_refused(make) -> None:

@@ -22,11 +22,10 @@ from qcut.emitters.decoder.quantize import (
     emit_quantize_per_tensor,
     emit_quantize_per_token,
 )
+from qcut.emitters.families import INT8_MMA, W8A16_MMA
 from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import w8a16 as w8a16_mma
-from qcut.emitters.gemm.mma import emit_mma_gemm, smem_bytes
+from qcut.emitters.gemm.mma import smem_bytes
 from qcut.emitters.gemm.problem import GemmProblem, Layout, TileConfig
-from qcut.emitters.gemm.w8a16 import emit_w8a16_mma
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
@@ -67,25 +66,27 @@ def with_layouts(problem: GemmProblem, layouts: tuple[Layout, Layout, Layout]) -
 
 
 def menu_sources(arch: str) -> list[KernelSource]:
-    return [emit_mma_gemm(GemmProblem(epilogue=STATIC), tile, arch) for tile in mma_gemm.default_tiles(arch)]
+    return [
+        INT8_MMA.emit(GemmProblem(epilogue=STATIC), tile, arch) for tile in INT8_MMA.default_tiles(GemmProblem(), arch)
+    ]
 
 
 def layout_sources(arch: str) -> list[KernelSource]:
     problems = [with_layouts(GemmProblem(epilogue=STATIC), layouts) for layouts in LAYOUTS]
-    sources = [emit_mma_gemm(problem, LARGE, arch) for problem in problems]
+    sources = [INT8_MMA.emit(problem, LARGE, arch) for problem in problems]
     for align in (1, 4):
-        sources += [emit_mma_gemm(replace(p, alignment_k=align, alignment_n=align), SMALL, arch) for p in problems]
+        sources += [INT8_MMA.emit(replace(p, alignment_k=align, alignment_n=align), SMALL, arch) for p in problems]
     raw = (Epilogue(DType.S32), Epilogue(DType.S8, wrap=True))
-    return sources + [emit_mma_gemm(replace(problems[0], epilogue=e), MIDDLE, arch) for e in raw]
+    return sources + [INT8_MMA.emit(replace(problems[0], epilogue=e), MIDDLE, arch) for e in raw]
 
 
 def int8_sources(arch: str) -> list[KernelSource]:
     return [
-        emit_mma_gemm(GemmProblem(epilogue=DYNAMIC), LARGE, arch),
-        emit_mma_gemm(GemmProblem(epilogue=EVERYTHING), MIDDLE, arch),
-        emit_mma_gemm(GemmProblem(epilogue=REQUANTIZE), SMALL, arch),
-        emit_mma_gemm(GemmProblem(epilogue=EVERYTHING, alignment_n=1), MIDDLE, arch),
-        emit_mma_gemm(GemmProblem(epilogue=DYNAMIC, alignment_k=1, alignment_n=1), SMALL, arch),
+        INT8_MMA.emit(GemmProblem(epilogue=DYNAMIC), LARGE, arch),
+        INT8_MMA.emit(GemmProblem(epilogue=EVERYTHING), MIDDLE, arch),
+        INT8_MMA.emit(GemmProblem(epilogue=REQUANTIZE), SMALL, arch),
+        INT8_MMA.emit(GemmProblem(epilogue=EVERYTHING, alignment_n=1), MIDDLE, arch),
+        INT8_MMA.emit(GemmProblem(epilogue=DYNAMIC, alignment_k=1, alignment_n=1), SMALL, arch),
     ]
 
 
@@ -93,11 +94,11 @@ def w8a16_sources(arch: str) -> list[KernelSource]:
     half = GemmProblem(a=DType.F16, epilogue=WEIGHT_ONLY)
     brain = GemmProblem(a=DType.BF16, epilogue=replace(EVERYTHING, zero_point="none", row_scale="none"))
     return [
-        emit_w8a16_mma(half, LARGE, arch),
-        emit_w8a16_mma(half, SMALL, arch),
-        emit_w8a16_mma(replace(half, alignment_k=1, alignment_n=1), MIDDLE, arch),
-        emit_w8a16_mma(brain, LARGE, arch),
-        emit_w8a16_mma(brain, SMALL, arch),
+        W8A16_MMA.emit(half, LARGE, arch),
+        W8A16_MMA.emit(half, SMALL, arch),
+        W8A16_MMA.emit(replace(half, alignment_k=1, alignment_n=1), MIDDLE, arch),
+        W8A16_MMA.emit(brain, LARGE, arch),
+        W8A16_MMA.emit(brain, SMALL, arch),
     ]
 
 
@@ -121,7 +122,7 @@ def test_text_is_short_and_instantiates_the_header():
 
 
 def test_gemm_text_sets_exactly_the_epilogue_it_names():
-    source = emit_mma_gemm(GemmProblem(epilogue=REQUANTIZE), SMALL, "sm_80")
+    source = INT8_MMA.emit(GemmProblem(epilogue=REQUANTIZE), SMALL, "sm_80")
     assert source.text == (
         "#include <qcut/gemm/mma.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(128)\n'
@@ -146,7 +147,7 @@ def test_gemm_text_sets_exactly_the_epilogue_it_names():
 
 def test_column_major_output_swaps_the_operands():
     problem = GemmProblem(epilogue=DYNAMIC, layout_a="column", layout_d="column", alignment_k=4, alignment_n=2)
-    text = emit_mma_gemm(problem, SMALL, "sm_80").text
+    text = INT8_MMA.emit(problem, SMALL, "sm_80").text
     assert "qcut::Tile<64, 16, 128, 16, 16, 5, 1>" in text
     assert "using A = qcut::Operand<int8_t, qcut::Major::kRows, 4>;" in text
     assert "using B = qcut::Operand<int8_t, qcut::Major::kK, 4>;" in text
@@ -154,7 +155,7 @@ def test_column_major_output_swaps_the_operands():
 
 
 def test_splits_are_a_cluster():
-    source = emit_mma_gemm(GemmProblem(epilogue=DYNAMIC), SPLIT, "sm_90a")
+    source = INT8_MMA.emit(GemmProblem(epilogue=DYNAMIC), SPLIT, "sm_90a")
     assert "void __cluster_dims__(4, 1, 1) __launch_bounds__(128)\n" in source.text
     assert "qcut::Tile<16, 64, 128, 16, 16, 5, 4>" in source.text
     assert "_s5_k4_" in source.name
@@ -168,7 +169,7 @@ def test_splits_are_a_cluster():
     ],
 )
 def test_raw_outputs_take_no_arguments(epilogue: Epilogue, name: str, type_: str):
-    source = emit_mma_gemm(GemmProblem(epilogue=epilogue), SMALL, "sm_80")
+    source = INT8_MMA.emit(GemmProblem(epilogue=epilogue), SMALL, "sm_80")
     assert f"_s8xs8_{name}_16x64x128" in source.name
     assert type_ in source.text
     assert source.params[-1].name == "ldd"
@@ -228,32 +229,32 @@ def test_elementwise_grid_covers_the_matrix(m: int, k: int):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menus_are_legal(arch: str):
-    for problem, family in ((GemmProblem(), mma_gemm), (GemmProblem(a=DType.BF16), w8a16_mma)):
-        tiles = family.default_tiles(arch)
+    for problem, family in ((GemmProblem(), INT8_MMA), (GemmProblem(a=DType.BF16), W8A16_MMA)):
+        tiles = family.default_tiles(problem, arch)
         assert {16, 128} <= {t.threadblock_shape[0] for t in tiles}
         for tile in tiles:
             family.validate(problem, tile, arch)
 
 
 def test_grid_is_one_cta_per_tile_and_part_of_k():
-    assert mma_gemm.grid(LARGE, 129, 257) == (4, 1, 1)
-    assert mma_gemm.grid(SPLIT, 17, 65) == (16, 1, 1)
-    assert w8a16_mma.grid(SMALL, 1, 64) == (1, 1, 1)
+    assert INT8_MMA.grid(LARGE, 257)(129) == (4, 1, 1)
+    assert INT8_MMA.grid(SPLIT, 65)(17) == (16, 1, 1)
+    assert W8A16_MMA.grid(SMALL, 64)(1) == (1, 1, 1)
 
 
 def test_menus_split_k_only_in_clusters():
-    assert {t.splits for t in mma_gemm.default_tiles("sm_80")} == {1}
-    assert {t.splits for t in mma_gemm.default_tiles("sm_90a")} == {1, 2, 4, 8}
+    assert {t.splits for t in INT8_MMA.default_tiles(GemmProblem(), "sm_80")} == {1}
+    assert {t.splits for t in INT8_MMA.default_tiles(GemmProblem(), "sm_90a")} == {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="".join)
 def test_search_space_is_legal_and_holds_the_menu(layouts: tuple[Layout, Layout, Layout]):
     problem = with_layouts(GemmProblem(), layouts)
-    space = list(mma_gemm.search_space(problem, "sm_90a"))
+    space = list(INT8_MMA.search_space(problem, "sm_90a"))
     assert len(set(space)) == len(space) > 1000
     for tile in random.Random(0).sample(space, 50):
-        mma_gemm.validate(problem, tile, "sm_90a")
-    assert set(mma_gemm.default_tiles("sm_90a")) <= set(space)
+        INT8_MMA.validate(problem, tile, "sm_90a")
+    assert set(INT8_MMA.default_tiles(GemmProblem(), "sm_90a")) <= set(space)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
@@ -291,7 +292,7 @@ def test_every_constraint_is_refused_below():
 def test_illegal_int8_gemm_is_refused_by_name(name: str):
     [constraint] = [c for c in mma_gemm.CONSTRAINTS if c.name == name]
     with pytest.raises(EmitError, match=f"^qcut_int8_mma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_mma_gemm(*REFUSALS[name])
+        INT8_MMA.emit(*REFUSALS[name])
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,7 @@ def test_illegal_int8_gemm_is_refused_by_name(name: str):
 )
 def test_edges_of_constraints_are_refused(problem: GemmProblem, tile: TileConfig):
     with pytest.raises(EmitError):
-        emit_mma_gemm(problem, tile, "sm_80")
+        INT8_MMA.emit(problem, tile, "sm_80")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +328,7 @@ def test_edges_of_constraints_are_refused(problem: GemmProblem, tile: TileConfig
 )
 def test_illegal_w8a16_mma_is_refused_by_name(problem: GemmProblem, tile: TileConfig, name: str):
     with pytest.raises(EmitError, match=f"^qcut_w8a16_mma_[a-z0-9_]+: {name}: "):
-        emit_w8a16_mma(problem, tile, "sm_90a")
+        W8A16_MMA.emit(problem, tile, "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -372,7 +373,7 @@ def test_compiles_without_spills(sources: Callable[[str], list[KernelSource]], a
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_large_tiles_fit_their_occupancy(arch: str):
     problem = GemmProblem(epilogue=DYNAMIC)
-    [binary] = build(emit_mma_gemm(problem, LARGE, arch))
+    [binary] = build(INT8_MMA.emit(problem, LARGE, arch))
     assert binary.resources is not None
     assert binary.resources.registers * 256 <= 65536
     assert 2 * smem_bytes(problem, MIDDLE) <= architecture(arch).smem_bytes

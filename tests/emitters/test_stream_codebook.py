@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,11 +14,12 @@ from qcut.dispatch.tiles.codebook import is_wgmma_better, stream_tile, stream_wg
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.families import CODEBOOK_STREAM, CODEBOOK_STREAM_WGMMA
 from qcut.emitters.stream import codebook as codebook_stream
-from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
-from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stream
-from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
+from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.jit import Binary
 from tests.support.compiled import build
 from tests.support.sass import instructions
@@ -66,7 +66,7 @@ def mma_sources(arch: str) -> list[KernelSource]:
             (INT8, CodebookStreamTile(8, 4, 28, 2, 2)),
             (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8)),
         ]
-    return [emit_codebook_stream(problem, tile, arch) for problem, tile in tiles]
+    return [CODEBOOK_STREAM.emit(problem, tile, arch) for problem, tile in tiles]
 
 
 def wgmma_sources() -> list[KernelSource]:
@@ -74,8 +74,8 @@ def wgmma_sources() -> list[KernelSource]:
     tiles += [(BRAIN, CodebookStreamWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookStreamWgmmaTile(8, 1, 1, 3, 2))]
     tiles += [(PAIRS, WGMMA), (INT8_PAIRS, WGMMA)]
     problems = (HALF, BRAIN, INT8, INT8_PAIRS)
-    tiles += [(problem, codebook_stream_wgmma.default_tiles(problem)[-1]) for problem in problems]
-    return [emit_codebook_stream_wgmma(problem, tile, "sm_90a") for problem, tile in tiles]
+    tiles += [(problem, CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a")[-1]) for problem in problems]
+    return [CODEBOOK_STREAM_WGMMA.emit(problem, tile, "sm_90a") for problem, tile in tiles]
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
@@ -88,39 +88,33 @@ def test_text_is_deterministic_and_names_are_unique():
 
 
 def test_names_spell_the_kernel():
-    name = emit_codebook_stream(HALF, CLUSTER, "sm_90a").name
+    name = CODEBOOK_STREAM.emit(HALF, CLUSTER, "sm_90a").name
     assert name == "qcut_codebook_stream_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
-    name = emit_codebook_stream(ROTATES, WIDE, "sm_90a").name
+    name = CODEBOOK_STREAM.emit(ROTATES, WIDE, "sm_90a").name
     assert name == "qcut_codebook_stream_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
-    name = emit_codebook_stream(INT8_PAIRS, WIDE, "sm_90a").name
+    name = CODEBOOK_STREAM.emit(INT8_PAIRS, WIDE, "sm_90a").name
     assert name == "qcut_codebook_stream_sm90a_s8xc4ps2_f16_sm_sn_n8_t1_r7_w32_u1_k1_p1"
-    name = emit_codebook_stream_wgmma(INT8, WGMMA, "sm_90a").name
+    name = CODEBOOK_STREAM_WGMMA.emit(INT8, WGMMA, "sm_90a").name
     assert name == "qcut_codebook_stream_wgmma_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
 
 def test_splits_are_a_cluster():
-    assert "__cluster_dims__(4, 1, 1)" in emit_codebook_stream(HALF, CLUSTER, "sm_90a").text
-    assert "__cluster_dims__(2, 1, 1)" in emit_codebook_stream_wgmma(HALF, WGMMA, "sm_90a").text
-    assert "__cluster_dims__" not in emit_codebook_stream(HALF, WIDE, "sm_90a").text
+    assert "__cluster_dims__(4, 1, 1)" in CODEBOOK_STREAM.emit(HALF, CLUSTER, "sm_90a").text
+    assert "__cluster_dims__(2, 1, 1)" in CODEBOOK_STREAM_WGMMA.emit(HALF, WGMMA, "sm_90a").text
+    assert "__cluster_dims__" not in CODEBOOK_STREAM.emit(HALF, WIDE, "sm_90a").text
 
 
 def test_grid_covers_the_rows():
     for n in (1, 15, 16, 17, 112, 113, 4096):
         for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
-            ctas = codebook_stream.grid(tile, 1, n)[0] // tile.splits
+            ctas = CODEBOOK_STREAM.grid(tile, n)(1)[0] // tile.splits
             assert (ctas - 1) * rows < n <= ctas * rows
-        ctas = codebook_stream_wgmma.grid(WGMMA, n)(1)[0] // WGMMA.splits
+        ctas = CODEBOOK_STREAM_WGMMA.grid(WGMMA, n)(1)[0] // WGMMA.splits
         assert (ctas - 1) * 256 < n <= ctas * 256
 
 
 def test_grid_covers_the_tokens():
-    assert [codebook_stream_wgmma.grid(WGMMA, 4096)(m)[0] for m in (1, 64, 65, 200)] == [32, 32, 64, 128]
-
-
-@pytest.mark.parametrize("m", [0, 65])
-def test_grid_refuses_other_numbers_of_tokens(m: int):
-    with pytest.raises(EmitError, match=rf"m is {m}; tile t1_r7_w32_u1_k1_p1 takes 1 to 1 tokens"):
-        codebook_stream.grid(WIDE, m, 64)
+    assert [CODEBOOK_STREAM_WGMMA.grid(WGMMA, 4096)(m)[0] for m in (1, 64, 65, 200)] == [32, 32, 64, 128]
 
 
 # ── choices ──────────────────────────────────────────────────────────────────────────────────────
@@ -130,22 +124,22 @@ def test_grid_refuses_other_numbers_of_tokens(m: int):
 def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
     for (n, units), m in product(SHAPES, (1, 2, 8, 9, 16, 17, 32, 33, 64)):
         wide = stream_wgmma_tile(problem, m, n, units, H200)
-        codebook_stream_wgmma.validate(problem, wide, "sm_90a")
+        CODEBOOK_STREAM_WGMMA.validate(problem, wide, "sm_90a")
         assert m <= wide.tokens
         if not is_wgmma_better(problem, m, n, units, H200):
             tile = stream_tile(problem, m, n, units, H200)
-            codebook_stream.validate(problem, tile, "sm_90a")
+            CODEBOOK_STREAM.validate(problem, tile, "sm_90a")
             assert m <= tile.tokens
             assert units <= tile.capacity
 
 
 @pytest.mark.parametrize("problem", [HALF, BRAIN, INT8, PAIRS, INT8_PAIRS], ids=lambda p: p.name)
 def test_tiles_for_prompts_are_legal_and_alone(problem: CodebookProblem):
-    tiles = codebook_stream_wgmma.default_tiles(problem)
+    tiles = CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a")
     assert len(tiles) == len(set(tiles)) == 9
     for tile in tiles:
-        codebook_stream_wgmma.validate(problem, tile, "sm_90a")
-        source = emit_codebook_stream_wgmma(problem, tile, "sm_90a")
+        CODEBOOK_STREAM_WGMMA.validate(problem, tile, "sm_90a")
+        source = CODEBOOK_STREAM_WGMMA.emit(problem, tile, "sm_90a")
         assert 2 * source.smem_bytes >= architecture("sm_90a").sm_smem_bytes
 
 
@@ -153,7 +147,7 @@ def test_tiles_for_prompts_are_legal_and_alone(problem: CodebookProblem):
 def test_other_architectures_have_tiles(arch: str):
     for m in (1, 8):
         tile = stream_tile(HALF, m, 1280, 10, Target(arch, 108))
-        codebook_stream.validate(HALF, tile, arch)
+        CODEBOOK_STREAM.validate(HALF, tile, arch)
         assert tile.splits == 1
 
 
@@ -198,7 +192,7 @@ def test_too_many_tokens_have_no_tile():
 
 def test_pairs_have_64_words_and_a_table_for_every_type() -> None:
     for problem in (PAIRS, INT8_PAIRS):
-        source = emit_codebook_stream(problem, WIDE, "sm_90a")
+        source = CODEBOOK_STREAM.emit(problem, WIDE, "sm_90a")
         assert [p.name for p in source.params if p.name.startswith("book")] == [f"book{i}" for i in range(64)]
         assert "const qcut::PairBook book{{static_cast<uint32_t>(book0), " in source.text
         assert source.smem_bytes > codebook_stream.PAIR_TABLE_BYTES
@@ -244,19 +238,19 @@ WGMMA_REFUSALS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "emit", "refusals"),
+    ("family", "refusals"),
     [
-        (codebook_stream, emit_codebook_stream, REFUSALS),
-        (codebook_stream_wgmma, emit_codebook_stream_wgmma, WGMMA_REFUSALS),
+        (CODEBOOK_STREAM, REFUSALS),
+        (CODEBOOK_STREAM_WGMMA, WGMMA_REFUSALS),
     ],
     ids=["mma", "wgmma"],
 )
-def test_illegal_tiles_are_refused_by_name(family: Any, emit: Callable[..., KernelSource], refusals: dict[str, Any]):
-    assert [constraint.name for constraint in family.CONSTRAINTS] == list(refusals)
-    for constraint in family.CONSTRAINTS:
+def test_illegal_tiles_are_refused_by_name(family: Family[Any, Any], refusals: dict[str, Any]):
+    assert [constraint.name for constraint in family.constraints] == list(refusals)
+    for constraint in family.constraints:
         message = f"{constraint.name}: {constraint.reason}"
-        with pytest.raises(EmitError, match=f"^qcut_{family.FAMILY}_sm[a-z0-9_]+: {re.escape(message)}$"):
-            emit(*refusals[constraint.name])
+        with pytest.raises(EmitError, match=f"^qcut_{family.name}_sm[a-z0-9_]+: {re.escape(message)}$"):
+            family.emit(*refusals[constraint.name])
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────

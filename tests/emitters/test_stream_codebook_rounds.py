@@ -14,17 +14,8 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.stream.codebook_rounds import (
-    CONSTRAINTS,
-    FAMILY,
-    CodebookRoundsTile,
-    emit_codebook_stream_rounds,
-    grid,
-    register_limit,
-    registers,
-    smem_bytes,
-    validate,
-)
+from qcut.emitters.families import CODEBOOK_STREAM_ROUNDS
+from qcut.emitters.stream.codebook_rounds import CONSTRAINTS, CodebookRoundsTile, register_limit, registers, smem_bytes
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
@@ -37,7 +28,7 @@ TILE = CodebookRoundsTile(8, 2, 8, 2)
 
 
 def test_text_instantiates_the_header() -> None:
-    source = emit_codebook_stream_rounds(INT8, TILE, "sm_86")
+    source = CODEBOOK_STREAM_ROUNDS.emit(INT8, TILE, "sm_86")
     assert source.name == source.entry == "qcut_codebook_stream_rounds_sm86_s8xc2s2_f16_sm_sn_r_n8_t8_r2_w8_c2"
     assert source.text.startswith("#include <qcut/stream/codebook_rounds.cuh>\n\n")
     assert "__launch_bounds__(256, 2)" in source.text
@@ -49,9 +40,7 @@ def test_text_instantiates_the_header() -> None:
 
 
 def test_grid_covers_the_rows() -> None:
-    assert [grid(TILE, 8, n) for n in (1, 32, 33, 4096)] == [(1, 1, 1), (1, 1, 1), (2, 1, 1), (128, 1, 1)]
-    with pytest.raises(EmitError, match="m is 9; tile t8_r2_w8_c2 takes 1 to 8 tokens"):
-        grid(TILE, 9, 64)
+    assert [CODEBOOK_STREAM_ROUNDS.grid(TILE, n)(8)[0] for n in (1, 32, 33, 4096)] == [1, 1, 2, 128]
 
 
 REFUSALS = {
@@ -71,12 +60,12 @@ def test_illegal_tiles_are_refused_by_name() -> None:
     assert [constraint.name for constraint in CONSTRAINTS] == list(REFUSALS)
     for constraint in CONSTRAINTS:
         message = re.escape(f"{constraint.name}: {constraint.reason}")
-        with pytest.raises(EmitError, match=f"^qcut_{FAMILY}_sm[a-z0-9_]+: {message}$"):
-            emit_codebook_stream_rounds(*REFUSALS[constraint.name])
+        with pytest.raises(EmitError, match=f"^qcut_{CODEBOOK_STREAM_ROUNDS.name}_sm[a-z0-9_]+: {message}$"):
+            CODEBOOK_STREAM_ROUNDS.emit(*REFUSALS[constraint.name])
 
 
 def test_pairs_have_a_dense_table() -> None:
-    source = emit_codebook_stream_rounds(INT8_PAIRS, TILE, "sm_86")
+    source = CODEBOOK_STREAM_ROUNDS.emit(INT8_PAIRS, TILE, "sm_86")
     assert f"StreamShared<int8_t, Tile, true, qcut::DensePairTable>::kBytes == {source.smem_bytes}," in source.text
     assert source.smem_bytes == 32768 + smem_bytes(replace(INT8_PAIRS, pairs=False), TILE)
 
@@ -85,7 +74,7 @@ def test_pairs_have_a_dense_table() -> None:
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem) -> None:
     for gpu, n, units, m in product(GPUS, (1, 100, 1280, 4096, 50257), (1, 7, 32, 112, 1023), (1, 3, 8, 9, 16)):
         tile = rounds_tile(problem, m, n, units, gpu)
-        validate(problem, tile, gpu.arch)
+        CODEBOOK_STREAM_ROUNDS.validate(problem, tile, gpu.arch)
         assert m <= tile.tokens
         assert tile.ctas * tile.warps * 32 * registers(problem, tile) <= architecture(gpu.arch).registers
 
@@ -111,7 +100,7 @@ def test_other_numbers_of_tokens_have_no_tile(m: int) -> None:
 def test_binaries_decode_in_registers(arch: str) -> None:
     """Without a table: no 32-bit load from shared memory stands between indices and products."""
     problems = (HALF, BRAIN, INT8) if arch == "sm_80" else (replace(HALF, x=DType.BF16), replace(INT8, bits=3, slots=4))
-    texts = [emit_codebook_stream_rounds(p, rounds_tile(p, 8, 4096, 112, Target(arch, 108)), arch) for p in problems]
+    texts = [CODEBOOK_STREAM_ROUNDS.emit(p, rounds_tile(p, 8, 4096, 112, Target(arch, 108)), arch) for p in problems]
     for source, binary in zip(texts, build(*texts), strict=True):
         resources, names = binary.resources, instructions(binary.cubin)
         assert resources is not None

@@ -13,16 +13,9 @@ from qcut.dispatch.tiles.stream import w8a16_tile
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.families import W8A16_STREAM
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.int8 import grid
-from qcut.emitters.stream.w8a16 import (
-    CONSTRAINTS,
-    MAX_TOKENS,
-    W8A16Tile,
-    emit_w8a16_stream,
-    smem_bytes,
-    validate,
-)
+from qcut.emitters.stream.w8a16 import CONSTRAINTS, MAX_TOKENS, W8A16Tile, smem_bytes
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
@@ -36,24 +29,24 @@ SHAPES = [(14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280)
 def sources(arch: str) -> list[KernelSource]:
     full = Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
     kernels = [
-        emit_w8a16_stream(HALF, ONE, arch),
-        emit_w8a16_stream(HALF, MANY, arch),
-        emit_w8a16_stream(HALF, W8A16Tile(7, 8, 2, 2, 32), arch),
-        emit_w8a16_stream(HALF, W8A16Tile(3, 10, 1, 3), arch),
-        emit_w8a16_stream(replace(HALF, a=DType.BF16), ONE, arch),
-        emit_w8a16_stream(GemmProblem(a=DType.BF16, epilogue=full), MANY, arch),
-        emit_w8a16_stream(replace(HALF, alignment_k=1, alignment_n=1), W8A16Tile(2, 8, 1, 2), arch),
-        emit_w8a16_stream(replace(HALF, epilogue=Epilogue(DType.F32)), W8A16Tile(2, 16, 1, 1, 32), arch),
+        W8A16_STREAM.emit(HALF, ONE, arch),
+        W8A16_STREAM.emit(HALF, MANY, arch),
+        W8A16_STREAM.emit(HALF, W8A16Tile(7, 8, 2, 2, 32), arch),
+        W8A16_STREAM.emit(HALF, W8A16Tile(3, 10, 1, 3), arch),
+        W8A16_STREAM.emit(replace(HALF, a=DType.BF16), ONE, arch),
+        W8A16_STREAM.emit(GemmProblem(a=DType.BF16, epilogue=full), MANY, arch),
+        W8A16_STREAM.emit(replace(HALF, alignment_k=1, alignment_n=1), W8A16Tile(2, 8, 1, 2), arch),
+        W8A16_STREAM.emit(replace(HALF, epilogue=Epilogue(DType.F32)), W8A16Tile(2, 16, 1, 1, 32), arch),
     ]
     if arch == "sm_90a":
-        kernels.append(emit_w8a16_stream(HALF, W8A16Tile(9, 28, splits=4), arch))
-        kernels.append(emit_w8a16_stream(replace(HALF, a=DType.BF16), W8A16Tile(3, 10, 1, 3, 32, 2), arch))
+        kernels.append(W8A16_STREAM.emit(HALF, W8A16Tile(9, 28, splits=4), arch))
+        kernels.append(W8A16_STREAM.emit(replace(HALF, a=DType.BF16), W8A16Tile(3, 10, 1, 3, 32, 2), arch))
     return kernels
 
 
 def test_text_instantiates_the_header():
     tile = W8A16Tile(9, 28, splits=4)
-    source = emit_w8a16_stream(replace(HALF, epilogue=Epilogue(DType.BF16)), tile, "sm_90a")
+    source = W8A16_STREAM.emit(replace(HALF, epilogue=Epilogue(DType.BF16)), tile, "sm_90a")
     assert source.text == (
         "#include <qcut/stream/w8a16.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(896)\n'
@@ -76,13 +69,13 @@ def test_names_are_unique_and_text_repeats():
 
 def test_only_whole_vectors_are_read_as_such():
     for alignment, aligned in ((16, "true"), (8, "true"), (4, "false"), (1, "false")):
-        text = emit_w8a16_stream(replace(HALF, alignment_k=alignment), ONE, "sm_80").text
+        text = W8A16_STREAM.emit(replace(HALF, alignment_k=alignment), ONE, "sm_80").text
         assert f"qcut::w8a16_stream<Tile, __half, {aligned}, Epilogue>" in text
 
 
 def test_grid_is_a_cluster_for_each_row_of_tiles():
-    assert grid(ONE, 1, 14336) == (128, 1, 1)
-    assert grid(W8A16Tile(2, 8, splits=4), 32, 33) == (8, 1, 1)
+    assert W8A16_STREAM.grid(ONE, 14336)(1) == (128, 1, 1)
+    assert W8A16_STREAM.grid(W8A16Tile(2, 8, tokens=32, splits=4), 33)(32) == (8, 1, 1)
 
 
 REFUSALS = {
@@ -112,7 +105,7 @@ def test_illegal_kernels_are_refused_by_name():
     for constraint in CONSTRAINTS:
         message = f"{constraint.name}: {constraint.reason}"
         with pytest.raises(EmitError, match=f"^qcut_w8a16_stream_[a-z0-9_]+: {re.escape(message)}$"):
-            emit_w8a16_stream(*REFUSALS[constraint.name])
+            W8A16_STREAM.emit(*REFUSALS[constraint.name])
 
 
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +115,7 @@ def test_illegal_kernels_are_refused_by_name():
 def test_every_shape_has_a_tile(arch: str):
     for (n, k), m in product(SHAPES, (1, 8, 9, 16, 17, 32)):
         tile = w8a16_tile(HALF, m, n, k, Target(arch, 132))
-        validate(HALF, tile, arch)
+        W8A16_STREAM.validate(HALF, tile, arch)
         assert m <= tile.tokens < max(9, 2 * m)
         assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
 
@@ -131,7 +124,7 @@ def test_every_shape_has_a_tile(arch: str):
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 4096), (4096, 14336)])
 def test_large_layers_are_one_wave_with_enough_in_flight(n: int, k: int, m: int):
     tile = w8a16_tile(HALF, m, n, k, Target("sm_90a", 132))
-    assert 0.85 * 132 <= grid(tile, m, n)[0] <= 132
+    assert 0.85 * 132 <= W8A16_STREAM.grid(tile, n)(m)[0] <= 132
     assert 2048 * tile.warps * tile.units * tile.prefetch >= 48 * 1024
 
 
@@ -153,7 +146,7 @@ def test_a_problem_it_cannot_build_is_refused():
 def test_chosen_tiles_do_not_spill(arch: str):
     problems = [HALF, replace(HALF, a=DType.BF16)]
     tiles = {w8a16_tile(HALF, m, n, k, Target(arch, 132)) for n, k in SHAPES[:6] for m in (1, 16, 32)}
-    for binary in build(*[emit_w8a16_stream(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
+    for binary in build(*[W8A16_STREAM.emit(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
         assert binary.resources is not None, binary.name
         assert binary.resources.spill_store_bytes == binary.resources.stack_bytes == 0, binary.name
 

@@ -13,8 +13,9 @@ from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.families import INT8_STREAM
 from qcut.emitters.gemm.problem import K_MAX
-from qcut.emitters.stream.int8 import grid, register_limit
+from qcut.emitters.stream.int8 import register_limit
 from qcut.emitters.stream.w8a8 import (
     CONSTRAINTS,
     MAX_ROWS,
@@ -22,11 +23,9 @@ from qcut.emitters.stream.w8a8 import (
     Tokens,
     W8A8Problem,
     W8A8Tile,
-    emit_int8_stream,
     is_legal,
     registers,
     smem_bytes,
-    validate,
 )
 from tests.support.compiled import build
 from tests.support.sass import listing
@@ -51,7 +50,7 @@ def problem_of(
 
 
 def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSource:
-    return emit_int8_stream(problem, int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
+    return INT8_STREAM.emit(problem, int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
 
 
 def sources(arch: str) -> list[KernelSource]:
@@ -69,15 +68,15 @@ def sources(arch: str) -> list[KernelSource]:
         chosen(problem_of("rows", F32), arch, 4, 5120, 1280),
         chosen(problem_of("floats", F16), arch, 1, 14336, 4096),
         chosen(problem_of("floats", F32, aligned=False), arch, 8, 1280, 1280),
-        emit_int8_stream(ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16), arch),
-        emit_int8_stream(replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True), arch),
+        INT8_STREAM.emit(ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16), arch),
+        INT8_STREAM.emit(replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True), arch),
         chosen(problem_of("rows", F32, aligned=False, activation=Activation.SILU), arch, 8, 4096, 14336),
         chosen(problem_of("rows", F32, residual=True), arch, 2, 1280, 1280),
     ]
     if arch == "sm_90a":
-        kernels.append(emit_int8_stream(problem_of("none"), W8A8Tile(4, 28, splits=2), arch))
-        kernels.append(emit_int8_stream(problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8), arch))
-    kernels.append(emit_int8_stream(problem_of("given"), W8A8Tile(3, 10, 1, 3, 8), arch))
+        kernels.append(INT8_STREAM.emit(problem_of("none"), W8A8Tile(4, 28, splits=2), arch))
+        kernels.append(INT8_STREAM.emit(problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8), arch))
+    kernels.append(INT8_STREAM.emit(problem_of("given"), W8A8Tile(3, 10, 1, 3, 8), arch))
     return kernels
 
 
@@ -85,7 +84,7 @@ def sources(arch: str) -> list[KernelSource]:
 
 
 def test_text_instantiates_the_header() -> None:
-    source = emit_int8_stream(problem_of("rows", BF16, absmax=True), W8A8Tile(9, 20, 1, 2, 4, 4), "sm_90a")
+    source = INT8_STREAM.emit(problem_of("rows", BF16, absmax=True), W8A8Tile(9, 20, 1, 2, 4, 4), "sm_90a")
     assert source.text == (
         "#include <qcut/stream/w8a8.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(640, 1)\n'
@@ -117,7 +116,7 @@ def test_names_spell_the_kernel() -> None:
     assert TILE.name == "m8_r2_w10_u1_p2"
     assert W8A8Tile(4, 28, 2, 1, 1, splits=2).name == "m1_r4_w28_u2_p1_k2"
     assert W8A8Tile(4, 28, tokens=16, common_sums=True).name == "m16_r4_w28_u1_p1_c"
-    source = emit_int8_stream(ROWS, TILE, "sm_80")
+    source = INT8_STREAM.emit(ROWS, TILE, "sm_80")
     assert source.name == source.entry == "qcut_int8_stream_sm80_rows_f16_f16_sm_sn_b_m8_r2_w10_u1_p2"
 
 
@@ -131,8 +130,8 @@ def test_rows_come_with_their_largest_magnitudes_instead_of_scales() -> None:
 
 
 def test_grid_is_a_cluster_for_each_row_of_tiles() -> None:
-    assert grid(TILE, 1, 3840) == grid(TILE, 8, 3840) == (120, 1, 1)
-    assert grid(W8A8Tile(2, 8, splits=4), 8, 33) == (8, 1, 1)
+    assert INT8_STREAM.grid(TILE, 3840)(1) == INT8_STREAM.grid(TILE, 3840)(8) == (120, 1, 1)
+    assert INT8_STREAM.grid(W8A8Tile(2, 8, splits=4), 33)(8) == (8, 1, 1)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
@@ -161,7 +160,7 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
 def refused(name: str, *arguments: Any) -> None:
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
     with pytest.raises(EmitError, match=f"^qcut_int8_stream_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_int8_stream(*arguments)
+        INT8_STREAM.emit(*arguments)
 
 
 def test_every_constraint_is_refused_below() -> None:
@@ -201,12 +200,12 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
         for m in (1, 2, 3, 8) if problem.quantizes else (1, 2, 3, 8, 16, 20):
             assert is_legal(problem, m, k, arch)
             tile = int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch]))
-            validate(problem, tile, arch)
+            INT8_STREAM.validate(problem, tile, arch)
             assert registers(problem, tile, arch) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
-            assert smem_bytes(tile) <= architecture(arch).smem_bytes
+            assert smem_bytes(problem, tile) <= architecture(arch).smem_bytes
             assert m <= tile.tokens < 2 * m
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
-            rows = grid(tile, m, n)[0] // tile.splits * 16 * tile.row_tiles
+            rows = INT8_STREAM.grid(tile, n)(m)[0] // tile.splits * 16 * tile.row_tiles
             assert n <= rows < n + 16 * tile.row_tiles
 
 
@@ -227,7 +226,7 @@ def test_sixteen_tokens_take_the_tile_that_was_fastest(n: int, k: int, tile: str
 def test_small_gpus_have_tiles(sm_count: int) -> None:
     for tokens, m, k in (("none", 8, 28672), ("given", 8, 4096), ("rows", 2, 14336)):
         problem = problem_of(tokens)
-        validate(problem, int8_tile(problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
+        INT8_STREAM.validate(problem, int8_tile(problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
 
 
 @pytest.mark.parametrize(("problem", "most"), [(NONE, MAX_TOKENS), (ROWS, MAX_ROWS)])

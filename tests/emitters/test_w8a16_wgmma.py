@@ -12,16 +12,9 @@ from numpy.typing import NDArray
 from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.families import W8A16_WGMMA
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.gemm.w8a16_wgmma import (
-    CONSTRAINTS,
-    W8A16WgmmaTile,
-    ctas,
-    default_tiles,
-    emit_w8a16_wgmma,
-    smem_bytes,
-    validate,
-)
+from qcut.emitters.gemm.w8a16_wgmma import CONSTRAINTS, W8A16WgmmaTile, ctas, smem_bytes
 from tests.support.sass import instructions
 
 ARCH = "sm_90a"
@@ -38,7 +31,7 @@ WIDE = W8A16WgmmaTile(128, 2, 2, stages=10, prefetch=4)
 
 
 def test_text_instantiates_the_header():
-    source = emit_w8a16_wgmma(HALF, WIDE, ARCH)
+    source = W8A16_WGMMA.emit(HALF, WIDE, ARCH)
     name = "qcut_w8a16_wgmma_sm90a_f16xs8_f16_sn_b_k8n16_t128_g2_s10_p4_k2"
     assert source.text == (
         "#include <qcut/gemm/w8a16_wgmma.cuh>\n\n"
@@ -48,7 +41,7 @@ def test_text_instantiates_the_header():
         'extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)\n'
         f"{name}(const __grid_constant__ Params params) {{\n"
         "  using Tile = qcut::W8A16WgmmaTile<128, 2, 2, 10, 4, 32, 232>;\n"
-        f'  static_assert(Tile::kBytes == {smem_bytes(WIDE)}, "the launch\'s shared memory");\n'
+        f'  static_assert(Tile::kBytes == {smem_bytes(HALF, WIDE)}, "the launch\'s shared memory");\n'
         '  static_assert(Tile::kBoxTokens == 32, "the boxes of the launcher\'s map");\n'
         + "".join(
             f"  const auto {field} = params.call.{field};\n"
@@ -65,8 +58,8 @@ def test_text_instantiates_the_header():
     )
     assert (source.name, source.waits, source.params) == (name, True, HALF.params())
     assert "kTokens = 128, kBoxTokens = 32, kRows = 128, kSplits = 2;" in (source.host_text or "")
-    assert "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16" in (emit_w8a16_wgmma(BRAIN, TILE, ARCH).host_text or "")
-    assert emit_w8a16_wgmma(HALF, WIDE, ARCH) == source
+    assert "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16" in (W8A16_WGMMA.emit(BRAIN, TILE, ARCH).host_text or "")
+    assert W8A16_WGMMA.emit(HALF, WIDE, ARCH) == source
 
 
 REFUSALS = {
@@ -96,7 +89,7 @@ def test_illegal_kernels_are_refused_by_name():
     for constraint in CONSTRAINTS:
         message = f"{constraint.name}: {constraint.reason}"
         with pytest.raises(EmitError, match=f"^qcut_w8a16_wgmma_[a-z0-9_]+: {re.escape(message)}$"):
-            emit_w8a16_wgmma(*REFUSALS[constraint.name])
+            W8A16_WGMMA.emit(*REFUSALS[constraint.name])
 
 
 def test_a_cluster_for_each_tile_of_rows_and_of_tokens():
@@ -105,10 +98,10 @@ def test_a_cluster_for_each_tile_of_rows_and_of_tokens():
 
 
 def test_the_menu_is_legal_and_has_names_of_its_own():
-    menu = default_tiles()
+    menu = W8A16_WGMMA.default_tiles(GemmProblem(DType.F16), "sm_90a")
     for tile in menu:
-        validate(HALF, tile, ARCH)
-        validate(BRAIN, tile, ARCH)
+        W8A16_WGMMA.validate(HALF, tile, ARCH)
+        W8A16_WGMMA.validate(BRAIN, tile, ARCH)
     assert len({tile.name for tile in menu}) == len(menu)
 
 
@@ -117,10 +110,10 @@ def test_the_menu_is_legal_and_has_names_of_its_own():
 
 def sources() -> list[KernelSource]:
     """A tile of each width of tokens and number of groups of the menu, and other types and epilogues."""
-    shapes = {(tile.tokens, tile.groups): tile for tile in default_tiles()}
-    sources = [emit_w8a16_wgmma(HALF, tile, ARCH) for tile in shapes.values()]
-    sources += [emit_w8a16_wgmma(BRAIN, tile, ARCH) for tile in (SPLIT, WIDE)]
-    return [*sources, emit_w8a16_wgmma(replace(HALF, epilogue=Epilogue(DType.F32)), TILE, ARCH)]
+    shapes = {(tile.tokens, tile.groups): tile for tile in W8A16_WGMMA.default_tiles(GemmProblem(DType.F16), "sm_90a")}
+    sources = [W8A16_WGMMA.emit(HALF, tile, ARCH) for tile in shapes.values()]
+    sources += [W8A16_WGMMA.emit(BRAIN, tile, ARCH) for tile in (SPLIT, WIDE)]
+    return [*sources, W8A16_WGMMA.emit(replace(HALF, epilogue=Epilogue(DType.F32)), TILE, ARCH)]
 
 
 def test_binaries_convert_in_registers_and_multiply_asynchronously():

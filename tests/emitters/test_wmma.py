@@ -11,10 +11,10 @@ import pytest
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.families import INT8_MMA, INT8_WMMA
 from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import wmma as wmma_gemm
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.gemm.wmma import SharedLayout, emit_wmma_gemm, smem_bytes
+from qcut.emitters.gemm.wmma import Int8Wmma, SharedLayout
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
@@ -30,26 +30,26 @@ SHARED: tuple[SharedLayout, ...] = get_args(SharedLayout)
 
 
 def menu_sources(arch: str) -> list[KernelSource]:
-    return [emit_wmma_gemm(INT8, tile, arch) for tile in wmma_gemm.default_tiles(arch)]
+    return [INT8_WMMA.emit(INT8, tile, arch) for tile in INT8_WMMA.default_tiles(GemmProblem(), arch)]
 
 
 def variant_sources(arch: str) -> list[KernelSource]:
-    sources = [emit_wmma_gemm(INT8, MIDDLE, arch, shared=shared) for shared in SHARED]
+    sources = [Int8Wmma(shared).emit(INT8, MIDDLE, arch) for shared in SHARED]
     for a in ("row", "column"):
         for b in ("row", "column"):
             for d in ("row", "column"):
                 problem = GemmProblem(epilogue=EVERYTHING, layout_a=a, layout_b=b, layout_d=d)
-                sources.append(emit_wmma_gemm(problem, MIDDLE, arch))
-                sources.append(emit_wmma_gemm(replace(problem, alignment_k=1, alignment_n=1), MIDDLE, arch))
+                sources.append(INT8_WMMA.emit(problem, MIDDLE, arch))
+                sources.append(INT8_WMMA.emit(replace(problem, alignment_k=1, alignment_n=1), MIDDLE, arch))
     raw = (Epilogue(DType.S32), Epilogue(DType.S8, wrap=True))
-    return sources + [emit_wmma_gemm(GemmProblem(epilogue=e), MIDDLE, arch) for e in raw]
+    return sources + [INT8_WMMA.emit(GemmProblem(epilogue=e), MIDDLE, arch) for e in raw]
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_text_is_mmas_with_another_core():
-    wmma, mma = emit_wmma_gemm(INT8, SMALL, "sm_80"), mma_gemm.emit_mma_gemm(INT8, SMALL, "sm_80")
+    wmma, mma = INT8_WMMA.emit(INT8, SMALL, "sm_80"), INT8_MMA.emit(INT8, SMALL, "sm_80")
     renamed = wmma.text.replace("int8_wmma_", "int8_mma_").replace("gemm/wmma.cuh", "gemm/mma.cuh")
     renamed = renamed.replace("wmma_gemm", "mma_gemm")
     assert renamed.replace("qcut::BlockedLayout, ", "") == mma.text
@@ -57,8 +57,8 @@ def test_text_is_mmas_with_another_core():
 
 
 def test_the_shared_layout_is_named_unless_it_is_the_default():
-    blocked, padded, linear = (emit_wmma_gemm(INT8, MIDDLE, "sm_80", shared=s) for s in SHARED)
-    assert blocked == emit_wmma_gemm(INT8, MIDDLE, "sm_80")
+    blocked, padded, linear = (Int8Wmma(s).emit(INT8, MIDDLE, "sm_80") for s in SHARED)
+    assert blocked == INT8_WMMA.emit(INT8, MIDDLE, "sm_80")
     assert (padded.name, linear.name) == (f"{blocked.name}_padded", f"{blocked.name}_linear")
     assert "qcut::wmma_gemm<qcut::LinearLayout, Tile, A, B, Epilogue, 16, false>(" in linear.text
     assert blocked.smem_bytes == linear.smem_bytes == 3 * 64 * 128
@@ -72,16 +72,16 @@ def test_names_are_unique_and_text_repeats():
 
 
 def test_staging_counts_its_padding():
-    assert smem_bytes(INT8, TileConfig((128, 128, 64), (32, 32, 64), 2)) == 16 * 16 * (32 + 8) * 4
-    assert smem_bytes(INT8, TileConfig((128, 128, 64), (32, 32, 64), 3)) == 3 * 64 * 256
-    assert smem_bytes(INT8, replace(MIDDLE, splits=2)) == max(3 * 64 * 128, 4 * 32 * (32 + 8) * 4)
+    assert INT8_WMMA.smem_bytes(INT8, TileConfig((128, 128, 64), (32, 32, 64), 2)) == 16 * 16 * (32 + 8) * 4
+    assert INT8_WMMA.smem_bytes(INT8, TileConfig((128, 128, 64), (32, 32, 64), 3)) == 3 * 64 * 256
+    assert INT8_WMMA.smem_bytes(INT8, replace(MIDDLE, splits=2)) == max(3 * 64 * 128, 4 * 32 * (32 + 8) * 4)
 
 
 # ── constraints ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_constraints_are_those_of_mma():
-    assert [c.name for c in wmma_gemm.CONSTRAINTS] == [c.name for c in mma_gemm.CONSTRAINTS]
+    assert [c.name for c in INT8_WMMA.constraints] == [c.name for c in mma_gemm.CONSTRAINTS]
 
 
 @pytest.mark.parametrize(
@@ -95,25 +95,25 @@ def test_constraints_are_those_of_mma():
     ],
 )
 def test_illegal_gemm_is_refused_by_name(problem: GemmProblem, tile: TileConfig, name: str):
-    [constraint] = [c for c in wmma_gemm.CONSTRAINTS if c.name == name]
+    [constraint] = [c for c in INT8_WMMA.constraints if c.name == name]
     with pytest.raises(EmitError, match=f"^qcut_int8_wmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_wmma_gemm(problem, tile, "sm_80")
+        INT8_WMMA.emit(problem, tile, "sm_80")
 
 
 def test_padding_counts_against_shared_memory():
     tile = TileConfig((128, 128, 128), (64, 32, 128), 5)
-    assert emit_wmma_gemm(INT8, tile, "sm_80").smem_bytes == 5 * 256 * 128
+    assert INT8_WMMA.emit(INT8, tile, "sm_80").smem_bytes == 5 * 256 * 128
     with pytest.raises(EmitError, match=r"_padded: shared_memory: "):
-        emit_wmma_gemm(INT8, tile, "sm_80", shared="padded")
+        Int8Wmma("padded").emit(INT8, tile, "sm_80")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menu_is_legal_and_in_the_search_space(arch: str):
-    tiles = wmma_gemm.default_tiles(arch)
+    tiles = INT8_WMMA.default_tiles(GemmProblem(), arch)
     assert {16, 128} <= {t.threadblock_shape[0] for t in tiles}
-    assert set(tiles) <= set(wmma_gemm.search_space(GemmProblem(), arch))
+    assert set(tiles) <= set(INT8_WMMA.search_space(GemmProblem(), arch))
     for tile in tiles:
-        wmma_gemm.validate(INT8, tile, arch)
+        INT8_WMMA.validate(INT8, tile, arch)
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────

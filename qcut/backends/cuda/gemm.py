@@ -127,7 +127,7 @@ class Product(NamedTuple):
         problem, tail = closed.bounded_problem(few.problem, gpu)
         source, grid = (
             INT8_STREAM.emit(problem, few.tile, gpu.arch),
-            INT8_STREAM.grid_of(few.tile, self.n, gpu.sm_count),
+            INT8_STREAM.grid(few.tile, self.n, gpu.sm_count),
         )
         return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 

@@ -13,20 +13,21 @@ from typing import NamedTuple
 from qcut.dispatch.cost_model import tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import CLUSTER_SIZES
-from qcut.emitters.codebook import mma, wgmma
+from qcut.emitters.codebook import wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import holds
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.families import CODEBOOK_CUTLASS
+from qcut.emitters.families import CODEBOOK_CUTLASS, CODEBOOK_MMA, CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream import codebook as stream
 from qcut.emitters.stream import codebook_rounds as stream_rounds
 from qcut.emitters.stream import codebook_wgmma as stream_wgmma
-from qcut.emitters.stream.codebook import MAX_ROW_TILES, ROW_TILE, CodebookStreamTile
+from qcut.emitters.stream.codebook import MAX_ROW_TILES, CodebookStreamTile
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import GROUP_ROWS, CodebookStreamWgmmaTile
+from qcut.emitters.stream.family import ROW_TILE
 
 # ── few tokens: costs in units of weights that an SM of an H200 reads in the same time ───────────
 # Where the memory is slower, fewer units are read in the time of a sum or an exchange.
@@ -211,7 +212,7 @@ CUTLASS_TOKENS = 1024
 
 def prompt_menu(problem: CodebookProblem) -> tuple[CodebookStreamWgmmaTile | CodebookWgmmaTile, ...]:
     """The tiles that `prompt_tile` chooses from."""
-    return (*wgmma.default_tiles(problem), *stream_wgmma.default_tiles(problem))
+    return (*CODEBOOK_WGMMA.default_tiles(problem, "sm_90a"), *CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a"))
 
 
 def prompt_tile(
@@ -335,10 +336,10 @@ def mma_tile(problem: CodebookProblem, m: int, n: int, target: Target) -> TileCo
         # and weights come from the L2 at the rate of the tile's sides.
         products = bn // 16 * (bm // 8) / macs + 3 * bn // 16 * (bm // wm) + (bm + bn) / 8
         slowdown = 1.0 if warps >= 8 else 1.15 if warps >= 4 else 2.0
-        waves = -(-mma.grid(tile, m, n)[0] // target.sm_count)
+        waves = -(-CODEBOOK_MMA.grid(tile, n)(m)[0] // target.sm_count)
         return waves * products * slowdown, tile.stages
 
-    tiles = mma.default_tiles(problem, target.arch)
+    tiles = CODEBOOK_MMA.default_tiles(problem, target.arch)
     if not tiles:
-        mma.validate(problem, TileConfig((16, 64, 128), (16, 16, 128), 2), target.arch)
+        CODEBOOK_MMA.validate(problem, TileConfig((16, 64, 128), (16, 16, 128), 2), target.arch)
     return min(tiles, key=work)

@@ -14,6 +14,7 @@ from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import CLUSTER_SIZES, Machine
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
+from qcut.emitters.families import INT8_STREAM, W8A16_STREAM
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem
 from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
@@ -116,7 +117,7 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
 
 def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple[W8A8Tile, float]:
     """`int8_tile`, and the time in ns that the model expects."""
-    tokens, halves, rescale = w8a8.tokens_of(problem, m, k), problem.epilogue.halves, problem.epilogue.rescale
+    tokens, halves = w8a8.tokens_of(problem, m, k), problem.epilogue.halves
 
     def best(common_sums: bool) -> tuple[W8A8Tile, float]:
         def tile_of(cut: Cut) -> W8A8Tile:
@@ -124,7 +125,7 @@ def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple
 
         def fits(cut: Cut, ctas: int) -> bool:
             tile = tile_of(cut)
-            smem = ctas * w8a8.smem_bytes(tile, halves, rescale)
+            smem = ctas * w8a8.smem_bytes(problem, tile)
             registers = w8a8.registers(problem, tile, target.arch)
             return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
@@ -139,7 +140,7 @@ def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple
 
     kinds = (False,) if tokens <= w8a8.MAX_ROWS else (False, True)
     tile, ns = min((best(common_sums) for common_sums in kinds), key=lambda one: one[1])
-    w8a8.validate(problem, tile, target.arch)
+    INT8_STREAM.validate(problem, tile, target.arch)
     return tile, ns
 
 
@@ -160,7 +161,7 @@ def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> 
             problem.
     """
     if not 1 <= m <= w8a16.MAX_TOKENS:
-        raise EmitError(f"{w8a16.FAMILY}: {m} tokens; allowed are 1 to {w8a16.MAX_TOKENS}")
+        raise EmitError(f"{W8A16_STREAM.name}: {m} tokens; allowed are 1 to {w8a16.MAX_TOKENS}")
     tokens = next(size for size in w8a16.TOKENS if m <= size)
 
     def tile_of(cut: Cut) -> W8A16Tile:
@@ -173,7 +174,7 @@ def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> 
         return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
     tile = tile_of(_best_cut(n, k, target, fits))
-    w8a16.validate(problem, tile, target.arch)
+    W8A16_STREAM.validate(problem, tile, target.arch)
     return tile
 
 

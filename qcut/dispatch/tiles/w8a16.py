@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from qcut.dispatch.gpus import Target
-from qcut.emitters.gemm.problem import TileConfig
-from qcut.emitters.gemm.w8a16_wgmma import UNIT_COLUMNS, W8A16WgmmaTile, ctas, default_tiles
+from qcut.emitters.core.source import DType
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.w8a16_wgmma import UNIT_COLUMNS, W8A16_WGMMA, W8A16WgmmaTile, ctas
 from qcut.emitters.stream.w8a16 import MAX_TOKENS
 
 # Cycles of an H200's SM.
@@ -38,7 +39,11 @@ def wgmma_tile(m: int, n: int, k: int, target: Target) -> W8A16WgmmaTile:
     K is split only within one wave, and only where each CTA of a cluster has about two units at least.
     """
     most = max(1, -(-k // UNIT_COLUMNS) // 2)
-    tiles = [t for t in default_tiles() if t.splits == 1 or (t.splits <= most and _waves(t, m, n, target) == 1)]
+    tiles = [
+        t
+        for t in W8A16_WGMMA.default_tiles(GemmProblem(DType.F16), target.arch)
+        if t.splits == 1 or (t.splits <= most and _waves(t, m, n, target) == 1)
+    ]
     return min(tiles, key=lambda tile: wgmma_cycles(tile, m, n, k, target))
 
 

@@ -17,12 +17,13 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import CODEBOOK_STREAM, CODEBOOK_STREAM_ROUNDS, CODEBOOK_STREAM_WGMMA
 from qcut.emitters.stream import codebook as codebook_stream
 from qcut.emitters.stream import codebook_rounds as codebook_stream_rounds
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
-from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stream
-from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile, emit_codebook_stream_rounds
-from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
+from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.numerics import int8 as numerics
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import pairs, products
@@ -99,18 +100,18 @@ def has_tile(tile: Tile) -> bool:
 
 def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
     if isinstance(tile, CodebookStreamWgmmaTile):
-        return emit_codebook_stream_wgmma(problem, tile, arch())
+        return CODEBOOK_STREAM_WGMMA.emit(problem, tile, arch())
     if isinstance(tile, CodebookRoundsTile):
-        return emit_codebook_stream_rounds(problem, tile, arch())
-    return emit_codebook_stream(problem, tile, arch())
+        return CODEBOOK_STREAM_ROUNDS.emit(problem, tile, arch())
+    return CODEBOOK_STREAM.emit(problem, tile, arch())
 
 
 def grid_of(tile: Tile, m: int, n: int) -> tuple[int, int, int]:
     if isinstance(tile, CodebookStreamWgmmaTile):
-        return codebook_stream_wgmma.grid(tile, n)(m)
+        return CODEBOOK_STREAM_WGMMA.grid(tile, n)(m)
     if isinstance(tile, CodebookRoundsTile):
-        return codebook_stream_rounds.grid(tile, m, n)
-    return codebook_stream.grid(tile, m, n)
+        return CODEBOOK_STREAM_ROUNDS.grid(tile, n)(m)
+    return CODEBOOK_STREAM.grid(tile, n)(m)
 
 
 def problem_of(
@@ -122,7 +123,7 @@ def problem_of(
 
 
 def menu(x: DType, in_pairs: bool) -> tuple[CodebookStreamWgmmaTile, ...]:
-    return codebook_stream_wgmma.default_tiles(prompt_problem(x, in_pairs)) if arch() == "sm_90a" else ()
+    return CODEBOOK_STREAM_WGMMA.default_tiles(prompt_problem(x, in_pairs), "sm_90a") if arch() == "sm_90a" else ()
 
 
 def prompt_problem(x: DType, in_pairs: bool) -> CodebookProblem:
