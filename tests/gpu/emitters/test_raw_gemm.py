@@ -93,7 +93,7 @@ def tiles(family: Any) -> list[TileConfig]:
 
 
 def require_tile(family: Any, problem: GemmProblem, tile: TileConfig) -> None:
-    if mma_gemm.smem_bytes(problem, tile) > architecture(arch()).smem_bytes:
+    if INT8_MMA.smem_bytes(problem, tile) > architecture(arch()).smem_bytes:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
     if tile.splits > 1 and not architecture(arch()).clusters:
         pytest.skip(f"{tile.name} needs thread-block clusters; {arch()} has none")
@@ -103,10 +103,10 @@ def require_tile(family: Any, problem: GemmProblem, tile: TileConfig) -> None:
 # ── int8 ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("tile", tiles(mma_gemm), ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", tiles(INT8_MMA), ids=lambda t: t.name)
 def test_int8_tiles(tile: TileConfig) -> None:
     problem = GemmProblem(epilogue=DYNAMIC)
-    require_tile(mma_gemm, problem, tile)
+    require_tile(INT8_MMA, problem, tile)
     # K below one stage, fewer tiles than stages, ragged, long; N inside a tile and over several.
     for n, k in ((16, 16), (304, 272), (272, 1040)):
         for m in (*ROWS, 257):
@@ -173,10 +173,10 @@ def test_bad_tokens_stay_in_their_rows() -> None:
 
 
 @pytest.mark.parametrize("a", [DType.F16, DType.BF16], ids=lambda a: a.value)
-@pytest.mark.parametrize("tile", tiles(w8a16_mma), ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", tiles(W8A16_MMA), ids=lambda t: t.name)
 def test_w8a16_tiles(tile: TileConfig, a: DType) -> None:
     problem = GemmProblem(a=a, epilogue=WEIGHT_ONLY)
-    require_tile(w8a16_mma, problem, tile)
+    require_tile(W8A16_MMA, problem, tile)
     for n, k in ((16, 16), (304, 272), (272, 1040)):
         for m in (*ROWS, 257):
             gemm = small_integers(m, n, k, WEIGHT_ONLY)
