@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint, check, holds
 from qcut.emitters.core.names import Named, procedural_name
-from qcut.emitters.core.source import EmitError, KernelSource
+from qcut.emitters.core.source import KernelSource
 
 Problem = TypeVar("Problem", bound=Named)
 Tile = TypeVar("Tile", bound=Named)
@@ -97,11 +97,7 @@ class Family(Generic[Problem, Tile]):
 
     def is_legal(self, problem: Problem, tile: Tile, arch: str) -> bool:
         """Whether the family can build a kernel for the problem with this tile on this architecture."""
-        try:
-            self.validate(problem, tile, arch)
-        except EmitError:
-            return False
-        return True
+        return holds(self.constraints, problem, tile, arch)
 
     def menu(self, problem: Problem, arch: str) -> list[Tile]:
         """Return the tiles of `default_tiles` that the family can build for a problem."""

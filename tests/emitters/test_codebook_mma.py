@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import mma_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.mma import CONSTRAINTS, smem_bytes
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
@@ -116,17 +116,17 @@ def test_illegal_tile_is_refused_by_name(name: str):
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem, arch: str):
     for m in (1, 17, 64, 300, 4096):
         for n in (1, 1280, 14336):
-            CODEBOOK_MMA.validate(problem, mma_tile(problem, m, n, Target(arch, 132)), arch)
+            CODEBOOK_MMA.validate(problem, best_tile(CODEBOOK_MMA, problem, m, n, 128, Target(arch, 132)), arch)
 
 
 def test_few_tokens_take_flat_tiles_and_prompts_square_ones():
-    assert mma_tile(HALF, 8, 4096, Target("sm_80", 108)).threadblock_shape[0] == 16
-    assert mma_tile(HALF, 4096, 4096, Target("sm_80", 108)).threadblock_shape[0] >= 128
+    assert best_tile(CODEBOOK_MMA, HALF, 8, 4096, 128, Target("sm_80", 108)).threadblock_shape[0] == 16
+    assert best_tile(CODEBOOK_MMA, HALF, 4096, 4096, 128, Target("sm_80", 108)).threadblock_shape[0] >= 128
 
 
 def test_what_no_tile_can_build_is_refused():
     with pytest.raises(EmitError, match="alignment_n"):
-        mma_tile(replace(HALF, alignment_n=0), 1, 16, Target("sm_80", 108))
+        best_tile(CODEBOOK_MMA, replace(HALF, alignment_n=0), 1, 16, 128, Target("sm_80", 108))
 
 
 def test_grid_is_one_cta_per_tile():

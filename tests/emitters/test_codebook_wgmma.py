@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from qcut import jit
+from qcut.dispatch.codebook import select
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import prompt_cycles, prompt_tile
+from qcut.dispatch.heuristics.codebook_wgmma import cycles
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import CONSTRAINTS, CodebookWgmmaTile, buffers, smem_bytes, stage_bytes
 from qcut.emitters.core.arch import architecture
@@ -176,21 +177,21 @@ def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem
         fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
     menu = (*menu, *CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a"))
-    for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
-        assert prompt_tile(problem, m, n, units, H200) in menu
+    for m, n, units in ((65, 1, 1), (80, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
+        assert select(problem, m, n, units, H200).tile in menu
 
 
 def test_large_prompts_take_the_large_tile_and_few_tiles_split_k():
-    assert isinstance(prompt_tile(INT8, 4096, 14336, 32, H200), CodebookWgmmaTile)
-    assert prompt_tile(INT8, 4096, 14336, 32, H200).tokens == prompt_tile(HALF, 4096, 14336, 32, H200).tokens == 256
-    assert prompt_tile(HALF, 128, 4096, 112, H200).splits > 1
-    assert prompt_cycles(HALF, DEEP, 4096, 4096, 32, H200) > prompt_cycles(INT8, DEEP, 4096, 4096, 32, H200)
+    assert isinstance(select(INT8, 4096, 14336, 32, H200).tile, CodebookWgmmaTile)
+    assert select(INT8, 4096, 14336, 32, H200).tile.tokens == select(HALF, 4096, 14336, 32, H200).tile.tokens == 256
+    assert select(HALF, 128, 4096, 112, H200).tile.splits > 1
+    assert cycles(HALF, DEEP, 4096, 4096, 4096, H200) > cycles(INT8, DEEP, 4096, 4096, 4096, H200)
 
 
 def test_clusters_that_do_not_fit_at_once_take_a_second_wave():
     """Of 132 multiprocessors, 30 clusters of 4 run at once, not 33."""
     four = CodebookWgmmaTile(128, 4, 1, 4, lead=2)
-    fits, second = (prompt_cycles(HALF, four, 128, 128 * rows, 32, H200) for rows in (30, 31))
+    fits, second = (cycles(HALF, four, 128, 128 * rows, 4096, H200) for rows in (30, 31))
     assert second > 1.5 * fits
 
 

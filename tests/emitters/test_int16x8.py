@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import few_tokens, int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.quantize import QuantizePerToken, emit_quantize_per_token
@@ -41,7 +42,7 @@ def sources(arch: str) -> list[KernelSource]:
         ("rows", DType.F16, 2, 4096, 14336),
     ):
         few = W8A8Problem(kind, x, replace(PLAIN, out=x))  # type: ignore[arg-type]
-        found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, gpu), arch))
+        found.append(INT8_STREAM.emit(few, best_tile(INT8_STREAM, few, m, n, k, gpu), arch))
     return [*found, INT8_MMA.emit(PROBLEM, SPLIT, arch)] if arch == "sm_90a" else found
 
 

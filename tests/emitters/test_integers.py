@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gemm import select_gemm
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import few_tokens, int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
@@ -37,7 +38,7 @@ def sources(arch: str) -> list[KernelSource]:
         for m, n, k in ((1, 14336, 4096), (8, 4096, 14336), (16, 1280, 1280)):
             if m <= 8 or epilogue is BYTES:
                 few = W8A8Problem("given", epilogue.out, epilogue)
-                found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, Target(arch, 108)), arch))
+                found.append(INT8_STREAM.emit(few, best_tile(INT8_STREAM, few, m, n, k, Target(arch, 108)), arch))
     return found
 
 

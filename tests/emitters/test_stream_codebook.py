@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from qcut.dispatch.codebook import select
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import is_wgmma_better, stream_tile, stream_wgmma_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -123,11 +124,11 @@ def test_grid_covers_the_tokens():
 @pytest.mark.parametrize("problem", [HALF, BRAIN, INT8, PAIRS, INT8_PAIRS], ids=lambda p: p.name)
 def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
     for (n, units), m in product(SHAPES, (1, 2, 8, 9, 16, 17, 32, 33, 64)):
-        wide = stream_wgmma_tile(problem, m, n, units, H200)
+        wide = best_tile(CODEBOOK_STREAM_WGMMA, problem, m, n, 128 * units, H200)
         CODEBOOK_STREAM_WGMMA.validate(problem, wide, "sm_90a")
         assert m <= wide.tokens
-        if not is_wgmma_better(problem, m, n, units, H200):
-            tile = stream_tile(problem, m, n, units, H200)
+        if select(problem, m, n, units, H200).family != CODEBOOK_STREAM_WGMMA.name:
+            tile = best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, H200)
             CODEBOOK_STREAM.validate(problem, tile, "sm_90a")
             assert m <= tile.tokens
             assert units <= tile.capacity
@@ -146,14 +147,14 @@ def test_tiles_for_prompts_are_legal_and_alone(problem: CodebookProblem):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_120"])
 def test_other_architectures_have_tiles(arch: str):
     for m in (1, 8):
-        tile = stream_tile(HALF, m, 1280, 10, Target(arch, 108))
+        tile = best_tile(CODEBOOK_STREAM, HALF, m, 1280, 1280, Target(arch, 108))
         CODEBOOK_STREAM.validate(HALF, tile, arch)
         assert tile.splits == 1
 
 
 def test_long_sums_need_clusters():
     with pytest.raises(EmitError, match="no tile for 112 units of K, 4096 rows and 1 tokens on sm_80"):
-        stream_tile(HALF, 1, 4096, 112, Target("sm_80", 108))
+        best_tile(CODEBOOK_STREAM, HALF, 1, 4096, 14336, Target("sm_80", 108))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,8 @@ def test_long_sums_need_clusters():
     ],
 )
 def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: str):
-    assert not is_wgmma_better(HALF, m, n, units, H200)
-    assert stream_tile(HALF, m, n, units, H200).name == name
+    assert select(HALF, m, n, units, H200).family != CODEBOOK_STREAM_WGMMA.name
+    assert best_tile(CODEBOOK_STREAM, HALF, m, n, 128 * units, H200).name == name
 
 
 @pytest.mark.parametrize(
@@ -178,16 +179,16 @@ def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: 
     [(14336, 32, 32, 4, 2), (4096, 112, 16, 5, 8), (4096, 32, 64, 3, 4), (5120, 10, 32, 2, 2)],
 )
 def test_measured_shapes_have_their_best_wgmma_tile(n: int, units: int, m: int, groups: int, splits: int):
-    assert is_wgmma_better(HALF, m, n, units, H200)
-    tile = stream_wgmma_tile(HALF, m, n, units, H200)
+    assert select(HALF, m, n, units, H200).family == CODEBOOK_STREAM_WGMMA.name
+    tile = best_tile(CODEBOOK_STREAM_WGMMA, HALF, m, n, 128 * units, H200)
     assert (tile.groups, tile.splits) == (groups, splits)
 
 
 def test_too_many_tokens_have_no_tile():
     with pytest.raises(EmitError, match=r"m is 33; allowed: 1 to 32"):
-        stream_tile(HALF, 33, 64, 1, H200)
-    with pytest.raises(EmitError, match=r"m is 65; allowed: 1 to 64"):
-        stream_wgmma_tile(HALF, 65, 64, 1, H200)
+        best_tile(CODEBOOK_STREAM, HALF, 33, 64, 128, H200)
+    with pytest.raises(EmitError, match=r"m is 0; allowed: 1 to 64"):
+        best_tile(CODEBOOK_STREAM_WGMMA, HALF, 0, 64, 128, H200)
 
 
 def test_pairs_have_64_words_and_a_table_for_every_type() -> None:

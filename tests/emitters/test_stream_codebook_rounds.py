@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from qcut.dispatch.gpus import GPUS, Target
-from qcut.dispatch.tiles.codebook import rounds_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
@@ -73,7 +73,7 @@ def test_pairs_have_a_dense_table() -> None:
 @pytest.mark.parametrize("problem", [HALF, BRAIN, INT8, PAIRS, INT8_PAIRS], ids=lambda p: p.name)
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem) -> None:
     for gpu, n, units, m in product(GPUS, (1, 100, 1280, 4096, 50257), (1, 7, 32, 112, 1023), (1, 3, 8, 9, 16)):
-        tile = rounds_tile(problem, m, n, units, gpu)
+        tile = best_tile(CODEBOOK_STREAM_ROUNDS, problem, m, n, 128 * units, gpu)
         CODEBOOK_STREAM_ROUNDS.validate(problem, tile, gpu.arch)
         assert m <= tile.tokens
         assert tile.ctas * tile.warps * 32 * registers(problem, tile) <= architecture(gpu.arch).registers
@@ -93,14 +93,17 @@ def test_what_fits_the_registers_fits_the_shared_memory() -> None:
 @pytest.mark.parametrize("m", [0, 17])
 def test_other_numbers_of_tokens_have_no_tile(m: int) -> None:
     with pytest.raises(EmitError, match=rf"m is {m}; allowed: 1 to 16"):
-        rounds_tile(HALF, m, 64, 1, Target("sm_86", 82))
+        best_tile(CODEBOOK_STREAM_ROUNDS, HALF, m, 64, 128, Target("sm_86", 82))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_binaries_decode_in_registers(arch: str) -> None:
     """Without a table: no 32-bit load from shared memory stands between indices and products."""
     problems = (HALF, BRAIN, INT8) if arch == "sm_80" else (replace(HALF, x=DType.BF16), replace(INT8, bits=3, slots=4))
-    texts = [CODEBOOK_STREAM_ROUNDS.emit(p, rounds_tile(p, 8, 4096, 112, Target(arch, 108)), arch) for p in problems]
+    texts = [
+        CODEBOOK_STREAM_ROUNDS.emit(p, best_tile(CODEBOOK_STREAM_ROUNDS, p, 8, 4096, 14336, Target(arch, 108)), arch)
+        for p in problems
+    ]
     for source, binary in zip(texts, build(*texts), strict=True):
         resources, names = binary.resources, instructions(binary.cubin)
         assert resources is not None

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import w8a16_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -114,7 +114,7 @@ def test_illegal_kernels_are_refused_by_name():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_shape_has_a_tile(arch: str):
     for (n, k), m in product(SHAPES, (1, 8, 9, 16, 17, 32)):
-        tile = w8a16_tile(HALF, m, n, k, Target(arch, 132))
+        tile = best_tile(W8A16_STREAM, HALF, m, n, k, Target(arch, 132))
         W8A16_STREAM.validate(HALF, tile, arch)
         assert m <= tile.tokens < max(9, 2 * m)
         assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
@@ -123,7 +123,7 @@ def test_every_shape_has_a_tile(arch: str):
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 4096), (4096, 14336)])
 def test_large_layers_are_one_wave_with_enough_in_flight(n: int, k: int, m: int):
-    tile = w8a16_tile(HALF, m, n, k, Target("sm_90a", 132))
+    tile = best_tile(W8A16_STREAM, HALF, m, n, k, Target("sm_90a", 132))
     assert 0.85 * 132 <= W8A16_STREAM.grid(tile, n)(m)[0] <= 132
     assert 2048 * tile.warps * tile.units * tile.prefetch >= 48 * 1024
 
@@ -131,12 +131,12 @@ def test_large_layers_are_one_wave_with_enough_in_flight(n: int, k: int, m: int)
 @pytest.mark.parametrize("m", [0, MAX_TOKENS + 1])
 def test_other_numbers_of_tokens_are_refused(m: int):
     with pytest.raises(EmitError, match=f"w8a16_stream: {m} tokens; allowed are 1 to 32"):
-        w8a16_tile(HALF, m, 4096, 4096, Target("sm_90a", 132))
+        best_tile(W8A16_STREAM, HALF, m, 4096, 4096, Target("sm_90a", 132))
 
 
 def test_a_problem_it_cannot_build_is_refused():
     with pytest.raises(EmitError, match="operands"):
-        w8a16_tile(GemmProblem(epilogue=BIAS), 1, 4096, 4096, Target("sm_80", 132))
+        best_tile(W8A16_STREAM, GemmProblem(epilogue=BIAS), 1, 4096, 4096, Target("sm_80", 132))
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
@@ -145,7 +145,7 @@ def test_a_problem_it_cannot_build_is_refused():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_chosen_tiles_do_not_spill(arch: str):
     problems = [HALF, replace(HALF, a=DType.BF16)]
-    tiles = {w8a16_tile(HALF, m, n, k, Target(arch, 132)) for n, k in SHAPES[:6] for m in (1, 16, 32)}
+    tiles = {best_tile(W8A16_STREAM, HALF, m, n, k, Target(arch, 132)) for n, k in SHAPES[:6] for m in (1, 16, 32)}
     for binary in build(*[W8A16_STREAM.emit(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
         assert binary.resources is not None, binary.name
         assert binary.resources.spill_store_bytes == binary.resources.stack_bytes == 0, binary.name

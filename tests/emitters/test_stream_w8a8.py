@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -50,7 +50,7 @@ def problem_of(
 
 
 def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSource:
-    return INT8_STREAM.emit(problem, int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
+    return INT8_STREAM.emit(problem, best_tile(INT8_STREAM, problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
 
 
 def sources(arch: str) -> list[KernelSource]:
@@ -199,7 +199,7 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
     for n, k in GPT2 + LLAMA + LLAMA2C + ODD:
         for m in (1, 2, 3, 8) if problem.quantizes else (1, 2, 3, 8, 16, 20):
             assert is_legal(problem, m, k, arch)
-            tile = int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch]))
+            tile = best_tile(INT8_STREAM, problem, m, n, k, Target(arch, SM_COUNT[arch]))
             INT8_STREAM.validate(problem, tile, arch)
             assert registers(problem, tile, arch) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
             assert smem_bytes(problem, tile) <= architecture(arch).smem_bytes
@@ -219,14 +219,14 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
     ],
 )
 def test_sixteen_tokens_take_the_tile_that_was_fastest(n: int, k: int, tile: str) -> None:
-    assert int8_tile(problem_of("given"), 16, n, k, Target("sm_90a", 132)).name == tile
+    assert best_tile(INT8_STREAM, problem_of("given"), 16, n, k, Target("sm_90a", 132)).name == tile
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 8, 9, 16])
 def test_small_gpus_have_tiles(sm_count: int) -> None:
     for tokens, m, k in (("none", 8, 28672), ("given", 8, 4096), ("rows", 2, 14336)):
         problem = problem_of(tokens)
-        INT8_STREAM.validate(problem, int8_tile(problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
+        INT8_STREAM.validate(problem, best_tile(INT8_STREAM, problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
 
 
 @pytest.mark.parametrize(("problem", "most"), [(NONE, MAX_TOKENS), (ROWS, MAX_ROWS)])
@@ -235,14 +235,14 @@ def test_other_numbers_of_tokens_are_refused(problem: W8A8Problem, most: int) ->
     for m in (0, most + 1):
         assert not is_legal(problem, m, 4096, "sm_90a")
         with pytest.raises(EmitError, match=f"int8_stream: {m} tokens; allowed are 1 to {most}"):
-            int8_tile(problem, m, 4096, 4096, Target("sm_90a", 132))
+            best_tile(INT8_STREAM, problem, m, 4096, 4096, Target("sm_90a", 132))
 
 
 @pytest.mark.parametrize("k", [0, K_MAX + 1])
 def test_sums_beyond_int32_are_refused(k: int) -> None:
     assert not is_legal(NONE, 1, k, "sm_90a")
     with pytest.raises(EmitError, match=f"int8_stream: K is {k}; allowed is 1 to {K_MAX}"):
-        int8_tile(NONE, 1, 4096, k, Target("sm_90a", 132))
+        best_tile(INT8_STREAM, NONE, 1, 4096, k, Target("sm_90a", 132))
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────

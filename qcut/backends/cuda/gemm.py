@@ -15,9 +15,9 @@ from qcut.backends.cuda.operands import dense
 from qcut.common.locks import once
 from qcut.dispatch import closed
 from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import few_tokens
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.families import (

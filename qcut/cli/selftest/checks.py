@@ -24,9 +24,10 @@ from qcut.cli.selftest.bounds import Near
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.numerics import int8
 from qcut.numerics.codebook import layout, products, tokens
@@ -318,7 +319,7 @@ def _gemm_stream() -> Iterator[Check]:
     # Rows of tokens that are no multiple of 16 bytes are the mma kernel's on every GPU. Hopper has other kernels for 40
     # tokens than for 80.
     sizes = ("w8a16_stream", 3, k), ("w8a16", 40, k), ("w8a16", many, k), ("w8a16_mma", many, k - 2)
-    for family, m, columns in sizes:
+    for name, m, columns in sizes:
         x = _random(m, columns, dtype=HALF)
         near = bounds.w8a16(x, weight[:, :columns], scale, bias)
 
@@ -326,7 +327,7 @@ def _gemm_stream() -> Iterator[Check]:
             given = _on(device, x, weight, scale, bias)
             return [OPS.w8a16_linear(*given, "none") for _ in range(2)]  # by Python, then by C++ where it is built
 
-        yield Check(family, f"{m}x{n}x{columns}", run, _always(near, near))
+        yield Check(name, f"{m}x{n}x{columns}", run, _always(near, near))
 
 
 _GEMM_SIZES = 129, 336, 272
@@ -339,9 +340,7 @@ def _gemm_problem() -> GemmProblem:
 
 
 def _gemm_choice(name: str, gpu: Target) -> Choice:
-    tile = dispatch.best_tile(name, _gemm_problem(), *_GEMM_SIZES, gpu)
-    assert tile is not None, "each family has tiles for every architecture"
-    return Choice(name, tile)
+    return Choice(name, best_tile(family(name), _gemm_problem(), *_GEMM_SIZES, gpu))
 
 
 def slow_sources(gpu: Target, *, cutlass: bool) -> list[KernelSource]:

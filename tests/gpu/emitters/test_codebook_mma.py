@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import mma_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.mma import smem_bytes
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
@@ -282,4 +282,4 @@ def test_the_chosen_tile(m: int) -> None:
         (CodebookProblem(epilogue=BIAS), check_float),
         (CodebookProblem(DType.S8, epilogue=INT8_BIAS), check_int8),
     ):
-        check(problem, mma_tile(problem, m, 1280, Target(arch(), sms)), m, 1280, 1280, pdl=True)
+        check(problem, best_tile(CODEBOOK_MMA, problem, m, 1280, 128, Target(arch(), sms)), m, 1280, 1280, pdl=True)

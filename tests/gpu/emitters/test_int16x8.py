@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import ACTIVATIONS, Activation, Epilogue
 from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
@@ -269,7 +269,7 @@ class Few:
 
 def chosen(problem: W8A8Problem, m: int, n: int, k: int) -> W8A8Tile:
     """What the model of the memory chooses, for two SMs: several row tiles for each."""
-    return int8_tile(problem, m, n, k, Target(arch(), 2))
+    return best_tile(INT8_STREAM, problem, m, n, k, Target(arch(), 2))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8])

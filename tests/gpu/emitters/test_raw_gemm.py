@@ -15,8 +15,6 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import INT8_MMA, W8A16_MMA
-from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import w8a16 as w8a16_mma
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp, pattern
@@ -89,7 +87,7 @@ def small_integers(m: int, n: int, k: int, epilogue: Epilogue) -> Gemm:
 
 def tiles(family: Any) -> list[TileConfig]:
     """Tiles of the largest menu; what the GPU at hand lacks is left out when the test runs."""
-    return [*family.default_tiles("sm_90a"), SHALLOW]
+    return [*family.default_tiles(GemmProblem(), "sm_90a"), SHALLOW]
 
 
 def require_tile(family: Any, problem: GemmProblem, tile: TileConfig) -> None:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.dispatch.codebook import select
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import is_wgmma_better, rounds_tile, stream_tile, stream_wgmma_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -170,11 +171,17 @@ def chosen_cases() -> Iterator[tuple[CodebookProblem, Tile, int, int, int]]:
         for m in (1, 16, 33):
             if arch() != "sm_90a":
                 if m <= 16:
-                    yield problem, stream_tile(problem, m, n, units, Target(arch(), 132)), m, n, units
-            elif is_wgmma_better(problem, m, n, units, H200):
-                yield problem, stream_wgmma_tile(problem, m, n, units, H200), m, n, units
+                    yield (
+                        problem,
+                        best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, Target(arch(), 132)),
+                        m,
+                        n,
+                        units,
+                    )
+            elif select(problem, m, n, units, H200).family == CODEBOOK_STREAM_WGMMA.name:
+                yield problem, best_tile(CODEBOOK_STREAM_WGMMA, problem, m, n, 128 * units, H200), m, n, units
             else:
-                yield problem, stream_tile(problem, m, n, units, H200), m, n, units
+                yield problem, best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, H200), m, n, units
 
 
 def foreign_cases() -> list[tuple[CodebookProblem, Tile, int, int, int]]:
@@ -184,7 +191,7 @@ def foreign_cases() -> list[tuple[CodebookProblem, Tile, int, int, int]]:
     cases = {}
     for gpu, x, units, m in asked:
         problem = problem_of(x, alignment=8)
-        tile = rounds_tile(problem, m, 4096, units, gpu)
+        tile = best_tile(CODEBOOK_STREAM_ROUNDS, problem, m, 4096, 128 * units, gpu)
         cases[x, units, tile] = problem, tile, m, 104, units
     return [case for case in cases.values() if has_tile(case[1])]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import w8a16_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
@@ -183,6 +183,8 @@ def test_a_row_does_not_depend_on_the_others(tile: W8A16Tile) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1280, 1280), (768, 5120), (5003, 2064)])
 def test_the_chosen_tile(n: int, k: int, m: int) -> None:
     problem = GemmProblem(a=DType.F16, epilogue=BIAS, alignment_n=1)
-    tile = w8a16_tile(problem, m, n, k, Target(arch(), torch.cuda.get_device_properties(0).multi_processor_count))
+    tile = best_tile(
+        W8A16_STREAM, problem, m, n, k, Target(arch(), torch.cuda.get_device_properties(0).multi_processor_count)
+    )
     gemm = small_integers(m, n, k, BIAS)
     gemm.check(run(gemm, problem, tile, gemm.a.half(), pdl=True))

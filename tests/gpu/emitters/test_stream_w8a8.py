@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.families import INT8_STREAM
@@ -75,7 +75,7 @@ class Case:
 
 def tile_of(problem: W8A8Problem, m: int, n: int, k: int) -> W8A8Tile:
     """What the model of the memory chooses, for two SMs: several row tiles for each."""
-    return int8_tile(problem, m, n, k, Target(arch(), 2))
+    return best_tile(INT8_STREAM, problem, m, n, k, Target(arch(), 2))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8])
