@@ -13,7 +13,7 @@ from qcut.emitters.gemm.mma import smem_bytes
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, RawGemm, gemm_source
 
-CONSTRAINTS = (
+PROBLEM_CONSTRAINTS = (
     Constraint(
         "operands",
         "are f16 or bf16 x s8",
@@ -22,6 +22,10 @@ CONSTRAINTS = (
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+)
+"""What all families of 16-bit tokens and int8 weights take, except CUTLASS's."""
+CONSTRAINTS = (
+    *PROBLEM_CONSTRAINTS,
     *TILE_CONSTRAINTS,
     Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
     shared_memory(SHARED_MEMORY, smem_bytes),

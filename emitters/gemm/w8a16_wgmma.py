@@ -15,6 +15,7 @@ from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import include
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 
 TOKENS = (32, 64, 128, 256)
 """Tokens that a tile may hold."""
@@ -93,14 +94,7 @@ def smem_bytes(problem: GemmProblem, tile: W8A16WgmmaTile) -> int:
 
 
 CONSTRAINTS = (
-    Constraint(
-        "operands",
-        "are f16 or bf16 x s8",
-        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
-    ),
-    Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
-    Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
-    Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    *PROBLEM_CONSTRAINTS,
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_k", "is a multiple of 8: a tensor map's rows", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),

@@ -8,9 +8,10 @@
 from __future__ import annotations
 
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 from qcut.emitters.stream.family import StreamFamily
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
@@ -38,14 +39,7 @@ def registers(tile: W8A16Tile) -> int:
 
 
 CONSTRAINTS = (
-    Constraint(
-        "operands",
-        "are f16 or bf16 x s8",
-        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
-    ),
-    Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
-    Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
-    Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    *PROBLEM_CONSTRAINTS,
     ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
     Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in TOKENS),
