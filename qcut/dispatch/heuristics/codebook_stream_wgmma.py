@@ -75,27 +75,16 @@ def _few(
 
 
 class _StreamCost(NamedTuple):
-    """Cycles of ``codebook_stream_wgmma``: a unit takes the longer of all groups' products and one group's chain.
+    """Cycles of ``codebook_stream_wgmma``: a unit takes the longer of all groups' products and one group's chain."""
 
-    Attributes:
-        product: for each product of 64 rows and 8 bits of a token's unit, all groups one after the other.
-        group: for each group beside.
-        chain: as ``product``, of one group alone.
-        decode: beside, decoding that one group cannot hide.
-        cta: of a CTA, beside its units.
-        output: for each token and group, in a CTA.
-        exchange: of a CTA whose cluster shares K.
-        launch: of a launch.
-    """
-
-    product: float
-    group: float
-    chain: float
-    decode: float
-    cta: float
-    output: float
-    exchange: float
-    launch: float
+    product: float  # for each product of 64 rows and 8 bits of a token's unit, all groups one after the other
+    group: float  # for each group beside
+    chain: float  # as ``product``, of one group alone
+    decode: float  # beside, decoding that one group cannot hide
+    cta: float  # of a CTA, beside its units
+    output: float  # for each token and group, in a CTA
+    exchange: float  # of a CTA whose cluster shares K
+    launch: float  # of a launch
 
 
 _STREAM_F16 = _StreamCost(0.985, 221, 0.76, 626, 2900, 15.4, 375, 0)

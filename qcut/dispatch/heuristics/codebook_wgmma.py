@@ -17,29 +17,17 @@ from qcut.emitters.core.source import DType
 
 
 class _WgmmaCost(NamedTuple):
-    """Cycles of ``codebook_wgmma``.
+    """Cycles of ``codebook_wgmma``."""
 
-    Attributes:
-        unit: of a unit.
-        token: of a unit, for each token.
-        pairs_unit: as ``unit``, with a table of pairs.
-        pairs_token: as ``token``, with a table of pairs.
-        tile: of a tile, beside its units.
-        output: of a tile, for each token.
-        exchange: for each token of a tile whose cluster shares K.
-        pair: of a tile of a cluster that shares tokens.
-        launch: of a launch.
-    """
-
-    unit: float
-    token: float
-    pairs_unit: float
-    pairs_token: float
-    tile: float
-    output: float
-    exchange: float
-    pair: float
-    launch: float
+    unit: float  # of a unit
+    token: float  # of a unit, for each token
+    pairs_unit: float  # as ``unit``, with a table of pairs
+    pairs_token: float  # as ``token``, with a table of pairs
+    tile: float  # of a tile, beside its units
+    output: float  # of a tile, for each token
+    exchange: float  # for each token of a tile whose cluster shares K
+    pair: float  # of a tile of a cluster that shares tokens
+    launch: float  # of a launch
 
 
 _WGMMA_F16 = _WgmmaCost(1194, 4.89, 1099, 4.87, 0, 18.3, 18, 100, 3900)

@@ -14,15 +14,10 @@ from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 
 class _CutlassCost(NamedTuple):
-    """Cycles of a tile of ``w8a16_cutlass``.
+    """Cycles of a tile of ``w8a16_cutlass``."""
 
-    Attributes:
-        step: of a step of 64 columns.
-        tile: beside the steps; a ping-pong tile's end is hidden by the next tile.
-    """
-
-    step: float
-    tile: float
+    step: float  # of a step of 64 columns
+    tile: float  # beside the steps; a ping-pong tile's end is hidden by the next tile
 
 
 _CUTLASS_START = 4800.0
