@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from qcut.dispatch import codebook as codebook_dispatch
-from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
+from qcut.dispatch.codebook import FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
+from qcut.dispatch.heuristics.codebook_stream_wgmma import DECODE_TOKENS
 from qcut.dispatch.heuristics.tiled import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import RotateTokens, padded_columns
