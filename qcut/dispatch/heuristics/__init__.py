@@ -59,8 +59,12 @@ def choose(names: Iterable[str], problem: Any, m: int, n: int, k: int, target: T
     Raises:
         EmitError: a family that makes tiles for sizes has none for these.
     """
-    found = ((name, *one) for name in names for one in _CANDIDATES[name](problem, m, n, k, target))
-    return min(found, key=itemgetter(2), default=None)
+    least: list[tuple[str, Any, float]] = []
+    for name in names:
+        one = min(_CANDIDATES[name](problem, m, n, k, target), key=itemgetter(1), default=None)
+        if one is not None:
+            least.append((name, *one))
+    return min(least, key=itemgetter(2), default=None)
 
 
 def best_tile(family: Family[Problem, Tile], problem: Problem, m: int, n: int, k: int, target: Target) -> Tile:
