@@ -84,7 +84,7 @@ def emit_ladder_gemm(problem: GemmProblem, tile: LadderTile, arch: str) -> Kerne
     Arguments are ``problem.params()`` in order, sizes as `grid` says; rows of A and B start at multiples of 16 bytes,
     rows of D at multiples of 8.
 
-    Exactness: that of `qcut.emitters.gemm.mma.emit_mma_gemm`, which has the same epilogue.
+    Exactness: that of `qcut.emitters.gemm.mma.Int8Mma`, which has the same epilogue.
 
     Raises:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.

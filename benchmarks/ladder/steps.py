@@ -11,12 +11,10 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm import dp4a as dp4a_gemm
-from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import wmma as wmma_gemm
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA
 from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.wmma import Int8Wmma
 
 PROBLEM = GemmProblem(epilogue=Epilogue(DType.S8, col_scale="per_channel"))
 """What all steps compute: ``clamp(rne(acc * col_scale[n] * out_inv_scale) + out_zero_point)``."""
@@ -72,25 +70,25 @@ def _large(tiles: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _dp4a(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
-    for tile in _large(dp4a_gemm.default_tiles(gpu.arch)):
-        yield Candidate(dp4a_gemm.emit_dp4a_gemm(PROBLEM, tile, gpu.arch), dp4a_gemm.grid(tile, m, n))
+    for tile in _large(INT8_DP4A.default_tiles(GemmProblem(), gpu.arch)):
+        yield Candidate(INT8_DP4A.emit(PROBLEM, tile, gpu.arch), INT8_DP4A.grid(tile, n)(m))
 
 
 def _wmma_double(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
     bm, bn, bk = WMMA.threadblock_shape  # nothing but the pipeline changes
     tile = TileConfig((bm, bn, bk), (64, 64, bk), stages=2)
-    source = wmma_gemm.emit_wmma_gemm(PROBLEM, tile, gpu.arch, shared="linear")
-    yield Candidate(source, wmma_gemm.grid(tile, m, n))
+    source = Int8Wmma("linear").emit(PROBLEM, tile, gpu.arch)
+    yield Candidate(source, INT8_WMMA.grid(tile, n)(m))
 
 
 def _wmma_blocked(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
-    for tile in _large(wmma_gemm.default_tiles(gpu.arch)):
-        yield Candidate(wmma_gemm.emit_wmma_gemm(PROBLEM, tile, gpu.arch), wmma_gemm.grid(tile, m, n))
+    for tile in _large(INT8_WMMA.default_tiles(GemmProblem(), gpu.arch)):
+        yield Candidate(INT8_WMMA.emit(PROBLEM, tile, gpu.arch), INT8_WMMA.grid(tile, n)(m))
 
 
 def _mma_sync(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
-    for tile in _large(mma_gemm.default_tiles(gpu.arch)):
-        yield Candidate(mma_gemm.emit_mma_gemm(PROBLEM, tile, gpu.arch), mma_gemm.grid(tile, m, n))
+    for tile in _large(INT8_MMA.default_tiles(GemmProblem(), gpu.arch)):
+        yield Candidate(INT8_MMA.emit(PROBLEM, tile, gpu.arch), INT8_MMA.grid(tile, n)(m))
 
 
 SM90_TILES = (("128x128x128", 4, 1), ("64x256x128 c2x1", 8, 1))
@@ -99,7 +97,7 @@ SM90_TILES = (("128x128x128", 4, 1), ("64x256x128 c2x1", 8, 1))
 
 def _cutlass(tile: TileConfig, gpu: Target, swizzle: int = 1, raster: int = 0) -> Candidate:
     tail = (gpu.sm_count, swizzle, raster, 1, 0)
-    return Candidate(emit_cutlass_gemm(PROBLEM, tile, gpu.arch), (1, 1, 1), tail)
+    return Candidate(INT8_CUTLASS.emit(PROBLEM, tile, gpu.arch), (1, 1, 1), tail)
 
 
 def _cutlass_sm80(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:

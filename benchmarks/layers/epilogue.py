@@ -33,7 +33,7 @@ from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import KernelSource
-from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
+from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.cutlass import text as cutlass_text
 from qcut.emitters.gemm.cutlass.epilogue import EpilogueGraph
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
@@ -57,13 +57,13 @@ class StockTree(EpilogueGraph):
 
 def emit_node(problem: GemmProblem, tile: TileConfig) -> KernelSource:
     """The kernel as qcut runs it."""
-    return cutlass_gemm.emit_cutlass_gemm(problem, tile, ARCH)
+    return INT8_CUTLASS.emit(problem, tile, ARCH)
 
 
 def emit_stock(problem: GemmProblem, tile: TileConfig) -> KernelSource:
     """The same kernel with the stock visitor tree, under a name of its own."""
     with mock.patch.object(cutlass_text, "EpilogueGraph", StockTree):
-        source = cutlass_gemm.emit_cutlass_gemm(problem, tile, ARCH)
+        source = INT8_CUTLASS.emit(problem, tile, ARCH)
         text, host_text = source.text, source.host_text  # written now, with the stock tree
     name = f"{source.name}_stock"
     assert host_text is not None

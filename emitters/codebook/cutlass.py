@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, shared_memory
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, shared_memory
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import Operands, emit, sm90_defines
 from qcut.emitters.gemm.cutlass.tiles import tile
 from qcut.emitters.gemm.cutlass.w8a16 import TRANSPOSED_TILE, swapped
 from qcut.emitters.gemm.problem import TileConfig
-
-FAMILY = "codebook_cutlass"
 
 MENU: tuple[TileConfig, ...] = (tile("cooperative", "256x128x128 c1x2"),)
 """What sizes choose from. Short, because each member is built on first use."""
@@ -45,22 +43,8 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """Return the menu of an architecture; `validate` tells which tiles suit a problem."""
-    return MENU if architecture(arch).wgmma else ()
-
-
-def emit_codebook_cutlass(problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
-    """Write one product and its launcher.
+class CodebookCutlass(Family[CodebookProblem, TileConfig]):
+    """Int8 tokens and codebook weights in CUTLASS's kernels.
 
     Arguments are ``problem.params()``, of which norms and fold are not read, and
     `qcut.emitters.gemm.cutlass.text.LAUNCH_PARAMS`. x, units and D start at multiples of 16 bytes.
@@ -71,7 +55,19 @@ def emit_codebook_cutlass(problem: CodebookProblem, tile: TileConfig, arch: str)
     Raises:
         EmitError: see `validate`, or nvidia-cutlass cannot be imported.
     """
-    validate(problem, tile, arch)
-    operands = Operands("u4", "s8", DType.S32, transposed=True, units=True)
-    name, inner = procedural_name(FAMILY, arch, problem, tile), swapped(tile)
-    return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
+
+    name = "codebook_cutlass"
+    tile_type = TileConfig
+    constraints = CONSTRAINTS
+
+    def default_tiles(self, problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]:
+        """Return the menu of an architecture; `validate` tells which tiles suit a problem."""
+        return MENU if architecture(arch).wgmma else ()
+
+    def _source(self, name: str, problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
+        operands = Operands("u4", "s8", DType.S32, transposed=True, units=True)
+        inner = swapped(tile)
+        return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
+
+
+CODEBOOK_CUTLASS = CodebookCutlass()

@@ -9,16 +9,11 @@ from __future__ import annotations
 from math import gcd
 
 from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ROTATED_BEFORE, CodebookProblem
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, holds, shared_memory
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, holds, shared_memory
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import TileConfig
-from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, grid
-
-FAMILY = "codebook_mma"
-
-__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_codebook_mma", "grid", "smem_bytes", "validate"]
+from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, RawGemm
 
 _UNIT_COLUMNS = 128
 _OTHER_REGISTERS = 48
@@ -77,15 +72,6 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
 _MENU = (
     ((16, 64), (16, 16), 6),
     ((32, 64), (32, 16), 4),
@@ -101,14 +87,8 @@ _MENU = (
 """Tall warps: each decodes the weights it multiplies."""
 
 
-def default_tiles(problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]:
-    """Return tiles from few tokens to long prompts, all legal for the problem on `arch`."""
-    tiles = (TileConfig((*block, _UNIT_COLUMNS), (*warp, _UNIT_COLUMNS), stages) for block, warp, stages in _MENU)
-    return tuple(t for t in tiles if holds(CONSTRAINTS, problem, t, arch))
-
-
-def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
-    """Text of one kernel.
+class CodebookMma(RawGemm[CodebookProblem]):
+    """Tokens and codebook weights on ``mma.sync``.
 
     Arguments are ``problem.params()`` in order; m, n, units_k >= 1. `qcut.emitters.codebook.problem` describes the
     arguments. Weights, norms and ``fold`` are read before the kernel waits for its predecessor.
@@ -119,30 +99,39 @@ def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> 
     order fixed by K, with error at most ``K * 2**-23 * sum_k |x * w|``. A token's result does not depend on the others;
     the same inputs give the same bits.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``ldmatrix``, ``cp.async``, ``prmt``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
-    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-    params = problem.params()
-    weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
-    return kernel_source(
-        name,
-        arch,
-        params,
-        f"using Tile = qcut::Tile<{bm}, {bn}, {bk}, {wm}, {wn}, {tile.stages}, 1>;",
-        *problem.epilogue.statements(params),
-        problem.book,
-        f"qcut::codebook_mma<Tile, {problem.x.cpp}, {weight}, Epilogue, {align_d}>"
-        f"(x, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
-        device_code=include("codebook/mma.cuh"),
-        block=tile.threads,
-        # Left to itself, such a compiler spills in order to fit a second CTA.
-        ctas_per_sm=1 if arch in _NEEDS_MORE else None,
-        waits=True,
-        smem_bytes=smem_bytes(problem, tile),
-    )
+
+    name = "codebook_mma"
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def default_tiles(self, problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]:
+        """Return tiles from few tokens to long prompts, all legal for the problem on `arch`."""
+        tiles = (TileConfig((*block, _UNIT_COLUMNS), (*warp, _UNIT_COLUMNS), stages) for block, warp, stages in _MENU)
+        return tuple(t for t in tiles if holds(CONSTRAINTS, problem, t, arch))
+
+    def _source(self, name: str, problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
+        (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
+        align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+        params = problem.params()
+        weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
+        return kernel_source(
+            name,
+            arch,
+            params,
+            f"using Tile = qcut::Tile<{bm}, {bn}, {bk}, {wm}, {wn}, {tile.stages}, 1>;",
+            *problem.epilogue.statements(params),
+            problem.book,
+            f"qcut::codebook_mma<Tile, {problem.x.cpp}, {weight}, Epilogue, {align_d}>"
+            f"(x, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
+            device_code=include("codebook/mma.cuh"),
+            block=tile.threads,
+            # Left to itself, such a compiler spills in order to fit a second CTA.
+            ctas_per_sm=1 if arch in _NEEDS_MORE else None,
+            waits=True,
+            smem_bytes=smem_bytes(problem, tile),
+        )
+
+
+CODEBOOK_MMA = CodebookMma()

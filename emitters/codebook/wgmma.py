@@ -12,13 +12,11 @@ from math import gcd
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint, check, holds
-from qcut.emitters.core.family import Grid
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import Constraint, holds
+from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 
-FAMILY = "codebook_wgmma"
 THREADS = 384
 """Two warpgroups that multiply and one that fetches."""
 ROWS = 128
@@ -153,33 +151,6 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: CodebookWgmmaTile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def grid(tile: CodebookWgmmaTile, n: int, sm_count: int) -> Grid:
-    """CTAs of a launch: no more than the GPU has SMs, each going from tile to tile; with splits, one for each part."""
-    columns = -(-n // (ROWS * tile.cluster))
-    if tile.splits > 1:
-        return Grid(tile.tokens, (columns * tile.splits, 1, 1))
-    return Grid(tile.tokens, (columns * tile.cluster, 1, 1), most=max(1, sm_count // tile.cluster) * tile.cluster)
-
-
-def default_tiles(problem: CodebookProblem) -> tuple[CodebookWgmmaTile, ...]:
-    """Return tiles of each width of tokens, for one CTA, for two CTAs, and with K split, with as many stages as fit."""
-    tiles = (
-        _deepest(problem, tokens, cluster, splits, "t" in letters or problem.pairs, "f" in letters)
-        for tokens, cluster, splits, int8, halves in _SHAPES
-        if (letters := int8 if problem.x is DType.S8 else halves) is not None
-    )
-    return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
-
-
 def _deepest(
     problem: CodebookProblem, tokens: int, cluster: int, splits: int, pairs: bool, fine: bool
 ) -> CodebookWgmmaTile:
@@ -193,8 +164,8 @@ def _deepest(
     return CodebookWgmmaTile(tokens, stages, cluster, splits, max(1, stages // 2), pairs, fine)
 
 
-def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch: str) -> KernelSource:
-    """Text of one kernel.
+class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
+    """Prompts and codebook weights on ``wgmma``.
 
     Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms.
     `qcut.numerics.codebook.layout` describes the layout in memory. The kernel is launched on `grid`. D is stored in
@@ -208,31 +179,56 @@ def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch:
     an order fixed by K and the splits. A token's result does not depend on the other tokens; the same inputs give the
     same bits.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk``, ``mbarrier``, ``barrier.cluster``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
-    shape = (tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
-    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-    params = problem.params()
-    return kernel_source(
-        name,
-        arch,
-        params,
-        f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {weight}, {', '.join(map(str, shape))}, "
-        f"{buffers(problem, tile)}, {flag(tile.pairs)}, {flag(tile.fine)}>;",
-        *problem.epilogue.statements(params),
-        problem.book,
-        f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
-        "units_k, ldd, book, args);",
-        device_code=include("codebook/wgmma.cuh"),
-        block=THREADS,
-        ctas_per_sm=1,
-        waits=True,
-        smem_bytes=smem_bytes(problem, tile),
-        cluster=tile.cluster * tile.splits,
-    )
+
+    name = "codebook_wgmma"
+    tile_type = CodebookWgmmaTile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def threads(self, tile: CodebookWgmmaTile) -> int:
+        """Those of three warpgroups."""
+        return THREADS
+
+    def grid(self, tile: CodebookWgmmaTile, n: int, sm_count: int = 1) -> Grid:
+        """No more CTAs than the GPU has SMs, each going from tile to tile; with splits, one for each part."""
+        columns = -(-n // (ROWS * tile.cluster))
+        if tile.splits > 1:
+            return Grid(tile.tokens, (columns * tile.splits, 1, 1))
+        return Grid(tile.tokens, (columns * tile.cluster, 1, 1), most=max(1, sm_count // tile.cluster) * tile.cluster)
+
+    def default_tiles(self, problem: CodebookProblem, arch: str) -> tuple[CodebookWgmmaTile, ...]:
+        """Return tiles of each width of tokens, for one CTA, for two, and with K split, with as many stages as fit."""
+        tiles = (
+            _deepest(problem, tokens, cluster, splits, "t" in letters or problem.pairs, "f" in letters)
+            for tokens, cluster, splits, int8, halves in _SHAPES
+            if (letters := int8 if problem.x is DType.S8 else halves) is not None
+        )
+        return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
+
+    def _source(self, name: str, problem: CodebookProblem, tile: CodebookWgmmaTile, arch: str) -> KernelSource:
+        weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
+        shape = (tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
+        align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+        params = problem.params()
+        return kernel_source(
+            name,
+            arch,
+            params,
+            f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {weight}, {', '.join(map(str, shape))}, "
+            f"{buffers(problem, tile)}, {flag(tile.pairs)}, {flag(tile.fine)}>;",
+            *problem.epilogue.statements(params),
+            problem.book,
+            f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
+            "units_k, ldd, book, args);",
+            device_code=include("codebook/wgmma.cuh"),
+            block=THREADS,
+            ctas_per_sm=1,
+            waits=True,
+            smem_bytes=smem_bytes(problem, tile),
+            cluster=tile.cluster * tile.splits,
+        )
+
+
+CODEBOOK_WGMMA = CodebookWgmma()

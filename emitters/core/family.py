@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from qcut.emitters.core.source import EmitError, KernelSource
+from qcut.emitters.core.constraints import Constraint, check, holds
+from qcut.emitters.core.names import Named, procedural_name
+from qcut.emitters.core.source import KernelSource
 
-Problem = TypeVar("Problem")
-Tile = TypeVar("Tile")
+Problem = TypeVar("Problem", bound=Named)
+Tile = TypeVar("Tile", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -33,46 +35,69 @@ class Grid:
         return (ctas if self.most is None else min(ctas, self.most), y, z)
 
 
-@dataclass(frozen=True)
 class Family(Generic[Problem, Tile]):
-    """One family's functions.
+    """One family: what it can build, its text, and its launches. A class's docstring states arguments and exactness.
 
     Attributes:
         name: as in the names of its kernels, in tables and in documents.
         tile_type: class of its tiles.
-        validate: raises `EmitError` where the family cannot build (problem, tile, arch).
-        emit: (problem, tile, arch) → text.
-        grid: (tile, n, sm_count) → CTAs by rows of D; None if a host launcher computes the grid.
-        threads: of a CTA; 0 where the host launcher knows.
-        smem_bytes: dynamic shared memory of a CTA, of (problem, tile); 0 where the host launcher knows.
-        default_tiles: tiles of (problem, arch) to choose from; none where dispatch makes a tile for each shape.
-        search_space: every tile of (problem, arch) that a tuner may try, legal or not; none where nothing is tuned.
+        constraints: what it can build, checked in order on (problem, tile, arch).
         version: version of the device code's speed. A change that can make another tile the fastest raises the
             version. Rows that were measured under another version are not used.
     """
 
     name: str
     tile_type: type[Tile]
-    validate: Callable[[Problem, Tile, str], None]
-    emit: Callable[[Problem, Tile, str], KernelSource]
-    grid: Callable[[Tile, int, int], Grid] | None
-    threads: Callable[[Tile], int]
-    smem_bytes: Callable[[Problem, Tile], int]
-    default_tiles: Callable[[Problem, str], Iterable[Tile]] = lambda problem, arch: ()
-    search_space: Callable[[Problem, str], Iterable[Tile]] = lambda problem, arch: ()
-    version: int = 1
+    constraints: tuple[Constraint, ...]
+    version = 1
 
-    def grid_of(self, tile: Tile, n: int, sm_count: int) -> Grid:
-        """CTAs by rows of D. A host launcher ignores them."""
-        return Grid(1, (1, 1, 1)) if self.grid is None else self.grid(tile, n, sm_count)
+    def kernel_name(self, problem: Problem, tile: Tile, arch: str) -> str:
+        """Procedural name of a kernel."""
+        return procedural_name(self.name, arch, problem, tile)
+
+    def validate(self, problem: Problem, tile: Tile, arch: str) -> None:
+        """Check that this family can build a kernel for the problem with this tile on this architecture.
+
+        Raises:
+            EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
+        """
+        check(self.kernel_name(problem, tile, arch), self.constraints, problem, tile, arch)
+
+    def emit(self, problem: Problem, tile: Tile, arch: str) -> KernelSource:
+        """Text of one kernel.
+
+        Raises:
+            EmitError: see `validate`. Reading the texts of CUTLASS's kernels: nvidia-cutlass cannot be imported.
+        """
+        self.validate(problem, tile, arch)
+        return self._source(self.kernel_name(problem, tile, arch), problem, tile, arch)
+
+    def _source(self, name: str, problem: Problem, tile: Tile, arch: str) -> KernelSource:
+        raise NotImplementedError
+
+    def grid(self, tile: Tile, n: int, sm_count: int = 1) -> Grid:
+        """CTAs of a launch for n columns of D. A host launcher computes its own grid and ignores this one."""
+        return Grid(1, (1, 1, 1))
+
+    def threads(self, tile: Tile) -> int:
+        """Threads of a CTA; 0 where the host launcher knows."""
+        return 0
+
+    def smem_bytes(self, problem: Problem, tile: Tile) -> int:
+        """Dynamic shared memory of a CTA; 0 where the host launcher knows."""
+        return 0
+
+    def default_tiles(self, problem: Problem, arch: str) -> Iterable[Tile]:
+        """Tiles to choose from; none where dispatch makes a tile for each shape."""
+        return ()
+
+    def search_space(self, problem: Problem, arch: str) -> Iterable[Tile]:
+        """Every tile that a tuner may try; none where nothing is tuned."""
+        return ()
 
     def is_legal(self, problem: Problem, tile: Tile, arch: str) -> bool:
         """Whether the family can build a kernel for the problem with this tile on this architecture."""
-        try:
-            self.validate(problem, tile, arch)
-        except EmitError:
-            return False
-        return True
+        return holds(self.constraints, problem, tile, arch)
 
     def menu(self, problem: Problem, arch: str) -> list[Tile]:
         """Return the tiles of `default_tiles` that the family can build for a problem."""

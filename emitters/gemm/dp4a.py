@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from itertools import product
 
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, shared_memory
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, shared_memory
+from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.gemm.tensor_core import operand_types
 
-FAMILY = "int8_dp4a"
 MAX_THREADS = 1024
 MAX_REGISTERS = 255
 """Per thread; a register beyond it is local memory."""
@@ -190,42 +189,8 @@ CONSTRAINTS = (
 """What a kernel of this family must keep, checked in this order on (problem, tile, architecture)."""
 
 
-def validate(problem: GemmProblem, tile: Dp4aTile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def grid(tile: Dp4aTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch, one per tile of D in one dimension (the kernel orders them for the L2)."""
-    return (-(-m // tile.bm) * -(-n // tile.bn), 1, 1)
-
-
-def default_tiles(arch: str) -> tuple[Dp4aTile, ...]:
-    """A menu from few rows to many, legal on every architecture."""
-    return (
-        Dp4aTile(16, 64, 64, 16, 32, 1, 4, 4),
-        Dp4aTile(32, 64, 64, 32, 16, 1, 4, 4),
-        Dp4aTile(64, 64, 32, 32, 32, 1, 8, 4),
-        Dp4aTile(64, 128, 32, 64, 32, 1, 8, 8),
-        Dp4aTile(128, 128, 32, 64, 32, 1, 8, 8),
-        Dp4aTile(128, 128, 32, 64, 64, 2, 8, 8),
-    )
-
-
-def search_space(problem: GemmProblem, arch: str) -> Iterator[Dp4aTile]:
-    """Every legal tile that a tuner may try, in a fixed order."""
-    for sizes in product(*_SPACE.values()):
-        tile = Dp4aTile(**dict(zip(_SPACE, sizes, strict=True)))
-        if all(constraint.holds(problem, tile, arch) for constraint in CONSTRAINTS):
-            yield tile
-
-
-def emit_dp4a_gemm(problem: GemmProblem, tile: Dp4aTile, arch: str) -> KernelSource:
-    """Text of one kernel.
+class Int8Dp4a(Family[GemmProblem, Dp4aTile]):
+    """Int8 products on ``dp4a``.
 
     Arguments are ``problem.params()`` in order; m, n, k >= 1. A leading dimension is the distance between contiguous
     runs (rows of a row-major operand, columns of another one) in elements. Where ``problem.alignment_k`` is a multiple
@@ -237,27 +202,58 @@ def emit_dp4a_gemm(problem: GemmProblem, tile: Dp4aTile, arch: str) -> KernelSou
     Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` for activations none and relu; the others differ by
     the ulps of CUDA's erff, tanhf and expf. Independent of the grid, the tile and the other rows.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``dp4a``, ``prmt``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    align_d = next((size for size in (8, 4) if problem.alignment_n % size == 0), 1)
-    params = problem.params()
-    return kernel_source(
-        name,
-        arch,
-        params,
-        f"using Tile = qcut::Dp4aTile<{', '.join(map(str, astuple(tile)))}>;",
-        *operand_types(problem),
-        *problem.epilogue.statements(params),
-        f"qcut::dp4a_gemm<Tile, A, B, Epilogue, {align_d}, {flag(problem.layout_d == 'column')}>(\n"
-        "      a, b, d, m, n, k, lda, ldb, ldd, args);",
-        device_code=include("gemm/dp4a.cuh"),
-        block=tile.threads,
-        ctas_per_sm=_ctas(tile),
-        waits=True,
-        smem_bytes=smem_bytes(problem, tile),
-    )
+
+    name = "int8_dp4a"
+    tile_type = Dp4aTile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def threads(self, tile: Dp4aTile) -> int:
+        """32 for each warp."""
+        return tile.threads
+
+    def grid(self, tile: Dp4aTile, n: int, sm_count: int = 1) -> Grid:
+        """One CTA per tile of D in one dimension; the kernel orders them for the L2."""
+        return Grid(tile.bm, (-(-n // tile.bn), 1, 1))
+
+    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[Dp4aTile, ...]:
+        """A menu from few rows to many, legal on every architecture."""
+        return (
+            Dp4aTile(16, 64, 64, 16, 32, 1, 4, 4),
+            Dp4aTile(32, 64, 64, 32, 16, 1, 4, 4),
+            Dp4aTile(64, 64, 32, 32, 32, 1, 8, 4),
+            Dp4aTile(64, 128, 32, 64, 32, 1, 8, 8),
+            Dp4aTile(128, 128, 32, 64, 32, 1, 8, 8),
+            Dp4aTile(128, 128, 32, 64, 64, 2, 8, 8),
+        )
+
+    def search_space(self, problem: GemmProblem, arch: str) -> Iterator[Dp4aTile]:
+        """Every legal tile that a tuner may try, in a fixed order."""
+        for sizes in product(*_SPACE.values()):
+            tile = Dp4aTile(**dict(zip(_SPACE, sizes, strict=True)))
+            if all(constraint.holds(problem, tile, arch) for constraint in CONSTRAINTS):
+                yield tile
+
+    def _source(self, name: str, problem: GemmProblem, tile: Dp4aTile, arch: str) -> KernelSource:
+        align_d = next((size for size in (8, 4) if problem.alignment_n % size == 0), 1)
+        params = problem.params()
+        return kernel_source(
+            name,
+            arch,
+            params,
+            f"using Tile = qcut::Dp4aTile<{', '.join(map(str, astuple(tile)))}>;",
+            *operand_types(problem),
+            *problem.epilogue.statements(params),
+            f"qcut::dp4a_gemm<Tile, A, B, Epilogue, {align_d}, {flag(problem.layout_d == 'column')}>(\n"
+            "      a, b, d, m, n, k, lda, ldb, ldd, args);",
+            device_code=include("gemm/dp4a.cuh"),
+            block=tile.threads,
+            ctas_per_sm=_ctas(tile),
+            waits=True,
+            smem_bytes=smem_bytes(problem, tile),
+        )
+
+
+INT8_DP4A = Int8Dp4a()

@@ -9,31 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcut.emitters.core.constraints import Constraint, check, holds, shared_memory
-from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.constraints import holds, shared_memory
+from qcut.emitters.core.source import KernelSource
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.tensor_core import (
+    OPERANDS,
     SHARED_MEMORY,
     TILE_CONSTRAINTS,
+    RawGemm,
     gemm_source,
-    grid,
     legal_tiles,
     staging_bytes,
 )
-
-FAMILY = "int8_mma"
-
-__all__ = [
-    "CONSTRAINTS",
-    "FAMILY",
-    "default_tiles",
-    "emit_mma_gemm",
-    "grid",
-    "search_space",
-    "smem_bytes",
-    "validate",
-]
 
 
 def smem_bytes(problem: GemmProblem, tile: TileConfig) -> int:
@@ -44,20 +31,11 @@ def smem_bytes(problem: GemmProblem, tile: TileConfig) -> int:
 
 
 CONSTRAINTS = (
-    Constraint("operands", "are s8 x s8", lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8),
+    OPERANDS,
     *TILE_CONSTRAINTS,
     shared_memory(SHARED_MEMORY, smem_bytes),
 )
 """What this family can build, on (problem, tile, arch)."""
-
-
-def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 _MENU = (
@@ -94,23 +72,8 @@ _SPLIT_MENU = (
 """For fewer tiles than SMs: decode, tall and flat products."""
 
 
-def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """Return tiles from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses.
-
-    On architectures with clusters, tiles whose K several CTAs share come last.
-    """
-    tiles = [TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in _MENU]
-    tiles += [TileConfig(block, (*warp, block[2]), stages, splits=k) for block, warp, stages, k in _SPLIT_MENU]
-    return tuple(tile for tile in tiles if holds(CONSTRAINTS, GemmProblem(), tile, arch))
-
-
-def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
-    """Every tile a tuner may try, legal for the problem on `arch`."""
-    return legal_tiles(CONSTRAINTS, problem, arch)
-
-
-def emit_mma_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-    """Text of one kernel.
+class Int8Mma(RawGemm[GemmProblem]):
+    """Int8 products on ``mma.sync``, in NVRTC's kernels.
 
     Arguments are ``problem.params()`` in order; m, n, k >= 1. A leading dimension is the distance between contiguous
     runs (rows of a row-major operand, columns of another one) in elements, at least their length. Where
@@ -122,13 +85,30 @@ def emit_mma_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSo
     Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` for activations none and relu; the others differ by
     the ulps of CUDA's erff, tanhf and expf. Independent of the grid, the tile, the splits and the other rows.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``mma.sync.m16n8k32``, ``ldmatrix``, ``cp.async``, ``barrier.cluster``, ``mapa``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    return gemm_source(
-        name, problem, tile, arch, header="mma", function="mma_gemm", smem_bytes=smem_bytes(problem, tile)
-    )
+
+    name = "int8_mma"
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
+        """Return tiles from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses.
+
+        On architectures with clusters, tiles whose K several CTAs share come last.
+        """
+        tiles = [TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in _MENU]
+        tiles += [TileConfig(block, (*warp, block[2]), stages, splits=k) for block, warp, stages, k in _SPLIT_MENU]
+        return tuple(tile for tile in tiles if holds(CONSTRAINTS, GemmProblem(), tile, arch))
+
+    def search_space(self, problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
+        """Every tile a tuner may try, legal for the problem on `arch`."""
+        return legal_tiles(CONSTRAINTS, problem, arch)
+
+    def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
+        return gemm_source(
+            name, problem, tile, arch, header="mma", function="mma_gemm", smem_bytes=smem_bytes(problem, tile)
+        )
+
+
+INT8_MMA = Int8Mma()

@@ -10,6 +10,7 @@ from itertools import product
 from math import gcd
 
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, holds
+from qcut.emitters.core.family import Family, Grid, Problem
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
@@ -94,6 +95,9 @@ TILE_CONSTRAINTS = (
 )
 """Tile rules of the raw tensor-core families, on (problem, tile, arch)."""
 
+OPERANDS = Constraint("operands", "are s8 x s8", lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8)
+"""Of int8 families."""
+
 SHARED_MEMORY = "pipeline and staging of a CTA fit what the architecture gives one"
 """Reason of the families' limit of shared memory."""
 
@@ -107,10 +111,19 @@ def staging_bytes(problem: GemmProblem, tile: TileConfig, padding: int = 0) -> i
     return tile.threads // 32 * (16 if tile.splits == 1 else rows) * (width + padding) * 4
 
 
-def grid(tile: TileConfig, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch, one per tile of D and part of K in one dimension (the kernel orders them for the L2)."""
-    bm, bn, _ = tile.threadblock_shape
-    return (-(-m // bm) * -(-n // bn) * tile.splits, 1, 1)
+class RawGemm(Family[Problem, TileConfig]):
+    """A family of tiles of warps on the tensor cores."""
+
+    tile_type = TileConfig
+
+    def threads(self, tile: TileConfig) -> int:
+        """32 for each warp."""
+        return tile.threads
+
+    def grid(self, tile: TileConfig, n: int, sm_count: int = 1) -> Grid:
+        """One CTA per tile of D and part of K in one dimension; the kernel orders them for the L2."""
+        bm, bn, _ = tile.threadblock_shape
+        return Grid(bm, (-(-n // bn) * tile.splits, 1, 1))
 
 
 def legal_tiles(constraints: tuple[Constraint, ...], problem: GemmProblem, arch: str) -> Iterator[TileConfig]:

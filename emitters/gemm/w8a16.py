@@ -7,18 +7,13 @@ Device code: ``include/qcut/gemm/w8a16.cuh``.
 from __future__ import annotations
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint, check, shared_memory
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import Constraint, shared_memory
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.mma import smem_bytes
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, gemm_source, grid
+from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, RawGemm, gemm_source
 
-FAMILY = "w8a16_mma"
-
-__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_w8a16_mma", "grid", "validate"]
-
-CONSTRAINTS = (
+PROBLEM_CONSTRAINTS = (
     Constraint(
         "operands",
         "are f16 or bf16 x s8",
@@ -27,6 +22,10 @@ CONSTRAINTS = (
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+)
+"""What all families of 16-bit tokens and int8 weights take, except CUTLASS's."""
+CONSTRAINTS = (
+    *PROBLEM_CONSTRAINTS,
     *TILE_CONSTRAINTS,
     Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
     shared_memory(SHARED_MEMORY, smem_bytes),
@@ -34,51 +33,44 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """Return tiles from decode (16 rows, many CTAs along N) to prompts, all legal on `arch`."""
-    shapes = (
-        ((16, 32, 128), (16, 16), 5),
-        ((16, 64, 128), (16, 16), 5),
-        ((32, 64, 128), (32, 16), 4),
-        ((64, 64, 64), (32, 32), 4),
-        ((64, 128, 64), (32, 64), 4),
-        ((128, 128, 64), (64, 64), 3),
-        ((128, 128, 64), (64, 32), 4),
-        ((128, 256, 64), (64, 64), 4),
-    )
-    tiles = tuple(TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes)
-    problem = GemmProblem(a=DType.F16)
-    return tuple(t for t in tiles if smem_bytes(problem, t) <= architecture(arch).smem_bytes)
-
-
-def emit_w8a16_mma(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-    """Text of one kernel.
+class W8A16Mma(RawGemm[GemmProblem]):
+    """16-bit tokens and int8 weights on ``mma.sync``.
 
     Arguments are ``problem.params()`` in order. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
     least k. a: where ``problem.alignment_k`` is a multiple of 2, rows start at multiples of 4, 8 or 16 bytes, the
     largest that divides so many elements, and are copied asynchronously; otherwise element by element, for any
-    lda >= k. k may be anything >= 1 in both cases. D and the residual as in `qcut.emitters.gemm.mma.emit_mma_gemm`.
+    lda >= k. k may be anything >= 1 in both cases. D and the residual as in `qcut.emitters.gemm.mma.Int8Mma`.
 
     Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
     by K and the tile's K alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
     row's result does not depend on the other rows; the same inputs give the same bits.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``prmt``, ``cp.async``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    return gemm_source(
-        name, problem, tile, arch, header="w8a16", function="w8a16_mma", smem_bytes=smem_bytes(problem, tile)
-    )
+
+    name = "w8a16_mma"
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
+        """Return tiles from decode (16 rows, many CTAs along N) to prompts, all legal on `arch`."""
+        shapes = (
+            ((16, 32, 128), (16, 16), 5),
+            ((16, 64, 128), (16, 16), 5),
+            ((32, 64, 128), (32, 16), 4),
+            ((64, 64, 64), (32, 32), 4),
+            ((64, 128, 64), (32, 64), 4),
+            ((128, 128, 64), (64, 64), 3),
+            ((128, 128, 64), (64, 32), 4),
+            ((128, 256, 64), (64, 64), 4),
+        )
+        tiles = tuple(TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes)
+        return tuple(t for t in tiles if smem_bytes(problem, t) <= architecture(arch).smem_bytes)
+
+    def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
+        return gemm_source(
+            name, problem, tile, arch, header="w8a16", function="w8a16_mma", smem_bytes=smem_bytes(problem, tile)
+        )
+
+
+W8A16_MMA = W8A16Mma()

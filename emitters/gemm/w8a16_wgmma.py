@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import SPLITS, Constraint, check
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import SPLITS, Constraint
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import include
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 
-FAMILY = "w8a16_wgmma"
 TOKENS = (32, 64, 128, 256)
 """Tokens that a tile may hold."""
 GROUP_ROWS = 64
@@ -87,21 +87,14 @@ def _at_launch(tile: W8A16WgmmaTile) -> int:
     return min(255, _ARCH.registers // (tile.threads * tile.ctas)) // 8 * 8
 
 
-def smem_bytes(tile: W8A16WgmmaTile) -> int:
+def smem_bytes(problem: GemmProblem, tile: W8A16WgmmaTile) -> int:
     """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
     sums = 4 * tile.tokens * (tile.rows + 4)
     return max(tile.stages * 128 * tile.tokens, sums) + 16 * tile.stages + 8 * tile.rows
 
 
 CONSTRAINTS = (
-    Constraint(
-        "operands",
-        "are f16 or bf16 x s8",
-        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
-    ),
-    Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
-    Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
-    Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    *PROBLEM_CONSTRAINTS,
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_k", "is a multiple of 8: a tensor map's rows", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
@@ -119,19 +112,10 @@ CONSTRAINTS = (
     Constraint(
         "shared_memory",
         f"the stages, or the sums in their place, fit {_ARCH.smem_bytes} bytes, with two CTAs half of the SM's",
-        lambda p, t, arch: smem_bytes(t) <= min(_ARCH.smem_bytes, _ARCH.sm_smem_bytes // t.ctas - 1024),
+        lambda p, t, arch: smem_bytes(p, t) <= min(_ARCH.smem_bytes, _ARCH.sm_smem_bytes // t.ctas - 1024),
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
-
-
-def validate(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def ctas(tile: W8A16WgmmaTile, m: int, n: int) -> int:
@@ -139,23 +123,8 @@ def ctas(tile: W8A16WgmmaTile, m: int, n: int) -> int:
     return -(-n // tile.rows) * -(-m // tile.tokens) * tile.splits
 
 
-def default_tiles() -> tuple[W8A16WgmmaTile, ...]:
-    """Return the menu: the tiles that were among the fastest at some shape."""
-    few = W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2)
-    some = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
-    many = W8A16WgmmaTile(128, 2, stages=10, prefetch=4)
-    most = W8A16WgmmaTile(256, 2, stages=6)
-    return (
-        *(replace(few, splits=splits) for splits in (4, 8)),
-        *(replace(some, splits=splits) for splits in (1, 2)),
-        replace(some, groups=3, splits=4, prefetch=3),
-        *(replace(many, splits=splits) for splits in (1, 2, 4, 8)),
-        *(replace(most, splits=splits) for splits in (1, 2)),
-    )
-
-
-def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> KernelSource:
-    """Texts of one kernel and of its launcher.
+class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
+    """16-bit tokens and int8 weights on ``wgmma``.
 
     Arguments are ``problem.params()`` in order; m, n, k >= 1, k a multiple of 8. b: int8 ``[n, ldb]``, 16-byte aligned,
     ldb a multiple of 16 and at least k. a: rows start at multiples of 16 bytes. D is stored in pieces of up to four
@@ -166,24 +135,47 @@ def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> K
     the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
     depend on the other rows; the same inputs give the same bits.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk.tensor``, ``mbarrier``, ``barrier.cluster``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    return KernelSource(
-        name=name,
-        text=_device_text(name, problem, tile),
-        entry=name,
-        params=problem.params(),
-        arch=arch,
-        toolchain="nvcc",
-        host_text=_host_text(problem, tile),
-        includes=("qcut", "cuda"),
-        waits=True,
-    )
+
+    name = "w8a16_wgmma"
+    tile_type = W8A16WgmmaTile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def threads(self, tile: W8A16WgmmaTile) -> int:
+        """One warpgroup for each group of rows, and what copies."""
+        return tile.threads
+
+    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[W8A16WgmmaTile, ...]:
+        """Return the menu: the tiles that were among the fastest at some shape."""
+        few = W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2)
+        some = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
+        many = W8A16WgmmaTile(128, 2, stages=10, prefetch=4)
+        most = W8A16WgmmaTile(256, 2, stages=6)
+        return (
+            *(replace(few, splits=splits) for splits in (4, 8)),
+            *(replace(some, splits=splits) for splits in (1, 2)),
+            replace(some, groups=3, splits=4, prefetch=3),
+            *(replace(many, splits=splits) for splits in (1, 2, 4, 8)),
+            *(replace(most, splits=splits) for splits in (1, 2)),
+        )
+
+    def _source(self, name: str, problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> KernelSource:
+        return KernelSource(
+            name=name,
+            text=_device_text(name, problem, tile),
+            entry=name,
+            params=problem.params(),
+            arch=arch,
+            toolchain="nvcc",
+            host_text=_host_text(problem, tile),
+            includes=("qcut", "cuda"),
+            waits=True,
+        )
+
+
+W8A16_WGMMA = W8A16Wgmma()
 
 
 def _device_text(name: str, problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
@@ -194,7 +186,7 @@ def _device_text(name: str, problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
     dims = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
     statements = (
         f"using Tile = qcut::W8A16WgmmaTile<{sizes}>;",
-        f'static_assert(Tile::kBytes == {smem_bytes(tile)}, "the launch\'s shared memory");',
+        f'static_assert(Tile::kBytes == {smem_bytes(problem, tile)}, "the launch\'s shared memory");',
         f'static_assert(Tile::kBoxTokens == {BOX_TOKENS}, "the boxes of the launcher\'s map");',
         *(f"const auto {param.name} = params.call.{param.name};" for param in params if param.name not in ("a", "lda")),
         *problem.epilogue.statements(params),
@@ -222,7 +214,7 @@ def _host_text(problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
         "struct Tile {\n"
         f"  static constexpr CUtensorMapDataType kElement = CU_TENSOR_MAP_DATA_TYPE_{element};\n"
         f"  static constexpr int {shape};\n"
-        f"  static constexpr int kThreads = {tile.threads}, kBytes = {smem_bytes(tile)};\n"
+        f"  static constexpr int kThreads = {tile.threads}, kBytes = {smem_bytes(problem, tile)};\n"
         "};\n"
         "using Launcher = qcut::W8A16Launcher<Call, Tile>;\n"
         "}  // namespace\n\n"

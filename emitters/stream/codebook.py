@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
-from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
+from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.stream.family import ROW_TILE, StreamFamily
 
-FAMILY = "codebook_stream"
 PAIR_TABLE_BYTES = 65_536
-ROW_TILE = 16
 MAX_ROW_TILES = 64
 
 
@@ -124,28 +122,8 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def grid(tile: CodebookStreamTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch: a cluster for every ``16 * row_tiles`` rows of the weight.
-
-    Raises:
-        EmitError: more tokens than the tile takes.
-    """
-    if not 1 <= m <= tile.tokens:
-        raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
-    return (-(-n // (ROW_TILE * tile.row_tiles)) * tile.splits, 1, 1)
-
-
-def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> KernelSource:
-    """Text of one kernel.
+class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
+    """Up to 32 tokens and codebook weights.
 
     Arguments are ``problem.params()`` in order: n >= 1, 1 <= m <= ``tile.tokens``, 1 <= units_k <= ``tile.capacity``.
     D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after
@@ -156,29 +134,34 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
     float32 in an order that the tile and units_k fix, with error at most ``(128 * units_k + 4) * 2**-23 * sum_k |x *
     w|`` before the channel's scale. A token's result does not depend on the others; the same inputs give the same bits.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``cp.async``, ``ldmatrix``, ``barrier.cluster``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch)
-    return decode_source(
-        name,
-        problem,
-        arch,
-        header="codebook",
-        function="codebook_stream",
-        tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
-        shared="qcut::StreamShared",
-        shared_last=shared_last(problem),
-        tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
-        block=32 * tile.warps,
-        smem_bytes=smem_bytes(problem, tile),
-        cluster=tile.splits,
-        alone=tile.alone,
-    )
+
+    name = "codebook_stream"
+    tile_type = CodebookStreamTile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def _source(self, name: str, problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> KernelSource:
+        sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch)
+        return decode_source(
+            name,
+            problem,
+            arch,
+            header="codebook",
+            function="codebook_stream",
+            tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
+            shared="qcut::StreamShared",
+            shared_last=shared_last(problem),
+            tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
+            block=32 * tile.warps,
+            smem_bytes=smem_bytes(problem, tile),
+            cluster=tile.splits,
+            alone=tile.alone,
+        )
+
+
+CODEBOOK_STREAM = CodebookStream()
 
 
 def shared_last(problem: CodebookProblem) -> str:

@@ -7,15 +7,14 @@ a book in registers. `qcut.emitters.stream.codebook` is faster where its table a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check
-from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.stream.codebook import ROW_TILE, decode_source
-
-FAMILY = "codebook_stream_rounds"
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.stream.codebook import decode_source
+from qcut.emitters.stream.family import ROW_TILE, StreamFamily
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class CodebookRoundsTile:
     row_tiles: int
     warps: int
     ctas: int = 1
+    splits: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
@@ -103,53 +103,39 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: CodebookRoundsTile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def grid(tile: CodebookRoundsTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch: one for every ``16 * row_tiles`` rows of the weight.
-
-    Raises:
-        EmitError: more tokens than the tile takes.
-    """
-    if not 1 <= m <= tile.tokens:
-        raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
-    return (-(-n // (ROW_TILE * tile.row_tiles)), 1, 1)
-
-
-def emit_codebook_stream_rounds(problem: CodebookProblem, tile: CodebookRoundsTile, arch: str) -> KernelSource:
-    """Text of one kernel.
+class CodebookStreamRounds(StreamFamily[CodebookProblem, CodebookRoundsTile]):
+    """Up to 16 tokens and codebook weights, in rounds along K.
 
     Arguments are ``problem.params()`` in order: n, units_k >= 1, 1 <= m <= ``tile.tokens``. D is stored element by
     element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after the previous kernel's end;
     all other arguments may be read before.
 
-    Exactness: that of `qcut.emitters.stream.codebook.emit_codebook_stream`, in another order of float32 sums.
-
-    Raises:
-        EmitError: see `validate`.
+    Exactness: that of `qcut.emitters.stream.codebook.CodebookStream`, in another order of float32 sums.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``prmt``, ``cp.async``, ``ldmatrix``.
     """
-    validate(problem, tile, arch)
-    sizes = (tile.tokens, tile.row_tiles, tile.warps, 1, 1, tile.row_tiles)
-    return decode_source(
-        procedural_name(FAMILY, arch, problem, tile),
-        problem,
-        arch,
-        header="codebook_rounds",
-        function="codebook_stream_rounds",
-        tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
-        shared="qcut::StreamShared",
-        shared_last=", true, qcut::DensePairTable" if problem.pairs else ", false",
-        tokens=f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
-        block=32 * tile.warps,
-        smem_bytes=smem_bytes(problem, tile),
-        ctas_per_sm=tile.ctas,
-    )
+
+    name = "codebook_stream_rounds"
+    tile_type = CodebookRoundsTile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def _source(self, name: str, problem: CodebookProblem, tile: CodebookRoundsTile, arch: str) -> KernelSource:
+        sizes = (tile.tokens, tile.row_tiles, tile.warps, 1, 1, tile.row_tiles)
+        return decode_source(
+            name,
+            problem,
+            arch,
+            header="codebook_rounds",
+            function="codebook_stream_rounds",
+            tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
+            shared="qcut::StreamShared",
+            shared_last=", true, qcut::DensePairTable" if problem.pairs else ", false",
+            tokens=f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
+            block=32 * tile.warps,
+            smem_bytes=smem_bytes(problem, tile),
+            ctas_per_sm=tile.ctas,
+        )
+
+
+CODEBOOK_STREAM_ROUNDS = CodebookStreamRounds()

@@ -12,13 +12,12 @@ from math import gcd
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import SPLITS, Constraint, check, holds
-from qcut.emitters.core.family import Grid
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import SPLITS, Constraint, holds
+from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.stream.codebook import ROW_TILE, decode_source, shared_last, table_bytes
+from qcut.emitters.stream.codebook import decode_source, shared_last, table_bytes
+from qcut.emitters.stream.family import ROW_TILE
 
-FAMILY = "codebook_stream_wgmma"
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
 GROUP_ROWS = 4 * ROW_TILE
 """Rows of a warpgroup."""
@@ -88,15 +87,6 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
 def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
     rows = GROUP_ROWS * tile.groups
@@ -132,12 +122,6 @@ _SHAPES = {
 """Tokens, groups and splits of tiles for prompts: those that were the fastest somewhere on an H200."""
 
 
-def default_tiles(problem: CodebookProblem) -> tuple[CodebookStreamWgmmaTile, ...]:
-    """Return tiles for prompts, each with as many units of weights and of tokens in flight as fit."""
-    shapes = _SHAPES[DType.S8 if problem.x is DType.S8 else DType.F16]
-    return tuple(tile for shape in shapes for tile in _deepest(problem, *shape))
-
-
 def _deepest(problem: CodebookProblem, tokens: int, groups: int, splits: int) -> tuple[CodebookStreamWgmmaTile, ...]:
     for prefetch, stages in product((4, 3, 2, 1), range(8, 2, -1)):
         tile = CodebookStreamWgmmaTile(tokens, groups, splits, stages, prefetch, alone=True)
@@ -146,13 +130,8 @@ def _deepest(problem: CodebookProblem, tokens: int, groups: int, splits: int) ->
     return ()
 
 
-def grid(tile: CodebookStreamWgmmaTile, n: int) -> Grid:
-    """CTAs of a launch: a cluster for every ``64 * groups`` rows of the weight and every ``tokens`` tokens."""
-    return Grid(tile.tokens, (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1))
-
-
-def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> KernelSource:
-    """Text of one kernel.
+class CodebookStreamWgmma(Family[CodebookProblem, CodebookStreamWgmmaTile]):
+    """Some hundred tokens and codebook weights on ``wgmma``.
 
     Arguments are ``problem.params()`` in order: m, n, units_k >= 1. ``x`` starts at a multiple of 16 bytes. D is stored
     in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale`` and the residual are read
@@ -165,26 +144,44 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
     ``128 * units_k * 2**-23 * sum_k |x * w|`` before the channel's scale. A token's result does not depend on the
     others; the same inputs give the same bits.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk``, ``mbarrier``, ``barrier.cluster``, ``mapa``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
-    return decode_source(
-        name,
-        problem,
-        arch,
-        header="codebook_wgmma",
-        function="codebook_stream_wgmma",
-        tile=f"qcut::StreamWgmmaTile<{', '.join(map(str, sizes))}>",
-        shared="qcut::StreamWgmmaShared",
-        shared_last=shared_last(problem),
-        last=f", {gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)}",
-        block=128 * tile.groups,
-        smem_bytes=smem_bytes(problem, tile),
-        cluster=tile.splits,
-        alone=tile.alone,
-    )
+
+    name = "codebook_stream_wgmma"
+    tile_type = CodebookStreamWgmmaTile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def threads(self, tile: CodebookStreamWgmmaTile) -> int:
+        """One warpgroup for each group of rows."""
+        return 128 * tile.groups
+
+    def grid(self, tile: CodebookStreamWgmmaTile, n: int, sm_count: int = 1) -> Grid:
+        """A cluster for every ``64 * groups`` rows of the weight and every ``tokens`` tokens."""
+        return Grid(tile.tokens, (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1))
+
+    def default_tiles(self, problem: CodebookProblem, arch: str) -> tuple[CodebookStreamWgmmaTile, ...]:
+        """Return tiles for prompts, each with as many units of weights and of tokens in flight as fit."""
+        shapes = _SHAPES[DType.S8 if problem.x is DType.S8 else DType.F16]
+        return tuple(tile for shape in shapes for tile in _deepest(problem, *shape))
+
+    def _source(self, name: str, problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> KernelSource:
+        sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
+        return decode_source(
+            name,
+            problem,
+            arch,
+            header="codebook_wgmma",
+            function="codebook_stream_wgmma",
+            tile=f"qcut::StreamWgmmaTile<{', '.join(map(str, sizes))}>",
+            shared="qcut::StreamWgmmaShared",
+            shared_last=shared_last(problem),
+            last=f", {gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)}",
+            block=128 * tile.groups,
+            smem_bytes=smem_bytes(problem, tile),
+            cluster=tile.splits,
+            alone=tile.alone,
+        )
+
+
+CODEBOOK_STREAM_WGMMA = CodebookStreamWgmma()

@@ -48,11 +48,6 @@ class Int8StreamTile:
         return f"{self.row_tiles}, {self.warps}, {self.units}, {self.prefetch}, {self.tokens}, {self.splits}"
 
 
-def grid(tile: Int8StreamTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch in one dimension: ``splits`` for each ``16 * row_tiles`` columns of D, for every m."""
-    return (-(-n // (16 * tile.row_tiles)) * tile.splits, 1, 1)
-
-
 def register_limit(warps: int) -> int:
     """Registers of a thread, in steps of eight, if a CTA of this many warps has the SM's four quarters to itself."""
     return min(255, 16_384 // (32 * -(-warps // 4)) // 8 * 8)

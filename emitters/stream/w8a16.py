@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
-from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
+from qcut.emitters.core.source import KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
+from qcut.emitters.stream.family import StreamFamily
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
-FAMILY = "w8a16_stream"
 MAX_TOKENS = 32
 """The most rows of a that registers hold beside the weights in flight."""
 TOKENS = (8, 16, 32)
@@ -39,14 +39,7 @@ def registers(tile: W8A16Tile) -> int:
 
 
 CONSTRAINTS = (
-    Constraint(
-        "operands",
-        "are f16 or bf16 x s8",
-        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
-    ),
-    Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
-    Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
-    Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    *PROBLEM_CONSTRAINTS,
     ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
     Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in TOKENS),
@@ -63,17 +56,8 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: GemmProblem, tile: W8A16Tile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def emit_w8a16_stream(problem: GemmProblem, tile: W8A16Tile, arch: str) -> KernelSource:
-    """Text of one kernel.
+class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
+    """Few 16-bit tokens and int8 weights.
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 ``[n, ldb]``, 16-byte
     aligned, ldb a multiple of 16 and at least k. a: if ``problem.alignment_k`` is a multiple of 8, so is k, and rows
@@ -84,25 +68,30 @@ def emit_w8a16_stream(problem: GemmProblem, tile: W8A16Tile, arch: str) -> Kerne
     the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
     depend on the other rows; the same inputs give the same bits.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``ld.global.nc``, ``griddepcontrol``, ``barrier.cluster``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    aligned = flag(problem.alignment_k % 8 == 0)
-    params = problem.params()
-    return kernel_source(
-        name,
-        arch,
-        params,
-        f"using Tile = qcut::W8A16Tile<{tile.sizes}>;",
-        *problem.epilogue.statements(params),
-        f"qcut::w8a16_stream<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
-        device_code=include("stream/w8a16.cuh"),
-        block=32 * tile.warps,
-        waits=True,
-        smem_bytes=smem_bytes(problem, tile),
-        cluster=tile.splits,
-    )
+
+    name = "w8a16_stream"
+    tile_type = W8A16Tile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def _source(self, name: str, problem: GemmProblem, tile: W8A16Tile, arch: str) -> KernelSource:
+        aligned = flag(problem.alignment_k % 8 == 0)
+        params = problem.params()
+        return kernel_source(
+            name,
+            arch,
+            params,
+            f"using Tile = qcut::W8A16Tile<{tile.sizes}>;",
+            *problem.epilogue.statements(params),
+            f"qcut::w8a16_stream<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
+            device_code=include("stream/w8a16.cuh"),
+            block=32 * tile.warps,
+            waits=True,
+            smem_bytes=smem_bytes(problem, tile),
+            cluster=tile.splits,
+        )
+
+
+W8A16_STREAM = W8A16Stream()

@@ -10,15 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
 from qcut.emitters.core.epilogue import Epilogue
-from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import K_MAX
+from qcut.emitters.stream.family import StreamFamily
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
-FAMILY = "int8_stream"
 MAX_TOKENS = 32
 """The most int8 tokens of a kernel, which registers hold beside the weights in flight."""
 MAX_ROWS = 8
@@ -109,7 +108,7 @@ class W8A8Tile(Int8StreamTile):
         return super().name + "_c" * self.common_sums
 
 
-def smem_bytes(tile: W8A8Tile, halves: bool = False, rescale: bool = False) -> int:
+def smem_bytes(problem: W8A8Problem, tile: W8A8Tile) -> int:
     """Dynamic shared memory of a CTA.
 
     Rows of weights have a scale, a bias and a sum; tokens a scale, a zero point and a largest magnitude. The sums of
@@ -118,8 +117,8 @@ def smem_bytes(tile: W8A8Tile, halves: bool = False, rescale: bool = False) -> i
     point.
     """
     rows, sets = 16 * tile.row_tiles, 1 if tile.common_sums else tile.warps
-    sums = (8 if halves else 4) * sets * tile.tokens * (rows + 4)
-    if rescale:
+    sums = (8 if problem.epilogue.halves else 4) * sets * tile.tokens * (rows + 4)
+    if problem.epilogue.rescale:
         return 16 * rows + 16 + sums
     found = -(-tile.warps * tile.tokens // 4) * 16 if tile.tokens <= MAX_ROWS else 0
     return 12 * rows + 12 * max(8, tile.tokens) + found + sums
@@ -186,21 +185,9 @@ CONSTRAINTS = (
     ),
     SPLITS,
     CLUSTERS,
-    shared_memory(
-        "sums fit what the architecture gives a CTA",
-        lambda p, tile: smem_bytes(tile, p.epilogue.halves, p.epilogue.rescale),
-    ),
+    shared_memory("sums fit what the architecture gives a CTA", smem_bytes),
 )
 """What this family can build, on (problem, tile, arch)."""
-
-
-def validate(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
@@ -212,23 +199,14 @@ def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
     """
     most = MAX_ROWS if problem.quantizes or problem.epilogue.halves else MAX_TOKENS
     if not 1 <= m <= most:
-        raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {most}")
+        raise EmitError(f"{INT8_STREAM.name}: {m} tokens; allowed are 1 to {most}")
     if not 1 <= k <= K_MAX:
-        raise EmitError(f"{FAMILY}: K is {k}; allowed is 1 to {K_MAX}")
+        raise EmitError(f"{INT8_STREAM.name}: K is {k}; allowed is 1 to {K_MAX}")
     return next(size for size in _TOKENS if m <= size)
 
 
-def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
-    """Whether there is a kernel for m tokens of k columns, with any N and on a GPU of any size."""
-    try:
-        validate(problem, W8A8Tile(1, 1, tokens=tokens_of(problem, m, k)), arch)
-    except EmitError:
-        return False
-    return True
-
-
-def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
-    """Text of one kernel.
+class Int8Stream(StreamFamily[W8A8Problem, W8A8Tile]):
+    """Few int8 tokens, or rows that the kernel quantizes, and int8 weights.
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless the kernel
     quantizes. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
@@ -237,40 +215,54 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
 
     Exactness: integer sums are exact, and the epilogue is that of the other int8 GEMMs, bitwise.
 
-    Raises:
-        EmitError: see `validate`.
-
     Source: PTX ISA, ``mma.sync.m16n8k32``, ``ld.global.nc``, ``griddepcontrol``, ``barrier.cluster``.
     """
-    validate(problem, tile, arch)
-    name = procedural_name(FAMILY, arch, problem, tile)
-    tokens = f"qcut::Tokens::k{problem.tokens.capitalize()}"
-    a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
-    absmax = "absmax" if problem.absmax else "nullptr"
-    params, halves, rescale = problem.params(), problem.epilogue.halves, problem.epilogue.rescale
-    function, m = ("int16x8_stream", "tokens") if halves else ("int8_stream", "m")
-    header = "int16x8" if halves else "w8a8"
-    using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"
-    call = (
-        f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
-        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);"
-    )
-    if rescale:
-        header = "integers"
-        flags = f"{flag(problem.tokens == 'none')}, {flag(tile.common_sums)}"
-        using_tile = f"using Tile = qcut::IntegerTile<{flags}, {tile.sizes}>;"
-        call = f"qcut::integer_stream<Tile, {flag(halves)}, Epilogue>(a, b, d, {m}, n, k, lda, ldb, ldd, args);"
-    return kernel_source(
-        name,
-        arch,
-        params,
-        using_tile,
-        *problem.epilogue.statements(params, whole_sums=True),
-        call,
-        device_code=include(f"stream/{header}.cuh"),
-        block=32 * tile.warps,
-        ctas_per_sm=1,
-        waits=True,
-        smem_bytes=smem_bytes(tile, halves, rescale),
-        cluster=tile.splits,
-    )
+
+    name = "int8_stream"
+    tile_type = W8A8Tile
+    constraints = CONSTRAINTS
+    smem_bytes = staticmethod(smem_bytes)
+
+    def _source(self, name: str, problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
+        tokens = f"qcut::Tokens::k{problem.tokens.capitalize()}"
+        a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
+        absmax = "absmax" if problem.absmax else "nullptr"
+        params, halves, rescale = problem.params(), problem.epilogue.halves, problem.epilogue.rescale
+        function, m = ("int16x8_stream", "tokens") if halves else ("int8_stream", "m")
+        header = "int16x8" if halves else "w8a8"
+        using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"
+        call = (
+            f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
+            f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);"
+        )
+        if rescale:
+            header = "integers"
+            flags = f"{flag(problem.tokens == 'none')}, {flag(tile.common_sums)}"
+            using_tile = f"using Tile = qcut::IntegerTile<{flags}, {tile.sizes}>;"
+            call = f"qcut::integer_stream<Tile, {flag(halves)}, Epilogue>(a, b, d, {m}, n, k, lda, ldb, ldd, args);"
+        return kernel_source(
+            name,
+            arch,
+            params,
+            using_tile,
+            *problem.epilogue.statements(params, whole_sums=True),
+            call,
+            device_code=include(f"stream/{header}.cuh"),
+            block=32 * tile.warps,
+            ctas_per_sm=1,
+            waits=True,
+            smem_bytes=smem_bytes(problem, tile),
+            cluster=tile.splits,
+        )
+
+
+INT8_STREAM = Int8Stream()
+
+
+def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
+    """Whether there is a kernel for m tokens of k columns, with any N and on a GPU of any size."""
+    try:
+        INT8_STREAM.validate(problem, W8A8Tile(1, 1, tokens=tokens_of(problem, m, k)), arch)
+    except EmitError:
+        return False
+    return True

@@ -29,9 +29,10 @@ from qcut.common.progress import progress_bar
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DeviceError, QcutError
 from qcut.jit import background
@@ -285,9 +286,9 @@ def _int8_weights() -> Iterator[Check]:
     # Rows of tokens that are no multiple of 16 bytes are the mma kernel's on every GPU. Hopper has other kernels for 40
     # tokens than for 80.
     sizes = ("w8a16_stream", 3, k), ("w8a16", 40, k), ("w8a16", many, k), ("w8a16_mma", many, k - 2)
-    for family, m, columns in sizes:
+    for name, m, columns in sizes:
         args = (_random(m, columns, dtype=HALF), weight, scale, bias)
-        yield Check(family, f"{m}x{n}x{columns}", _w8a16_linear, args, lambda got, *args: [w8a16(*args)] * 2)
+        yield Check(name, f"{m}x{n}x{columns}", _w8a16_linear, args, lambda got, *args: [w8a16(*args)] * 2)
 
 
 def _w8a16_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor) -> Results:
@@ -315,9 +316,7 @@ def _gemm_problem() -> GemmProblem:
 
 
 def _gemm_choice(name: str, gpu: Target) -> Choice:
-    tile = dispatch.best_tile(name, _gemm_problem(), *_GEMM_SIZES, gpu)
-    assert tile is not None, "each family has tiles for every architecture"
-    return Choice(name, tile)
+    return Choice(name, best_tile(family(name), _gemm_problem(), *_GEMM_SIZES, gpu))
 
 
 def slow_sources(gpu: Target, *, cutlass: bool) -> list[KernelSource]:

@@ -194,6 +194,11 @@ def takes(problem: GemmProblem, family: str, tile: object, arch: str) -> bool:
     return (family, tile) in (gemm_tiles(arch) if usual else _few_gemm_tiles(arch))
 
 
+def is_open(problem: GemmProblem, family: str, tile: object, target: Target) -> bool:
+    """Whether a tile may be chosen: for a closed target, those of its closed set where this covers the problem."""
+    return not target.closed or not covers(problem) or takes(problem, family, tile, target.arch)
+
+
 def is_users(row: tables.Row, arch: str) -> bool:
     """Whether a tuned row is the user's own, whose kernel was built here when it was measured."""
     return replace(row, tuned_on="") not in _shipped_rows(arch)

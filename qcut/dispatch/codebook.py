@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles import codebook as tiles
+from qcut.dispatch.heuristics import best_tile, choose
+from qcut.dispatch.heuristics.codebook_stream_wgmma import DECODE_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens, emit_rotate, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
 from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.family import Grid
+from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.families import (
     CODEBOOK_CUTLASS,
@@ -38,8 +39,8 @@ Rotation = RotateTokens | RotateTokensDense
 
 FEW_TOKENS = 16
 """Most tokens for which weights stream past all tokens at once on GPUs without wgmma."""
-DECODE_TOKENS = 64
-"""Most tokens for which weights stream past all tokens at once on sm_90a."""
+MAX_STREAM_TOKENS = 32
+"""Most tokens of ``codebook_stream``."""
 
 
 @dataclass(frozen=True)
@@ -209,34 +210,41 @@ def select(
         n, k, target = closed.bounded(n, 128 * units, target, known=usual)
         m, units = m if problem.rotates is not None else closed.few_tokens(m, usual), k // 128
         cutlass = False  # no kernel of the closed set
+    k = 128 * units
+
+    def best(family: Family[CodebookProblem, Any]) -> CodebookChoice:
+        return CodebookChoice(family.name, best_tile(family, problem, m, n, k, target))
+
     if problem.rotates is not None:
-        return _stream(problem, m, n, units, target)
+        return best(CODEBOOK_STREAM)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
-            if cutlass and (prompt := tiles.cutlass_tile(problem, m, n, units, target)) is not None:
-                return CodebookChoice(CODEBOOK_CUTLASS.name, prompt)
-            return choice_of(tiles.prompt_tile(problem, m, n, units, target))
-        if not tiles.is_wgmma_better(problem, m, n, units, target):
-            # The kernel's warps hold the tokens of all K, so a long K has no such kernel.
-            with suppress(EmitError):
-                return _stream(problem, m, n, units, target)
-        return CodebookChoice(CODEBOOK_STREAM_WGMMA.name, tiles.stream_wgmma_tile(problem, m, n, units, target))
+            prompt = choose((CODEBOOK_CUTLASS.name,), problem, m, n, k, target) if cutlass else None
+            prompt = prompt or choose((CODEBOOK_WGMMA.name, CODEBOOK_STREAM_WGMMA.name), problem, m, n, k, target)
+            assert prompt is not None, "menus of prompts have tiles for every problem"
+            return CodebookChoice(*prompt[:2])
+        # The stream's warps hold the tokens of all K, so a long K has no such kernel.
+        with suppress(EmitError):
+            if m <= MAX_STREAM_TOKENS and not _takes_wgmma(m, streams := best(CODEBOOK_STREAM)):
+                return streams
+        return best(CODEBOOK_STREAM_WGMMA)
     if m <= FEW_TOKENS:
         # Without clusters, a long K or little shared memory leaves no tile whose warps hold all tokens.
         with suppress(EmitError):
-            return _stream(problem, m, n, units, target)
-        return CodebookChoice(CODEBOOK_STREAM_ROUNDS.name, tiles.rounds_tile(problem, m, n, units, target))
-    return CodebookChoice(CODEBOOK_MMA.name, tiles.mma_tile(problem, m, n, target))
+            return best(CODEBOOK_STREAM)
+        return best(CODEBOOK_STREAM_ROUNDS)
+    return best(CODEBOOK_MMA)
 
 
-def choice_of(tile: CodebookStreamWgmmaTile | CodebookWgmmaTile) -> CodebookChoice:
-    """The choice of a tile of `qcut.dispatch.tiles.codebook.prompt_menu`."""
-    streams = isinstance(tile, CodebookStreamWgmmaTile)
-    return CodebookChoice(CODEBOOK_STREAM_WGMMA.name if streams else CODEBOOK_WGMMA.name, tile)
+def _takes_wgmma(m: int, streams: CodebookChoice) -> bool:
+    """Whether ``codebook_stream_wgmma`` is faster than the ``codebook_stream`` of a choice on sm_90a.
 
-
-def _stream(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:
-    return CodebookChoice(CODEBOOK_STREAM.name, tiles.stream_tile(problem, m, n, units, target))
+    It is from 9 tokens on where ``codebook_stream`` would take a cluster, from 17 tokens on where a CTA of
+    ``codebook_stream`` has several row tiles, and from 33 tokens on everywhere.
+    """
+    tile = streams.tile
+    assert isinstance(tile, CodebookStreamTile)
+    return m > 8 and (tile.splits > 1 or (m > 16 and tile.row_tiles > 1))
 
 
 def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelSource:
@@ -248,4 +256,4 @@ def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelS
 
 def grid(choice: CodebookChoice, n: int, sm_count: int) -> Grid:
     """Returns the grid of a launch as a function of the number of tokens."""
-    return family(choice.family).grid_of(choice.tile, n, sm_count)
+    return family(choice.family).grid(choice.tile, n, sm_count)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import MULTIPROCESSORS
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.families import CUTLASS_FAMILIES
+from qcut.emitters.families import CUTLASS_FAMILIES, family
 from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
@@ -68,34 +68,27 @@ def occupancy(arch: str, threads: int, registers: int, smem_bytes: int) -> int:
 
 
 def estimate(
-    family: str,
+    name: str,
     problem: GemmProblem,
     tile: GemmTile,
     m: int,
     n: int,
     k: int,
     target: Target,
-    *,
-    threads: int = 0,
-    smem_bytes: int = 0,
-    registers: int = 0,
 ) -> Estimate:
     """Estimate a kernel of any family.
 
     Args:
-        family: one of `qcut.emitters.families.TUNED_FAMILIES`.
+        name: one of `qcut.emitters.families.TUNED_FAMILIES`.
         problem: types, layouts and epilogue.
         tile: the family's tile.
         m: rows of A and D.
         n: columns of B and D.
         k: summed over.
         target: the GPU.
-        threads: threads per CTA; unused for CUTLASS's, where one CTA fills a multiprocessor.
-        smem_bytes: shared memory of a CTA; unused for CUTLASS's.
-        registers: registers per thread of the built kernel; 0 guesses their number from the accumulators.
     """
     bits = problem.epilogue.out.bits
-    if family in CUTLASS_FAMILIES:
+    if name in CUTLASS_FAMILIES:
         assert isinstance(tile, TileConfig)
         # 16-bit products take twice the time of int8 products.
         cycles, ctas_per_sm = tile_cycles(tile, bits, m, n, k * problem.a.bits // 8, target), 1
@@ -104,9 +97,10 @@ def estimate(
     else:
         bm, bn, _ = tile.threadblock_shape
         ctas = -(-m // bm) * -(-n // bn) * (tile.splits if isinstance(tile, TileConfig) else 1)
-        registers = registers or min(255, 48 + bm * bn // threads + (bm + bn) * 32 // threads)
-        ctas_per_sm = max(1, occupancy(target.arch, threads, registers, smem_bytes))
-        cycles = _raw_cycles(family, problem, tile, m, n, k, target, threads, ctas, ctas_per_sm)
+        threads = family(name).threads(tile)
+        registers = min(255, 48 + bm * bn // threads + (bm + bn) * 32 // threads)
+        ctas_per_sm = max(1, occupancy(target.arch, threads, registers, family(name).smem_bytes(problem, tile)))
+        cycles = _raw_cycles(name, problem, tile, m, n, k, target, threads, ctas, ctas_per_sm)
     moved = m * k * problem.a.bits / 8 + n * k * problem.b.bits / 8 + m * n * bits / 8
     machine = target.machine
     time_us = max(cycles, _START_CYCLES + moved / machine.dram_bytes) / machine.ghz / 1e3
@@ -114,7 +108,7 @@ def estimate(
 
 
 def _raw_cycles(
-    family: str,
+    name: str,
     problem: GemmProblem,
     tile: GemmTile,
     m: int,
@@ -131,7 +125,7 @@ def _raw_cycles(
     steps = math.ceil(math.ceil(k / bk) / splits)
     machine = target.machine
     if isinstance(tile, TileConfig):
-        rate, feeding = machine.sm.tensor_macs * machine.sm.shares[family], 1.0 + 8.0 * _warp_perimeter(tile)
+        rate, feeding = machine.sm.tensor_macs * machine.sm.shares[name], 1.0 + 8.0 * _warp_perimeter(tile)
     else:
         rate, feeding = DP4A_MACS, 1.0 + _dp4a_perimeter(tile)
     products = bm * bn * bk * steps / rate * feeding + threads / 32 * steps * _STEP_CYCLES

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass, replace
 
 from qcut.dispatch import closed, tables
-from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
+from qcut.dispatch.cost_model import Estimate, GemmTile, estimate
+from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import few_tokens, w8a16_tile
-from qcut.dispatch.tiles.w8a16 import cutlass_cycles, is_wgmma_better, wgmma_cycles, wgmma_tile
+from qcut.dispatch.heuristics import best_tile, choose
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
@@ -30,17 +30,13 @@ from qcut.emitters.families import (
     W8A16_WGMMA,
     family,
 )
-from qcut.emitters.gemm import w8a16
-from qcut.emitters.gemm.problem import GemmProblem, Layout
+from qcut.emitters.gemm.dp4a import Dp4aTile
+from qcut.emitters.gemm.problem import GemmProblem, Layout, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.stream import w8a16 as w8a16_stream
 from qcut.emitters.stream.w8a8 import W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 from qcut.errors import ConfigError
-
-MODEL_ERROR = 1.5
-"""Where CUTLASS could serve, a raw kernel is chosen only if the model expects CUTLASS to take this times as long."""
-
 
 W8A16_CUTLASS_WALK = (4, 1)
 """Swizzle and raster where none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
@@ -101,14 +97,9 @@ def select_gemm(
     tuned = _tuned(problem, m, n, k, target, families)
     if tuned is not None:
         return replace(tuned, reason=tuned.reason + suffix)
-    best = {name: tile for name in families if (tile := best_tile(name, problem, m, n, k, target)) is not None}
-
-    def cost(name: str) -> float:
-        cycles = expected(Choice(name, best[name]), problem, m, n, k, target).cycles
-        return cycles / MODEL_ERROR if name == INT8_CUTLASS.name else cycles
-
-    name = min(best, key=cost)
-    return Choice(name, best[name], reason="model" + suffix)
+    found = choose(families, problem, m, n, k, target)
+    assert found is not None, "int8_mma and int8_dp4a take every problem"
+    return Choice(*found[:2], reason="model" + suffix)
 
 
 def _families(why_not_cutlass: str, tensor_cores: bool) -> tuple[str, ...]:
@@ -157,7 +148,7 @@ def _tuned_for(
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
         closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
         legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
-        legal = legal and (_is_open(problem, row.family, row.tile, target) or closed.is_users(row, target.arch))
+        legal = legal and (closed.is_open(problem, row.family, row.tile, target) or closed.is_users(row, target.arch))
         if near and closer and legal:
             nearest[row.family] = row
     if not nearest or (set(nearest) == {INT8_DP4A.name} and len(families) > 1):
@@ -173,34 +164,6 @@ def _distance(m: int, row: tables.Row) -> float:
     return abs(math.log(max(m, 1) / row.m))
 
 
-def best_tile(name: str, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> GemmTile | None:
-    """The tile of a family's menu that the model prefers; None where none can be built."""
-    menu = [tile for tile in family(name).menu(problem, target.arch) if _is_open(problem, name, tile, target)]
-    return min(menu, key=lambda t: expected(Choice(name, t), problem, m, n, k, target).cycles, default=None)
-
-
-def _is_open(problem: GemmProblem, name: str, tile: object, target: Target) -> bool:
-    """Whether a tile may be chosen: for a closed target, those of its closed set where this covers the problem."""
-    return not target.closed or not closed.covers(problem) or closed.takes(problem, name, tile, target.arch)
-
-
-def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
-    """What the cost model expects of a choice on an int8 GEMM."""
-    assert not isinstance(choice.tile, (W8A16Tile, W8A16WgmmaTile, W8A8Tile)), "a tiled int8 GEMM"
-    kind = family(choice.family)
-    return estimate(
-        choice.family,
-        problem,
-        choice.tile,
-        m,
-        n,
-        k,
-        target,
-        threads=kind.threads(choice.tile),
-        smem_bytes=kind.smem_bytes(problem, choice.tile),
-    )
-
-
 def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, nvcc: bool = True) -> Choice:
     """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own.
 
@@ -213,30 +176,17 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
         nvcc: whether nvcc and g++ are there, which ``w8a16_wgmma`` and ``w8a16_cutlass`` need.
     """
     nvcc = nvcc and not target.closed
-    if nvcc and (choice := w8a16_by_cutlass(problem, m, n, k, target)) is not None:
-        return choice
-    if nvcc and W8A16_WGMMA.menu(problem, target.arch) and is_wgmma_better(m):
-        return Choice(W8A16_WGMMA.name, wgmma_tile(m, n, k, target))
+    if nvcc and m > w8a16_stream.MAX_TOKENS:
+        if k % 16 == 0 and (tuned := _tuned(problem, m, n, k, target, (W8A16_CUTLASS.name,))) is not None:
+            return tuned
+        found = choose((W8A16_WGMMA.name, W8A16_CUTLASS.name), problem, m, n, k, target)
+        if found is not None:
+            walk = W8A16_CUTLASS_WALK if found[0] == W8A16_CUTLASS.name else (1, 0)
+            return Choice(*found[:2], *walk)
     if m <= w8a16_stream.MAX_TOKENS:
-        return Choice(
-            W8A16_STREAM.name, w8a16_tile(problem, m, *closed.bounded(n, k, target, known=closed.is_usual(problem)))
-        )
-    bits = problem.epilogue.out.bits
-    tiles = w8a16.default_tiles(target.arch)
-    return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
-
-
-def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice | None:
-    """CUTLASS's kernel for many tokens, or None where it cannot serve or ``w8a16_wgmma`` is the faster."""
-    name, menu = W8A16_CUTLASS.name, W8A16_CUTLASS.menu(problem, target.arch)
-    if not is_wgmma_better(m) or k % 16 or not menu:
-        return None
-    if (tuned := _tuned(problem, m, n, k, target, (name,))) is not None:
-        return tuned
-    tile = min(menu, key=lambda tile: cutlass_cycles(tile, m, n, k, target))
-    own = wgmma_cycles(wgmma_tile(m, n, k, target), m, n, k, target)
-    is_faster = cutlass_cycles(tile, m, n, k, target) < own
-    return Choice(name, tile, *W8A16_CUTLASS_WALK) if is_faster else None
+        sizes = closed.bounded(n, k, target, known=closed.is_usual(problem))
+        return Choice(W8A16_STREAM.name, best_tile(W8A16_STREAM, problem, m, *sizes))
+    return Choice(W8A16_MMA.name, best_tile(W8A16_MMA, problem, m, n, k, target))
 
 
 def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
@@ -246,7 +196,7 @@ def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
 
 def grid(choice: Choice, n: int, sm_count: int) -> Grid:
     """Returns the grid of a launch as a function of the rows of D; host launchers ignore this grid."""
-    return family(choice.family).grid_of(choice.tile, n, sm_count)
+    return family(choice.family).grid(choice.tile, n, sm_count)
 
 
 def alignment_of(size: int) -> int:
@@ -310,7 +260,7 @@ def explain(
         return _explain_w8a16(problem, m, n, k, target, cutlass)
     few = few_tokens(problem, m, n, k, target) if tensor_cores else None
     if few is not None:
-        ctas, _, _ = INT8_STREAM.grid_of(few.tile, n, target.sm_count)(m)
+        ctas, _, _ = INT8_STREAM.grid(few.tile, n, target.sm_count)(m)
         return Explanation(
             procedural_name(INT8_STREAM.name, target.arch, closed.bounded_problem(few.problem, target)[0], few.tile),
             Choice(INT8_STREAM.name, few.tile, reason="few tokens"),
@@ -323,12 +273,12 @@ def explain(
     choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
     others = []
     for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
-        if name != choice.family and (tile := best_tile(name, problem, m, n, k, target)) is not None:
-            others.append((name, tile.name, expected(Choice(name, tile), problem, m, n, k, target)))
+        if name != choice.family and (found := choose((name,), problem, m, n, k, target)) is not None:
+            others.append((name, found[1].name, estimate(name, problem, found[1], m, n, k, target)))
     return Explanation(
         procedural_name(choice.family, target.arch, closed.bounded_problem(problem, target)[0], choice.tile),
         choice,
-        expected(choice, problem, m, n, k, target),
+        _estimate(choice, problem, m, n, k, target),
         tuple(others),
         target,
         (m, n, k),
@@ -342,12 +292,17 @@ def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target,
     return Explanation(
         procedural_name(choice.family, target.arch, named, choice.tile),
         choice,
-        expected(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None,
+        _estimate(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None,
         (),
         target,
         (m, n, k),
         tables.table_on(target).notes,
     )
+
+
+def _estimate(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
+    assert isinstance(choice.tile, TileConfig | Dp4aTile), "a tiled GEMM"
+    return estimate(choice.family, problem, choice.tile, m, n, k, target)
 
 
 def problem_of(

@@ -25,8 +25,7 @@ from qcut.dispatch.attention import (
     select_attention,
 )
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import prompt_menu
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -54,6 +53,8 @@ from qcut.emitters.families import (
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,
+    CODEBOOK_STREAM_WGMMA,
+    CODEBOOK_WGMMA,
     INT8_STREAM,
     W8A16_MMA,
     family,
@@ -110,7 +111,8 @@ def _int8(target: Target) -> Iterator[KernelSource]:
             for m in (m for m in BUCKETS if m <= w8a8.MAX_TOKENS):
                 for n, k in closed.points(closed.is_usual(few)):
                     if w8a8.is_legal(few, m, min(k, K_MAX), arch):
-                        yield INT8_STREAM.emit(few, int8_tile(few, m, n, min(k, K_MAX), closed.reference(arch)), arch)
+                        tile = best_tile(INT8_STREAM, few, m, n, min(k, K_MAX), closed.reference(arch))
+                        yield INT8_STREAM.emit(few, tile, arch)
     for aligned in _BOOLS:
         yield emit_split_halves(SplitHalves(arch, aligned))
 
@@ -170,11 +172,11 @@ def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[Ker
         with suppress(EmitError):  # kernels that rotate hold the token of all of K
             choices[codebook.select(problem, m, n, k // 128, target)] = None
     if usual and not problem.rotates:
-        if architecture(target.arch).wgmma:
-            choices |= {codebook.choice_of(tile): None for tile in prompt_menu(problem)}
-        else:
-            menu = CODEBOOK_MMA.menu(problem, target.arch)
-            choices |= {codebook.CodebookChoice(CODEBOOK_MMA.name, tile): None for tile in menu}
+        has_wgmma = architecture(target.arch).wgmma
+        for kind in (CODEBOOK_WGMMA, CODEBOOK_STREAM_WGMMA) if has_wgmma else (CODEBOOK_MMA,):
+            choices |= {
+                codebook.CodebookChoice(kind.name, tile): None for tile in kind.default_tiles(problem, target.arch)
+            }
     for choice in choices:
         e, by_element = problem.epilogue, choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
         alignment = 16 if by_element else problem.alignment_n

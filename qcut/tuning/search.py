@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from qcut.common.progress import progress_bar, with_progress
-from qcut.dispatch.cost_model import occupancy
-from qcut.dispatch.gemm import Choice, emit, expected, problem_of
+from qcut.dispatch.cost_model import estimate, occupancy
+from qcut.dispatch.gemm import Choice, emit, problem_of
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tables import Row
 from qcut.emitters.core.epilogue import Epilogue
@@ -151,7 +151,7 @@ def candidates(task: Task, target: Target, limit: int = DEFAULT_LIMIT) -> list[A
     problem = task.problem
 
     def cycles(tile: Any) -> float:
-        return expected(Choice(task.family, tile), problem, task.rows, task.n, task.k, target).cycles
+        return estimate(task.family, problem, tile, task.rows, task.n, task.k, target).cycles
 
     ranked = sorted(((cycles(tile), i, tile) for i, tile in enumerate(_space(task.family, problem, target.arch))))
     kept = [tile for cost, _, tile in ranked if cost <= KEEP_WITHIN * ranked[0][0]]

@@ -7,8 +7,7 @@ from dataclasses import replace
 from qcut.dispatch import codebook, gemm
 from qcut.dispatch.attention import emit_attention, emit_prompt_attention, select_prompt_attention
 from qcut.dispatch.gpus import target_named
-from qcut.dispatch.tiles.codebook import mma_tile, rounds_tile, stream_tile, stream_wgmma_tile
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.simt import AttentionDecode
@@ -104,7 +103,7 @@ def int8(arch: str) -> list[KernelSource]:
     halves = replace(_TOKENS, halves=True)
     found.append(INT8_MMA.emit(GemmProblem(epilogue=halves), menu[-1], arch))
     for kind in (INT8_WMMA, INT8_DP4A):
-        tile = gemm.best_tile(kind.name, problem, 4096, 4096, 4096, gpu)
+        tile = best_tile(kind, problem, 4096, 4096, 4096, gpu)
         assert tile is not None
         found.append(kind.emit(problem, tile, arch))
     for few, m, n, k in (
@@ -118,7 +117,7 @@ def int8(arch: str) -> list[KernelSource]:
         (W8A8Problem("floats", F16, halves), 1, 14336, 4096),
         (W8A8Problem("given", F16, halves), 8, 5120, 1280),
     ):
-        found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, gpu), arch))
+        found.append(INT8_STREAM.emit(few, best_tile(INT8_STREAM, few, m, n, k, gpu), arch))
     for a, m, n, k in ((F16, 1, 14336, 4096), (F16, 16, 32000, 288), (BF16, 32, 4096, 14336)):
         half = GemmProblem(a=a, epilogue=_SCALED, alignment_k=8)
         found.append(gemm.emit(gemm.select_w8a16(half, m, n, k, gpu), half, arch))
@@ -146,21 +145,27 @@ def codebooks(arch: str) -> list[KernelSource]:
         (wide, 8, 1280, 10),
         (two, 16, 1280, 10),
     ):
-        found.append(CODEBOOK_STREAM.emit(problem, stream_tile(problem, m, n, units, gpu), arch))
+        found.append(CODEBOOK_STREAM.emit(problem, best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, gpu), arch))
     pairs, integer_pairs = replace(half, pairs=True), replace(integer, pairs=True)
     for problem, m, n, units in ((pairs, 8, 1280, 10), (integer_pairs, 1, 14336, 32)):
-        found.append(CODEBOOK_STREAM.emit(problem, stream_tile(problem, m, n, units, gpu), arch))
+        found.append(CODEBOOK_STREAM.emit(problem, best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, gpu), arch))
     for problem, m, n, units in (
         *((half, 1, 4096, 112), (wide, 16, 4096, 32), (integer, 8, 14336, 112)),
         *((pairs, 8, 4096, 112), (integer_pairs, 16, 4096, 112)),
     ):
-        found.append(CODEBOOK_STREAM_ROUNDS.emit(problem, rounds_tile(problem, m, n, units, gpu), arch))
+        found.append(
+            CODEBOOK_STREAM_ROUNDS.emit(
+                problem, best_tile(CODEBOOK_STREAM_ROUNDS, problem, m, n, 128 * units, gpu), arch
+            )
+        )
     for problem, m in ((half, 64), (wide, 4096), (integer, 4096), (two, 4096), (pairs, 64), (integer_pairs, 4096)):
-        found.append(CODEBOOK_MMA.emit(problem, mma_tile(problem, m, 4096, gpu), arch))
+        found.append(CODEBOOK_MMA.emit(problem, best_tile(CODEBOOK_MMA, problem, m, 4096, 128, gpu), arch))
     if architecture(arch).wgmma:
         for problem, m in ((half, 64), (wide, 1024), (integer, 32), (two, 4096), (pairs, 512), (integer_pairs, 4096)):
             found.append(codebook.emit(codebook.select(problem, m, 4096, 32, gpu), problem, arch))
-        found.append(CODEBOOK_STREAM_WGMMA.emit(half, stream_wgmma_tile(half, 16, 4096, 112, gpu), arch))
+        found.append(
+            CODEBOOK_STREAM_WGMMA.emit(half, best_tile(CODEBOOK_STREAM_WGMMA, half, 16, 4096, 14336, gpu), arch)
+        )
         found += [CODEBOOK_WGMMA.emit(p, CODEBOOK_WGMMA.menu(p, arch)[0], arch) for p in (half, integer)]
     return found
 
@@ -168,7 +173,7 @@ def codebooks(arch: str) -> list[KernelSource]:
 def cutlass(arch: str) -> list[KernelSource]:
     """The CUTLASS product that a large int8 layer takes."""
     problem = GemmProblem(epilogue=_TOKENS)
-    tile = gemm.best_tile(INT8_CUTLASS.name, problem, 4096, 4096, 4096, target_named(arch))
+    tile = best_tile(INT8_CUTLASS, problem, 4096, 4096, 4096, target_named(arch))
     assert tile is not None
     return [INT8_CUTLASS.emit(problem, tile, arch)]
 

@@ -13,7 +13,7 @@ from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
-from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
+from qcut.dispatch.heuristics.tiled import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import RotateTokens, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense

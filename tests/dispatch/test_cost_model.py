@@ -34,9 +34,7 @@ def test_occupancy(arch: str, threads: int, registers: int, smem_bytes: int, cta
 
 
 def raw(tile: TileConfig, m: int, n: int, k: int, target: Target = H200, name: str = "int8_mma") -> gemm_model.Estimate:
-    kind = family("int8_mma")
-    threads, smem_bytes = kind.threads(tile), kind.smem_bytes(GemmProblem(), tile)
-    return estimate(name, GemmProblem(), tile, m, n, k, target, threads=threads, smem_bytes=smem_bytes)
+    return estimate(name, GemmProblem(), tile, m, n, k, target)
 
 
 def test_the_model_orders_what_everybody_would() -> None:
@@ -76,7 +74,7 @@ def test_memory_bounds_the_time_and_not_the_order() -> None:
 def test_dp4a_is_slower_than_tensor_cores_where_products_count() -> None:
     simt = family("int8_dp4a")
     best = min(
-        estimate("int8_dp4a", GemmProblem(), tile, 4096, 4096, 4096, H200, threads=tile.threads, smem_bytes=0).cycles
+        estimate("int8_dp4a", GemmProblem(), tile, 4096, 4096, 4096, H200).cycles
         for tile in simt.default_tiles(GemmProblem(), "sm_90a")
     )
     mma = raw(TileConfig((128, 128, 64), (64, 64, 64), 4), 4096, 4096, 4096).cycles

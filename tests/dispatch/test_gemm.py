@@ -18,8 +18,8 @@ from qcut.dispatch import tables as tuned
 from qcut.dispatch.cost_model import tile_cycles
 from qcut.dispatch.gemm import Choice, select_gemm
 from qcut.dispatch.gpus import Target, target_for, target_named
+from qcut.dispatch.heuristics import best_tile
 from qcut.dispatch.tables import Row, Table
-from qcut.dispatch.tiles.w8a16 import wgmma_tile
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
@@ -311,7 +311,7 @@ def test_w8a16_products_that_wgmma_cannot_serve_stay_where_they_were():
 def test_w8a16_splits_k_within_one_wave_and_leaves_no_cta_idle():
     for m in (33, 64, 65, 128, 200, 512, 1024, 4096):
         for n, k in ((16, 16), (1280, 1280), (5120, 1280), (1280, 5120), (333, 1008), (14336, 4096), (4096, 14336)):
-            tile = wgmma_tile(m, n, k, H200)
+            tile = best_tile(W8A16_WGMMA, GemmProblem(DType.F16), m, n, k, H200)
             units = -(-k // 128)
             assert (tile.splits - 1) * -(-units // tile.splits) < units
             assert tile.splits == 1 or ctas(tile, m, n) <= 132 * tile.ctas

@@ -13,6 +13,7 @@ import pytest
 from qcut.dispatch import codebook, gemm
 from qcut.dispatch.attention import estimated_cycles, select_attention
 from qcut.dispatch.gpus import GPUS, Target, target_for, target_named
+from qcut.dispatch.heuristics import best_tile
 from qcut.dispatch.machines import (
     CLUSTER_SIZES,
     MACHINES,
@@ -23,12 +24,11 @@ from qcut.dispatch.machines import (
     machine_for,
 )
 from qcut.dispatch.tables import tile_to_json
-from qcut.dispatch.tiles.codebook import stream_tile
-from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
+from qcut.emitters.families import CODEBOOK_STREAM, INT8_STREAM
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from tests.support import GOLDEN
@@ -60,7 +60,7 @@ def choices(gpu: Target) -> Iterator[tuple[str, str]]:
         yield "w8a16", text(gemm.select_w8a16(w8a16, m, n, k, gpu))
         if m <= 8:
             rows = Epilogue(DType.F16, "per_token", "per_channel", bias=True)
-            tile = int8_tile(W8A8Problem("rows", DType.F16, rows), m, n, k, gpu)
+            tile = best_tile(INT8_STREAM, W8A8Problem("rows", DType.F16, rows), m, n, k, gpu)
             yield "int8_stream", json.dumps(tile_to_json(tile))
         for out, cutlass in itertools.product(("f16", "s8"), (True, False)):
             problem = gemm.problem_of(m, n, k, out=out)
@@ -168,7 +168,7 @@ def test_slower_memory_takes_longer_and_wants_less_at_once():
         gpu = with_rates(1.75, gb_s)
         times.append(estimated_cycles(desc, 16, 8, 8192, gpu))
         parts.append(select_attention(DType.F16, DType.F16, 256, 4, gpu, batch=1, kv_heads=1, context=2048)[1])
-        prefetch.append(int8_tile(problem, 1, 50257, 1280, gpu).prefetch)
+        prefetch.append(best_tile(INT8_STREAM, problem, 1, 50257, 1280, gpu).prefetch)
     assert times == sorted(times)
     assert (parts, prefetch) == (sorted(parts, reverse=True), sorted(prefetch, reverse=True))
     assert parts[0] > parts[-1]
@@ -180,7 +180,7 @@ def test_an_exchange_costs_less_beside_a_slower_memory():
     problem = codebook.problem_of(DType.F16, 4, 1, DType.F16, True, "none", False, 16)
 
     def splits(m: int, n: int, units: int, *rates: tuple[float, float]) -> list[int]:
-        return [stream_tile(problem, m, n, units, with_rates(*rate)).splits for rate in rates]
+        return [best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, with_rates(*rate)).splits for rate in rates]
 
     by_clock = splits(8, 4096, 112, (1.0, 4800), (1.75, 4800), (3.0, 4800))
     by_memory = splits(1, 1280, 40, (1.75, 4800), (1.75, 2400), (1.75, 1200))

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from qcut.emitters.codebook import cutlass, mma, rotate, rotate_dense, wgmma
-from qcut.emitters.codebook.mma import emit_codebook_mma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import RotateTokens, emit_rotate
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
-from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, emit_codebook_wgmma
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import CODEBOOK_CUTLASS, CODEBOOK_MMA, CODEBOOK_WGMMA
 from qcut.emitters.gemm.problem import TileConfig
 from tests.emitters.gemm_rows import mixed_instructions, transposed_refusals
 from tests.support.conformance import Row, product_of, tokens_of
@@ -50,8 +50,8 @@ def mma_sources(arch: str) -> Iterator[KernelSource]:
     kernels = [(problem, tile) for problem in problems for tile in (MIDDLE, LARGE)]
     kernels += [(HALF, SMALL), (INT8, SMALL)]
     menus = (HALF, replace(HALF, x=BF16), INT8, PAIRS, INT8_PAIRS)
-    kernels += [(problem, tile) for problem in menus for tile in mma.default_tiles(problem, arch)]
-    yield from {s.name: s for s in (emit_codebook_mma(*kernel, arch) for kernel in kernels)}.values()
+    kernels += [(problem, tile) for problem in menus for tile in CODEBOOK_MMA.default_tiles(problem, arch)]
+    yield from {s.name: s for s in (CODEBOOK_MMA.emit(*kernel, arch) for kernel in kernels)}.values()
 
 
 def mma_instructions(source: KernelSource) -> Iterator[str]:
@@ -92,12 +92,19 @@ def wgmma_sources(arch: str) -> Iterator[KernelSource]:
     """Every tile with int8 and float16 tokens, every width and number of slots, other epilogues."""
     if not architecture(arch).wgmma:
         return
-    kernels = [(problem, tile) for problem in (INT8, TOKENS, INT8_PAIRS) for tile in wgmma.default_tiles(problem)]
-    kernels += [(problem, wgmma.default_tiles(problem)[0]) for problem in (TOKEN_PAIRS, replace(INT8_PAIRS, slots=4))]
+    kernels = [
+        (problem, tile)
+        for problem in (INT8, TOKENS, INT8_PAIRS)
+        for tile in CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")
+    ]
+    kernels += [
+        (problem, CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")[0])
+        for problem in (TOKEN_PAIRS, replace(INT8_PAIRS, slots=4))
+    ]
     for bits, slots in ((2, 1), (2, 4), (3, 2), (4, 4)):
         for problem in (INT8, TOKENS):
             other = replace(problem, bits=bits, slots=slots)
-            kernels += [(other, tile) for tile in wgmma.default_tiles(other)[:3]]
+            kernels += [(other, tile) for tile in CODEBOOK_WGMMA.default_tiles(other, "sm_90a")[:3]]
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
     kernels += [
         (BRAIN, replace(DEEP, tokens=128)),
@@ -107,7 +114,7 @@ def wgmma_sources(arch: str) -> Iterator[KernelSource]:
         (replace(INT8, epilogue=replace(full, out=F32), alignment_n=1), PAIR),
         (replace(INT8, epilogue=full, alignment_n=4), PAIR),
     ]
-    yield from (emit_codebook_wgmma(*kernel, arch) for kernel in kernels)
+    yield from (CODEBOOK_WGMMA.emit(*kernel, arch) for kernel in kernels)
 
 
 def wgmma_instructions(source: KernelSource) -> Iterator[str]:
@@ -144,12 +151,12 @@ MIXED = cutlass.MENU[-1]
 
 def cutlass_sources(arch: str) -> Iterator[KernelSource]:
     if architecture(arch).wgmma:
-        yield cutlass.emit_codebook_cutlass(ONE_NORM, MIXED, arch)
+        yield CODEBOOK_CUTLASS.emit(ONE_NORM, MIXED, arch)
 
 
 def cutlass_texts(arch: str) -> Iterator[KernelSource]:
     if architecture(arch).wgmma:
-        yield from (cutlass.emit_codebook_cutlass(ONE_NORM, tile, arch) for tile in cutlass.MENU if tile != MIXED)
+        yield from (CODEBOOK_CUTLASS.emit(ONE_NORM, tile, arch) for tile in cutlass.MENU if tile != MIXED)
 
 
 CUTLASS_REFUSALS = {
@@ -213,7 +220,7 @@ DENSE_REFUSALS: dict[str, list[Any]] = {
 
 ROWS = {
     "codebook_mma": Row(
-        emit_codebook_mma,
+        CODEBOOK_MMA.emit,
         mma_sources,
         mma.CONSTRAINTS,
         MMA_REFUSALS,
@@ -221,7 +228,7 @@ ROWS = {
         instructions=mma_instructions,
     ),
     "codebook_wgmma": Row(
-        emit_codebook_wgmma,
+        CODEBOOK_WGMMA.emit,
         wgmma_sources,
         wgmma.CONSTRAINTS,
         WGMMA_REFUSALS,
@@ -231,7 +238,7 @@ ROWS = {
         spill=lambda source: 16 if "_f32_" in source.name else 0,
     ),
     "codebook_cutlass": Row(
-        cutlass.emit_codebook_cutlass,
+        CODEBOOK_CUTLASS.emit,
         cutlass_sources,
         cutlass.CONSTRAINTS,
         CUTLASS_REFUSALS,

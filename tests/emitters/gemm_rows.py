@@ -12,16 +12,13 @@ from typing import Any, get_args
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma, wmma
-from qcut.emitters.gemm.cutlass import gemm as cutlass
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_CUTLASS, W8A16_MMA, W8A16_WGMMA
+from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma
 from qcut.emitters.gemm.cutlass import w8a16 as w8a16_cutlass
-from qcut.emitters.gemm.cutlass.tiles import default_tiles
-from qcut.emitters.gemm.dp4a import Dp4aTile, emit_dp4a_gemm
-from qcut.emitters.gemm.mma import emit_mma_gemm
+from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.gemm.w8a16 import emit_w8a16_mma
-from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile, emit_w8a16_wgmma
-from qcut.emitters.gemm.wmma import SharedLayout, emit_wmma_gemm
+from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
+from qcut.emitters.gemm.wmma import Int8Wmma, SharedLayout
 from tests.support.conformance import COPY, Row, product_of
 
 ARCH = "sm_90a"
@@ -56,7 +53,7 @@ def layouts_of(epilogue: Epilogue, **alignments: int) -> list[GemmProblem]:
 
 def mma_sources(arch: str) -> Iterator[KernelSource]:
     static = GemmProblem(epilogue=STATIC)
-    kernels = [(static, tile) for tile in mma.default_tiles(arch)]
+    kernels = [(static, tile) for tile in INT8_MMA.default_tiles(GemmProblem(), arch)]
     kernels += [(problem, LARGE) for problem in layouts_of(STATIC)]
     kernels += [(p, SMALL) for align in (1, 4) for p in layouts_of(STATIC, alignment_k=align, alignment_n=align)]
     kernels += [(GemmProblem(epilogue=epilogue), MIDDLE) for epilogue in (*RAW, EVERYTHING)]
@@ -67,11 +64,11 @@ def mma_sources(arch: str) -> Iterator[KernelSource]:
     kernels += [(GemmProblem(epilogue=epilogue), LARGE) for epilogue in halves]
     for epilogue in (RESCALED, RESCALED_HALVES):
         problem = GemmProblem(epilogue=epilogue)
-        tiles = [tile for tile in mma.default_tiles(arch) if not refuses(problem, tile, arch)]
+        tiles = [tile for tile in INT8_MMA.default_tiles(GemmProblem(), arch) if not refuses(problem, tile, arch)]
         kernels.append((problem, max(tiles, key=lambda t: (t.warp_shape[0] * t.warp_shape[1], t.threads))))
     if arch == ARCH:
         kernels += [(GemmProblem(epilogue=epilogue), SPLIT) for epilogue in (HALVES, RESCALED, RESCALED_HALVES)]
-    yield from {s.name: s for s in (emit_mma_gemm(problem, tile, arch) for problem, tile in kernels)}.values()
+    yield from {s.name: s for s in (INT8_MMA.emit(problem, tile, arch) for problem, tile in kernels)}.values()
 
 
 def refuses(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
@@ -131,13 +128,15 @@ SHARED: tuple[SharedLayout, ...] = get_args(SharedLayout)
 
 def wmma_sources(arch: str) -> Iterator[KernelSource]:
     static = GemmProblem(epilogue=STATIC)
-    found = [emit_wmma_gemm(static, tile, arch) for tile in wmma.default_tiles(arch)]
-    found += [emit_wmma_gemm(static, WMMA_TILE, arch, shared=shared) for shared in SHARED]
+    found = [INT8_WMMA.emit(static, tile, arch) for tile in INT8_WMMA.default_tiles(GemmProblem(), arch)]
+    found += [Int8Wmma(shared).emit(static, WMMA_TILE, arch) for shared in SHARED]
     problems = layouts_of(EVERYTHING) + layouts_of(EVERYTHING, alignment_k=1, alignment_n=1)
     problems += [GemmProblem(epilogue=epilogue) for epilogue in RAW]
-    found += [emit_wmma_gemm(problem, WMMA_TILE, arch) for problem in problems]
+    found += [INT8_WMMA.emit(problem, WMMA_TILE, arch) for problem in problems]
     for epilogue in (HALVES, RESCALED, RESCALED_HALVES):
-        found.append(emit_wmma_gemm(GemmProblem(epilogue=epilogue), wmma.default_tiles(arch)[0], arch))
+        found.append(
+            INT8_WMMA.emit(GemmProblem(epilogue=epilogue), INT8_WMMA.default_tiles(GemmProblem(), arch)[0], arch)
+        )
     return iter({source.name: source for source in found}.values())
 
 
@@ -154,16 +153,16 @@ SHALLOW = Dp4aTile(64, 128, 8, 32, 64, 2, 4, 8)
 
 
 def dp4a_sources(arch: str) -> Iterator[KernelSource]:
-    tiles = list(dp4a.default_tiles(arch))
+    tiles = list(INT8_DP4A.default_tiles(GemmProblem(), arch))
     if arch == ARCH:
-        tiles += random.Random(3).sample(list(dp4a.search_space(BIASED, arch)), 12)
+        tiles += random.Random(3).sample(list(INT8_DP4A.search_space(BIASED, arch)), 12)
     kernels = [(BIASED, tile) for tile in tiles]
     for align in (16, 4, 1):
         aligned = layouts_of(EVERYTHING, alignment_k=align, alignment_n=align)
         kernels += [(problem, tile) for problem in aligned for tile in (SIMT, SHALLOW)]
     for epilogue in (*RAW, Epilogue(F32, residual=True)):
         kernels += [(GemmProblem(epilogue=epilogue), SIMT), (GemmProblem(epilogue=epilogue, **NTN), SIMT)]
-    return iter({s.name: s for s in (emit_dp4a_gemm(p, t, arch) for p, t in kernels)}.values())
+    return iter({s.name: s for s in (INT8_DP4A.emit(p, t, arch) for p, t in kernels)}.values())
 
 
 DP4A_REFUSALS = {
@@ -200,8 +199,8 @@ BRAIN = GemmProblem(a=BF16, epilogue=replace(EVERYTHING, zero_point="none", row_
 
 
 def w8a16_sources(arch: str) -> Iterator[KernelSource]:
-    yield from (emit_w8a16_mma(problem, tile, arch) for problem in (HALF, BRAIN) for tile in (LARGE, SMALL))
-    yield emit_w8a16_mma(replace(HALF, alignment_k=1, alignment_n=1), MIDDLE, arch)
+    yield from (W8A16_MMA.emit(problem, tile, arch) for problem in (HALF, BRAIN) for tile in (LARGE, SMALL))
+    yield W8A16_MMA.emit(replace(HALF, alignment_k=1, alignment_n=1), MIDDLE, arch)
 
 
 def float_refusals(half: GemmProblem, tile: Any) -> dict[str, list[Any]]:
@@ -236,11 +235,13 @@ GROUPS = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
 def w8a16_wgmma_sources(arch: str) -> Iterator[KernelSource]:
     """A tile of each width of tokens and number of groups of the menu, and other types and epilogues."""
     if arch == ARCH:
-        shapes = {(tile.tokens, tile.groups): tile for tile in w8a16_wgmma.default_tiles()}
-        yield from (emit_w8a16_wgmma(VECTORS, tile, arch) for tile in shapes.values())
+        shapes = {
+            (tile.tokens, tile.groups): tile for tile in W8A16_WGMMA.default_tiles(GemmProblem(DType.F16), "sm_90a")
+        }
+        yield from (W8A16_WGMMA.emit(VECTORS, tile, arch) for tile in shapes.values())
         clusters = (W8A16WgmmaTile(64, 1, 4, 12, 2, 2), W8A16WgmmaTile(128, 2, 2, 10, 4))
-        yield from (emit_w8a16_wgmma(NARROW, tile, arch) for tile in clusters)
-        yield emit_w8a16_wgmma(replace(VECTORS, epilogue=Epilogue(F32)), GROUPS, arch)
+        yield from (W8A16_WGMMA.emit(NARROW, tile, arch) for tile in clusters)
+        yield W8A16_WGMMA.emit(replace(VECTORS, epilogue=Epilogue(F32)), GROUPS, arch)
 
 
 def w8a16_wgmma_instructions(source: KernelSource) -> Iterator[str]:
@@ -276,14 +277,14 @@ MIXED = w8a16_cutlass.MENU[-1]
 def cutlass_sources(arch: str) -> Iterator[KernelSource]:
     gelu = replace(FULL, out=S8, activation=Activation.GELU_TANH)
     epilogue, tile = (gelu, MULTISTAGE) if arch == "sm_80" else (FULL, PINGPONG)
-    yield cutlass.emit_cutlass_gemm(GemmProblem(epilogue=epilogue), tile, arch)
+    yield INT8_CUTLASS.emit(GemmProblem(epilogue=epilogue), tile, arch)
 
 
 def cutlass_texts(arch: str) -> Iterator[KernelSource]:
-    yield from (cutlass.emit_cutlass_gemm(BIASED, tile, arch) for tile in default_tiles(arch))
+    yield from (INT8_CUTLASS.emit(BIASED, tile, arch) for tile in INT8_CUTLASS.default_tiles(GemmProblem(), arch))
     if arch == ARCH:
         halves = (HALVES, replace(HALVES, activation=Activation.SILU))
-        yield from (cutlass.emit_cutlass_gemm(GemmProblem(epilogue=e), PINGPONG, arch) for e in halves)
+        yield from (INT8_CUTLASS.emit(GemmProblem(epilogue=e), PINGPONG, arch) for e in halves)
 
 
 def cutlass_instructions(source: KernelSource) -> tuple[str, ...]:
@@ -333,15 +334,15 @@ CUTLASS_REFUSALS = {
 
 def w8a16_cutlass_sources(arch: str) -> Iterator[KernelSource]:
     if architecture(arch).wgmma:
-        yield w8a16_cutlass.emit_w8a16_cutlass(VECTORS, MIXED, arch)
+        yield W8A16_CUTLASS.emit(VECTORS, MIXED, arch)
 
 
 def w8a16_cutlass_texts(arch: str) -> Iterator[KernelSource]:
     if architecture(arch).wgmma:
         silu = Epilogue(BF16, col_scale="per_channel", activation=Activation.SILU)
-        yield w8a16_cutlass.emit_w8a16_cutlass(replace(VECTORS, a=BF16, epilogue=silu), MIXED, arch)
-        tiles = {*w8a16_cutlass.MENU, *w8a16_cutlass.search_space(VECTORS, arch)} - {MIXED}
-        yield from (w8a16_cutlass.emit_w8a16_cutlass(VECTORS, tile, arch) for tile in sorted(tiles, key=str))
+        yield W8A16_CUTLASS.emit(replace(VECTORS, a=BF16, epilogue=silu), MIXED, arch)
+        tiles = {*w8a16_cutlass.MENU, *W8A16_CUTLASS.search_space(VECTORS, arch)} - {MIXED}
+        yield from (W8A16_CUTLASS.emit(VECTORS, tile, arch) for tile in sorted(tiles, key=str))
 
 
 def mixed_instructions(product: str) -> tuple[str, ...]:
@@ -382,7 +383,7 @@ W8A16_CUTLASS_REFUSALS = {
 
 ROWS = {
     "int8_cutlass": Row(
-        cutlass.emit_cutlass_gemm,
+        INT8_CUTLASS.emit,
         cutlass_sources,
         refusals=CUTLASS_REFUSALS,
         legal=(BIASED, MULTISTAGE, "sm_80"),
@@ -390,7 +391,7 @@ ROWS = {
         texts=cutlass_texts,
     ),
     "int8_mma": Row(
-        emit_mma_gemm,
+        INT8_MMA.emit,
         mma_sources,
         mma.CONSTRAINTS,
         TENSOR_CORE_REFUSALS,
@@ -398,15 +399,15 @@ ROWS = {
         instructions=mma_instructions,
     ),
     "int8_wmma": Row(
-        emit_wmma_gemm,
+        INT8_WMMA.emit,
         wmma_sources,
-        wmma.CONSTRAINTS,
+        INT8_WMMA.constraints,
         TENSOR_CORE_REFUSALS,
         legal=(INT8, WMMA_TILE, "sm_80"),
         instructions=wmma_instructions,
     ),
     "int8_dp4a": Row(
-        emit_dp4a_gemm,
+        INT8_DP4A.emit,
         dp4a_sources,
         dp4a.CONSTRAINTS,
         DP4A_REFUSALS,
@@ -414,7 +415,7 @@ ROWS = {
         instructions=lambda source: (r"IDP\.4A\.S8\.S8$", r"LDS\.128$", "STS", "!IMMA"),
     ),
     "w8a16_mma": Row(
-        emit_w8a16_mma,
+        W8A16_MMA.emit,
         w8a16_sources,
         w8a16.CONSTRAINTS,
         {**W8A16_REFUSALS, **float_refusals(HALF, MIDDLE)},
@@ -423,7 +424,7 @@ ROWS = {
         instructions=lambda source: (product_of(source), "PRMT" if "_f16xs8" in source.name else r"HFMA2\.BF16_V2"),
     ),
     "w8a16_wgmma": Row(
-        emit_w8a16_wgmma,
+        W8A16_WGMMA.emit,
         w8a16_wgmma_sources,
         w8a16_wgmma.CONSTRAINTS,
         WGMMA_REFUSALS,
@@ -431,7 +432,7 @@ ROWS = {
         instructions=w8a16_wgmma_instructions,
     ),
     "w8a16_cutlass": Row(
-        w8a16_cutlass.emit_w8a16_cutlass,
+        W8A16_CUTLASS.emit,
         w8a16_cutlass_sources,
         w8a16_cutlass.CONSTRAINTS,
         W8A16_CUTLASS_REFUSALS,

@@ -9,19 +9,25 @@ from itertools import product
 from typing import Any
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import rounds_tile
-from qcut.dispatch.tiles.stream import int8_tile, w8a16_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import (
+    CODEBOOK_STREAM,
+    CODEBOOK_STREAM_ROUNDS,
+    CODEBOOK_STREAM_WGMMA,
+    INT8_STREAM,
+    W8A16_STREAM,
+)
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream import codebook, codebook_rounds, codebook_wgmma, w8a8, w8a16
-from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stream
-from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile, emit_codebook_stream_rounds
-from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
-from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_int8_stream
-from qcut.emitters.stream.w8a16 import W8A16Tile, emit_w8a16_stream
+from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 from tests.emitters.gemm_rows import RESCALED, RESCALED_HALVES, float_refusals
 from tests.support.conformance import COPY, STREAM, Row, product_of, tokens_of
 
@@ -71,14 +77,14 @@ def int8_sources(arch: str) -> Iterator[KernelSource]:
         few = W8A8Problem("given", epilogue.out, epilogue)
         shapes += [(few, 1, 14336, 4096), (few, 8, 4096, 14336)]
     shapes.append((W8A8Problem("given", S8, RESCALED), 16, 1280, 1280))
-    kernels = [(p, int8_tile(p, m, n, k, Target(arch, SM_COUNT[arch]))) for p, m, n, k in shapes]
+    kernels = [(p, best_tile(INT8_STREAM, p, m, n, k, Target(arch, SM_COUNT[arch]))) for p, m, n, k in shapes]
     kernels.append((ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16)))
     kernels.append((replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True)))
     kernels.append((problem_of("given"), W8A8Tile(3, 10, 1, 3, 8)))
     if arch == ARCH:
         kernels.append((NONE, W8A8Tile(4, 28, splits=2)))
         kernels.append((problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8)))
-    yield from (emit_int8_stream(problem, tile, arch) for problem, tile in kernels)
+    yield from (INT8_STREAM.emit(problem, tile, arch) for problem, tile in kernels)
 
 
 def int8_instructions(source: KernelSource) -> Iterator[str]:
@@ -141,9 +147,9 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
     ]
     if arch == ARCH:
         kernels += [(W8A16, W8A16Tile(9, 28, splits=4)), (brain, W8A16Tile(3, 10, 1, 3, 32, 2))]
-    tiles = {w8a16_tile(W8A16, m, n, k, Target(arch, 132)) for (n, k), m in product(LAYERS, (1, 16, 32))}
+    tiles = {best_tile(W8A16_STREAM, W8A16, m, n, k, Target(arch, 132)) for (n, k), m in product(LAYERS, (1, 16, 32))}
     kernels += [(problem, tile) for problem in (W8A16, brain) for tile in sorted(tiles, key=str)]
-    yield from {s.name: s for s in (emit_w8a16_stream(*kernel, arch) for kernel in kernels)}.values()
+    yield from {s.name: s for s in (W8A16_STREAM.emit(*kernel, arch) for kernel in kernels)}.values()
 
 
 W8A16_REFUSALS = {
@@ -188,7 +194,7 @@ def codebook_sources(arch: str) -> Iterator[KernelSource]:
     if arch == ARCH:
         tiles += [(HALF, CLUSTER), (INT8_PAIRS, CodebookStreamTile(8, 4, 28, 1, 2))]
         tiles += [(INT8, CodebookStreamTile(8, 4, 28, 2, 2)), (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8))]
-    yield from (emit_codebook_stream(problem, tile, arch) for problem, tile in tiles)
+    yield from (CODEBOOK_STREAM.emit(problem, tile, arch) for problem, tile in tiles)
 
 
 def codebook_instructions(source: KernelSource) -> Iterator[str]:
@@ -200,7 +206,9 @@ def codebook_instructions(source: KernelSource) -> Iterator[str]:
 def rounds_sources(arch: str) -> Iterator[KernelSource]:
     problems = (HALF, BRAIN, INT8, PAIRS, replace(INT8, bits=4, pairs=True))
     for problem in (*problems, replace(HALF, x=BF16), replace(INT8, bits=3, slots=4)):
-        yield emit_codebook_stream_rounds(problem, rounds_tile(problem, 8, 4096, 112, Target(arch, 108)), arch)
+        yield CODEBOOK_STREAM_ROUNDS.emit(
+            problem, best_tile(CODEBOOK_STREAM_ROUNDS, problem, 8, 4096, 14336, Target(arch, 108)), arch
+        )
 
 
 def rounds_instructions(source: KernelSource) -> Iterator[str]:
@@ -215,8 +223,8 @@ def wgmma_sources(arch: str) -> Iterator[KernelSource]:
         tiles = [(HALF, WGMMA), (HALF, CodebookStreamWgmmaTile(64, 5, 8, 10, 1)), (INT8, WGMMA)]
         tiles += [(BRAIN, CodebookStreamWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookStreamWgmmaTile(8, 1, 1, 3, 2))]
         tiles += [(PAIRS, WGMMA), (INT8_PAIRS, WGMMA)]
-        tiles += [(p, codebook_wgmma.default_tiles(p)[-1]) for p in (HALF, BRAIN, INT8, INT8_PAIRS)]
-        yield from (emit_codebook_stream_wgmma(problem, tile, arch) for problem, tile in tiles)
+        tiles += [(p, CODEBOOK_STREAM_WGMMA.default_tiles(p, "sm_90a")[-1]) for p in (HALF, BRAIN, INT8, INT8_PAIRS)]
+        yield from (CODEBOOK_STREAM_WGMMA.emit(problem, tile, arch) for problem, tile in tiles)
 
 
 def wgmma_instructions(source: KernelSource) -> Iterator[str]:
@@ -266,7 +274,7 @@ WGMMA_REFUSALS: dict[str, list[Any]] = {
 
 ROWS = {
     "int8_stream": Row(
-        emit_int8_stream,
+        INT8_STREAM.emit,
         int8_sources,
         w8a8.CONSTRAINTS,
         INT8_REFUSALS,
@@ -274,7 +282,7 @@ ROWS = {
         instructions=int8_instructions,
     ),
     "w8a16_stream": Row(
-        emit_w8a16_stream,
+        W8A16_STREAM.emit,
         w8a16_sources,
         w8a16.CONSTRAINTS,
         W8A16_REFUSALS,
@@ -282,7 +290,7 @@ ROWS = {
         instructions=lambda source: (STREAM, product_of(source)),
     ),
     "codebook_stream": Row(
-        emit_codebook_stream,
+        CODEBOOK_STREAM.emit,
         codebook_sources,
         codebook.CONSTRAINTS,
         CODEBOOK_REFUSALS,
@@ -290,7 +298,7 @@ ROWS = {
         instructions=codebook_instructions,
     ),
     "codebook_stream_rounds": Row(
-        emit_codebook_stream_rounds,
+        CODEBOOK_STREAM_ROUNDS.emit,
         rounds_sources,
         codebook_rounds.CONSTRAINTS,
         ROUNDS_REFUSALS,
@@ -298,7 +306,7 @@ ROWS = {
         instructions=rounds_instructions,
     ),
     "codebook_stream_wgmma": Row(
-        emit_codebook_stream_wgmma,
+        CODEBOOK_STREAM_WGMMA.emit,
         wgmma_sources,
         codebook_wgmma.CONSTRAINTS,
         WGMMA_REFUSALS,

@@ -11,24 +11,18 @@ from pathlib import Path
 import pytest
 
 from qcut import jit
-from qcut.dispatch.codebook import emit_rotation
+from qcut.dispatch.codebook import emit_rotation, select
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import mma_tile, prompt_cycles, prompt_tile
-from qcut.emitters.codebook import mma, wgmma
+from qcut.dispatch.heuristics import best_tile
+from qcut.dispatch.heuristics.codebook_wgmma import cycles
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
-from qcut.emitters.codebook.wgmma import (
-    CodebookWgmmaTile,
-    buffers,
-    default_tiles,
-    emit_codebook_wgmma,
-    smem_bytes,
-)
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, buffers, smem_bytes
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA
 from qcut.numerics.codebook.layout import Geometry
 from tests.emitters.codebook_rows import (
     ARCH,
@@ -55,55 +49,55 @@ H200 = Target(ARCH, 132)
 
 
 def test_few_tokens_take_flat_tiles():
-    assert mma_tile(HALF, 8, 4096, Target("sm_80", 108)).threadblock_shape[0] == 16
-    assert mma_tile(HALF, 4096, 4096, Target("sm_80", 108)).threadblock_shape[0] >= 128
+    assert best_tile(CODEBOOK_MMA, HALF, 8, 4096, 128, Target("sm_80", 108)).threadblock_shape[0] == 16
+    assert best_tile(CODEBOOK_MMA, HALF, 4096, 4096, 128, Target("sm_80", 108)).threadblock_shape[0] >= 128
 
 
 def test_what_no_tile_can_build_is_refused():
     with pytest.raises(EmitError, match="alignment_n"):
-        mma_tile(replace(HALF, alignment_n=0), 1, 16, Target("sm_80", 108))
+        best_tile(CODEBOOK_MMA, replace(HALF, alignment_n=0), 1, 16, 128, Target("sm_80", 108))
 
 
 def test_grid_is_one_cta_per_tile():
-    assert mma.grid(MIDDLE, 129, 257) == (6, 1, 1)
+    assert CODEBOOK_MMA.grid(MIDDLE, 257)(129) == (6, 1, 1)
 
 
 @pytest.mark.parametrize(
     "problem", [INT8, TOKENS, BRAIN, replace(TOKENS, slots=4), TOKEN_PAIRS, INT8_PAIRS], ids=lambda p: p.name
 )
 def test_menu_holds_a_tile_for_every_shape(problem: CodebookProblem):
-    menu = default_tiles(problem)
+    menu = CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")
     assert {96, 128} <= {t.tokens for t in menu} if problem.x is not DType.S8 else {128, 256}
     for tile in menu:
-        wgmma.validate(problem, tile, ARCH)
+        CODEBOOK_WGMMA.validate(problem, tile, ARCH)
         deeper = replace(tile, stages=tile.stages + 1)
         fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
-    menu = (*menu, *codebook_stream_wgmma.default_tiles(problem))
-    for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
-        assert prompt_tile(problem, m, n, units, H200) in menu
+    menu = (*menu, *CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a"))
+    for m, n, units in ((65, 1, 1), (80, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
+        assert select(problem, m, n, units, H200).tile in menu
 
 
 def test_large_prompts_take_large_tiles():
-    assert isinstance(prompt_tile(INT8, 4096, 14336, 32, H200), CodebookWgmmaTile)
-    assert prompt_tile(INT8, 4096, 14336, 32, H200).tokens == prompt_tile(TOKENS, 4096, 14336, 32, H200).tokens == 256
-    assert prompt_tile(TOKENS, 128, 4096, 112, H200).splits > 1
-    assert prompt_cycles(TOKENS, DEEP, 4096, 4096, 32, H200) > prompt_cycles(INT8, DEEP, 4096, 4096, 32, H200)
+    assert isinstance(select(INT8, 4096, 14336, 32, H200).tile, CodebookWgmmaTile)
+    assert select(INT8, 4096, 14336, 32, H200).tile.tokens == select(TOKENS, 4096, 14336, 32, H200).tile.tokens == 256
+    assert select(TOKENS, 128, 4096, 112, H200).tile.splits > 1
+    assert cycles(TOKENS, DEEP, 4096, 4096, 4096, H200) > cycles(INT8, DEEP, 4096, 4096, 4096, H200)
 
 
 def test_clusters_beyond_one_wave_take_a_second():
     """Of 132 multiprocessors, 30 clusters of 4 run at once, not 33."""
     four = CodebookWgmmaTile(128, 4, 1, 4, lead=2)
-    fits, second = (prompt_cycles(TOKENS, four, 128, 128 * rows, 32, H200) for rows in (30, 31))
+    fits, second = (cycles(TOKENS, four, 128, 128 * rows, 4096, H200) for rows in (30, 31))
     assert second > 1.5 * fits
 
 
 def test_grid_is_persistent_but_for_splits():
-    assert wgmma.grid(PAIR, 14336, 132)(4096) == (132, 1, 1)
-    assert wgmma.grid(PAIR, 14336, 132)(256) == (112, 1, 1)
-    assert wgmma.grid(PAIR, 129, 133)(1) == (2, 1, 1)
-    assert wgmma.grid(PAIR, 257, 1)(1) == (2, 1, 1)
-    assert wgmma.grid(replace(SPLIT, splits=8), 300, 4)(65) == (2 * 3 * 8, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 14336, 132)(4096) == (132, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 14336, 132)(256) == (112, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 129, 133)(1) == (2, 1, 1)
+    assert CODEBOOK_WGMMA.grid(PAIR, 257, 1)(1) == (2, 1, 1)
+    assert CODEBOOK_WGMMA.grid(replace(SPLIT, splits=8), 300, 4)(65) == (2 * 3 * 8, 1, 1)
 
 
 @pytest.mark.parametrize("problem", [INT8, TOKENS], ids=lambda p: p.x.value)
@@ -113,7 +107,7 @@ def test_weights_are_decoded_between_products(problem: CodebookProblem, tmp_path
     if tool is None or not jit.is_toolchain_available("nvrtc"):
         pytest.skip("needs nvdisasm and NVRTC")
     file = tmp_path / "kernel.cubin"
-    file.write_bytes(jit.build(emit_codebook_wgmma(problem, DEEP, ARCH)).cubin)
+    file.write_bytes(jit.build(CODEBOOK_WGMMA.emit(problem, DEEP, ARCH)).cubin)
     text = subprocess.run([tool, str(file)], capture_output=True, text=True, check=True).stdout
     between = re.split(r"[HI]GMMA\.64x256x", text)[1:-1]
     assert len(between) == (3 if problem is INT8 else 7)

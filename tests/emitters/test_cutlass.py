@@ -11,10 +11,10 @@ import pytest
 
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError
+from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.cutlass import compat
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
 from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
-from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, search_space, tile
+from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, tile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from tests.emitters.gemm_rows import ARCH, BIASED, FULL, MULTISTAGE, PINGPONG
 from tests.support import ROOT
@@ -64,7 +64,7 @@ def test_every_epilogue_has_a_kernel_and_a_name():
     count = 0
     for epilogue in every_epilogue():
         for one, arch in ((MULTISTAGE, "sm_80"), (PINGPONG, "sm_90a")):
-            source = emit_cutlass_gemm(GemmProblem(epilogue=epilogue), one, arch)
+            source = INT8_CUTLASS.emit(GemmProblem(epilogue=epilogue), one, arch)
             names.add(source.name)
             count += 1
             assert source.params == (*GemmProblem(epilogue=epilogue).params(), *LAUNCH_PARAMS)
@@ -76,7 +76,7 @@ def test_every_epilogue_has_a_kernel_and_a_name():
 
 def test_kernels_wait_but_of_two_schedules() -> None:
     for choice in (*SM90_MENU, *SM80_MENU, tile("stream_k", "128x64x128")):
-        source = emit_cutlass_gemm(BIASED, choice, ARCH)
+        source = INT8_CUTLASS.emit(BIASED, choice, ARCH)
         waits = choice.schedule not in ("multistage", "stream_k")
         assert source.waits == waits == ("CUTLASS_ENABLE_GDC_FOR_SM90" in source.defines), source.name
 
@@ -85,7 +85,7 @@ def test_tiles_are_read_from_their_text() -> None:
     assert tile("pingpong", "128x256x64 c2x1 e64x32") == TileConfig(
         (128, 256, 64), cluster_shape=(2, 1), schedule="pingpong", epilogue_tile=(64, 32)
     )
-    assert not list(search_space(replace(GemmProblem(epilogue=FULL), layout_d="column"), ARCH))
+    assert not list(INT8_CUTLASS.search_space(replace(GemmProblem(epilogue=FULL), layout_d="column"), ARCH))
 
 
 def test_text_that_is_not_as_expected_is_refused() -> None:

@@ -8,18 +8,18 @@ from itertools import product
 
 import pytest
 
+from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gemm import select_gemm
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import few_tokens
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.families import INT8_MMA
-from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma
-from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile, emit_dp4a_gemm, search_space
+from qcut.emitters.families import INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_MMA
+from qcut.emitters.gemm import w8a16_wgmma
+from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
-from qcut.emitters.gemm.wmma import emit_wmma_gemm
+from qcut.emitters.gemm.wmma import Int8Wmma
 from tests.emitters.gemm_rows import (
     BIASED,
     GROUPS,
@@ -67,22 +67,22 @@ def test_epilogues_that_nothing_computes_are_refused(make: Callable[[], object],
 
 
 def test_grid_has_a_cta_a_tile_and_split():
-    assert mma.grid(LARGE, 129, 257) == (4, 1, 1)
-    assert mma.grid(SPLIT, 17, 65) == (16, 1, 1)
-    assert w8a16.grid(SMALL, 1, 64) == (1, 1, 1)
-    assert dp4a.grid(SIMT, 129, 257) == (6, 1, 1)
+    assert INT8_MMA.grid(LARGE, 257)(129) == (4, 1, 1)
+    assert INT8_MMA.grid(SPLIT, 65)(17) == (16, 1, 1)
+    assert W8A16_MMA.grid(SMALL, 64)(1) == (1, 1, 1)
+    assert INT8_DP4A.grid(SIMT, 257)(129) == (6, 1, 1)
     assert w8a16_wgmma.ctas(GROUPS, 64, 14336) == 112
     assert w8a16_wgmma.ctas(W8A16WgmmaTile(64, 1, 4, 12, 2, 2), 65, 1281) == 21 * 2 * 4
 
 
 def test_menus_split_k_only_in_clusters():
-    assert {t.splits for t in mma.default_tiles("sm_80")} == {1}
-    assert {t.splits for t in mma.default_tiles("sm_90a")} == {1, 2, 4, 8}
+    assert {t.splits for t in INT8_MMA.default_tiles(GemmProblem(), "sm_80")} == {1}
+    assert {t.splits for t in INT8_MMA.default_tiles(GemmProblem(), "sm_90a")} == {1, 2, 4, 8}
 
 
 def test_shared_layouts_are_named_except_the_default():
-    blocked, padded, linear = (emit_wmma_gemm(INT8, WMMA_TILE, "sm_80", shared=s) for s in SHARED)
-    assert blocked == emit_wmma_gemm(INT8, WMMA_TILE, "sm_80")
+    blocked, padded, linear = (Int8Wmma(s).emit(INT8, WMMA_TILE, "sm_80") for s in SHARED)
+    assert blocked == INT8_WMMA.emit(INT8, WMMA_TILE, "sm_80")
     assert (padded.name, linear.name) == (f"{blocked.name}_padded", f"{blocked.name}_linear")
     assert "qcut::wmma_gemm<qcut::LinearLayout, Tile, A, B, Epilogue, 16, false>(" in linear.text
     assert blocked.smem_bytes == linear.smem_bytes == 3 * 64 * 128
@@ -91,9 +91,9 @@ def test_shared_layouts_are_named_except_the_default():
 
 def test_padding_counts_against_shared_memory():
     tile = TileConfig((128, 128, 128), (64, 32, 128), 5)
-    assert emit_wmma_gemm(INT8, tile, "sm_80").smem_bytes == 5 * 256 * 128
+    assert INT8_WMMA.emit(INT8, tile, "sm_80").smem_bytes == 5 * 256 * 128
     with pytest.raises(EmitError, match=r"_padded: shared_memory: "):
-        emit_wmma_gemm(INT8, tile, "sm_80", shared="padded")
+        Int8Wmma("padded").emit(INT8, tile, "sm_80")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -101,14 +101,14 @@ def test_search_space_is_every_legal_tile(arch: str):
     blocks, warps, lanes = (64, 128, 256), (32, 64, 128, 256), (4, 8, 16, 32)
     sizes = product(blocks, blocks, (8, 16, 32, 64), warps, warps, (1, 2, 4, 8), lanes, lanes)
     legal = [t for t in (Dp4aTile(*s) for s in sizes) if all(c.holds(BIASED, t, arch) for c in CONSTRAINTS)]
-    assert list(search_space(BIASED, arch)) == legal
+    assert list(INT8_DP4A.search_space(BIASED, arch)) == legal
     assert len(legal) == 2044
-    assert not list(search_space(replace(BIASED, a=DType.BF16), arch))
+    assert not list(INT8_DP4A.search_space(replace(BIASED, a=DType.BF16), arch))
 
 
 def test_legal_tiles_are_covered_exactly():
     """Subtiles and lanes cover a warp's tile once, warps a CTA's, and a thread owns its share."""
-    for tile in search_space(BIASED, "sm_80"):
+    for tile in INT8_DP4A.search_space(BIASED, "sm_80"):
         lanes = (tile.wm // tile.wmiter // tile.tm) * (tile.wn // tile.wniter // tile.tn)
         per_thread = tile.wmiter * tile.tm * tile.wniter * tile.tn
         assert lanes == 32
@@ -119,7 +119,7 @@ def test_legal_tiles_are_covered_exactly():
 
 def test_pieces_are_as_wide_as_the_alignment_allows():
     wide, far, narrow, single = (
-        instructions(build(emit_dp4a_gemm(problem, SIMT, "sm_90a"))[0].cubin)
+        instructions(build(INT8_DP4A.emit(problem, SIMT, "sm_90a"))[0].cubin)
         for problem in (
             BIASED,
             replace(BIASED, **NTN),

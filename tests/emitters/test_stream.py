@@ -9,17 +9,23 @@ from itertools import product
 
 import pytest
 
+from qcut.dispatch.codebook import select
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import is_wgmma_better, rounds_tile, stream_tile, stream_wgmma_tile
-from qcut.dispatch.tiles.stream import int8_tile, w8a16_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.source import DType, EmitError
+from qcut.emitters.families import (
+    CODEBOOK_STREAM,
+    CODEBOOK_STREAM_ROUNDS,
+    CODEBOOK_STREAM_WGMMA,
+    INT8_STREAM,
+    W8A16_STREAM,
+)
 from qcut.emitters.gemm.problem import K_MAX
-from qcut.emitters.stream import codebook, codebook_rounds, codebook_wgmma, w8a16
+from qcut.emitters.stream import codebook_rounds
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
-from qcut.emitters.stream.codebook_wgmma import emit_codebook_stream_wgmma
-from qcut.emitters.stream.int8 import grid, register_limit
+from qcut.emitters.stream.int8 import register_limit
 from qcut.emitters.stream.w8a8 import (
     MAX_ROWS,
     MAX_TOKENS,
@@ -28,8 +34,6 @@ from qcut.emitters.stream.w8a8 import (
     W8A8Tile,
     is_legal,
     registers,
-    smem_bytes,
-    validate,
 )
 from tests.emitters.stream_rows import (
     BRAIN,
@@ -60,8 +64,8 @@ SHAPES = (*LAYERS, (3840, 1280), (128256, 4096), (864, 288), (512, 1376), (1, 1)
 
 
 def test_grid_has_a_cluster_a_row_of_tiles() -> None:
-    assert grid(INT8_TILE, 1, 3840) == grid(INT8_TILE, 8, 3840) == (120, 1, 1)
-    assert grid(W8A8Tile(2, 8, splits=4), 8, 33) == (8, 1, 1)
+    assert INT8_STREAM.grid(INT8_TILE, 3840)(1) == INT8_STREAM.grid(INT8_TILE, 3840)(8) == (120, 1, 1)
+    assert INT8_STREAM.grid(W8A8Tile(2, 8, splits=4), 33)(8) == (8, 1, 1)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -72,13 +76,13 @@ def test_every_shape_has_an_int8_tile(tokens: Tokens, x: DType, arch: str) -> No
     for n, k in SHAPES:
         for m in (1, 2, 3, 8) if problem.quantizes else (1, 2, 3, 8, 16, 20):
             assert is_legal(problem, m, k, arch)
-            tile = int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch]))
-            validate(problem, tile, arch)
+            tile = best_tile(INT8_STREAM, problem, m, n, k, Target(arch, SM_COUNT[arch]))
+            INT8_STREAM.validate(problem, tile, arch)
             assert registers(problem, tile, arch) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
-            assert smem_bytes(tile) <= architecture(arch).smem_bytes
+            assert INT8_STREAM.smem_bytes(problem, tile) <= architecture(arch).smem_bytes
             assert m <= tile.tokens < 2 * m
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
-            rows = grid(tile, m, n)[0] // tile.splits * 16 * tile.row_tiles
+            rows = INT8_STREAM.grid(tile, n)(m)[0] // tile.splits * 16 * tile.row_tiles
             assert n <= rows < n + 16 * tile.row_tiles
 
 
@@ -92,14 +96,14 @@ def test_every_shape_has_an_int8_tile(tokens: Tokens, x: DType, arch: str) -> No
     ],
 )
 def test_sixteen_tokens_take_the_tile_that_was_fastest(n: int, k: int, tile: str) -> None:
-    assert int8_tile(problem_of("given"), 16, n, k, Target("sm_90a", 132)).name == tile
+    assert best_tile(INT8_STREAM, problem_of("given"), 16, n, k, Target("sm_90a", 132)).name == tile
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 8, 9, 16])
 def test_small_gpus_have_tiles(sm_count: int) -> None:
     for tokens, m, k in (("none", 8, 28672), ("given", 8, 4096), ("rows", 2, 14336)):
         problem = problem_of(tokens)
-        validate(problem, int8_tile(problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
+        INT8_STREAM.validate(problem, best_tile(INT8_STREAM, problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
 
 
 @pytest.mark.parametrize(("problem", "most"), [(NONE, MAX_TOKENS), (TOKEN_ROWS, MAX_ROWS)])
@@ -108,21 +112,21 @@ def test_other_numbers_of_tokens_are_refused(problem: W8A8Problem, most: int) ->
     for m in (0, most + 1):
         assert not is_legal(problem, m, 4096, "sm_90a")
         with pytest.raises(EmitError, match=f"int8_stream: {m} tokens; allowed are 1 to {most}"):
-            int8_tile(problem, m, 4096, 4096, Target("sm_90a", 132))
+            best_tile(INT8_STREAM, problem, m, 4096, 4096, Target("sm_90a", 132))
 
 
 @pytest.mark.parametrize("k", [0, K_MAX + 1])
 def test_sums_beyond_int32_are_refused(k: int) -> None:
     assert not is_legal(NONE, 1, k, "sm_90a")
     with pytest.raises(EmitError, match=f"int8_stream: K is {k}; allowed is 1 to {K_MAX}"):
-        int8_tile(NONE, 1, 4096, k, Target("sm_90a", 132))
+        best_tile(INT8_STREAM, NONE, 1, 4096, k, Target("sm_90a", 132))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_shape_has_a_w8a16_tile(arch: str):
     for (n, k), m in product((*LAYERS, (1, 1), (17, 40)), (1, 8, 9, 16, 17, 32)):
-        tile = w8a16_tile(W8A16, m, n, k, Target(arch, 132))
-        w8a16.validate(W8A16, tile, arch)
+        tile = best_tile(W8A16_STREAM, W8A16, m, n, k, Target(arch, 132))
+        W8A16_STREAM.validate(W8A16, tile, arch)
         assert m <= tile.tokens < max(9, 2 * m)
         assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
 
@@ -130,35 +134,38 @@ def test_every_shape_has_a_w8a16_tile(arch: str):
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 4096), (4096, 14336)])
 def test_large_layers_are_one_wave(n: int, k: int, m: int):
-    tile = w8a16_tile(W8A16, m, n, k, Target("sm_90a", 132))
-    assert 0.85 * 132 <= grid(tile, m, n)[0] <= 132
+    tile = best_tile(W8A16_STREAM, W8A16, m, n, k, Target("sm_90a", 132))
+    assert 0.85 * 132 <= INT8_STREAM.grid(tile, n)(m)[0] <= 132
     assert 2048 * tile.warps * tile.units * tile.prefetch >= 48 * 1024
 
 
 def test_grid_covers_the_rows():
     for n in (1, 15, 16, 17, 112, 113, 4096):
         for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
-            ctas = codebook.grid(tile, 1, n)[0] // tile.splits
+            ctas = CODEBOOK_STREAM.grid(tile, n)(1)[0] // tile.splits
             assert (ctas - 1) * rows < n <= ctas * rows
-        ctas = codebook_wgmma.grid(WGMMA, n)(1)[0] // WGMMA.splits
+        ctas = CODEBOOK_STREAM_WGMMA.grid(WGMMA, n)(1)[0] // WGMMA.splits
         assert (ctas - 1) * 256 < n <= ctas * 256
-        ctas = codebook_rounds.grid(ROUNDS, 8, n)[0]
+        ctas = CODEBOOK_STREAM_ROUNDS.grid(ROUNDS, n)(8)[0]
         assert (ctas - 1) * 32 < n <= ctas * 32
-    assert [codebook_wgmma.grid(WGMMA, 4096)(m)[0] for m in (1, 64, 65, 200)] == [32, 32, 64, 128]
+    assert [CODEBOOK_STREAM_WGMMA.grid(WGMMA, 4096)(m)[0] for m in (1, 64, 65, 200)] == [32, 32, 64, 128]
 
 
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        *((partial(codebook.grid, WIDE, m, 64), f"m is {m}; tile {WIDE.name} takes 1 to 1 tokens") for m in (0, 65)),
-        (partial(codebook_rounds.grid, ROUNDS, 9, 64), "m is 9; tile t8_r2_w8_c2 takes 1 to 8 tokens"),
-        *((partial(w8a16_tile, W8A16, m, 64, 64, H200), f"{m} tokens; allowed are 1 to 32") for m in (0, 33)),
-        (partial(w8a16_tile, replace(W8A16, a=DType.S8), 1, 64, 64, H200), "operands"),
-        (partial(stream_tile, HALF, 33, 64, 1, H200), "m is 33; allowed: 1 to 32"),
-        (partial(stream_wgmma_tile, HALF, 65, 64, 1, H200), "m is 65; allowed: 1 to 64"),
-        *((partial(rounds_tile, HALF, m, 64, 1, H200), f"m is {m}; allowed: 1 to 16") for m in (0, 17)),
+        *(
+            (partial(best_tile, W8A16_STREAM, W8A16, m, 64, 64, H200), f"{m} tokens; allowed are 1 to 32")
+            for m in (0, 33)
+        ),
+        (partial(best_tile, W8A16_STREAM, replace(W8A16, a=DType.S8), 1, 64, 64, H200), "operands"),
+        (partial(best_tile, CODEBOOK_STREAM, HALF, 33, 64, 128, H200), "m is 33; allowed: 1 to 32"),
+        *(
+            (partial(best_tile, CODEBOOK_STREAM_ROUNDS, HALF, m, 64, 128, H200), f"m is {m}; allowed: 1 to 16")
+            for m in (0, 17)
+        ),
         (
-            partial(stream_tile, HALF, 1, 4096, 112, Target("sm_80", 108)),
+            partial(best_tile, CODEBOOK_STREAM, HALF, 1, 4096, 128 * 112, Target("sm_80", 108)),
             "no tile for 112 units of K, 4096 rows and 1 tokens on sm_80",
         ),
     ],
@@ -170,11 +177,11 @@ def test_sizes_without_a_tile_are_refused(call: Callable[[], object], why: str) 
 
 @pytest.mark.parametrize("problem", [HALF, BRAIN, INT8, PAIRS, INT8_PAIRS], ids=lambda p: p.name)
 def test_tiles_for_prompts_are_legal_and_alone(problem: CodebookProblem):
-    tiles = codebook_wgmma.default_tiles(problem)
+    tiles = CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a")
     assert len(tiles) == len(set(tiles)) == 9
     for tile in tiles:
-        codebook_wgmma.validate(problem, tile, "sm_90a")
-        source = emit_codebook_stream_wgmma(problem, tile, "sm_90a")
+        CODEBOOK_STREAM_WGMMA.validate(problem, tile, "sm_90a")
+        source = CODEBOOK_STREAM_WGMMA.emit(problem, tile, "sm_90a")
         assert 2 * source.smem_bytes >= architecture("sm_90a").sm_smem_bytes
 
 
@@ -191,8 +198,8 @@ def test_tiles_for_prompts_are_legal_and_alone(problem: CodebookProblem):
     ],
 )
 def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: str):
-    assert not is_wgmma_better(HALF, m, n, units, H200)
-    assert stream_tile(HALF, m, n, units, H200).name == name
+    assert select(HALF, m, n, units, H200).family != CODEBOOK_STREAM_WGMMA.name
+    assert best_tile(CODEBOOK_STREAM, HALF, m, n, 128 * units, H200).name == name
 
 
 @pytest.mark.parametrize(
@@ -200,8 +207,8 @@ def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: 
     [(14336, 32, 32, 4, 2), (4096, 112, 16, 5, 8), (4096, 32, 64, 3, 4), (5120, 10, 32, 2, 2)],
 )
 def test_measured_shapes_have_their_best_wgmma_tile(n: int, units: int, m: int, groups: int, splits: int):
-    assert is_wgmma_better(HALF, m, n, units, H200)
-    tile = stream_wgmma_tile(HALF, m, n, units, H200)
+    assert select(HALF, m, n, units, H200).family == CODEBOOK_STREAM_WGMMA.name
+    tile = best_tile(CODEBOOK_STREAM_WGMMA, HALF, m, n, 128 * units, H200)
     assert (tile.groups, tile.splits) == (groups, splits)
 
 

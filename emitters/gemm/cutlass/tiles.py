@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.source import EmitError
-from qcut.emitters.gemm.cutlass.gemm import validate
-from qcut.emitters.gemm.problem import GemmProblem, Schedule, TileConfig
+from qcut.emitters.gemm.problem import Schedule, TileConfig
 
 
 def tile(schedule: Schedule, spec: str) -> TileConfig:
@@ -58,30 +55,14 @@ SM90_SPACE: dict[Schedule, tuple[str, ...]] = {
 """The tiles worth a build of half a minute: for each kind of shape, the widths that fill 132 SMs in whole waves."""
 
 
-def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """Return an architecture's menu. `qcut.emitters.gemm.cutlass.gemm.validate` tells which tiles suit a problem."""
-    return SM90_MENU if architecture(arch).wgmma else SM80_MENU
-
-
-def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
-    """Return every tile a tuner may try for a problem: on sm_90a `SM90_SPACE`, elsewhere the multistage tiles.
-
-    Multistage tiles have warps of 32 or 64 a side, 64 or 128 columns of K and 3 to 5 stages.
-    """
-    for candidate in _sm90_space() if architecture(arch).wgmma else _multistage_space():
-        try:
-            validate(problem, candidate, arch)
-        except EmitError:
-            continue
-        yield candidate
-
-
-def _sm90_space() -> Iterator[TileConfig]:
+def sm90_space() -> Iterator[TileConfig]:
+    """The tiles of `SM90_SPACE`."""
     for schedule, specs in SM90_SPACE.items():
         yield from (tile(schedule, spec) for spec in specs)
 
 
-def _multistage_space() -> Iterator[TileConfig]:
+def multistage_space() -> Iterator[TileConfig]:
+    """Tiles with warps of 32 or 64 a side, 64 or 128 columns of K and 3 to 5 stages, legal or not."""
     sides = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
     for (bm, bn), (wm, wn), bk, stages in product(
         sides, ((32, 32), (32, 64), (64, 32), (64, 64)), (64, 128), (3, 4, 5)

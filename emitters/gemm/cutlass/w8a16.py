@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, holds, shared_memory
-from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, shared_memory
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
 from qcut.emitters.gemm.cutlass.tiles import tile
 from qcut.emitters.gemm.problem import GemmProblem, Schedule, TileConfig
-
-FAMILY = "w8a16_cutlass"
 
 MENU: tuple[TileConfig, ...] = (
     tile("pingpong", "128x64x64"),
@@ -115,34 +113,14 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build a kernel for the problem with this tile on this architecture.
-
-    Raises:
-        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
-    """
-    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
 def swapped(tile: TileConfig) -> TileConfig:
     """The tile in the terms of a kernel that computes the transpose of D."""
     tokens, channels, k = tile.threadblock_shape
     return replace(tile, threadblock_shape=(channels, tokens, k), cluster_shape=tile.cluster_shape[::-1])
 
 
-def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """Return the menu of an architecture; `validate` tells which tiles suit a problem."""
-    return MENU if architecture(arch).wgmma else ()
-
-
-def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
-    """Return every tile a tuner may try for a problem."""
-    tiles = (tile(schedule, spec) for schedule, specs in SPACE.items() for spec in specs)
-    return (tile for tile in tiles if holds(CONSTRAINTS, problem, tile, arch))
-
-
-def emit_w8a16_cutlass(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-    """Write one GEMM and its launcher.
+class W8A16Cutlass(Family[GemmProblem, TileConfig]):
+    """16-bit tokens and int8 weights in CUTLASS's kernels.
 
     Arguments are ``problem.params()`` and `qcut.emitters.gemm.cutlass.text.LAUNCH_PARAMS`. All addresses, lda, ldb and
     ldd are multiples of 16 bytes, k is a multiple of 16; m is any.
@@ -154,7 +132,24 @@ def emit_w8a16_cutlass(problem: GemmProblem, tile: TileConfig, arch: str) -> Ker
     Raises:
         EmitError: see `validate`; reading the texts, nvidia-cutlass cannot be imported.
     """
-    validate(problem, tile, arch)
-    operands = Operands("s8", problem.a.value, DType.F32, instruction_k=16, transposed=True)
-    name, inner = procedural_name(FAMILY, arch, problem, tile), swapped(tile)
-    return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
+
+    name = "w8a16_cutlass"
+    tile_type = TileConfig
+    constraints = CONSTRAINTS
+
+    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
+        """Return the menu of an architecture; `validate` tells which tiles suit a problem."""
+        return MENU if architecture(arch).wgmma else ()
+
+    def search_space(self, problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
+        """Return every tile a tuner may try for a problem."""
+        tiles = (tile(schedule, spec) for schedule, specs in SPACE.items() for spec in specs)
+        return (tile for tile in tiles if self.is_legal(problem, tile, arch))
+
+    def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
+        operands = Operands("s8", problem.a.value, DType.F32, instruction_k=16, transposed=True)
+        inner = swapped(tile)
+        return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
+
+
+W8A16_CUTLASS = W8A16Cutlass()

@@ -25,7 +25,7 @@ from qcut.dispatch import closed
 from qcut.dispatch import codebook as dispatch
 from qcut.dispatch.gemm import alignment_of
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
+from qcut.dispatch.heuristics.tiled import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError, KernelSource

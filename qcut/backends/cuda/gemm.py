@@ -15,9 +15,9 @@ from qcut.backends.cuda.operands import dense
 from qcut.common.locks import once
 from qcut.dispatch import closed
 from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import few_tokens
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.families import (
@@ -127,7 +127,7 @@ class Product(NamedTuple):
         problem, tail = closed.bounded_problem(few.problem, gpu)
         source, grid = (
             INT8_STREAM.emit(problem, few.tile, gpu.arch),
-            INT8_STREAM.grid_of(few.tile, self.n, gpu.sm_count),
+            INT8_STREAM.grid(few.tile, self.n, gpu.sm_count),
         )
         return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from qcut import jit
-from qcut.emitters.codebook.cutlass import MENU, emit_codebook_cutlass
+from qcut.emitters.codebook.cutlass import MENU
 from qcut.emitters.codebook.problem import BOOK_PARAMS, CodebookProblem
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import CODEBOOK_CUTLASS
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import lloyd_max
@@ -45,7 +46,7 @@ SHAPES = (
 
 def source(epilogue: Epilogue, tile: TileConfig) -> KernelSource:
     problem = CodebookProblem(DType.S8, 4, 1, epilogue, 8, row_norm=True)
-    return emit_codebook_cutlass(problem, tile, "sm_90a")
+    return CODEBOOK_CUTLASS.emit(problem, tile, "sm_90a")
 
 
 def cases() -> Iterator[KernelSource]:

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import mma_tile
-from qcut.emitters.codebook.mma import default_tiles, emit_codebook_mma, grid, smem_bytes
+from qcut.dispatch.heuristics import best_tile
+from qcut.emitters.codebook.mma import smem_bytes
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
+from qcut.emitters.families import CODEBOOK_MMA
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import pairs, products
@@ -47,7 +48,7 @@ def _built() -> None:
         for x in (DType.F16, DType.S8)
         for in_pairs in (False, True)
     ]
-    sources = [emit_codebook_mma(p, tile, arch()) for p in problems for tile in default_tiles(p, arch())]
+    sources = [CODEBOOK_MMA.emit(p, tile, arch()) for p in problems for tile in CODEBOOK_MMA.default_tiles(p, arch())]
     errors = [r for r in jit.build_many(sources, progress=False).values() if isinstance(r, Exception)]
     assert not errors, errors[0]
 
@@ -118,12 +119,12 @@ def run(
             value = padded
         values.append(value.to(DEVICE))
     operands = [blocks.to(DEVICE), weight.units.to(DEVICE), weight.norms.to(DEVICE), *fold]
-    source = emit_codebook_mma(problem, tile, arch())
+    source = CODEBOOK_MMA.emit(problem, tile, arch())
     results = []
     for _ in range(2):
         d = Guarded(m, ldd, TORCH_DTYPE[problem.epilogue.out])
         sizes = (m, n, weight.geometry.units, ldd)
-        launch(source, grid(tile, m, n), *operands, d.tensor, *sizes, *book, *values, pdl=pdl)
+        launch(source, CODEBOOK_MMA.grid(tile, n)(m), *operands, d.tensor, *sizes, *book, *values, pdl=pdl)
         results.append(d.take(n))
     assert_same(results[0], results[1])
     return results[0]
@@ -177,7 +178,7 @@ def check_float(
 
 @pytest.mark.parametrize("in_pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("x", [DType.F16, DType.S8], ids=lambda x: x.value)
-@pytest.mark.parametrize("tile", default_tiles(CodebookProblem(bits=2), "sm_90a"), ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", CODEBOOK_MMA.default_tiles(CodebookProblem(bits=2), "sm_90a"), ids=lambda t: t.name)
 def test_tiles(tile: TileConfig, x: DType, in_pairs: bool) -> None:
     """Fewer units than stages and more; rows and tokens inside a tile and over several."""
     problem = CodebookProblem(x, epilogue=INT8_BIAS if x is DType.S8 else BIAS, pairs=in_pairs)
@@ -281,4 +282,4 @@ def test_the_chosen_tile(m: int) -> None:
         (CodebookProblem(epilogue=BIAS), check_float),
         (CodebookProblem(DType.S8, epilogue=INT8_BIAS), check_int8),
     ):
-        check(problem, mma_tile(problem, m, 1280, Target(arch(), sms)), m, 1280, 1280, pdl=True)
+        check(problem, best_tile(CODEBOOK_MMA, problem, m, 1280, 128, Target(arch(), sms)), m, 1280, 1280, pdl=True)

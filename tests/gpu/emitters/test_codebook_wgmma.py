@@ -11,9 +11,10 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, default_tiles, emit_codebook_wgmma, grid
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
+from qcut.emitters.families import CODEBOOK_WGMMA
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import lloyd_max, pairs, products
 from qcut.numerics.codebook.layout import Geometry
@@ -51,11 +52,15 @@ PAIRS = (
     CodebookWgmmaTile(256, 2, 2, lead=1, pairs=True, fine=True),
 )
 """Tiles with a table of pairs, for 16-bit tokens."""
-CASES = [(problem, tile) for problem in (INT8, HALF) for tile in (*TILES, *default_tiles(problem))]
+CASES = [
+    (problem, tile) for problem in (INT8, HALF) for tile in (*TILES, *CODEBOOK_WGMMA.default_tiles(problem, "sm_90a"))
+]
 CASES += [(HALF, tile) for tile in PAIRS]
 IN_PAIRS = tuple(replace(problem, pairs=True) for problem in (INT8, HALF, BRAIN))
 """Codebooks of pairs, which need the table."""
-CASES += [(problem, tile) for problem in IN_PAIRS for tile in (*PAIRS, *default_tiles(problem))]
+CASES += [
+    (problem, tile) for problem in IN_PAIRS for tile in (*PAIRS, *CODEBOOK_WGMMA.default_tiles(problem, "sm_90a"))
+]
 SHAPES = (
     (1, 16, 1),
     (7, 64, 2),
@@ -136,7 +141,7 @@ class Case:
         Rows of the last block of tokens that are none hold NaN; so do the codebook's values that no index names.
         """
         problem, m, n = self.problem, len(self.x), self.n
-        source = emit_codebook_wgmma(problem, tile, arch())
+        source = CODEBOOK_WGMMA.emit(problem, tile, arch())
         if sm_count is None:
             sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         x = codebook_layout.to_blocks(self.x)
@@ -166,7 +171,12 @@ class Case:
         for _ in range(2):
             d = Guarded(m, ldd, TORCH_DTYPE[problem.epilogue.out])
             on_device["d"] = d.tensor
-            launch(source, grid(tile, n, sm_count)(m), *(on_device[p.name] for p in problem.params()), pdl=pdl)
+            launch(
+                source,
+                CODEBOOK_WGMMA.grid(tile, n, sm_count)(m),
+                *(on_device[p.name] for p in problem.params()),
+                pdl=pdl,
+            )
             results.append(d.take(n))
         assert_same(results[0], results[1])
         return results[0]
@@ -225,7 +235,7 @@ def _built() -> None:
     cases += [(aligned(problem, 1), tile) for problem in (INT8, HALF) for tile in (MIDDLE, TILES[6])]
     cases += [(of_tokens(problem, epilogue), MIDDLE) for problem in (INT8, HALF) for epilogue in EPILOGUES]
     cases += [(replace(problem, slots=slots), PAIRS[2]) for problem in IN_PAIRS for slots in (2, 4)]
-    built = jit.build_many([emit_codebook_wgmma(*case, arch()) for case in cases], progress=False)
+    built = jit.build_many([CODEBOOK_WGMMA.emit(*case, arch()) for case in cases], progress=False)
     errors = [result for result in built.values() if isinstance(result, Exception)]
     assert not errors, errors[0]
 
@@ -315,7 +325,7 @@ def test_ctas_go_from_tile_to_tile(problem: CodebookProblem, tile: CodebookWgmma
 @pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
 def test_every_tile_of_the_menu(problem: CodebookProblem) -> None:
     case = Case.random(problem, 300, 1544, 20)
-    for tile in default_tiles(problem):
+    for tile in CODEBOOK_WGMMA.default_tiles(problem, "sm_90a"):
         case.check(case.run(tile))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
 from tests.gpu.support.launching import arch, launch_cutlass
 from tests.gpu.support.oracles import Gemm, pattern
@@ -57,12 +57,12 @@ def accumulating_tiles() -> list[TileConfig]:
 
 def cases() -> Iterator[KernelSource]:
     for tile in tiles():
-        yield emit_cutlass_gemm(GemmProblem(epilogue=DYNAMIC), tile, arch())
-        yield emit_cutlass_gemm(GemmProblem(epilogue=Epilogue(DType.F32)), tile, arch())
+        yield INT8_CUTLASS.emit(GemmProblem(epilogue=DYNAMIC), tile, arch())
+        yield INT8_CUTLASS.emit(GemmProblem(epilogue=Epilogue(DType.F32)), tile, arch())
     for epilogue in SM80_EPILOGUES:
-        yield emit_cutlass_gemm(GemmProblem(epilogue=epilogue), SM80_TILE, arch())
+        yield INT8_CUTLASS.emit(GemmProblem(epilogue=epilogue), SM80_TILE, arch())
     for tile in accumulating_tiles():
-        yield emit_cutlass_gemm(GemmProblem(epilogue=ACCUMULATE), tile, arch())
+        yield INT8_CUTLASS.emit(GemmProblem(epilogue=ACCUMULATE), tile, arch())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -73,7 +73,7 @@ def _built() -> None:
 
 
 def run(gemm: Gemm, tile: TileConfig, *, extra: int = 0, splits: int = 1) -> Tensor:
-    source = emit_cutlass_gemm(GemmProblem(epilogue=gemm.epilogue), tile, arch())
+    source = INT8_CUTLASS.emit(GemmProblem(epilogue=gemm.epilogue), tile, arch())
     return launch_cutlass(gemm, source, extra=extra, splits=splits)
 
 
@@ -120,7 +120,7 @@ def test_a_residual_may_be_the_output() -> None:
         gemm = Gemm.random(ACCUMULATE, 129, 336, 272)
         a, b = gemm.a.cuda(), gemm.b.cuda()
         d = gemm.args["residual"].cuda()
-        source = emit_cutlass_gemm(GemmProblem(epilogue=ACCUMULATE), tile, arch())
+        source = INT8_CUTLASS.emit(GemmProblem(epilogue=ACCUMULATE), tile, arch())
         kernel = jit.load(jit.build(source), source, 0)
         scales = [gemm.args["row_scale"].cuda(), gemm.args["col_scale"].cuda()]
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count

@@ -12,8 +12,8 @@ import pytest
 from qcut import jit
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm import dp4a as dp4a_gemm
-from qcut.emitters.gemm.dp4a import Dp4aTile, emit_dp4a_gemm, grid
+from qcut.emitters.families import INT8_DP4A
+from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, Layout
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import Gemm, pattern
@@ -45,8 +45,8 @@ def problem(epilogue: Epilogue, layouts: tuple[Layout, Layout, Layout] = TNT, al
 @cache
 def sampled_tiles() -> tuple[Dp4aTile, ...]:
     """24 of the tiles that are legal everywhere, and the menu."""
-    legal = list(dp4a_gemm.search_space(GemmProblem(), "sm_86"))
-    return (*random.Random(0).sample(legal, 24), *dp4a_gemm.default_tiles("sm_86"))
+    legal = list(INT8_DP4A.search_space(GemmProblem(), "sm_86"))
+    return (*random.Random(0).sample(legal, 24), *INT8_DP4A.default_tiles(GemmProblem(), "sm_86"))
 
 
 def tile_cases() -> Iterator[Case]:
@@ -86,7 +86,7 @@ def per_tensor_cases() -> Iterator[Case]:
 
 
 def source(case: Case) -> KernelSource:
-    return emit_dp4a_gemm(*case, arch())
+    return INT8_DP4A.emit(*case, arch())
 
 
 def name(case: Case) -> str:
@@ -96,7 +96,7 @@ def name(case: Case) -> str:
 
 def check(case: Case, gemm: Gemm, extra: int = 0, offset: int = 0, pdl: bool = False) -> None:
     """Run a kernel twice on operands in its layouts and hold the result to the oracle."""
-    ctas = grid(case[1], gemm.a.shape[0], gemm.b.shape[0])
+    ctas = INT8_DP4A.grid(case[1], gemm.b.shape[0])(gemm.a.shape[0])
     gemm.check(launch_gemm(gemm, case[0], source(case), ctas, extra=extra, offset=offset, pdl=pdl))
 
 
@@ -176,6 +176,6 @@ def test_bad_tokens_stay_in_their_rows() -> None:
         gemm = Gemm.random(DYNAMIC, 48, 128, 256)
         gemm.args["row_scale"][5] = float("nan")
         asked = problem(DYNAMIC, layouts)
-        got = launch_gemm(gemm, asked, source((asked, LARGE)), grid(LARGE, 48, 128))
+        got = launch_gemm(gemm, asked, source((asked, LARGE)), INT8_DP4A.grid(LARGE, 128)(48))
         gemm.check(got)
         assert got.isnan().any(1).nonzero().flatten().tolist() == [5]

@@ -12,10 +12,9 @@ from qcut import jit
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import wmma as wmma_gemm
+from qcut.emitters.families import INT8_MMA
 from qcut.emitters.gemm.problem import GemmProblem, Layout, TileConfig
-from qcut.emitters.gemm.wmma import SharedLayout
+from qcut.emitters.gemm.wmma import Int8Wmma, SharedLayout
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import Gemm, pattern
 from tests.gpu.support.problems import DYNAMIC, GEMM_EPILOGUES
@@ -58,12 +57,12 @@ class Case:
     def source(self) -> KernelSource:
         """Its text."""
         if self.family == "wmma":
-            return wmma_gemm.emit_wmma_gemm(self.problem, self.tile, arch(), shared=self.shared)
-        return mma_gemm.emit_mma_gemm(self.problem, self.tile, arch())
+            return Int8Wmma(self.shared).emit(self.problem, self.tile, arch())
+        return INT8_MMA.emit(self.problem, self.tile, arch())
 
     def check(self, gemm: Gemm, extra: int = 0, offset: int = 0, pdl: bool = False) -> None:
         """Run it twice on operands in its layouts and hold the result to the oracle."""
-        ctas = mma_gemm.grid(self.tile, gemm.a.shape[0], gemm.b.shape[0])
+        ctas = INT8_MMA.grid(self.tile, gemm.b.shape[0])(gemm.a.shape[0])
         got = launch_gemm(gemm, self.problem, self.source(), ctas, extra=extra, offset=offset, pdl=pdl)
         gemm.check(got)
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import ACTIVATIONS, Activation, Epilogue
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.quantize import QuantizePerToken, emit_quantize_per_token
-from qcut.emitters.gemm import mma, wmma
-from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.families import INT8_CUTLASS, INT8_MMA, INT8_STREAM, INT8_WMMA
+from qcut.emitters.gemm import mma
 from qcut.emitters.gemm.cutlass.tiles import tile as tile_of
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
-from qcut.emitters.stream.int8 import grid as stream_grid
-from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_int8_stream
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.numerics import int8, int16
 from qcut.schemes import padded_k
 from tests.gpu.emitters.test_quantize import LAYOUTS, tokens
@@ -81,10 +81,10 @@ class Case:
     def expected(self) -> Tensor:
         return int8.epilogue_ref(int16.sums_ref(self.q, self.b).float(), **self.args)
 
-    def tiled(self, emit: Any, grid: Any, tile: TileConfig, *, alignment_n: int = 16) -> None:
+    def tiled(self, family: Family[GemmProblem, TileConfig], tile: TileConfig, *, alignment_n: int = 16) -> None:
         """Launch a tiled kernel twice, rows of A and B apart; rows of tokens past m hold anything."""
         (m, k), n = self.q.shape, len(self.b)
-        source: KernelSource = emit(GemmProblem(epilogue=self.epilogue, alignment_n=alignment_n), tile, arch())
+        source: KernelSource = family.emit(GemmProblem(epilogue=self.epilogue, alignment_n=alignment_n), tile, arch())
         blocks = int16.in_blocks(self.q)
         for token in range(m, len(blocks) // 2):
             at = token // 8 * 16 + token % 8
@@ -98,7 +98,18 @@ class Case:
         for _ in range(2):
             d = Guarded(m, ldd, self.args["out_dtype"])
             launch(
-                source, grid(tile, len(blocks), n), a, b, d.tensor, len(a), n, k, a.stride(0), b.stride(0), ldd, *values
+                source,
+                family.grid(tile, n)(len(blocks)),
+                a,
+                b,
+                d.tensor,
+                len(a),
+                n,
+                k,
+                a.stride(0),
+                b.stride(0),
+                ldd,
+                *values,
             )
             results.append(d.take(n))
         assert_same(results[0], results[1])
@@ -107,7 +118,7 @@ class Case:
     def hosted(self, tile: TileConfig) -> None:
         """Launch a kernel of CUTLASS's twice."""
         (m, k), n = self.q.shape, len(self.b)
-        source = emit_cutlass_gemm(GemmProblem(epilogue=self.epilogue), tile, arch())
+        source = INT8_CUTLASS.emit(GemmProblem(epilogue=self.epilogue), tile, arch())
         blocks, ldd = int16.in_blocks(self.q), n + 16
         a, b = strided(blocks, k + 16), strided(self.b, k + 32)
         given = (self.value(param.name) for param in self.epilogue.params())
@@ -124,7 +135,7 @@ class Case:
 
 
 def run_mma(case: Case, tile: TileConfig, **options: Any) -> None:
-    case.tiled(mma.emit_mma_gemm, mma.grid, tile, **options)
+    case.tiled(INT8_MMA, tile, **options)
 
 
 # ── quantizing ───────────────────────────────────────────────────────────────────────────────────
@@ -159,7 +170,7 @@ def test_tokens_are_quantized(threads: int, vectors: int, x: DType) -> None:
 # ── tiled kernels ────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("tile", mma.default_tiles("sm_90a"), ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", INT8_MMA.default_tiles(GemmProblem(), "sm_90a"), ids=lambda t: t.name)
 def test_tiles(tile: TileConfig) -> None:
     if not mma.CONSTRAINTS[-1].holds(GemmProblem(epilogue=PLAIN), tile, arch()):
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
@@ -177,10 +188,10 @@ def test_epilogues(epilogue: Epilogue, tile: TileConfig) -> None:
 
 
 def test_wmma() -> None:
-    for tile in wmma.default_tiles(arch())[:2]:
+    for tile in INT8_WMMA.default_tiles(GemmProblem(), arch())[:2]:
         for m in (1, 9, 70):
             case = Case(PLAIN, int16_tokens(m, 272, m), full_range(144, 272, seed=m))
-            case.tiled(wmma.emit_wmma_gemm, wmma.grid, tile)
+            case.tiled(INT8_WMMA, tile)
 
 
 @pytest.mark.parametrize("value", [int16.LARGEST, -int16.LARGEST, -(2**15)])
@@ -248,7 +259,7 @@ class Few:
             absmax.tensor.fill_(0)
             on_device |= {"d": d.tensor, "absmax": absmax.tensor}
             arguments = [on_device[param.name] for param in problem.params()]
-            launch(emit_int8_stream(problem, tile, arch()), stream_grid(tile, m, n), *arguments, pdl=pdl)
+            launch(INT8_STREAM.emit(problem, tile, arch()), INT8_STREAM.grid(tile, n)(m), *arguments, pdl=pdl)
             assert_same(d.take(n), want)
             noted = torch.zeros(m)
             if problem.absmax:
@@ -258,7 +269,7 @@ class Few:
 
 def chosen(problem: W8A8Problem, m: int, n: int, k: int) -> W8A8Tile:
     """What the model of the memory chooses, for two SMs: several row tiles for each."""
-    return int8_tile(problem, m, n, k, Target(arch(), 2))
+    return best_tile(INT8_STREAM, problem, m, n, k, Target(arch(), 2))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8])

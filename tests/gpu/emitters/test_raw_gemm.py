@@ -14,11 +14,8 @@ from qcut import jit
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import w8a16 as w8a16_mma
-from qcut.emitters.gemm.mma import emit_mma_gemm, grid
+from qcut.emitters.families import INT8_MMA, W8A16_MMA
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
-from qcut.emitters.gemm.w8a16 import emit_w8a16_mma
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp, pattern
 from tests.gpu.support.problems import DYNAMIC, GEMM_EPILOGUES, STATIC
@@ -43,26 +40,26 @@ UNALIGNED = {"alignment_k": 1, "alignment_n": 1}
 
 
 def int8_cases(arch: str) -> Iterator[KernelSource]:
-    for tile in (*mma_gemm.default_tiles(arch), SHALLOW):
-        yield emit_mma_gemm(GemmProblem(epilogue=DYNAMIC), tile, arch)
+    for tile in (*INT8_MMA.default_tiles(GemmProblem(), arch), SHALLOW):
+        yield INT8_MMA.emit(GemmProblem(epilogue=DYNAMIC), tile, arch)
     for epilogue in (*GEMM_EPILOGUES, STATIC, PER_TENSOR):
         for tile in (SMALL, LARGE):
-            yield emit_mma_gemm(GemmProblem(epilogue=epilogue), tile, arch)
-        yield emit_mma_gemm(GemmProblem(epilogue=epilogue, alignment_n=1), SMALL, arch)
+            yield INT8_MMA.emit(GemmProblem(epilogue=epilogue), tile, arch)
+        yield INT8_MMA.emit(GemmProblem(epilogue=epilogue, alignment_n=1), SMALL, arch)
     for tile in (SMALL, LARGE, SHALLOW):
-        yield emit_mma_gemm(GemmProblem(epilogue=DYNAMIC, **UNALIGNED), tile, arch)
+        yield INT8_MMA.emit(GemmProblem(epilogue=DYNAMIC, **UNALIGNED), tile, arch)
 
 
 def w8a16_cases(arch: str) -> Iterator[KernelSource]:
     for a in (DType.F16, DType.BF16):
-        for tile in (*w8a16_mma.default_tiles(arch), SHALLOW):
-            yield emit_w8a16_mma(GemmProblem(a=a, epilogue=WEIGHT_ONLY), tile, arch)
+        for tile in (*W8A16_MMA.default_tiles(GemmProblem(DType.F16), arch), SHALLOW):
+            yield W8A16_MMA.emit(GemmProblem(a=a, epilogue=WEIGHT_ONLY), tile, arch)
     for epilogue in WEIGHT_ONLY_EPILOGUES:
         for tile in (SMALL, LARGE):
-            yield emit_w8a16_mma(GemmProblem(a=DType.F16, epilogue=epilogue), tile, arch)
+            yield W8A16_MMA.emit(GemmProblem(a=DType.F16, epilogue=epilogue), tile, arch)
     for a in (DType.F16, DType.BF16):
         for tile in (SMALL, LARGE):
-            yield emit_w8a16_mma(GemmProblem(a=a, epilogue=WEIGHT_ONLY, **UNALIGNED), tile, arch)
+            yield W8A16_MMA.emit(GemmProblem(a=a, epilogue=WEIGHT_ONLY, **UNALIGNED), tile, arch)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,8 +73,8 @@ def run(
     gemm: Gemm, problem: GemmProblem, tile: TileConfig, *, x: Tensor | None = None, extra: int = 0, offset: int = 0
 ) -> Tensor:
     """`launch_gemm` of the family that takes the operand: ``x``, or int8."""
-    emit = emit_mma_gemm if x is None else emit_w8a16_mma
-    ctas = grid(tile, gemm.a.shape[0], gemm.b.shape[0])
+    emit = INT8_MMA.emit if x is None else W8A16_MMA.emit
+    ctas = INT8_MMA.grid(tile, gemm.b.shape[0])(gemm.a.shape[0])
     return launch_gemm(gemm, problem, emit(problem, tile, arch()), ctas, x=x, extra=extra, offset=offset)
 
 
@@ -90,11 +87,11 @@ def small_integers(m: int, n: int, k: int, epilogue: Epilogue) -> Gemm:
 
 def tiles(family: Any) -> list[TileConfig]:
     """Tiles of the largest menu; what the GPU at hand lacks is left out when the test runs."""
-    return [*family.default_tiles("sm_90a"), SHALLOW]
+    return [*family.default_tiles(GemmProblem(), "sm_90a"), SHALLOW]
 
 
 def require_tile(family: Any, problem: GemmProblem, tile: TileConfig) -> None:
-    if mma_gemm.smem_bytes(problem, tile) > architecture(arch()).smem_bytes:
+    if INT8_MMA.smem_bytes(problem, tile) > architecture(arch()).smem_bytes:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
     if tile.splits > 1 and not architecture(arch()).clusters:
         pytest.skip(f"{tile.name} needs thread-block clusters; {arch()} has none")
@@ -104,10 +101,10 @@ def require_tile(family: Any, problem: GemmProblem, tile: TileConfig) -> None:
 # ── int8 ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("tile", tiles(mma_gemm), ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", tiles(INT8_MMA), ids=lambda t: t.name)
 def test_int8_tiles(tile: TileConfig) -> None:
     problem = GemmProblem(epilogue=DYNAMIC)
-    require_tile(mma_gemm, problem, tile)
+    require_tile(INT8_MMA, problem, tile)
     # K below one stage, fewer tiles than stages, ragged, long; N inside a tile and over several.
     for n, k in ((16, 16), (304, 272), (272, 1040)):
         for m in (*ROWS, 257):
@@ -174,10 +171,10 @@ def test_bad_tokens_stay_in_their_rows() -> None:
 
 
 @pytest.mark.parametrize("a", [DType.F16, DType.BF16], ids=lambda a: a.value)
-@pytest.mark.parametrize("tile", tiles(w8a16_mma), ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", tiles(W8A16_MMA), ids=lambda t: t.name)
 def test_w8a16_tiles(tile: TileConfig, a: DType) -> None:
     problem = GemmProblem(a=a, epilogue=WEIGHT_ONLY)
-    require_tile(w8a16_mma, problem, tile)
+    require_tile(W8A16_MMA, problem, tile)
     for n, k in ((16, 16), (304, 272), (272, 1040)):
         for m in (*ROWS, 257):
             gemm = small_integers(m, n, k, WEIGHT_ONLY)

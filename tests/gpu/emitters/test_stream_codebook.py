@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.dispatch.codebook import select
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import is_wgmma_better, rounds_tile, stream_tile, stream_wgmma_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import CODEBOOK_STREAM, CODEBOOK_STREAM_ROUNDS, CODEBOOK_STREAM_WGMMA
 from qcut.emitters.stream import codebook as codebook_stream
 from qcut.emitters.stream import codebook_rounds as codebook_stream_rounds
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
-from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stream
-from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile, emit_codebook_stream_rounds
-from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
+from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.numerics import int8 as numerics
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import pairs, products
@@ -99,18 +101,18 @@ def has_tile(tile: Tile) -> bool:
 
 def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
     if isinstance(tile, CodebookStreamWgmmaTile):
-        return emit_codebook_stream_wgmma(problem, tile, arch())
+        return CODEBOOK_STREAM_WGMMA.emit(problem, tile, arch())
     if isinstance(tile, CodebookRoundsTile):
-        return emit_codebook_stream_rounds(problem, tile, arch())
-    return emit_codebook_stream(problem, tile, arch())
+        return CODEBOOK_STREAM_ROUNDS.emit(problem, tile, arch())
+    return CODEBOOK_STREAM.emit(problem, tile, arch())
 
 
 def grid_of(tile: Tile, m: int, n: int) -> tuple[int, int, int]:
     if isinstance(tile, CodebookStreamWgmmaTile):
-        return codebook_stream_wgmma.grid(tile, n)(m)
+        return CODEBOOK_STREAM_WGMMA.grid(tile, n)(m)
     if isinstance(tile, CodebookRoundsTile):
-        return codebook_stream_rounds.grid(tile, m, n)
-    return codebook_stream.grid(tile, m, n)
+        return CODEBOOK_STREAM_ROUNDS.grid(tile, n)(m)
+    return CODEBOOK_STREAM.grid(tile, n)(m)
 
 
 def problem_of(
@@ -122,7 +124,7 @@ def problem_of(
 
 
 def menu(x: DType, in_pairs: bool) -> tuple[CodebookStreamWgmmaTile, ...]:
-    return codebook_stream_wgmma.default_tiles(prompt_problem(x, in_pairs)) if arch() == "sm_90a" else ()
+    return CODEBOOK_STREAM_WGMMA.default_tiles(prompt_problem(x, in_pairs), "sm_90a") if arch() == "sm_90a" else ()
 
 
 def prompt_problem(x: DType, in_pairs: bool) -> CodebookProblem:
@@ -169,11 +171,17 @@ def chosen_cases() -> Iterator[tuple[CodebookProblem, Tile, int, int, int]]:
         for m in (1, 16, 33):
             if arch() != "sm_90a":
                 if m <= 16:
-                    yield problem, stream_tile(problem, m, n, units, Target(arch(), 132)), m, n, units
-            elif is_wgmma_better(problem, m, n, units, H200):
-                yield problem, stream_wgmma_tile(problem, m, n, units, H200), m, n, units
+                    yield (
+                        problem,
+                        best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, Target(arch(), 132)),
+                        m,
+                        n,
+                        units,
+                    )
+            elif select(problem, m, n, units, H200).family == CODEBOOK_STREAM_WGMMA.name:
+                yield problem, best_tile(CODEBOOK_STREAM_WGMMA, problem, m, n, 128 * units, H200), m, n, units
             else:
-                yield problem, stream_tile(problem, m, n, units, H200), m, n, units
+                yield problem, best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, H200), m, n, units
 
 
 def foreign_cases() -> list[tuple[CodebookProblem, Tile, int, int, int]]:
@@ -183,7 +191,7 @@ def foreign_cases() -> list[tuple[CodebookProblem, Tile, int, int, int]]:
     cases = {}
     for gpu, x, units, m in asked:
         problem = problem_of(x, alignment=8)
-        tile = rounds_tile(problem, m, 4096, units, gpu)
+        tile = best_tile(CODEBOOK_STREAM_ROUNDS, problem, m, 4096, 128 * units, gpu)
         cases[x, units, tile] = problem, tile, m, 104, units
     return [case for case in cases.values() if has_tile(case[1])]
 

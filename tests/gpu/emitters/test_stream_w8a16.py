@@ -10,13 +10,13 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import w8a16_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
+from qcut.emitters.families import W8A16_STREAM
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.int8 import grid
-from qcut.emitters.stream.w8a16 import W8A16Tile, emit_w8a16_stream, smem_bytes
+from qcut.emitters.stream.w8a16 import W8A16Tile, smem_bytes
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
 
@@ -53,8 +53,8 @@ def require(tile: W8A16Tile) -> None:
 def _built() -> None:
     tiles = [t for t in TILES if t.splits == 1 or arch() in CLUSTER_ARCHITECTURES]
     tiles = [t for t in tiles if smem_bytes(GemmProblem(a=DType.F16), t) <= architecture(arch()).smem_bytes]
-    sources = [emit_w8a16_stream(GemmProblem(a=DType.F16, epilogue=BIAS), tile, arch()) for tile in tiles]
-    sources += [emit_w8a16_stream(GemmProblem(a=DType.F16, epilogue=e), MIDDLE, arch()) for e in EPILOGUES]
+    sources = [W8A16_STREAM.emit(GemmProblem(a=DType.F16, epilogue=BIAS), tile, arch()) for tile in tiles]
+    sources += [W8A16_STREAM.emit(GemmProblem(a=DType.F16, epilogue=e), MIDDLE, arch()) for e in EPILOGUES]
     errors = [r for r in jit.build_many(sources, progress=False).values() if isinstance(r, Exception)]
     assert not errors, errors[0]
 
@@ -69,8 +69,8 @@ def run(
     offset: int = 0,
     pdl: bool = False,
 ) -> Tensor:
-    source = emit_w8a16_stream(problem, tile, arch())
-    ctas = grid(tile, len(x), len(gemm.b))
+    source = W8A16_STREAM.emit(problem, tile, arch())
+    ctas = W8A16_STREAM.grid(tile, len(gemm.b))(len(x))
     return launch_gemm(gemm, problem, source, ctas, x=x, extra=extra, offset=offset, pdl=pdl)
 
 
@@ -183,6 +183,8 @@ def test_a_row_does_not_depend_on_the_others(tile: W8A16Tile) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1280, 1280), (768, 5120), (5003, 2064)])
 def test_the_chosen_tile(n: int, k: int, m: int) -> None:
     problem = GemmProblem(a=DType.F16, epilogue=BIAS, alignment_n=1)
-    tile = w8a16_tile(problem, m, n, k, Target(arch(), torch.cuda.get_device_properties(0).multi_processor_count))
+    tile = best_tile(
+        W8A16_STREAM, problem, m, n, k, Target(arch(), torch.cuda.get_device_properties(0).multi_processor_count)
+    )
     gemm = small_integers(m, n, k, BIAS)
     gemm.check(run(gemm, problem, tile, gemm.a.half(), pdl=True))

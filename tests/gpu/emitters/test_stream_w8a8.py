@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.stream.int8 import grid
-from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_int8_stream
+from qcut.emitters.families import INT8_STREAM
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.numerics import int8 as numerics
 from qcut.schemes import padded_k
 from tests.gpu.support.launching import Guarded, arch, launch
@@ -63,7 +63,7 @@ class Case:
             absmax.tensor.fill_(start)
             on_device |= {"d": d.tensor, "absmax": absmax.tensor}
             arguments = [on_device[p.name] for p in problem.params()]
-            launch(emit_int8_stream(problem, tile, arch()), grid(tile, self.m, self.n), *arguments, pdl=pdl)
+            launch(INT8_STREAM.emit(problem, tile, arch()), INT8_STREAM.grid(tile, self.n)(self.m), *arguments, pdl=pdl)
             results.append(d.take(self.n))
             noted = torch.full((self.m,), start)
             if problem.absmax:
@@ -75,7 +75,7 @@ class Case:
 
 def tile_of(problem: W8A8Problem, m: int, n: int, k: int) -> W8A8Tile:
     """What the model of the memory chooses, for two SMs: several row tiles for each."""
-    return int8_tile(problem, m, n, k, Target(arch(), 2))
+    return best_tile(INT8_STREAM, problem, m, n, k, Target(arch(), 2))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8])

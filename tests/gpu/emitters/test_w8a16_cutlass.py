@@ -11,7 +11,8 @@ from torch import Tensor
 from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.cutlass.w8a16 import MENU, emit_w8a16_cutlass
+from qcut.emitters.families import W8A16_CUTLASS
+from qcut.emitters.gemm.cutlass.w8a16 import MENU
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from tests.gpu.support.launching import launch_cutlass
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
@@ -32,7 +33,7 @@ SHAPES = ((1, 16, 16), (17, 336, 272), (129, 144, 1040), (257, 272, 400), (300, 
 
 
 def source(a: DType, epilogue: Epilogue, tile: TileConfig) -> KernelSource:
-    return emit_w8a16_cutlass(GemmProblem(a=a, epilogue=epilogue, alignment_k=8), tile, "sm_90a")
+    return W8A16_CUTLASS.emit(GemmProblem(a=a, epilogue=epilogue, alignment_k=8), tile, "sm_90a")
 
 
 def cases() -> Iterator[KernelSource]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import W8A16_WGMMA
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile, default_tiles, emit_w8a16_wgmma
+from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
 
@@ -24,7 +25,7 @@ EPILOGUES = (
     (Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True), 4),
 )
 """With the alignment of D's rows, in elements."""
-MENU = default_tiles()
+MENU = W8A16_WGMMA.default_tiles(GemmProblem(DType.F16), "sm_90a")
 PLAIN = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
 SPLIT = W8A16WgmmaTile(64, 1, splits=4, stages=12, prefetch=2, ctas=2)
 WIDE = W8A16WgmmaTile(128, 2, 2, stages=10, prefetch=4)
@@ -46,7 +47,7 @@ def cases() -> Iterator[KernelSource]:
     kernels += [(of(*epilogue), tile) for epilogue in EPILOGUES for tile in (PLAIN, SPLIT)]
     kernels += [(problem, PLAIN) for problem in EXACT.values()]
     kernels += [(problem, tile) for problem in ALIGNED.values() for tile in (*ROUNDED, WIDE)]
-    yield from (emit_w8a16_wgmma(problem, tile, arch()) for problem, tile in kernels)
+    yield from (W8A16_WGMMA.emit(problem, tile, arch()) for problem, tile in kernels)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,7 +61,7 @@ def _built() -> None:
 def run(
     gemm: Gemm, problem: GemmProblem, tile: W8A16WgmmaTile, x: Tensor, *, extra: int = 0, pdl: bool = False
 ) -> Tensor:
-    source = emit_w8a16_wgmma(problem, tile, arch())
+    source = W8A16_WGMMA.emit(problem, tile, arch())
     return launch_gemm(gemm, problem, source, (1, 1, 1), x=x, extra=extra, pdl=pdl)  # the launcher knows the grid
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.backends.cuda.launch.plans import forget_plans, watched_loads
-from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
+from qcut.dispatch.heuristics.tiled import CUTLASS_TOKENS
 from tests.gpu.layers.test_linear import check_w8a16
 from tests.gpu.support.oracles import assert_same
 

@@ -14,7 +14,6 @@ from qcut.backends.cuda import codebook as cuda_codebook
 from qcut.backends.cuda.launch.plans import forget_plans, watched_loads
 from qcut.dispatch.codebook import CodebookChoice
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.wgmma import default_tiles as wgmma_tiles
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.families import (
     CODEBOOK_MMA,
@@ -118,7 +117,10 @@ FAMILIES: list[tuple[str, Any]] = [
     (CODEBOOK_STREAM_WGMMA.name, CodebookStreamWgmmaTile(128, 2, 2, 3, 2)),
     (CODEBOOK_MMA.name, TileConfig((16, 64, 128), (16, 16, 128), 6)),
     (CODEBOOK_MMA.name, TileConfig((128, 128, 128), (128, 32, 128), 2)),
-    *((CODEBOOK_WGMMA.name, tile) for tile in wgmma_tiles(CodebookProblem(slots=1, offsets=True))),
+    *(
+        (CODEBOOK_WGMMA.name, tile)
+        for tile in CODEBOOK_WGMMA.default_tiles(CodebookProblem(slots=1, offsets=True), "sm_90a")
+    ),
 ]
 
 
@@ -131,7 +133,7 @@ def test_every_family(family: str, tile: Any, size: int, dtype: torch.dtype, mon
         pytest.skip("wgmma is sm_90a's")
     if family == CODEBOOK_WGMMA.name:
         problem = CodebookProblem(slots=128 // size, offsets=True)
-        if tile.name not in {each.name for each in wgmma_tiles(problem)}:
+        if tile.name not in {each.name for each in CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")}:
             pytest.skip("more norms than registers")
     layer = made(136, 448, size)
     gpu = copy.deepcopy(layer).to(DEVICE)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qcut.cli.developer.gemm.report import Baseline, Report, Request
 from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.cost_model import estimate
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Epilogue
@@ -195,7 +196,7 @@ def select(request: Request, problem: GemmProblem, rows: int, target: Target, cu
         wanted.validate(problem, next(iter(wanted.default_tiles(problem, target.arch))), target.arch)
 
     def cycles(tile: Any) -> float:
-        return dispatch.expected(Choice(wanted.name, tile), problem, *sizes, target).cycles
+        return estimate(wanted.name, problem, tile, *sizes, target).cycles
 
     return Choice(wanted.name, min(menu, key=cycles), reason="family asked for, tile by model")
 

@@ -12,7 +12,8 @@ from qcut.backends.cuda.launch.plans import LaunchSpec, PlanCache
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.quantize import QuantizePerTensor, QuantizePerToken
-from qcut.emitters.gemm import mma as mma_gemm
+from qcut.emitters.families import INT8_MMA
+from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import LaunchError
 
 
@@ -74,9 +75,9 @@ def test_grid_repeats_that_of_one_row() -> None:
     ):
         grid = Grid(desc.rows, desc.grid(1, k))
         assert [grid(m) for m in range(1, 300)] == [desc.grid(m, k) for m in range(1, 300)]
-    for tile in mma_gemm.default_tiles("sm_80"):
-        grid = Grid(tile.threadblock_shape[0], mma_gemm.grid(tile, 1, 1000))
-        assert [grid(m) for m in range(1, 300)] == [mma_gemm.grid(tile, m, 1000) for m in range(1, 300)]
+    for tile in INT8_MMA.default_tiles(GemmProblem(), "sm_80"):
+        grid = Grid(tile.threadblock_shape[0], INT8_MMA.grid(tile, 1000)(1))
+        assert [grid(m) for m in range(1, 300)] == [INT8_MMA.grid(tile, 1000)(m) for m in range(1, 300)]
 
 
 def test_a_kernel_that_does_not_wait_is_not_launched_before_its_predecessor_ends() -> None:

@@ -1,0 +1,105 @@
+"""Tiles of ``codebook_stream_wgmma``: one for few tokens, a menu for prompts.
+
+Source: constants fitted to layers of 64 to 1,024 tokens, timed on an H200 at 1280x1280, 5120x1280, 1280x5120,
+4096x4096, 14336x4096 and 4096x14336.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.machines import CLUSTER_SIZES
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.constraints import holds
+from qcut.emitters.core.source import DType, EmitError
+from qcut.emitters.stream.codebook_wgmma import CODEBOOK_STREAM_WGMMA, CONSTRAINTS, GROUP_ROWS, CodebookStreamWgmmaTile
+
+DECODE_TOKENS = 64
+"""Most tokens of a step, for which one tile is made."""
+
+
+def candidates(
+    problem: CodebookProblem, m: int, n: int, k: int, target: Target
+) -> Iterator[tuple[CodebookStreamWgmmaTile, float]]:
+    """Tiles for m tokens and weights ``[n, k]``; times of up to `DECODE_TOKENS` are in units of weights."""
+    if m <= DECODE_TOKENS:
+        yield from _few(problem, m, n, k, target)
+        return
+    for tile in CODEBOOK_STREAM_WGMMA.default_tiles(problem, target.arch):
+        yield tile, cycles(problem, tile, m, n, k, target)
+
+
+def _few(
+    problem: CodebookProblem, m: int, n: int, k: int, target: Target
+) -> Iterator[tuple[CodebookStreamWgmmaTile, float]]:
+    """The tile with the least work of an SM, chain of units of a warp, and exchange in a cluster.
+
+    Raises:
+        EmitError: m is not positive.
+    """
+    if m < 1:
+        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to {DECODE_TOKENS}")
+    machine, pace = target.machine, target.machine.cycle_bandwidth
+    units_k = -(-k // 128)
+    tokens = next(t for t in (8, 16, 32, 64) if t >= m)
+    row_groups = -(-n // GROUP_ROWS)
+
+    def is_legal(tile: CodebookStreamWgmmaTile) -> bool:
+        return holds(CONSTRAINTS, problem, tile, target.arch)
+
+    def cost(groups: int, splits: int) -> float:
+        chain = -(-units_k // splits)
+        clusters = -(-row_groups // groups)
+        waves = -(-clusters // max(1, machine.clusters_at_once(splits)))
+        return waves * (groups * chain + pace * (2 * chain + 3.5 * splits)) + pace * 40 * (waves - 1)
+
+    groups, splits = min(
+        (
+            (g, s)
+            for g in range(1, 6)
+            for s in CLUSTER_SIZES
+            if s <= units_k and is_legal(CodebookStreamWgmmaTile(tokens, g, s, 3, 1))
+        ),
+        key=lambda choice: cost(*choice),
+    )
+    chain = -(-units_k // splits)
+    tile = CodebookStreamWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain), alone=True)
+    while not is_legal(replace(tile, stages=3)):
+        tile = replace(tile, prefetch=tile.prefetch - 1)
+    while not is_legal(tile):
+        tile = replace(tile, stages=tile.stages - 1)
+    yield tile, cost(groups, splits)
+
+
+class _StreamCost(NamedTuple):
+    """Cycles of ``codebook_stream_wgmma``: a unit takes the longer of all groups' products and one group's chain."""
+
+    product: float  # for each product of 64 rows and 8 bits of a token's unit, all groups one after the other
+    group: float  # for each group beside
+    chain: float  # as ``product``, of one group alone
+    decode: float  # beside, decoding that one group cannot hide
+    cta: float  # of a CTA, beside its units
+    output: float  # for each token and group, in a CTA
+    exchange: float  # of a CTA whose cluster shares K
+    launch: float  # of a launch
+
+
+_STREAM_F16 = _StreamCost(0.985, 221, 0.76, 626, 2900, 15.4, 375, 0)
+_STREAM_S8 = _StreamCost(0.638, 365, 0.412, 759, 1760, 17.9, 400, 0)
+SLOT = 60
+"""Cycles of a unit for each norm after the first."""
+
+
+def cycles(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, m: int, n: int, k: int, target: Target) -> float:
+    """Estimated time of a launch for a prompt of m tokens, in cycles of an SM."""
+    units_k, tokens, slots = -(-k // 128), tile.tokens, SLOT * (problem.slots - 1)
+    units = -(-units_k // tile.splits)
+    c = _STREAM_S8 if problem.x is DType.S8 else _STREAM_F16
+    products = problem.x.bits / 4 * tokens
+    unit = max(tile.groups * (c.product * products + c.group), c.chain * products + c.decode) + slots
+    cta = units * unit + c.cta + c.output * tokens * tile.groups + c.exchange * (tile.splits > 1)
+    clusters = -(-n // (GROUP_ROWS * tile.groups)) * -(-m // tokens)
+    return c.launch + -(-clusters // max(1, target.machine.clusters_at_once(tile.splits))) * cta

@@ -1,1 +1,0 @@
-"""Chooses tiles by a cost model, for families with too many tiles for a menu."""
