@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from qcut.checkpoints.formats.qcut import load, save
+from qcut import load, save
 from qcut.conversion.calibration.calibrate import calibrate
 from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError

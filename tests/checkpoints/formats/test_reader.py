@@ -14,7 +14,8 @@ from torch import Tensor
 
 import qcut
 from qcut.checkpoints.contents import contents
-from qcut.checkpoints.formats.reader import format_of, layer_of, reader_of
+from qcut.checkpoints.detect import detect
+from qcut.checkpoints.formats.reader import format_of, layer_of
 from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.formats import samples
@@ -55,15 +56,6 @@ def test_the_commands_loader_reads_it(tmp_path: Path) -> None:
         shutil.copy(ROOT / "models" / "gpt2-5m" / file, tmp_path)
     model, _ = load_pretrained(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
     assert model.get_submodule(FIRST).scheme.name == "int4_g32_shifted_ordered"
-
-
-def test_layers_without_a_model(tmp_path: Path) -> None:
-    samples.write(tmp_path, CONFIG, pack)
-    reader = reader_of(tmp_path)
-    assert reader is not None
-    with reader.layers() as (form, tensors):
-        own = {key.removeprefix(f"{FIRST}."): t.read() for key, t in tensors.items() if key.startswith(FIRST)}
-        assert layer_of(form, FIRST, own, 64, 64).scheme.name == "int4_g32_shifted_ordered"
 
 
 def test_shards(tmp_path: Path) -> None:
@@ -127,10 +119,10 @@ def test_older_files_beside_the_configuration(tmp_path: Path) -> None:
 
 
 def test_what_is_not_foreign(tmp_path: Path) -> None:
-    assert reader_of(tmp_path / "nothing") is None
-    assert reader_of(tmp_path) is None
+    assert detect(tmp_path / "nothing") is None
+    assert detect(tmp_path) is None
     samples.llama().save_pretrained(tmp_path)
-    assert reader_of(tmp_path) is None
+    assert detect(tmp_path) is None
     (tmp_path / "x.gguf").write_bytes(b"not one")
     with pytest.raises(CheckpointError, match=r"x\.gguf: not a GGUF file"):
         qcut.load(tmp_path / "x.gguf", progress=False)
