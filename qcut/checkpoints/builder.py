@@ -48,7 +48,10 @@ class Builder:
             CheckpointError: a value is NaN or Inf.
         """
         module, key = self.place(names[0])
-        new = as_like(tensor, {**module._parameters, **module._buffers}[key], self.device, self.dtype)
+        like = module._parameters.get(key)
+        like = module._buffers[key] if like is None else like
+        assert like is not None
+        new = as_like(tensor, like, self.device, self.dtype)
         checked = isinstance(new, nn.Parameter) or (buffers and new.is_floating_point())
         if checked and (found := out_of_range(new.detach())):
             raise CheckpointError(f"{where}: tensor {names[0]!r}: found {found}; finite values are needed")

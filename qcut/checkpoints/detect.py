@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcut.checkpoints.headers import QCUT_CONFIG, TURBOQUANT_CONFIG, read_config
 from qcut.common.reading import open_regular, read_json, read_up_to
 from qcut.common.together import record_path
 from qcut.errors import CheckpointError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 PRETRAINED, GGUF, TURBOQUANT, QCUT = "pretrained", "gguf", "turboquant-model", "qcut"
 METHODS = {
@@ -25,10 +29,20 @@ READERS = {
     TURBOQUANT: "qcut.checkpoints.formats.turboquant.reader",
     **dict.fromkeys((GGUF, *METHODS), "qcut.checkpoints.formats.reader"),
 }
-"""By format, the module whose ``load`` takes what was detected, and the options of `qcut.load`."""
+"""By format, the module whose ``load`` takes what was detected, and `Options`."""
 GGUF_MAGIC = b"GGUF"
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files that older writers put their configuration in, beside config.json."""
+
+
+class Options(NamedTuple):
+    """The arguments of `qcut.load` apart from the checkpoint."""
+
+    model: nn.Module | Callable[[], nn.Module] | None
+    device: torch.device
+    dtype: torch.dtype | None
+    progress: bool
+    verify: bool
 
 
 class Detected(NamedTuple):

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from qcut.checkpoints.detect import PRETRAINED, QCUT, READERS, Detected, detect, require_method
+from qcut.checkpoints.detect import PRETRAINED, QCUT, READERS, Detected, Options, detect, require_method
 from qcut.checkpoints.headers import refuse_adapter
 from qcut.numerics.plain_state import in_plain_state
 
@@ -71,5 +71,4 @@ def load(
     if found.format not in READERS:
         require_method(found.config, str(path / "config.json"))
     read = import_module(READERS[found.format]).load
-    options = {"device": device, "dtype": dtype, "progress": progress, "verify": verify}
-    return cast(nn.Module, read(found, model=model, **options)).eval()
+    return cast(nn.Module, read(found, Options(model, torch.device(device), dtype, progress, verify)).eval())

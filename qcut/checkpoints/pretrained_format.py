@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from qcut.checkpoints import hub
-from qcut.checkpoints.detect import QCUT, Detected
+from qcut.checkpoints.detect import QCUT, Detected, Options
 from qcut.checkpoints.headers import read_config, safetensors_files
 from qcut.checkpoints.huggingface import check_class, model_of, plain_config
 from qcut.common import versions
@@ -26,19 +26,12 @@ def _stored_tensors(folder: Path) -> int:
     return count
 
 
-def load(
-    found: Detected,
-    *,
-    model: None,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    progress: bool,
-    verify: bool,
-) -> nn.Module:
+def load(found: Detected, options: Options) -> nn.Module:
     """Read a model that qcut quantized and transformers wrote, from a folder or by its name on the hub.
 
     Arguments and errors as `qcut.load`. transformers shows its own progress, and the files have no digests.
     """
+    device, dtype = options.device, options.dtype
     name = str(found.path)
     local = found.path.is_dir()
     on_disk = local or not hub.answers(name)
@@ -63,7 +56,7 @@ def load(
         made: Any = cls.from_pretrained(
             name,
             dtype=dtype or "auto",
-            device_map={"": str(device)} if torch.device(device).type != "cpu" else None,
+            device_map={"": str(device)} if device.type != "cpu" else None,
             local_files_only=on_disk,
             use_safetensors=True,
             trust_remote_code=False,

@@ -187,16 +187,6 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.view(-1)[0] = 0.5 if tensor.is_floating_point() else tensor.view(-1)[0] ^ 1
 
 
-def test_other_readers_find_the_finished_directory(tmp_path: Path) -> None:
-    model = turboquant(tmp_path, 1)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "model.safetensors",
-        "non_quantized.safetensors",
-        "turboquant_config.json",
-    }
-    assert torch.equal(load_file(tmp_path / "non_quantized.safetensors")["norm.weight"], model.norm.weight)
-
-
 def test_quantized_models_of_before_digests_load(tmp_path: Path) -> None:
     """Files as earlier versions wrote them: no digests, no metadata but the format's."""
     import json

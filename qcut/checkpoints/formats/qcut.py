@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qcut.checkpoints.builder import Builder, check_no_meta, fill_layer, tie_layers
 from qcut.checkpoints.description import EMBEDDINGS, FUSED, LAYERS, TIED, Description
-from qcut.checkpoints.detect import QCUT, Detected
+from qcut.checkpoints.detect import QCUT, Detected, Options
 from qcut.checkpoints.headers import QCUT_CONFIG, check_layer_sizes, read_config, read_headers
 from qcut.checkpoints.skeleton import check_headers, expected_tensors, skeleton_of
 from qcut.common import schema
@@ -38,16 +38,9 @@ _SCHEMA = schema.record(
 )
 
 
-def load(
-    found: Detected,
-    *,
-    model: nn.Module | Callable[[], nn.Module] | None,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    progress: bool,
-    verify: bool,
-) -> nn.Module:
+def load(found: Detected, options: Options) -> nn.Module:
     """Read a folder of `qcut.save`; arguments and errors as `qcut.load`."""
+    model, device, dtype, progress, verify = options
     path = found.path / QCUT_CONFIG
     if model is None:
         _refuse_two_writers(found.path)
@@ -80,8 +73,9 @@ def _refuse_two_writers(folder: Path) -> None:
     except CheckpointError:
         return
     entry = config.get("quantization_config")
-    ours = isinstance(entry, dict) and entry.get("quant_method") == QCUT
-    if ours and entry.get("index") != QCUT_CONFIG and os.path.lexists(folder / QCUT_CONFIG):
+    if not isinstance(entry, dict) or entry.get("quant_method") != QCUT:
+        return
+    if entry.get("index") != QCUT_CONFIG and os.path.lexists(folder / QCUT_CONFIG):
         raise CheckpointError(
             f"{folder}: config.json describes quantized layers and does not name {QCUT_CONFIG}, which is there: "
             "qcut.save and save_pretrained have both written here; from_pretrained reads config.json's model"

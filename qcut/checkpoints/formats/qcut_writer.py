@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from qcut.checkpoints.description import Description, quantization_config
 from qcut.checkpoints.headers import QCUT_CONFIG
-from qcut.checkpoints.state import passing_buffers, stored_tensors
+from qcut.checkpoints.state import passing_buffers, shards, stored_tensors
 from qcut.common.progress import progress_bar
 from qcut.common.tensors import TensorFiles
 from qcut.errors import CheckpointError
@@ -112,27 +111,14 @@ def _write_shards(
 ) -> dict[str, str]:
     """Write the tensors, and return which file holds each; those outside the state dict have files of their own."""
     weight_map: dict[str, str] = {}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in passing}
-    others = {name: tensor for name, tensor in tensors.items() if name in passing}
+    kept = {name: tensor.nbytes for name, tensor in tensors.items() if name not in passing}
+    others = {name: tensor.nbytes for name, tensor in tensors.items() if name in passing}
     with progress_bar(len(tensors), "save", "tensor", shown=progress) as advance:
-        for names in (*_shards(kept, limit), *_shards(others, limit)):
+        for names in (*shards(kept, limit), *shards(others, limit)):
             file = files.add({name: tensors[name].read().detach().cpu().contiguous() for name in names})
             weight_map |= dict.fromkeys(names, file)
             advance(len(names))
     return weight_map
-
-
-def _shards(tensors: dict[str, StateEntry], limit: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > limit:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    if names:
-        yield names
 
 
 def _huggingface(model: nn.Module) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
 from qcut.checkpoints.builder import Builder, check_no_meta
-from qcut.checkpoints.detect import GGUF, METHODS, Detected, require_method
+from qcut.checkpoints.detect import GGUF, METHODS, Detected, Options, require_method
 from qcut.checkpoints.formats.gguf.container import GgufModel
 from qcut.checkpoints.formats.gguf.llama import Gguf, tensors_of
 from qcut.checkpoints.formats.gguf.metadata import check_architecture, check_config, config_of
@@ -32,15 +32,7 @@ from qcut.models.modules import replace_modules
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
-def load(
-    found: Detected,
-    *,
-    model: nn.Module | Callable[[], nn.Module] | None,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    progress: bool,
-    verify: bool,
-) -> nn.Module:
+def load(found: Detected, options: Options) -> nn.Module:
     """Read a checkpoint of another library; arguments and errors as `qcut.load`, and the files have no digests.
 
     Names, shapes and dtypes of all tensors are checked against the model before any is read; then layers are made one
@@ -48,6 +40,7 @@ def load(
 
     Exactness: docs/foreign-checkpoints.md.
     """
+    model, device, dtype, progress, _ = options
     with ExitStack() as stack:
         opened = _open(found, stack)
         if not isinstance(model, nn.Module):

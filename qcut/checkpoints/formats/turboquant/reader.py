@@ -15,7 +15,7 @@ as its quantizer has them; its reader knows the seeds of ``different`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from qcut.checkpoints.builder import Builder, check_no_meta
-from qcut.checkpoints.detect import Detected
+from qcut.checkpoints.detect import Detected, Options
 from qcut.checkpoints.formats.name_mapping import hold
 from qcut.checkpoints.formats.parts import FLOATS, Parts, Stored
 from qcut.checkpoints.formats.turboquant.format import Config, pass_seeds
@@ -56,15 +56,7 @@ Headers = Mapping[str, TensorHeader]
 Opened = Mapping[str, tuple[Path, BinaryIO]]
 
 
-def load(
-    found: Detected,
-    *,
-    model: nn.Module | Callable[[], nn.Module] | None,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    progress: bool,
-    verify: bool,
-) -> nn.Module:
+def load(found: Detected, options: Options) -> nn.Module:
     """Read a folder of the turboquant-model package, or of qcut's writer of its format; arguments as `qcut.load`.
 
     The layers multiply by 16-bit activations (scheme ``codebook``, activation ``fp16``).
@@ -79,6 +71,7 @@ def load(
 
     Source: docs/schemes.md, section 4.
     """
+    model, device, dtype, progress, verify = options
     directory = found.path
     with ExitStack() as stack:
         opened = open_together(directory, FILE_NAMES, TURBOQUANT_CONFIG, CheckpointError)
