@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qcut.checkpoints.headers import QCUT_CONFIG, TURBOQUANT_CONFIG, read_config
 from qcut.common.reading import open_regular, read_json, read_up_to
-from qcut.common.together import record_path
 from qcut.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -150,6 +149,8 @@ def _configured(path: Path) -> Detected | None:
 
 
 def _turboquant(path: Path) -> Detected | None:
+    from qcut.common.together import record_path
+
     known = (path / TURBOQUANT_CONFIG).is_file() or record_path(path, TURBOQUANT_CONFIG).is_file()
     return Detected(TURBOQUANT, path, {}) if known else None
 

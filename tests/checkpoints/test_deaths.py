@@ -124,9 +124,11 @@ def test_llama2c_files_are_whole_or_not_there(tmp_path: Path) -> None:
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = 1e-5
-    with files_of_at_most(1000), pytest.raises(CheckpointError, match=f"{path}: cannot be written"):
-        save_llama2c(model, path)
-    assert not list(tmp_path.iterdir())
+    for old in ([], [b"old"]):
+        with files_of_at_most(1000), pytest.raises(CheckpointError, match=f"{path}: cannot be written"):
+            save_llama2c(model, path)
+        assert [file.read_bytes() for file in tmp_path.iterdir()] == old
+        path.write_bytes(b"old")
 
 
 # ── turboquant ───────────────────────────────────────────────────────────────────────────────────

@@ -83,7 +83,7 @@ def test_what_cannot_be_is_refused(
     ("part", "change", "message"),
     [
         ("l.norms", put((3, 1), NAN), r"found nan at \[3, 1\]"),
-        ("l.norms", put((3, 1), -INF), r"found -inf at \[3, 1\]"),
+        ("l.norms", put((3, 1), -1.0), r"found -1\.0 at \[3, 1\]"),
         ("codebook", put((3,), NAN), "does not ascend"),
         ("l.bias", put((1,), NAN), r"found nan at \[1\]"),
     ],

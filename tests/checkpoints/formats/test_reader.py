@@ -59,28 +59,23 @@ def test_the_commands_loader_reads_it(tmp_path: Path) -> None:
 
 
 def test_shards(tmp_path: Path) -> None:
-    samples.write(tmp_path, CONFIG, pack)
-    whole = qcut.load(tmp_path, progress=False)(samples.IDS).logits
+    samples.write(tmp_path, CONFIG, pack, attention_bias=True, mlp_bias=True)
+    model = qcut.load(tmp_path, dtype=torch.float32, progress=False)
+    assert model.get_submodule(FIRST).bias is not None
+    whole = model(samples.IDS).logits
     tensors = load_file(tmp_path / "model.safetensors")
     names = sorted(tensors)
     (tmp_path / "model.safetensors").unlink()
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, own in parts.items():
         save_file({name: tensors[name] for name in own}, tmp_path / file)
-    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    index = {"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"stray": torch.ones(1)}, tmp_path / "stray.safetensors")  # not in the index
-    assert torch.equal(qcut.load(tmp_path, progress=False)(samples.IDS).logits, whole)
+    assert torch.equal(samples.loaded(tmp_path)(samples.IDS).logits, whole)
     index["weight_map"]["x"] = "../a.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     samples.refused(tmp_path, CheckpointError, r"found the file name '\.\./a\.safetensors'")
-
-
-def test_a_tied_classifier_stays_float(tmp_path: Path) -> None:
-    samples.write(tmp_path, CONFIG, pack, tie_word_embeddings=True)
-    samples.change(tmp_path, lambda t: t.pop("lm_head.weight", None))
-    model = qcut.load(tmp_path, progress=False)
-    assert model.get_submodule("lm_head").weight is model.get_submodule("model.embed_tokens").weight
 
 
 def test_a_quantized_classifier_beside_a_float_table(tmp_path: Path) -> None:
@@ -115,7 +110,7 @@ def test_older_files_beside_the_configuration(tmp_path: Path) -> None:
     del quantization["quant_method"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "quantize_config.json").write_text(json.dumps(quantization))
-    assert qcut.load(tmp_path, progress=False).get_submodule(FIRST).scheme.name == "int4_g32_shifted_ordered"
+    assert samples.loaded(tmp_path).get_submodule(FIRST).scheme.name == "int4_g32_shifted_ordered"
 
 
 def test_what_is_not_foreign(tmp_path: Path) -> None:
