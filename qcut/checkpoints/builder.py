@@ -48,8 +48,8 @@ class Builder:
             CheckpointError: a value is NaN or Inf.
         """
         module, key = self.place(names[0])
-        like = module._parameters.get(key)
-        like = module._buffers[key] if like is None else like
+        held = module._parameters.get(key)
+        like: Tensor | None = module._buffers[key] if held is None else held
         assert like is not None
         new = as_like(tensor, like, self.device, self.dtype)
         checked = isinstance(new, nn.Parameter) or (buffers and new.is_floating_point())

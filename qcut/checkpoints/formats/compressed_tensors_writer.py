@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Reading]]:
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         if isinstance(module, Int8Linear):
-            yield f"{start}weight", (module.out_features * module.in_features, lambda layer=module: layer.codes)
-            yield f"{start}weight_scale", (4 * module.out_features, lambda layer=module: layer.weight_scale[:, None])
+            yield f"{start}weight", (module.out_features * module.in_features, partial(getattr, module, "codes"))
+            yield f"{start}weight_scale", (4 * module.out_features, partial(_scale, module))
             if module.bias is not None:
                 bias = _bias(module)
-                yield f"{start}bias", (bias.nbytes, lambda bias=bias: bias)
+                yield f"{start}bias", (bias.nbytes, bias.detach)
             continue
         held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
         for key, tensor in held.items():
@@ -132,7 +133,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Reading]]:
                 raise CheckpointError(f"{start}{key}: the tensor is on the meta device and has no values to save")
             if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
                 raise CheckpointError(f"{start}{key}: found {found}; finite values can be saved")
-            yield f"{start}{key}", (tensor.nbytes, lambda tensor=tensor: tensor)
+            yield f"{start}{key}", (tensor.nbytes, tensor.detach)
+
+
+def _scale(layer: Int8Linear) -> Tensor:
+    return layer.weight_scale[:, None]
 
 
 def _bias(layer: Int8Linear) -> Tensor:
