@@ -57,6 +57,11 @@ class Detected(NamedTuple):
     path: Path
     config: dict[str, Any]
 
+    @property
+    def lacks_index(self) -> bool:
+        """Whether `qcut.save` wrote the folder, and its index is gone."""
+        return self.format == PRETRAINED and self.config.get("index") == QCUT_CONFIG
+
 
 def detect(path: str | Path) -> Detected | None:
     """Recognise a folder or file; the first of `RECOGNISERS` that knows it decides.

@@ -66,7 +66,7 @@ def load(
 
         if hub.is_name(name):
             found = Detected(PRETRAINED, path, {})
-    if found is None or (found.format == PRETRAINED and model is not None):
+    if found is None or found.lacks_index or (found.format == PRETRAINED and model is not None):
         found = Detected(QCUT, path, {})
     if found.format not in READERS:
         require_method(found.config, str(path / "config.json"))

@@ -95,7 +95,8 @@ def _load(
     if not without:
         start_process()
     with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
-        if local and detect(folder) is not None:
+        found = detect(folder) if local else None
+        if found is not None and not found.lacks_index:
             model: Any = load(folder, device=device, dtype=dtype, progress=progress)
         else:
             model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization, on_disk)

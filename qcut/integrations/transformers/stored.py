@@ -182,12 +182,7 @@ class StoredLoading:
         device: torch.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         with self._files:
             for name, layer in self._skeleton.layers.items():
-                state = {}
-                for key in self._keys[name]:
-                    full = f"{name}.{key}"
-                    file, stored = self._place(self._saved.tied.get(full, full), parallel)
-                    tensor = file.read(stored)
-                    state[key] = (tensor if key == "bias" else parallel.cut(name, key, tensor)).to(device)
+                state = {key: self._shard(name, key, parallel).to(device) for key in self._keys[name]}
                 if not parallel.is_cut(name):
                     fill_layer(layer, state, name, self._where)
                     layer.train(False)
@@ -197,6 +192,12 @@ class StoredLoading:
                 if bias is not None:
                     parallel.set_bias(name, shard, bias)
                 self._skeleton.layers[name] = self._skeleton.modules[name] = shard
+
+    def _shard(self, name: str, key: str, parallel: TensorParallel) -> Tensor:
+        full = f"{name}.{key}"
+        file, stored = self._place(self._saved.tied.get(full, full), parallel)
+        tensor = file.read(stored)
+        return tensor if key == "bias" else parallel.cut(name, key, tensor)
 
     def _place(self, name: str, parallel: TensorParallel) -> tuple[TensorFile, str]:
         place = self._file_of.get(name.removeprefix(self._base))
