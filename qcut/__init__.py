@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from qcut.checkpoints.formats.compressed_tensors_writer import save_compressed_tensors as save_compressed_tensors
     from qcut.checkpoints.formats.llama2c.files import load_llama2c as load_llama2c
     from qcut.checkpoints.formats.llama2c.files import save_llama2c as save_llama2c
-    from qcut.checkpoints.formats.qcut import load as load
-    from qcut.checkpoints.formats.qcut import save as save
+    from qcut.checkpoints.formats.qcut_writer import save as save
     from qcut.checkpoints.formats.turboquant.writer import save_turboquant as save_turboquant
+    from qcut.checkpoints.load import load as load
     from qcut.conversion.calibration.calibrate import Calibration as Calibration
     from qcut.conversion.calibration.calibrate import calibrate as calibrate
     from qcut.conversion.calibration.curvature import collect_curvature as collect_curvature
@@ -99,10 +99,10 @@ _HOME = {
     "gemm_s8": "ops.gemm",
     "explain": "backends.cuda.explanation",
     "wait_for_kernels": "backends.cuda.launch.waiting",
-    "save": "checkpoints.formats.qcut",
+    "save": "checkpoints.formats.qcut_writer",
     "save_compressed_tensors": "checkpoints.formats.compressed_tensors_writer",
     "save_turboquant": "checkpoints.formats.turboquant.writer",
-    "load": "checkpoints.formats.qcut",
+    "load": "checkpoints.load",
 }
 _PACKAGES = ("errors", "ops")
 

@@ -10,13 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from qcut.checkpoints.detect import PRETRAINED, QCUT, TURBOQUANT, detect
 from qcut.checkpoints.headers import (
     INDEX,
     QCUT_CONFIG,
     TURBOQUANT_CONFIG,
     TURBOQUANT_TENSORS,
     check_layer_sizes,
-    is_turboquant,
     read_config,
     read_headers,
     safetensors_files,
@@ -142,31 +142,31 @@ def contents(directory: str | Path) -> Contents:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: not a directory")
+    found = detect(directory)
+    form = "transformers" if found is None else found.format
     with ExitStack() as opened:
-        if (directory / QCUT_CONFIG).exists():
+        if form == QCUT:
             path = directory / QCUT_CONFIG
             index = read_json(path, CheckpointError)
             where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
             files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
             headers = read_headers(files, where, path)
             layers = _own_layers(index, headers, files, path)
-            return _contents(directory, "qcut", str(index.get("model_class") or ""), layers, headers, files)
-        config = _config(directory)
-        model = _model_name(config)
-        if is_turboquant(directory):
+            return _contents(directory, form, str(index.get("model_class") or ""), layers, headers, files)
+        model = _model_name(_config(directory))
+        if form == TURBOQUANT:
             files, headers = _all_of(directory, TURBOQUANT_TENSORS, opened)
             layers = _turboquant_layers(directory, headers)
-            return _contents(directory, "turboquant-model", model, layers, headers, files)
+            return _contents(directory, form, model, layers, headers, files)
         files, headers = _headers(directory, opened)
-        found = config.get("quantization_config")
-        quantization = found if isinstance(found, dict) else {}
-        method = quantization.get("quant_method")
-        if method == "qcut":
+        layers = []
+        if form == PRETRAINED and found is not None:
+            form = QCUT
             files, headers = _without_marks(files, headers)
-            layers = _own_layers(quantization, headers, files, directory / "config.json")
-        else:
-            layers = [] if method is None else _packed_layers(str(method), headers)
-        return _contents(directory, str(method or "transformers"), model, layers, headers, files)
+            layers = _own_layers(found.config, headers, files, directory / "config.json")
+        elif found is not None:
+            layers = _packed_layers(form, headers)
+        return _contents(directory, form, model, layers, headers, files)
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -1,22 +1,18 @@
-"""What a checkpoint says of a model's quantized modules, and the modules without memory that this describes."""
+"""What a checkpoint says of a model's quantized modules, in qcut's own index and in ``config.json``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from qcut.checkpoints.skeleton import activation_parent, empty_embedding, empty_layer
 from qcut.common import schema
 from qcut.errors import CheckpointError
 from qcut.layers.embedding import Embedding
 from qcut.layers.linear import Linear
-from qcut.models.fusion import fuse, fused_activations, key_before
-from qcut.models.modules import WEIGHT_DTYPES, dtype_name, replace_modules
-from qcut.numerics.plain_state import in_plain_state
+from qcut.models.fusion import fused_activations
+from qcut.models.modules import WEIGHT_DTYPES, dtype_name
 from qcut.schemes import ACTIVATIONS
 
 _LAYER = schema.record(
@@ -34,6 +30,20 @@ LAYERS = schema.table(_LAYER)
 EMBEDDINGS = schema.table(_EMBEDDING)
 FUSED = schema.table(schema.text(choices=ACTIVATIONS))
 TIED = schema.table(schema.text())
+
+QUANT_METHOD = "qcut"
+FORMAT_VERSION = 2
+"""Version 1 had no `qcut.checkpoints.marks`."""
+READ_VERSIONS = (1, FORMAT_VERSION)
+_CONFIG = schema.record(
+    {"quant_method": schema.anything(), "format_version": schema.anything(), "layers": LAYERS},
+    {
+        "embeddings": (EMBEDDINGS, {}),
+        "fused": (FUSED, {}),
+        "tied": (TIED, {}),
+        "index": (schema.nothing_or(schema.text()), None),
+    },
+)
 
 
 class Description(NamedTuple):
@@ -83,67 +93,35 @@ def _embeddings(model: nn.Module) -> dict[str, dict[str, str]]:
     return described
 
 
-class Skeleton(NamedTuple):
-    """Modules that take the place of a model's: quantized layers and embeddings, and activations that layers apply.
-
-    Attributes:
-        layers: every quantized layer by name, tables of embeddings included.
-        modules: what replaces modules of the model: layers, and embeddings with their tables.
-        activations: the parent of each activation's module, and the activation's name.
-    """
-
-    layers: dict[str, Linear]
-    modules: dict[str, nn.Module]
-    activations: dict[str, tuple[nn.Module, str]]
-
-    def put_into(self, model: nn.Module) -> None:
-        """Replace the model's modules."""
-        replace_modules(model, {id(model.get_submodule(name)): new for name, new in self.modules.items()})
-        for name, (parent, activation) in self.activations.items():
-            key = name.rpartition(".")[2]
-            fuse(parent, key, parent._modules.get(key_before(parent, key)), activation).apply()
-
-
-def skeleton_of(saved: Description, model: nn.Module, dtype: torch.dtype | None, path: Path) -> Skeleton:
-    """Quantized modules without memory, checked against those of the model that they replace.
+def quantization_config(model: nn.Module, tied: Mapping[str, str], index: str | None = None) -> dict[str, Any]:
+    """The entry of ``config.json`` for a model.
 
     Args:
-        saved: the description.
-        model: what it describes, in float.
-        dtype: that embeddings return; None takes theirs.
-        path: the file that holds the description, for messages.
+        model: with quantized layers.
+        tied: tensors that are stored under another name; those of quantized layers are noted, the rest is known to the
+            model's class.
+        index: file beside ``config.json`` that belongs to it, or None.
 
     Raises:
-        CheckpointError: a layer, embedding or activation is not in the model, or of another size.
+        CheckpointError: an embedding is tied to a layer that is not in the model.
     """
-    own_tables = {f"{name}.table": name for name in saved.embeddings}
-    layers = {name: empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in saved.layers.items()}
-    modules: dict[str, nn.Module] = {name: layer for name, layer in layers.items() if name not in own_tables}
-    for name, spec in saved.embeddings.items():
-        modules[name] = empty_embedding(name, spec, layers, model, dtype, path)
-    parents = {name: activation_parent(name, model, saved.layers, path) for name in saved.fused}
-    return Skeleton(layers, modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
+    layers = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Linear)}
+    own = {name: owner for name, owner in tied.items() if name.rpartition(".")[0] in layers}
+    described = Description.of(model, own)._asdict()
+    return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, **described, "index": index}
 
 
-@in_plain_state
-def fill_layer(layer: Linear, state: dict[str, Tensor], where: str) -> None:
-    """Give a layer the tensors of its state dict, through its own door, which may lay tensors out anew.
+def description_of(data: Mapping[str, Any], where: str) -> Description:
+    """Read an entry that `quantization_config` made.
 
     Raises:
-        CheckpointError: the layer refuses a shape, dtype or value.
+        CheckpointError: it is of another method, of a newer version, or has unknown keys or values of a wrong type
+            (named).
     """
-    try:
-        layer.load_state_dict(state, assign=True)
-    except RuntimeError as exc:
-        raise CheckpointError(f"{where}: {exc}") from exc
-
-
-def tie_layers(modules: Mapping[str, nn.Module], tied: Mapping[str, str]) -> None:
-    """Let quantized layers whose tensors were stored under another's name hold that layer's tensors."""
-    pairs = {}
-    for name, owner in tied.items():
-        layer, other = (modules.get(full.rpartition(".")[0]) for full in (name, owner))
-        if layer is not other and isinstance(layer, Linear) and isinstance(other, Linear):
-            pairs[id(layer)] = layer, other
-    for layer, other in pairs.values():
-        layer.tie_to(other)
+    if data.get("quant_method") != QUANT_METHOD or data.get("format_version") not in READ_VERSIONS:
+        raise CheckpointError(
+            f"{where}: found quant_method {data.get('quant_method')!r}, format_version "
+            f"{data.get('format_version')!r}; {QUANT_METHOD!r} and one of {READ_VERSIONS} are needed"
+        )
+    checked = schema.conform(dict(data), _CONFIG, where, CheckpointError)
+    return Description(**{name: checked[name] for name in Description._fields})

@@ -10,7 +10,6 @@ from typing import Any
 from qcut.common import schema
 from qcut.common.reading import JSON_BYTES, check_extent, read_bytes, read_json
 from qcut.common.safetensors_header import HeaderFile, TensorHeader, plain_name
-from qcut.common.together import record_path
 from qcut.errors import CheckpointError
 
 QCUT_CONFIG = "qcut_config.json"
@@ -61,12 +60,6 @@ def refuse_adapter(folder: Path) -> None:
                 f"{folder / name}: an adapter beside a model; allowed: the model in a folder of its own, over which "
                 "PeftModel.from_pretrained(model, folder) loads the adapter, or the two merged and saved anew"
             )
-
-
-def is_turboquant(directory: str | Path) -> bool:
-    """Whether a directory looks like one of that package's."""
-    directory = Path(directory)
-    return (directory / TURBOQUANT_CONFIG).is_file() or record_path(directory, TURBOQUANT_CONFIG).is_file()
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from qcut.checkpoints import hub, pretrained_format
-from qcut.checkpoints.formats import qcut
-from qcut.checkpoints.formats.reader import reader_of
-from qcut.checkpoints.headers import QCUT_CONFIG, is_turboquant, read_config, refuse_adapter
+from qcut.checkpoints import hub
+from qcut.checkpoints.detect import detect
+from qcut.checkpoints.headers import read_config, refuse_adapter
 from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
+from qcut.checkpoints.load import load
 from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.common import versions
@@ -95,20 +95,15 @@ def _load(
     if not without:
         start_process()
     with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
-        if local and (_is_quantized(folder) or reader_of(folder)):
-            model = qcut.load(folder, device=device, dtype=dtype, progress=progress)
+        found = detect(folder) if local else None
+        if found is not None and not found.lacks_index:
+            model: Any = load(folder, device=device, dtype=dtype, progress=progress)
         else:
             model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization, on_disk)
     with _no_progress_bars():
         tokenizer = None if without else _tokenizer(name, local, model, on_disk)
     with _as_checkpoint_errors(f"{name}: the model cannot be put on {device}"):
         return model.to(device).eval(), tokenizer
-
-
-def _is_quantized(folder: Path) -> bool:
-    """Whether `qcut.load` reads the folder."""
-    saved = (folder / QCUT_CONFIG).exists() or pretrained_format.is_saved(folder, QCUT_CONFIG)
-    return saved or is_turboquant(folder)
 
 
 _SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one beside the model"

@@ -4,38 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.huggingface import model_of
+from qcut.checkpoints.description import Description
 from qcut.checkpoints.state import passing_buffers
 from qcut.common.safetensors_file import TENSOR_DTYPES
 from qcut.common.safetensors_header import TensorHeader
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.embedding import Embedding, is_table
 from qcut.layers.linear import Linear
-from qcut.models.fusion import is_fusible_place, key_before
-from qcut.models.modules import is_linear, weight_nk
+from qcut.models.fusion import fuse, is_fusible_place, key_before
+from qcut.models.modules import is_linear, replace_modules, weight_nk
 from qcut.schemes import scheme_from_json
 
 
-def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
-    """An empty model of a class that transformers itself defines; no code from elsewhere is considered."""
-    info = data.get("huggingface")
-    if not isinstance(info, dict):
-        raise CheckpointError(
-            f"{path}: the model is a {data.get('model_class')!r}, not a class of transformers; "
-            "pass model=, a function that builds it"
-        )
-    names = sum(len(data[key]) for key in ("weight_map", "tied") if isinstance(data.get(key), dict))
-    return model_of(
-        info.get("class"), info.get("config"), str(path), tensors=names, generation=info.get("generation_config")
-    )
+class Skeleton(NamedTuple):
+    """Modules that take the place of a model's: quantized layers and embeddings, and activations that layers apply.
+
+    Attributes:
+        layers: every quantized layer by name, tables of embeddings included.
+        modules: what replaces modules of the model: layers, and embeddings with their tables.
+        activations: the parent of each activation's module, and the activation's name.
+    """
+
+    layers: dict[str, Linear]
+    modules: dict[str, nn.Module]
+    activations: dict[str, tuple[nn.Module, str]]
+
+    def put_into(self, model: nn.Module) -> None:
+        """Replace the model's modules."""
+        replace_modules(model, {id(model.get_submodule(name)): new for name, new in self.modules.items()})
+        for name, (parent, activation) in self.activations.items():
+            key = name.rpartition(".")[2]
+            fuse(parent, key, parent._modules.get(key_before(parent, key)), activation).apply()
 
 
-def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:
+def skeleton_of(saved: Description, model: nn.Module, dtype: torch.dtype | None, path: Path) -> Skeleton:
+    """Quantized modules without memory, checked against those of the model that they replace.
+
+    Args:
+        saved: the description.
+        model: what it describes, in float.
+        dtype: that embeddings return; None takes theirs.
+        path: the file that holds the description, for messages.
+
+    Raises:
+        CheckpointError: a layer, embedding or activation is not in the model, or of another size.
+    """
+    own_tables = {f"{name}.table": name for name in saved.embeddings}
+    layers = {name: _empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in saved.layers.items()}
+    modules: dict[str, nn.Module] = {name: layer for name, layer in layers.items() if name not in own_tables}
+    for name, spec in saved.embeddings.items():
+        modules[name] = _empty_embedding(name, spec, layers, model, dtype, path)
+    parents = {name: _activation_parent(name, model, saved.layers, path) for name in saved.fused}
+    return Skeleton(layers, modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
+
+
+def _empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:
     """A quantized layer without memory, checked against the layer it replaces, or the embedding it is to be part of."""
     try:
         module = model.get_submodule(name if table_of is None else table_of)
@@ -59,7 +87,7 @@ def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, pa
     return layer
 
 
-def empty_embedding(
+def _empty_embedding(
     name: str, spec: Any, linears: dict[str, Linear], model: nn.Module, dtype: torch.dtype | None, path: Path
 ) -> Embedding:
     """A quantized embedding, its own table or another layer in it, checked against the embedding it replaces."""
@@ -80,7 +108,7 @@ def empty_embedding(
     return embedding
 
 
-def activation_parent(name: str, model: nn.Module, layers: Mapping[str, Any], path: Path) -> nn.Module:
+def _activation_parent(name: str, model: nn.Module, layers: Mapping[str, Any], path: Path) -> nn.Module:
     """The module that holds an activation which a quantized layer has taken over.
 
     Args:
@@ -196,27 +224,3 @@ def check_kinds(model: nn.Module, codes: Mapping[str, str], where: object) -> No
 
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-def as_like(
-    tensor: Tensor, like: Tensor, device: torch.device | str, dtype: torch.dtype | None
-) -> Tensor | nn.Parameter:
-    """A tensor that was read, as the tensor that it takes the place of: a parameter, cast to the dtype, or a buffer."""
-    is_parameter = isinstance(like, nn.Parameter)
-    tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None)
-    return nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
-
-
-def check_no_meta(modules: Mapping[str, nn.Module], path: Path) -> None:
-    """Check that no module holds a tensor on the meta device outside its parameters and buffers.
-
-    Raises:
-        CheckpointError: one does.
-    """
-    for name, module in modules.items():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise CheckpointError(
-                    f"{path}: {name}.{key} is a tensor that is no parameter or buffer, so no checkpoint holds it; "
-                    "pass model=, built with its values"
-                )

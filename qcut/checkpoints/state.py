@@ -63,3 +63,17 @@ def _plain(tensors: Mapping[str, Tensor | None], prefix: str) -> dict[str, State
         if tensor.is_meta:
             raise CheckpointError(f"{prefix}{key}: the tensor is on the meta device and has no values to save")
     return {key: StateEntry.of(tensor) for key, tensor in held.items()}
+
+
+def shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names of tensors by file, in order: a file takes tensors until their bytes would exceed the limit."""
+    names: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if names and held + size > limit:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    if names:
+        yield names

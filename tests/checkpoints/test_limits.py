@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qcut.checkpoints.formats import qcut
+import qcut
 from qcut.checkpoints.formats.turboquant import writer
 from qcut.checkpoints.formats.turboquant.format import Config
 from qcut.conversion.quantize import quantize

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from qcut.checkpoints.formats import qcut as checkpoint
+import qcut
+from qcut import load
 from qcut.checkpoints.formats.turboquant import format as turboquant
 from qcut.checkpoints.formats.turboquant.format import Config
-from qcut.checkpoints.formats.turboquant.reader import load
 from qcut.checkpoints.formats.turboquant.writer import quantize_model
 from qcut.checkpoints.formats.turboquant.writer import save_turboquant as save
 from qcut.conversion.quantize import quantize
@@ -69,7 +69,7 @@ def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_sample_gives_its_logits(sample: Path):
-    model = checkpoint.load(sample, progress=False)
+    model = qcut.load(sample, progress=False)
     layers = [m for m in model.modules() if isinstance(m, CodebookLinear)]
     assert len(layers) == 15
     assert not any(isinstance(m, nn.Linear) or m.training for m in model.modules())
@@ -267,7 +267,7 @@ def test_models_of_ones_own(tmp_path: Path):
     save(model, tmp_path)
     assert not (tmp_path / "config.json").exists()
     assert load_file(tmp_path / "model.safetensors")["rest_0.indices"].shape == (5, 4)
-    got = checkpoint.load(tmp_path, model=Plain, progress=False)
+    got = qcut.load(tmp_path, model=Plain, progress=False)
     assert got.shared is got.first
     x = normal(4, 20)
     assert torch.equal(got(x), model(x))
@@ -310,7 +310,7 @@ def test_dtypes(tmp_path: Path):
 MODEL, REST, CONFIG = "model.safetensors", "non_quantized.safetensors", "turboquant_config.json"
 UP = "model_layers_0_mlp_up_proj"
 DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
-    "missing": (MODEL, lambda t: t.pop(f"{UP}.norms"), rf"{UP}\.norms' is missing"),
+    "missing": (MODEL, lambda t: t.pop(f"{UP}.norms"), rf"{UP}\.norms': is missing"),
     "wrong shape": (
         MODEL,
         lambda t: t.update({f"{UP}.indices": torch.zeros(48, 15).byte()}),
@@ -320,24 +320,14 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "norms of doubles": (MODEL, lambda t: t.update({f"{UP}.norms": torch.ones(48, 2).double()}), r"norms.*F64.*F32"),
     "one group's norms": (MODEL, lambda t: t.update({f"{UP}.norms": torch.ones(48)}), r"\[48\].*\[48, 2\]"),
     "codebook": (MODEL, lambda t: t.update(codebook=torch.zeros(8)), r"codebook.*\[8\].*\[16\]"),
-    "codebook lost": (MODEL, lambda t: t.pop("codebook"), "codebook' is missing"),
+    "codebook lost": (MODEL, lambda t: t.pop("codebook"), "codebook': is missing"),
     "codebook not ascending": (MODEL, lambda t: t.update(codebook=torch.zeros(16)), "ascend"),
-    "norm of NaN": (
-        MODEL,
-        lambda t: t[f"{UP}.norms"].view(-1)[3].fill_(torch.nan),
-        rf"{UP}\.norms.*found nan at \[1, 1\]",
-    ),
-    "negative norm": (
-        MODEL,
-        lambda t: t[f"{UP}.norms"].view(-1)[3].fill_(-1),
-        rf"{UP}\.norms.*found -1\.0 at \[1, 1\]",
-    ),
     "bias of a layer without": (MODEL, lambda t: t.update({f"{UP}.bias": torch.ones(48)}), r"up_proj\.bias.*no bias"),
     "foreign layer": (MODEL, lambda t: t.update({"nope.indices": torch.zeros(1).byte()}), "'nope'"),
     "foreign part": (MODEL, lambda t: t.update({f"{UP}.zeros": torch.zeros(1)}), r"up_proj\.zeros"),
     "residual unannounced": (MODEL, lambda t: t.update({f"{UP}.pass2_norms": torch.ones(48, 2)}), "residual_bit_width"),
-    "residual missing": (CONFIG, lambda c: c.update(residual_bit_width=4), r"pass2_indices' is missing"),
-    "other group size": (CONFIG, lambda c: c.update(group_size=32), r"norms.*\[.*2\].*\[\d+\] is needed"),
+    "residual missing": (CONFIG, lambda c: c.update(residual_bit_width=4), r"pass2_indices': is missing"),
+    "other group size": (CONFIG, lambda c: c.update(group_size=32), r"norms.*\[.*2\]; needed: .*\[\d+\]"),
     "bits": (CONFIG, lambda c: c.update(bit_width=5), "bit_width is 5; allowed: 2, 3, 4"),
     "bits of a float": (CONFIG, lambda c: c.update(bit_width=4.0), r"bit_width is 4\.0"),
     "fewer bits": (CONFIG, lambda c: c.update(bit_width=3), r"codebook.*\[16\].*\[8\]"),
@@ -486,22 +476,3 @@ def test_models_that_the_format_has_no_place_for(tmp_path: Path):
     with pytest.raises(UnsupportedError, match="codebook of its own"):
         save(model, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_a_failed_save_leaves_no_files_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int):
-    old = llama()
-    save(old, tmp_path)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    calls, real = [], os.fsync
-
-    def failing(file: int) -> None:
-        calls.append(file)
-        if len(calls) > step:
-            raise OSError(28, "No space left on device")
-        real(file)
-
-    monkeypatch.setattr(os, "fsync", failing)
-    with pytest.raises(CheckpointError, match="No space left"):
-        save(llama(Config(bit_width=2, group_size=8)), tmp_path)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

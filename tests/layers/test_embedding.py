@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.formats import qcut as checkpoint
+import qcut
 from qcut.conversion.quantize import model_bytes, quantize
 from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError, RangeError, UnsupportedError
 from qcut.layers.embedding import Embedding
@@ -203,13 +203,11 @@ def test_tied_models(tmp_path: Path, kind: str, scheme: str):
     assert 0 < float((after - before).norm() / before.norm()) < 0.3
     assert all(isinstance(m, Embedding) or name != embed for name, m in model.named_modules())
 
-    checkpoint.save(model, tmp_path)
-    got = checkpoint.load(tmp_path, model=type(model) if kind == "plain" else None, progress=False)
+    qcut.save(model, tmp_path)
+    got = qcut.load(tmp_path, model=type(model) if kind == "plain" else None, progress=False)
     assert got.get_submodule(embed).linear is got.get_submodule(head)
     assert torch.equal(logits(got), after)
-    half = checkpoint.load(
-        tmp_path, model=type(model) if kind == "plain" else None, dtype=torch.float16, progress=False
-    )
+    half = qcut.load(tmp_path, model=type(model) if kind == "plain" else None, dtype=torch.float16, progress=False)
     assert half.get_submodule(embed).dtype is torch.float16
 
 
@@ -229,8 +227,8 @@ def test_untied_models(tmp_path: Path, scheme: str):
     assert isinstance(embed, Embedding)
     assert not embed.tied
     assert report.schemes["lm_head"] == report.schemes["model.embed_tokens"] == scheme
-    checkpoint.save(model, tmp_path)
-    got = checkpoint.load(tmp_path, progress=False)
+    qcut.save(model, tmp_path)
+    got = qcut.load(tmp_path, progress=False)
     assert torch.equal(logits(got), logits(model))
     assert torch.equal(got.model.embed_tokens.dequantized_weight(), embed.dequantized_weight())
 
@@ -270,10 +268,10 @@ def test_saved_embeddings_are_checked(tmp_path: Path):
         ({"transformer.wte": "lm_head"}, r"transformer\.wte"),
         ({"transformer.nope": {"table": "lm_head", "dtype": "float32"}}, r"transformer\.nope"),
     ):
-        checkpoint.save(model, tmp_path)
+        qcut.save(model, tmp_path)
         path = tmp_path / "qcut_config.json"
         data = json.loads(path.read_text())
         data["embeddings"] = change
         path.write_text(json.dumps(data))
         with pytest.raises(CheckpointError, match=message):
-            checkpoint.load(tmp_path, progress=False, verify=False)
+            qcut.load(tmp_path, progress=False, verify=False)

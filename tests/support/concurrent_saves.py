@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.formats import qcut
-from qcut.checkpoints.formats.turboquant import reader, writer
+import qcut
+from qcut.checkpoints.formats.turboquant import writer
 from qcut.checkpoints.formats.turboquant.format import Config
 from qcut.conversion.calibration.calibrate import Calibration, LayerStats
 from qcut.conversion.quantize import quantize
@@ -75,7 +75,7 @@ def load(kind: str, folder: Path) -> int:
         found = {round(float(v) * 127, 2) for m in layers for v in m.weight_scale}  # type: ignore[union-attr]
         found |= {float(v) for v in model.gain.detach()} | {float(v) for m in layers for v in m.bias}  # type: ignore[union-attr]
     else:
-        model = reader.load(folder, model=Net, progress=False)
+        model = qcut.load(folder, model=Net, progress=False)
         layers = [m for m in model.modules() if isinstance(m, CodebookLinear)]
         assert len(layers) == 3
         found = {round(float(v) / 4, 2) for m in layers for v in m.norms.flatten()}

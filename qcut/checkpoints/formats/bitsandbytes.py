@@ -36,19 +36,9 @@ _CONFIG = schema.record(
     more=True,
 )
 _FIELDS = (
-    "_load_in_4bit",
-    "_load_in_8bit",
-    "bnb_4bit_compute_dtype",
-    "bnb_4bit_quant_storage",
-    "bnb_4bit_quant_type",
-    "bnb_4bit_use_double_quant",
-    "llm_int8_enable_fp32_cpu_offload",
-    "llm_int8_has_fp16_weight",
-    "llm_int8_skip_modules",
-    "llm_int8_threshold",
-    "load_in_4bit",
-    "load_in_8bit",
-    "quant_method",
+    *("_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type"),
+    *("bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+    *("llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit", "load_in_8bit", "quant_method"),
 )
 """Types of weights and which layers are quantized stand with the tensors, which are believed."""
 _STATE = schema.record(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.state import shards
 from qcut.common.safetensors_file import write_tensors
 from qcut.common.together import replacing_together
 from qcut.errors import CheckpointError, UnsupportedError
@@ -68,20 +70,20 @@ def save_compressed_tensors(model: nn.Module, directory: str | Path, *, max_shar
         )
     layers = _layers(model)
     tensors = dict(_tensors(model))
-    shards = list(_shards(tensors, max_shard_bytes))
-    count = len(shards)
+    files_of = list(shards({name: size for name, (size, _) in tensors.items()}, max_shard_bytes))
+    count = len(files_of)
     names = [
         f"model-{i:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for i in range(1, count + 1)
     ]
     texts = _texts(model, layers)
     if count > 1:
-        places = {tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
+        places = {tensor: file for file, shard in zip(names, files_of, strict=True) for tensor in shard}
         total = sum(size for size, _ in tensors.values())
         texts[_INDEX] = {"metadata": {"total_size": total}, "weight_map": places}
     _refuse_others(directory, {*names, *texts})
     try:
         with replacing_together(directory, (*names, *texts), _CONFIG, CheckpointError) as files:
-            for file, shard in zip(files[:count], shards, strict=True):
+            for file, shard in zip(files[:count], files_of, strict=True):
                 write_tensors(file, {name: tensors[name][1]().detach().cpu().contiguous() for name in shard})
             for file, data in zip(files[count:], texts.values(), strict=True):
                 file.write(json.dumps(data, indent=2).encode())
@@ -116,11 +118,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Reading]]:
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         if isinstance(module, Int8Linear):
-            yield f"{start}weight", (module.out_features * module.in_features, _codes(module))
-            yield f"{start}weight_scale", (4 * module.out_features, _scale(module))
+            yield f"{start}weight", (module.out_features * module.in_features, partial(getattr, module, "codes"))
+            yield f"{start}weight_scale", (4 * module.out_features, partial(_scale, module))
             if module.bias is not None:
                 bias = _bias(module)
-                yield f"{start}bias", (bias.nbytes, _given(bias))
+                yield f"{start}bias", (bias.nbytes, bias.detach)
             continue
         held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
         for key, tensor in held.items():
@@ -131,15 +133,11 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Reading]]:
                 raise CheckpointError(f"{start}{key}: the tensor is on the meta device and has no values to save")
             if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
                 raise CheckpointError(f"{start}{key}: found {found}; finite values can be saved")
-            yield f"{start}{key}", (tensor.nbytes, _given(tensor))
+            yield f"{start}{key}", (tensor.nbytes, tensor.detach)
 
 
-def _codes(layer: Int8Linear) -> Callable[[], Tensor]:
-    return lambda: layer.codes
-
-
-def _scale(layer: Int8Linear) -> Callable[[], Tensor]:
-    return lambda: layer.weight_scale[:, None]
+def _scale(layer: Int8Linear) -> Tensor:
+    return layer.weight_scale[:, None]
 
 
 def _bias(layer: Int8Linear) -> Tensor:
@@ -147,22 +145,6 @@ def _bias(layer: Int8Linear) -> Tensor:
     assert layer.bias is not None
     short = layer.bias.to(layer.weight_dtype)
     return short if torch.equal(short.to(layer.bias.dtype), layer.bias) else layer.bias
-
-
-def _given(tensor: Tensor) -> Callable[[], Tensor]:
-    return lambda: tensor
-
-
-def _shards(tensors: dict[str, Reading], limit: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, (nbytes, _) in tensors.items():
-        if names and size + nbytes > limit:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += nbytes
-    yield names
 
 
 def _texts(model: nn.Module, layers: dict[str, Int8Linear]) -> dict[str, Any]:

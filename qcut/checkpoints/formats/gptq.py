@@ -18,33 +18,18 @@ from qcut.checkpoints.formats.parts import Parts
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 
-_CONFIG = schema.record(
-    {"bits": schema.integer(1, 64)},
-    {
-        "group_size": (schema.integer(-1), 128),
-        "checkpoint_format": (schema.nothing_or(schema.text()), None),
-        "format": (schema.nothing_or(schema.text()), None),
-        "is_marlin_format": (schema.anything(), None),
-        "pack_dtype": (schema.nothing_or(schema.text()), "int32"),
-        "dynamic": (schema.anything(), None),
-        "sym": (schema.boolean(), False),
-        "desc_act": (schema.nothing_or(schema.boolean()), None),
-        "method": (schema.nothing_or(schema.text(choices=("gptq",))), None),
-    },
-    more=True,
-)
-_FIELDS = (
-    "bits",
-    "group_size",
-    "checkpoint_format",
-    "format",
-    "is_marlin_format",
-    "pack_dtype",
-    "dynamic",
-    "sym",
-    "desc_act",
-    "method",
-)
+_OPTIONAL = {
+    "group_size": (schema.integer(-1), 128),
+    "checkpoint_format": (schema.nothing_or(schema.text()), None),
+    "format": (schema.nothing_or(schema.text()), None),
+    "is_marlin_format": (schema.anything(), None),
+    "pack_dtype": (schema.nothing_or(schema.text()), "int32"),
+    "dynamic": (schema.anything(), None),
+    "sym": (schema.boolean(), False),
+    "desc_act": (schema.nothing_or(schema.boolean()), None),
+    "method": (schema.nothing_or(schema.text(choices=("gptq",))), None),
+}
+_CONFIG = schema.record({"bits": schema.integer(1, 64)}, _OPTIONAL, more=True)
 _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 """What is added to stored zero points, by ``checkpoint_format``."""
 
@@ -55,7 +40,7 @@ class Gptq(Words):
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"
         data = schema.conform(config, _CONFIG, where, CheckpointError)
-        refuse_others(config, {*_FIELDS, *GPTQ_HISTORY}, where)
+        refuse_others(config, {"bits", *_OPTIONAL, *GPTQ_HISTORY}, where)
         version = data["checkpoint_format"] or data["format"] or "gptq"
         if version not in _VERSIONS or data["is_marlin_format"]:
             found = "marlin" if data["is_marlin_format"] else version

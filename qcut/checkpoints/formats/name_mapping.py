@@ -106,7 +106,7 @@ def match(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: 
             layers[name].require("bias", FLOATS, [layers[name].n])
     if not layers and not isinstance(form, Gguf):
         raise CheckpointError(f"{where}: config.json has a quantization_config, and no layer has quantized tensors")
-    holders = _held(model, layers, rest, where)
+    holders = hold(model, layers, rest, where)
     tied = _tied(modules, layers, rest)
     tables = {name for name in (*layers, *tied) if not is_linear(modules[name])}
     return Matched(where, form, modules, layers, tied, tables, rest, holders)
@@ -185,22 +185,39 @@ def _sizes(module: nn.Module, name: str, where: str) -> tuple[int, int]:
     )
 
 
-def _held(model: nn.Module, layers: Mapping[str, Parts], rest: Mapping[str, Stored], where: str) -> list[list[str]]:
-    """Names of each tensor outside quantized layers that is stored, tied ones together, checked against the model."""
+def hold(
+    model: nn.Module, layers: Collection[str], rest: Mapping[str, Stored], where: object, *, computes: bool = True
+) -> list[list[str]]:
+    """Find the place of each stored tensor outside quantized layers, and hold its header to the model.
+
+    Args:
+        model: tied tensors are one tensor.
+        layers: every name of quantized layers.
+        rest: the stored tensors.
+        where: for messages.
+        computes: buffers that are not stored are computed, and other tensors are tied to quantized layers; with False,
+            every tensor has to be stored, once.
+
+    Returns:
+        Names of each stored tensor in the model, tied ones together, one that is stored first.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of a wrong shape or dtype (named).
+    """
     same: dict[int, list[str]] = {}
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    passing = passing_buffers(model)
-    computed = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    passing = passing_buffers(model) if computes else set()
+    computed = {name for name, _ in model.named_buffers(remove_duplicate=False)} if computes else set()
     tensors |= {name: t for name, t in model.named_buffers(remove_duplicate=False) if name not in passing}
     for name, tensor in tensors.items():
         same.setdefault(id(tensor), []).append(name)
     missing, filled, wanted = [], [], set()
     for names in same.values():
         kept = [name for name in names if name.rpartition(".")[0] not in layers]
-        if len(kept) < len(names) and not any(name in rest for name in kept):
-            continue  # tied to a quantized layer
+        if not kept or (computes and len(kept) < len(names) and not any(name in rest for name in kept)):
+            continue  # of a quantized layer, or tied to one
         found = [name for name in kept if name in rest]
-        wanted |= set(kept)
+        wanted |= set(kept if computes else found[:1])
         if not found:
             missing += [name for name in kept[:1] if name not in computed]
             continue

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qcut.common.safetensors_file import TENSOR_DTYPES
+from qcut.common.safetensors_file import TENSOR_DTYPES, TensorFile
 from qcut.errors import CheckpointError
 from qcut.layers.linear import Linear
 from qcut.numerics.checks import out_of_range
@@ -38,6 +38,12 @@ class Stored:
         """A tensor that exists."""
         return cls(_CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), lambda: tensor)
 
+    @classmethod
+    def in_file(cls, file: TensorFile, name: str, verify: bool = True) -> Stored:
+        """A tensor of an open file."""
+        header = file.headers[name]
+        return cls(header.code, tuple(header.shape), lambda: file.read(name, verify=verify))
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -52,14 +58,14 @@ class Parts:
     """
 
     name: str
-    where: str
+    where: object
     n: int
     k: int
     tensors: Mapping[str, Stored]
 
     def error(self, key: str, what: str) -> CheckpointError:
         """The error that one of the tensors is not as it must be."""
-        return CheckpointError(f"{self.where}: tensor '{self.name}.{key}': {what}")
+        return CheckpointError(f"{self.where}: tensor {f'{self.name}.{key}'.removeprefix('.')!r}: {what}")
 
     def only(self, keys: Collection[str]) -> None:
         """Check that no other tensors are there.
@@ -93,15 +99,16 @@ class Parts:
         """Read a tensor."""
         return self.tensors[key].read()
 
-    def read_scales(self, key: str) -> Tensor:
+    def read_scales(self, key: str, least: float | None = None) -> Tensor:
         """Read a tensor of scales.
 
         Raises:
-            CheckpointError: one is NaN or Inf.
+            CheckpointError: one is NaN or Inf, or below the least.
         """
         scales = self.read(key)
-        if found := out_of_range(scales):
-            raise self.error(key, f"found {found}; finite values are needed")
+        if found := out_of_range(scales) if least is None else out_of_range(scales, least):
+            above = "" if least is None else f" from {least:g}"
+            raise self.error(key, f"found {found}; finite values{above} are needed")
         return scales
 
     def read_bias(self) -> Tensor | None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from qcut.checkpoints import hub
-from qcut.checkpoints.formats.reader import format_of, reader_of, stored_config
+from qcut.checkpoints.detect import GGUF, PRETRAINED, QCUT, TURBOQUANT, detect, require_method, stated_quantization
+from qcut.checkpoints.formats.reader import check, format_of
 from qcut.checkpoints.huggingface import causal_class, check_class, plain_config
 from qcut.common import versions
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
@@ -42,23 +43,24 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
     path = Path(name, options.get("subfolder") or "")
     where = f"{name}: config.json"
     if path.exists():
-        reader = reader_of(path)
-        if reader is not None and reader.method == "gguf":
+        stored = detect(path)
+        if stored is not None and stored.format == GGUF:
             raise UnsupportedError(
-                f"{reader.path}: transformers leaves GGUF files to no other quantizer than its own; "
+                f"{stored.path}: transformers leaves GGUF files to no other quantizer than its own; "
                 f"qcut.load({str(name)!r}) reads them as qcut layers"
             )
-        if reader is None:
+        if stored is None or stored.format in (QCUT, PRETRAINED, TURBOQUANT):
             raise CheckpointError(f"{path}: {_NOT_FOREIGN}")
-        where, found = str(path / "config.json"), reader.config
-        reader.check()
+        where, found = str(path / "config.json"), stored.config
+        require_method(found, where)
+        check(stored)
     elif not hub.answers(str(name), **options):
         options = {**options, "local_files_only": True}
     try:
         data, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
         if not path.exists():
-            stated = stored_config(data, where)
-            if stated is None:
+            stated = stated_quantization(data, where)
+            if stated is None or stated["quant_method"] == QCUT:
                 raise CheckpointError(f"{name}: {_NOT_FOREIGN}")
             format_of(stated, where)
             found = stated

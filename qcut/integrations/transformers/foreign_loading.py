@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from qcut.checkpoints.builder import check_no_meta
 from qcut.checkpoints.formats.name_mapping import match
 from qcut.checkpoints.formats.parts import Stored
 from qcut.checkpoints.formats.reader import format_of, stored_in
-from qcut.checkpoints.skeleton import check_no_meta
 from qcut.errors import CheckpointError
 from qcut.integrations.transformers.placing import ignore_unexpected, keep_present_ties, tie_parameters, without_weight
 from qcut.layers.linear import state_dtype

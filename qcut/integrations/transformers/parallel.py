@@ -56,7 +56,7 @@ class TensorParallel:
     - The first process adds the bias of a layer that is cut along K.
 
     A process holds one layer in whole while that is quantized, or one stored tensor while that is read; see
-    `qcut.integrations.transformers.online` and `qcut.integrations.transformers.stored_parts`.
+    `qcut.integrations.transformers.online` and `qcut.integrations.transformers.stored`.
 
     Args:
         model: on the meta device, before transformers cuts it.

@@ -111,14 +111,8 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
             self._loading = ForeignLoading(model, config.foreign, [Path(file) for file in checkpoint_files or ()])
         elif self.pre_quantized:
             from qcut.integrations.transformers.stored import StoredLoading
-            from qcut.integrations.transformers.stored_parts import StoredPartsLoading
 
-            paths = checkpoint_paths(checkpoint_files)
-            self._loading = (
-                StoredLoading(model, config.stored, paths)
-                if parallel is None
-                else StoredPartsLoading(model, config.stored, paths, parallel)
-            )
+            self._loading = StoredLoading(model, config.stored, checkpoint_paths(checkpoint_files), parallel)
         else:
             from qcut.checkpoints.skeleton import check_kinds
             from qcut.integrations.transformers.online import OnlineLoading

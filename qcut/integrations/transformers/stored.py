@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.builder import fill_layer, tie_layers
+from qcut.checkpoints.description import Description, description_of
 from qcut.checkpoints.headers import check_layer_sizes
 from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
-from qcut.checkpoints.quantization_config import description_of
-from qcut.checkpoints.skeleton import check_kinds
+from qcut.checkpoints.skeleton import Skeleton, check_kinds, skeleton_of
 from qcut.checkpoints.state import passing_buffers
 from qcut.common.safetensors_file import TENSOR_DTYPES, TensorFile
 from qcut.common.safetensors_header import TensorHeader
-from qcut.errors import CheckpointError
+from qcut.errors import CheckpointError, UnsupportedError
+from qcut.integrations.transformers.parallel import TensorParallel, Whole
 from qcut.integrations.transformers.placing import (
     ignore_unexpected,
     keep_present_ties,
@@ -42,19 +44,32 @@ class StoredLoading:
     Modules stay in place until all tensors have arrived, with the buffers that the checkpoint stores in place of their
     weights: transformers sets attributes, and knows no layer that lays its tensors out anew.
 
+    Under tensor parallelism transformers would read tensors ahead, in whole. Those of quantized layers therefore stay
+    in the files until the float ones have arrived. Each is read into memory of the CPU and cut there, and the shard
+    goes to the process's device: a process holds its shards and one stored tensor.
+
     Args:
         model: on the meta device.
         stored: ``quantization_config`` of the checkpoint.
         files: safetensors files of the checkpoint; none where transformers was given a state dict.
+        parallel: where the model is cut across processes.
 
     Raises:
         CheckpointError: a description that is damaged, newer, or does not fit the model; a tensor that is missing,
             superfluous, or of another dtype or shape (named).
+        UnsupportedError: a layer that cannot be cut (named); or, of a model that is cut, no safetensors files, or
+            tensors that are stored under other names than the model's.
     """
 
     report = None
 
-    def __init__(self, model: Any, stored: Mapping[str, Any], files: list[Path]) -> None:
+    def __init__(
+        self, model: Any, stored: Mapping[str, Any], files: list[Path], parallel: TensorParallel | None = None
+    ) -> None:
+        if parallel is not None and not files:
+            raise UnsupportedError(
+                f"tp_size={parallel.size} for a quantized model in a state dict; allowed: a folder of safetensors files"
+            )
         where = files[0].parent / _WHERE if files else _WHERE
         self._where = where
         whole = description_of(stored, f"{where}: quantization_config")
@@ -85,6 +100,32 @@ class StoredLoading:
         keep_present_ties(model)
         if files:
             self._check(model, headers)
+        self._parallel = parallel
+        self._files = ExitStack()
+        weakref.finalize(self, self._files.close)
+        if parallel is not None:
+            self._leave_in_files(model, parallel)
+
+    def _leave_in_files(self, model: Any, parallel: TensorParallel) -> None:
+        tables = {spec["table"] for spec in self._saved.embeddings.values()}
+        parallel.keep_whole(sorted({*self._saved.embeddings, *tables}))
+        layers = self._skeleton.layers.items()
+        parallel.check(
+            {name: Whole(one.scheme, one.out_features, one.in_features, one.activation) for name, one in layers}
+        )
+        self._base = f"{model.base_model_prefix}."
+        self._file_of: dict[str, tuple[TensorFile, str]] = {}
+        for path in self._paths:
+            file = self._files.enter_context(TensorFile(path, CheckpointError))
+            self._file_of |= {name.removeprefix(self._base): (file, name) for name in file.headers}
+        for name, wanted in self._keys.items():
+            module = model.get_submodule(name)
+            for key in wanted:
+                full = f"{name}.{key}"
+                self._place(self._saved.tied.get(full, full), parallel)
+                module._buffers.pop(key, None)
+            module.__dict__.setdefault("bias", None)
+        ignore_unexpected(model, [rf"(^|\.){re.escape(name.removeprefix(self._base))}\." for name in self._keys])
 
     def finish(self, model: Any) -> None:
         """Make the layers of what has arrived, one after another, and put them in place.
@@ -108,9 +149,14 @@ class StoredLoading:
         state_dtype(model, dtype)
         for name in self._saved.embeddings:
             model.get_submodule(name).dtype = dtype
+        if self._parallel is not None:
+            self._parallel.install()
 
     def _fill(self, model: Any) -> None:
         """Make the layers of the skeleton."""
+        if self._parallel is not None:
+            self._fill_shards(model, self._parallel)
+            return
         held = {name: self._arrived(model, name) for name in self._keys}
         for name, layer in self._skeleton.layers.items():
             state = {}
@@ -127,11 +173,40 @@ class StoredLoading:
                         f"{self._where}: tensor {owner!r}: found {tensor.dtype}, {wanted.dtype} is needed"
                     )
                 state[key] = tensor.to(wanted.dtype)  # transformers may have widened it, which loses nothing
-            if problem := layer.state_problem(state):
-                raise CheckpointError(f"{self._where}: tensor {f'{name}.{problem[0]}'!r}: {problem[1]}")
-            fill_layer(layer, state, f"{self._where}: layer {name!r}")
+            fill_layer(layer, state, name, self._where)
             layer.train(False)
             self._drop(model, name, held)
+
+    def _fill_shards(self, model: Any, parallel: TensorParallel) -> None:
+        """Read the layers from the files, and make this process's shards of them; the bias is read whole."""
+        device: torch.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        with self._files:
+            for name, layer in self._skeleton.layers.items():
+                state = {key: self._shard(name, key, parallel).to(device) for key in self._keys[name]}
+                if not parallel.is_cut(name):
+                    fill_layer(layer, state, name, self._where)
+                    layer.train(False)
+                    continue
+                bias = state.pop("bias", None)
+                shard = parallel.made_of(name, state)
+                if bias is not None:
+                    parallel.set_bias(name, shard, bias)
+                self._skeleton.layers[name] = self._skeleton.modules[name] = shard
+
+    def _shard(self, name: str, key: str, parallel: TensorParallel) -> Tensor:
+        full = f"{name}.{key}"
+        file, stored = self._place(self._saved.tied.get(full, full), parallel)
+        tensor = file.read(stored)
+        return tensor if key == "bias" else parallel.cut(name, key, tensor)
+
+    def _place(self, name: str, parallel: TensorParallel) -> tuple[TensorFile, str]:
+        place = self._file_of.get(name.removeprefix(self._base))
+        if place is None:
+            raise UnsupportedError(
+                f"{self._where}: tp_size={parallel.size}, and tensor {name!r} is not stored under the name that the "
+                "model has; allowed: one process"
+            )
+        return place
 
     def _read_stored(self, name: str, device: torch.device) -> Tensor | None:
         """A tensor of the files whose place the model does not have."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import qcut
 from qcut.checkpoints.contents import contents
-from qcut.checkpoints.formats.reader import format_of, layer_of, reader_of
+from qcut.checkpoints.detect import detect
+from qcut.checkpoints.formats.reader import format_of, layer_of
 from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.formats import samples
@@ -57,38 +58,24 @@ def test_the_commands_loader_reads_it(tmp_path: Path) -> None:
     assert model.get_submodule(FIRST).scheme.name == "int4_g32_shifted_ordered"
 
 
-def test_layers_without_a_model(tmp_path: Path) -> None:
-    samples.write(tmp_path, CONFIG, pack)
-    reader = reader_of(tmp_path)
-    assert reader is not None
-    with reader.layers() as (form, tensors):
-        own = {key.removeprefix(f"{FIRST}."): t.read() for key, t in tensors.items() if key.startswith(FIRST)}
-        assert layer_of(form, FIRST, own, 64, 64).scheme.name == "int4_g32_shifted_ordered"
-
-
 def test_shards(tmp_path: Path) -> None:
-    samples.write(tmp_path, CONFIG, pack)
-    whole = qcut.load(tmp_path, progress=False)(samples.IDS).logits
+    samples.write(tmp_path, CONFIG, pack, attention_bias=True, mlp_bias=True)
+    model = qcut.load(tmp_path, dtype=torch.float32, progress=False)
+    assert model.get_submodule(FIRST).bias is not None
+    whole = model(samples.IDS).logits
     tensors = load_file(tmp_path / "model.safetensors")
     names = sorted(tensors)
     (tmp_path / "model.safetensors").unlink()
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
     for file, own in parts.items():
         save_file({name: tensors[name] for name in own}, tmp_path / file)
-    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    index = {"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"stray": torch.ones(1)}, tmp_path / "stray.safetensors")  # not in the index
-    assert torch.equal(qcut.load(tmp_path, progress=False)(samples.IDS).logits, whole)
+    assert torch.equal(samples.loaded(tmp_path)(samples.IDS).logits, whole)
     index["weight_map"]["x"] = "../a.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     samples.refused(tmp_path, CheckpointError, r"found the file name '\.\./a\.safetensors'")
-
-
-def test_a_tied_classifier_stays_float(tmp_path: Path) -> None:
-    samples.write(tmp_path, CONFIG, pack, tie_word_embeddings=True)
-    samples.change(tmp_path, lambda t: t.pop("lm_head.weight", None))
-    model = qcut.load(tmp_path, progress=False)
-    assert model.get_submodule("lm_head").weight is model.get_submodule("model.embed_tokens").weight
 
 
 def test_a_quantized_classifier_beside_a_float_table(tmp_path: Path) -> None:
@@ -123,14 +110,14 @@ def test_older_files_beside_the_configuration(tmp_path: Path) -> None:
     del quantization["quant_method"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "quantize_config.json").write_text(json.dumps(quantization))
-    assert qcut.load(tmp_path, progress=False).get_submodule(FIRST).scheme.name == "int4_g32_shifted_ordered"
+    assert samples.loaded(tmp_path).get_submodule(FIRST).scheme.name == "int4_g32_shifted_ordered"
 
 
 def test_what_is_not_foreign(tmp_path: Path) -> None:
-    assert reader_of(tmp_path / "nothing") is None
-    assert reader_of(tmp_path) is None
+    assert detect(tmp_path / "nothing") is None
+    assert detect(tmp_path) is None
     samples.llama().save_pretrained(tmp_path)
-    assert reader_of(tmp_path) is None
+    assert detect(tmp_path) is None
     (tmp_path / "x.gguf").write_bytes(b"not one")
     with pytest.raises(CheckpointError, match=r"x\.gguf: not a GGUF file"):
         qcut.load(tmp_path / "x.gguf", progress=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, LlamaForCausalLM
 
@@ -110,25 +110,6 @@ def test_several_devices_are_refused(tmp_path: Path) -> None:
         samples.served(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "off")
 
 
-def test_biases_and_shards(tmp_path: Path) -> None:
-    write(tmp_path, attention_bias=True, mlp_bias=True)
-    whole = samples.served(tmp_path)
-    assert whole.get_submodule(FIRST).bias is not None
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    names = sorted(tensors)
-    parts = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
-    for file, own in parts.items():
-        save_file({name: tensors[name] for name in own}, tmp_path / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, own in parts.items() for name in own}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert same(samples.served(tmp_path), whole)
-    index["weight_map"]["x"] = "../a.safetensors"
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"found the file name '\.\./a\.safetensors'"):
-        samples.served(tmp_path)
-
-
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_tied_classifier_stays_float(stored: bool, tmp_path: Path) -> None:
     write(tmp_path, tie_word_embeddings=True)
@@ -136,23 +117,6 @@ def test_a_tied_classifier_stays_float(stored: bool, tmp_path: Path) -> None:
         samples.change(tmp_path, lambda t: t.pop("lm_head.weight", None))
     model = samples.served(tmp_path, dtype=torch.float16)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert same(model, qcut.load(tmp_path, dtype=torch.float16))
-    model.save_pretrained(tmp_path / "ours")
-    assert same(opened(tmp_path / "ours"), model)
-
-
-def test_a_quantized_classifier_beside_a_float_table(tmp_path: Path) -> None:
-    write(tmp_path, tie_word_embeddings=True)
-    packed, _ = sorted_columns("", samples.llama(tie_word_embeddings=True).lm_head.weight.detach())
-
-    def edit(tensors: dict[str, Tensor]) -> None:
-        tensors.pop("lm_head.weight", None)
-        tensors.update({f"lm_head.{key}": t.contiguous() for key, t in packed.items()})
-
-    samples.change(tmp_path, edit)
-    model = samples.served(tmp_path, dtype=torch.float16)
-    assert isinstance(model.lm_head, Linear)
-    assert isinstance(model.model.embed_tokens, torch.nn.Embedding)
     assert same(model, qcut.load(tmp_path, dtype=torch.float16))
     model.save_pretrained(tmp_path / "ours")
     assert same(opened(tmp_path / "ours"), model)
@@ -276,16 +240,6 @@ def test_classes_and_code_from_elsewhere_are_refused(tmp_path: Path) -> None:
             qcut.foreign_config(tmp_path)
     path.write_text(json.dumps(config)[:-5])
     samples.refused(tmp_path, CheckpointError, "not readable as JSON")
-
-
-def test_older_files_beside_the_configuration(tmp_path: Path) -> None:
-    expected = samples.served(write(tmp_path / "new"))
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
-    quantization = config.pop("quantization_config")
-    del quantization["quant_method"]
-    (tmp_path / "new" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "new" / "quantize_config.json").write_text(json.dumps(quantization))
-    assert same(samples.served(tmp_path / "new"), expected)
 
 
 def test_subfolders(tmp_path: Path) -> None:

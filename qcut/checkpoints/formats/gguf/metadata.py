@@ -18,20 +18,9 @@ from qcut.checkpoints.formats.gguf.container import GgufTensor
 from qcut.errors import CheckpointError, UnsupportedError
 
 _READ = (
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.value_length",
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scale_linear",
-    "rope.scaling.factor",
-    "rope.scaling.type",
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+    *("attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length"),
+    *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.factor", "rope.scaling.type"),
     "vocab_size",
 )
 _DESCRIPTIONS = ("rope.scaling.finetuned", "rope.scaling.original_context_length")

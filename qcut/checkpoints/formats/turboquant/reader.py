@@ -15,22 +15,26 @@ as its quantizer has them; its reader knows the seeds of ``different`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from qcut.checkpoints.builder import Builder, check_no_meta
+from qcut.checkpoints.detect import Detected, Options
+from qcut.checkpoints.formats.name_mapping import hold
+from qcut.checkpoints.formats.parts import FLOATS, Parts, Stored
 from qcut.checkpoints.formats.turboquant.format import Config, pass_seeds
 from qcut.checkpoints.headers import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS
 from qcut.checkpoints.huggingface import causal_class, model_of
-from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.common.digests import bytes_digest
 from qcut.common.progress import progress_bar
 from qcut.common.reading import JSON_BYTES, parse_json, read_bounded
-from qcut.common.safetensors_file import TENSOR_DTYPES, TensorFile
+from qcut.common.safetensors_file import TensorFile
 from qcut.common.safetensors_header import TensorHeader
 from qcut.common.together import open_together
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
@@ -47,40 +51,19 @@ MODEL_NAME = "config.json"
 FILE_NAMES = (*TURBOQUANT_TENSORS, MODEL_NAME, TURBOQUANT_CONFIG)
 PASS_PARTS = (("indices", "norms", "codebook"), ("pass2_indices", "pass2_norms", "pass2_codebook"))
 _PARTS = {part for parts in PASS_PARTS for part in parts} - {"codebook"} | {"bias"}
-_FLOATS = ("F16", "BF16", "F32", "F64")
 
 Headers = Mapping[str, TensorHeader]
 Opened = Mapping[str, tuple[Path, BinaryIO]]
 
 
-def load(
-    directory: str | Path,
-    *,
-    model: nn.Module | Callable[[], nn.Module] | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    progress: bool = True,
-    verify: bool = True,
-) -> nn.Module:
-    """Read a directory and return the model, ready to run, in evaluation mode.
+def load(found: Detected, options: Options) -> nn.Module:
+    """Read a folder of the turboquant-model package, or of qcut's writer of its format; arguments as `qcut.load`.
 
-    The model is built on the meta device; names, shapes and dtypes of all tensors are checked against the files'
-    headers before any is read, then they are read one at a time. No code of the directory is run, and no pickle read.
     The layers multiply by 16-bit activations (scheme ``codebook``, activation ``fp16``).
 
-    Args:
-        directory: with the files above.
-        model: for models that are not causal language models of transformers: see `qcut.load`.
-        device: where the tensors shall be.
-        dtype: what floating parameters outside quantized layers are cast to; None keeps what was saved.
-        progress: show a progress bar.
-        verify: compare the digests that qcut's writer leaves in the files; see `qcut.load`.
-
     Raises:
-        CheckpointError: a file is missing, truncated, damaged, a pickle, foreign or of another save; a tensor is
-            missing, superfluous, of a wrong shape or dtype, or holds what cannot be (named); the model cannot be built,
-            or two of its layers have the same name but for dots and underscores. A model passed in is then incomplete
-            only if reading fails after all checks have passed.
+        CheckpointError: as `qcut.load`; a file is a pickle, or of another save; or two of the model's layers have the
+            same name but for dots and underscores.
         UnsupportedError: entropy coding, factored norms, quantized embeddings, or a key of the configuration that is
             not known (named).
 
@@ -88,7 +71,8 @@ def load(
 
     Source: docs/schemes.md, section 4.
     """
-    directory = Path(directory)
+    model, device, dtype, progress, verify = options
+    directory = found.path
     with ExitStack() as stack:
         opened = open_together(directory, FILE_NAMES, TURBOQUANT_CONFIG, CheckpointError)
         for _, file in opened.values():
@@ -101,27 +85,30 @@ def load(
             count = len(quantized.headers) + len(others.headers)
             with torch.device("meta"):
                 model = _skeleton(texts[MODEL_NAME], directory / MODEL_NAME, count) if model is None else model()
-        names = _resolve(quantized.headers, model, quantized.path)
         linears = linear_layers(model)
-        _require(quantized.headers, "codebook", ("F32",), [1 << config.bit_width], quantized.path)
-        for stem, name in names.items():
-            _check_layer(quantized.headers, stem, name, linears[name], config, quantized.path)
-        rest = _check_rest(others.headers, model, set(names.values()), others.path)
-
-        layers: dict[int, nn.Module] = {}
-        with progress_bar(len(names) + len(rest), "load", "tensor", shown=progress) as advance:
-            for index, (stem, name) in enumerate(names.items()):
-                module = linears[name]
-                layer = _read_layer(quantized, stem, name, module.in_features, config, index, device, verify)
-                layers[id(module)] = layer.train(False)
+        stored = {name: Stored.in_file(quantized, name, verify) for name in quantized.headers}
+        names = _resolve(quantized.headers, model, quantized.path)
+        Parts("", quantized.path, 0, 0, stored).require("codebook", ("F32",), [1 << config.bit_width])
+        layers = _layers(stored, names, linears, quantized.path)
+        for name, parts in layers.items():
+            _check_layer(parts, name, linears[name], config)
+        replaced = {id(linears[name]) for name in layers}
+        everywhere = {name for name, m in model.named_modules(remove_duplicate=False) if id(m) in replaced}
+        rest = {name: Stored.in_file(others, name, verify) for name in others.headers}
+        holders = hold(model, everywhere, rest, others.path, computes=False)
+        builder = Builder(model, device, dtype)
+        new: dict[int, nn.Module] = {}
+        with progress_bar(len(layers) + len(holders), "load", "tensor", shown=progress) as advance:
+            for index, (name, parts) in enumerate(layers.items()):
+                new[id(linears[name])] = _read_layer(parts, name, config, index, device).train(False)
                 advance(1)
-            replace_modules(model, layers)
-            for stored, holders in rest.items():
-                _fill(model, holders, others, stored, device, dtype, verify)
+            for same in holders:
+                builder.put(same, rest[same[0]].read(), others.path)
                 advance(1)
+        replace_modules(model, new)
     check_no_meta(dict(model.named_modules()), directory)
     state_dtype(model, dtype or float_dtype(model))
-    return model.eval()
+    return model
 
 
 def _text(opened: Opened, directory: Path, name: str) -> bytes | None:
@@ -235,87 +222,53 @@ def _resolve(headers: Headers, model: nn.Module, path: Path) -> dict[str, str]:
     return names
 
 
-def _require(headers: Headers, name: str, dtypes: tuple[str, ...], shape: list[int], path: Path) -> None:
-    if name not in headers:
-        raise CheckpointError(f"{path}: tensor {name!r} is missing")
-    dtype, stored_shape = headers[name].code, headers[name].shape
-    if dtype not in dtypes or stored_shape != shape:
-        raise CheckpointError(
-            f"{path}: tensor {name!r}: found {dtype} {stored_shape}, {' or '.join(dtypes)} {shape} is needed"
-        )
+def _layers(
+    stored: Mapping[str, Stored], names: Mapping[str, str], linears: Mapping[str, nn.Linear], path: Path
+) -> dict[str, Parts]:
+    """What the file holds of each layer, with the codebook that all share, by the layer's name in the model."""
+    shared = {"codebook": stored["codebook"]}
+    own: dict[str, dict[str, Stored]] = {stem: dict(shared) for stem in names}
+    for full, tensor in stored.items():
+        stem, _, key = full.partition(".")
+        if key:
+            own[stem][key] = tensor
+    sizes = {stem: (linears[name].out_features, linears[name].in_features) for stem, name in names.items()}
+    return {name: Parts(stem, path, *sizes[stem], own[stem]) for stem, name in names.items()}
 
 
-def _check_layer(headers: Headers, stem: str, name: str, module: nn.Linear, config: Config, path: Path) -> None:
-    n, k = module.out_features, module.in_features
+def _check_layer(parts: Parts, name: str, module: nn.Linear, config: Config) -> None:
+    n, k = parts.n, parts.k
     groups = -(-k // (config.group_size or k))
     widths = (config.bit_width, config.residual_bit_width)
     for (indices, norms, values), bits in zip(PASS_PARTS, widths, strict=True):
         if bits is None:
-            if extra := sorted(p for p in (indices, norms, values) if f"{stem}.{p}" in headers):
-                raise CheckpointError(f"{path}: layer {name!r} has {extra}, but residual_bit_width is null")
+            if extra := sorted(p for p in (indices, norms, values) if p in parts.tensors):
+                raise CheckpointError(f"{parts.where}: layer {name!r} has {extra}, but residual_bit_width is null")
             continue
-        _require(headers, f"{stem}.{indices}", ("U8",), [n, -(-k // 2)], path)
-        _require(headers, f"{stem}.{norms}", ("F32", "F16"), [n] if groups == 1 else [n, groups], path)
-        if values != "codebook":
-            _require(headers, f"{stem}.{values}", ("F32",), [1 << bits], path)
-    bias = f"{stem}.bias"
+        parts.require(indices, ("U8",), [n, -(-k // 2)])
+        parts.require(norms, ("F32", "F16"), [n] if groups == 1 else [n, groups])
+        parts.require(values, ("F32",), [1 << bits])
     if module._parameters.get("bias") is not None:
-        _require(headers, bias, ("F32", "F16", "BF16"), [n], path)
-    elif bias in headers:
-        raise CheckpointError(f"{path}: tensor {bias!r}: the model's layer has no bias")
+        parts.require("bias", FLOATS, [n])
+    elif "bias" in parts.tensors:
+        raise parts.error("bias", "the model's layer has no bias")
 
 
-def _check_rest(
-    headers: Headers, model: nn.Module, layers: set[str], path: Path
-) -> dict[str, list[tuple[str, Tensor]]]:
-    """Name in the file → the names and tensors of the model that it fills: several where they are tied."""
-    holders: dict[int, list[tuple[str, Tensor]]] = {}
-    replaced = {id(model.get_submodule(name)) for name in layers}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if id(module) not in replaced:
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    holders.setdefault(id(tensor), []).append((f"{prefix}.{key}" if prefix else key, tensor))
-    filled = {}
-    missing = []
-    for same in holders.values():
-        stored = [name for name, _ in same if name in headers]
-        if not stored:
-            missing.append(same[0][0])
-            continue
-        tensor = same[0][1]
-        exact = next((code for code, dtype in TENSOR_DTYPES.items() if dtype == tensor.dtype), "")
-        _require(headers, stored[0], _FLOATS if tensor.is_floating_point() else (exact,), list(tensor.shape), path)
-        filled[stored[0]] = same
-    foreign = sorted(headers.keys() - filled.keys())
-    if missing or foreign:
-        raise CheckpointError(
-            f"{path}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
-            f"the first is {(missing or foreign)[0]!r}"
-        )
-    return filled
-
-
-def _read_layer(
-    file: TensorFile, stem: str, name: str, k: int, config: Config, index: int, device: torch.device | str, verify: bool
-) -> CodebookLinear:
-    path = file.path
-    size = config.group_size or k
+def _read_layer(parts: Parts, name: str, config: Config, index: int, device: torch.device | str) -> CodebookLinear:
+    size = config.group_size or parts.k
     strategy: Any = config.rotation_strategy
     seeds = pass_seeds(config.seed, config.residual_seed, strategy, index)
     passes = []
-    for parts, bits, seed in zip(PASS_PARTS, (config.bit_width, config.residual_bit_width), seeds, strict=True):
+    for keys, bits, seed in zip(PASS_PARTS, (config.bit_width, config.residual_bit_width), seeds, strict=True):
         if bits is None:
             continue
-        names = [part if part == "codebook" else f"{stem}.{part}" for part in parts]
-        stored, norms, values = (file.read(one, verify=verify) for one in names)
-        indices = packing.unpack(stored, 4, k)
+        indices = packing.unpack(parts.read(keys[0]), 4, parts.k)
         if int(indices.max()) >= 1 << bits:
-            raise CheckpointError(f"{path}: tensor {names[0]!r} has index {int(indices.max())}; {bits} bits hold less")
-        if found := out_of_range(norms, 0.0):
-            raise CheckpointError(f"{path}: tensor {names[1]!r}: found {found}; finite norms from 0 are needed")
+            raise parts.error(keys[0], f"found the index {int(indices.max())}; {bits} bits hold less")
+        norms, values = parts.read_scales(keys[1], 0.0), parts.read(keys[2])
         if out_of_range(values) or bool((values.diff() <= 0).any()):
-            raise CheckpointError(f"{path}: tensor {names[2]!r}, a codebook, does not ascend: {values.tolist()}")
+            owner = replace(parts, name="") if keys[2] == "codebook" else parts
+            raise owner.error(keys[2], f"a codebook, does not ascend: {values.tolist()}")
         kind: Any = config.rotation
         passes.append(RotatedCodebook(indices, norms.view(len(norms), -1), values, size, kind, seed))
     # A layer has norms of one dtype; the package may store halves for the first pass and floats for the second.
@@ -324,14 +277,12 @@ def _read_layer(
         RotatedCodebook(p.indices.to(device), p.norms.to(device, dtype), p.values.to(device), size, p.rotation, p.seed)
         for p in passes
     ]
-    bias = f"{stem}.bias"
-    held = file.read(bias, verify=verify).to(device, torch.float32) if bias in file.headers else None
-    if held is not None and (found := out_of_range(held)):
-        raise CheckpointError(f"{path}: tensor {bias!r}: found {found}; finite values are needed")
+    bias = parts.read_bias()
     try:
+        held = None if bias is None else bias.to(device)
         return CodebookLinear.from_passes(moved, held, layer_scheme(config, moved), name=name)
     except QcutError as exc:
-        raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
+        raise CheckpointError(f"{parts.where}: layer {name!r}: {exc}") from exc
 
 
 def layer_scheme(config: Config, passes: Sequence[RotatedCodebook]) -> Codebook:
@@ -345,22 +296,3 @@ def layer_scheme(config: Config, passes: Sequence[RotatedCodebook]) -> Codebook:
         residual_seed=passes[-1].seed if len(passes) > 1 else config.residual_seed,
         norm_dtype="fp32" if passes[0].norms.dtype is torch.float32 else "fp16",
     )
-
-
-def _fill(
-    model: nn.Module,
-    holders: list[tuple[str, Tensor]],
-    file: TensorFile,
-    stored: str,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    verify: bool,
-) -> None:
-    new = as_like(file.read(stored, verify=verify), holders[0][1], device, dtype)
-    is_parameter = isinstance(new, nn.Parameter)
-    if is_parameter and (found := out_of_range(new.detach())):
-        raise CheckpointError(f"{file.path}: tensor {stored!r}: found {found}; finite values are needed")
-    for name, _ in holders:
-        parent, _, key = name.rpartition(".")
-        module = model.get_submodule(parent)
-        (module._parameters if is_parameter else module._buffers)[key] = new  # type: ignore[assignment]
