@@ -14,6 +14,7 @@ from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.append import RotateAndAppend
+from qcut.jit.debug import logs_choice
 
 Attention = AttentionDecode | AttentionMma
 PromptKernel = PromptMma | PromptWgmma
@@ -42,6 +43,7 @@ def emit_attention(desc: Attention) -> KernelSource:
     return emit_attention_mma(desc) if isinstance(desc, AttentionMma) else emit_attention_decode(desc)
 
 
+@logs_choice
 def select_attention(
     x: DType,
     cache: DType,
@@ -162,6 +164,7 @@ def prompt_attention_menu(
     return ()
 
 
+@logs_choice
 def select_prompt_attention(
     x: DType,
     cache: DType,

@@ -34,6 +34,7 @@ from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream.codebook import CodebookStreamTile
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
+from qcut.jit.debug import logs_choice
 
 Rotation = RotateTokens | RotateTokensDense
 
@@ -80,6 +81,7 @@ def starts_early(rows: int, k: int) -> bool:
     return rows * k not in _LATE_TOKENS
 
 
+@logs_choice
 def select_rotation(
     kind: str,
     x: DType,
@@ -187,6 +189,7 @@ def problem_of(
     return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs)
 
 
+@logs_choice
 def select(
     problem: CodebookProblem, m: int, n: int, units: int, target: Target, *, cutlass: bool = False
 ) -> CodebookChoice:

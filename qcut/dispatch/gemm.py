@@ -37,6 +37,7 @@ from qcut.emitters.stream import w8a16 as w8a16_stream
 from qcut.emitters.stream.w8a8 import W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 from qcut.errors import ConfigError
+from qcut.jit.debug import logs_choice
 
 W8A16_CUTLASS_WALK = (4, 1)
 """Swizzle and raster where none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
@@ -69,6 +70,7 @@ class Choice:
 # ── selection ────────────────────────────────────────────────────────────────────────────────────
 
 
+@logs_choice
 def select_gemm(
     problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True, tensor_cores: bool = True
 ) -> Choice:
@@ -164,6 +166,7 @@ def _distance(m: int, row: tables.Row) -> float:
     return abs(math.log(max(m, 1) / row.m))
 
 
+@logs_choice
 def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, nvcc: bool = True) -> Choice:
     """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own.
 
