@@ -479,7 +479,7 @@ def attention(
     """
     (batch, _, head), dtype = q.shape, q.dtype
     last = positions.view(batch, 1, 1, 1)
-    unseen = torch.arange(keys.shape[2], device="cpu").view(-1, 1) > last
+    unseen = torch.arange(keys.shape[2], dtype=torch.int64, device="cpu").view(-1, 1) > last
     rows = q.double().view(batch, keys.shape[1], -1, head)
     k, stored = (t.double().masked_fill(unseen, 0) for t in (keys, values))
     v = stored

@@ -20,8 +20,10 @@ torch.cuda.synchronize()
 
 
 def test_choices_and_launches_are_logged() -> None:
-    environment = os.environ | {"QCUT_DEBUG": "choice,launch", "QCUT_BUILD": "wait", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"QCUT_DEBUG": "choice,launch", "QCUT_BUILD": "wait", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     first, _, second = done.stderr.partition("again\n")
     assert "qcut: choice: select_gemm(" in first
     assert "reason=" in first
