@@ -21,12 +21,12 @@ else:
     import tomli as tomllib
 
 TESTS = (
-    "tests/checkpoints/foreign",
+    "tests/checkpoints/formats",
     "tests/checkpoints/test_huggingface.py",
     "tests/checkpoints/test_pretrained.py",
     "tests/cli/test_models.py",
     "tests/engine/test_engine.py",
-    "tests/engine/text",
+    "tests/text",
     "tests/integrations/transformers/test_foreign.py",
     "tests/integrations/transformers/test_new_heads.py",
     "tests/integrations/transformers/test_parallel.py::test_older_versions_are_refused",

@@ -33,7 +33,7 @@ ELSEWHERE = {
 }
 """Pages whose Python is run by another test."""
 NOT_RUN = {
-    "docs/foreign-checkpoints.md": "files of 5 GB from a hub; tests/checkpoints/foreign reads small ones",
+    "docs/foreign-checkpoints.md": "files of 5 GB from a hub; tests/checkpoints/formats reads small ones",
     "docs/serving.md": "needs vLLM; tests/integrations/vllm makes the same calls",
 }
 """Pages whose Python cannot run here."""
