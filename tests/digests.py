@@ -142,16 +142,16 @@ def tokens() -> Facts:
 def helps() -> Facts:
     """What the command line says of itself."""
 
-    def told(*words: str) -> str:
+    def help_of(*words: str) -> str:
         command = [sys.executable, "-m", "qcut", *words, "--help"]
         run = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}, check=True)
         return run.stdout
 
-    whole = told()
+    whole = help_of()
     yield "qcut", whole
     for command in re.findall(r"^    (\w+)(?:  |$)", whole, re.MULTILINE):
         if command != "COMMAND":
-            yield f"qcut {command}", told(command)
+            yield f"qcut {command}", help_of(command)
 
 
 SECTIONS = (schemas, kernels, choices, saved, tokens, helps)

@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the command line; what is left over is an error of the command, and no other is told of it."""
+        """Parse the command line; what is left over is an error of the command, and no other command sees it."""
         found, extra = self.parse_known_args(args, namespace)
         if extra:
             command = getattr(found, "parser", self)

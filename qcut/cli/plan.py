@@ -248,17 +248,17 @@ def _bought(plan: Plan) -> str:
     moved = sum(bool(layer.reason) for layer in plan.layers.values())
     loss = "the relative increase of perplexity" if plan.metric == "perplexity" else "the relative error of the output"
     if not moved:
-        told = "Every layer has its cheapest scheme: all of them together stay within the budget."
+        text = "Every layer has its cheapest scheme: all of them together stay within the budget."
     else:
         layers = "1 layer has" if moved == 1 else f"{moved} layers have"
-        told = f"{layers} a dearer scheme than the cheapest, and all others the cheapest."
+        text = f"{layers} a dearer scheme than the cheapest, and all others the cheapest."
     parted = len(plan.parted)
     if parted:
-        told += (
+        text += (
             f" {parted} sets of layers that read the same input have several schemes; the engine computes such a set "
             "by several products in place of one."
         )
-    return f"{told} The loss is {loss}."
+    return f"{text} The loss is {loss}."
 
 
 def _explained(plan: Plan) -> str:
@@ -372,23 +372,23 @@ def _curve(plan: Plan) -> str:
     )
     for point in (*dots, *here):
         x, y = across(point.cost), top + up(point.loss)
-        told = escape(f"{point.scheme}: {_cost(point.cost, plan)}, measured {_percent(point.loss)}")
+        text = escape(f"{point.scheme}: {_cost(point.cost, plan)}, measured {_percent(point.loss)}")
         kind, end = ("plan", "end") if point in here else ("uniform", "end" if x > _CURVE[0] / 2 else "start")
         shift = 9 if end == "start" else -9
         below = point in here or dots.index(point) % 2 > 0
         lines.append(
-            f'<g><title>{told}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+            f'<g><title>{text}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
             f'<text x="{x + shift:.1f}" y="{y + (17 if below else -8):.1f}" text-anchor="{end}">'
             f"{escape(_short(point.scheme, 18))}</text></g>"
         )
     unit = "bits a weight" if plan.objective == "stored" else _UNITS.get(plan.objective, "cost")
     lines.append(f'<text x="{_CURVE[0] // 2}" y="{top - 4}" text-anchor="middle">{escape(unit)}</text>')
-    told = (
+    text = (
         "The line is predicted: for each cost, the least that the layers' own losses add up to. Dots are measured: "
         "one scheme for all layers, and this plan."
     )
     plot = _svg(*_CURVE, "loss against cost", lines)
-    return f'<h2>What more or less would buy</h2>\n<p>{escape(told)}</p>\n<div class="wide">{plot}</div>'
+    return f'<h2>What more or less would buy</h2>\n<p>{escape(text)}</p>\n<div class="wide">{plot}</div>'
 
 
 class _Axis:
@@ -460,8 +460,8 @@ def _heat_cell(name: str, layer: LayerPlan, scheme: str, x: int, y: int, level: 
             f'<text class="number" {middle}>{"✓ " if chosen else ""}{_percent(value)}</text>'
         )
     frame = f'<rect class="chosen" x="{x + 2}" y="{y + 2}" width="{_CELL - 4}" height="{_ROW - 4}"/>' if chosen else ""
-    told = "not tried" if value is None else _percent(value)
-    return f"<g><title>{escape(f'{name}, {scheme}: {told}')}</title>{body}{frame}</g>"
+    text = "not tried" if value is None else _percent(value)
+    return f"<g><title>{escape(f'{name}, {scheme}: {text}')}</title>{body}{frame}</g>"
 
 
 def _sensitivity(layer: LayerPlan, scheme: str) -> float | None:

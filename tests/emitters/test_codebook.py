@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,6 +21,8 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA
+from qcut.errors import ToolchainError
+from qcut.jit.dump import disassemble
 from qcut.numerics.codebook.layout import Geometry
 from tests.emitters.codebook_rows import (
     ARCH,
@@ -43,7 +43,7 @@ from tests.emitters.codebook_rows import (
     TOKENS,
 )
 from tests.support.compiled import build
-from tests.support.sass import find_nvdisasm, instructions
+from tests.support.sass import instructions
 
 H200 = Target(ARCH, 132)
 
@@ -101,14 +101,12 @@ def test_grid_is_persistent_but_for_splits():
 
 
 @pytest.mark.parametrize("problem", [INT8, TOKENS], ids=lambda p: p.x.value)
-def test_weights_are_decoded_between_products(problem: CodebookProblem, tmp_path: Path):
+def test_weights_are_decoded_between_products(problem: CodebookProblem):
     """While the tensor core multiplies one half of a unit, a warp decodes the other."""
-    tool = find_nvdisasm()
-    if tool is None or not jit.is_toolchain_available("nvrtc"):
-        pytest.skip("needs nvdisasm and NVRTC")
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(jit.build(CODEBOOK_WGMMA.emit(problem, DEEP, ARCH)).cubin)
-    text = subprocess.run([tool, str(file)], capture_output=True, text=True, check=True).stdout
+    try:
+        text = disassemble(jit.build(CODEBOOK_WGMMA.emit(problem, DEEP, ARCH)).cubin)
+    except ToolchainError as error:
+        pytest.skip(str(error))
     between = re.split(r"[HI]GMMA\.64x256x", text)[1:-1]
     assert len(between) == (3 if problem is INT8 else 7)
     first_half = between[: len(between) // 2 + 1]  # the last of them ends with the second half's first product
