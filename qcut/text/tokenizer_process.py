@@ -46,9 +46,10 @@ def _answer(request: tuple[Any, ...], tokenizers: dict[int, Any]) -> bytes:
     key, source, forgotten, work, seconds, nbytes = request
     for other in forgotten:
         tokenizers.pop(other, None)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # loading, which may import torch, has no limit
     if source is not None:
         tokenizers[key] = _loaded(*source)
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     most = _address_space() + nbytes
     resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     signal.setitimer(
