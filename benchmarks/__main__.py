@@ -12,7 +12,7 @@ if __package__ in (None, ""):
     sys.path[0] = str(FOLDER.parent)  # in place of this folder: its names are no modules of their own
 
 SUBJECTS = {
-    "layers": "gemm linear codebook crossover zero_points triton epilogue capture overhead ladder",
+    "layers": "gemm linear codebook crossover zero_points triton epilogue capture overhead tutorial",
     "attention": "decode prompt",
     "engine": "steps families caches breakdown batching server compare vllm gpt2 allreduce",
     "perplexity": "schemes codebooks plans caches sizes encoder shards",

@@ -98,19 +98,19 @@ TABLES = (
 
 
 def text(rows: Rows) -> str:
-    """The ladder at a prompt's size, and speeds by tokens."""
+    """The steps of the tutorial at a prompt's size, and speeds by tokens."""
     parts = ["## (b) The matmul", "### One int8 GEMM, step by step"]
-    ladder = [row for row in rows.of("bench_ladder") if row["m"]]
-    if ladder:
+    steps = [row for row in rows.of("bench_tutorial") if row["m"]]
+    if steps:
         parts += [
-            f"A prompt's size, {' × '.join(map(str, shape_of(ladder[0])))}; docs/kernel-notes/ladder.md says what each "
-            "step is.",
-            _ladder_table(ladder),
-            "![TOPS of each step](bench_ladder.svg)",
-            provenance("bench_ladder", ladder),
+            f"A prompt's size, {' × '.join(map(str, shape_of(steps[0])))}; docs/kernel-notes/tutorial.md says "
+            "what each step is.",
+            _step_table(steps),
+            "![TOPS of each step](bench_tutorial.svg)",
+            provenance("bench_tutorial", steps),
         ]
     else:
-        parts.append(missing("bench_ladder"))
+        parts.append(missing("bench_tutorial"))
     for table in TABLES:
         parts.append(f"### {table.title}")
         found = table.speeds(rows)
@@ -124,14 +124,14 @@ def text(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
-def _ladder_table(ladder: list[Row]) -> str:
-    first = ladder[0]
+def _step_table(steps: list[Row]) -> str:
+    first = steps[0]
 
     def ratio(of: Row, to: Row) -> str:
         return figures(float(of["median_us"]) / float(to["median_us"]))
 
     lines = []
-    for before, row in zip([None, *ladder], ladder, strict=False):
+    for before, row in zip([None, *steps], steps, strict=False):
         gain = "–" if before is None else ratio(before, row)
         cells = [figures(float(row[column])) for column in ("median_us", "tops")]
         lines.append([row["step"], *cells, gain, ratio(first, row)])

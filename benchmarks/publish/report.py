@@ -54,7 +54,7 @@ def runs(options: argparse.Namespace) -> Mapping[str, Sequence[tuple[str, list[s
     compare += ["--files", *map(str, options.files)] if options.files else []
     return {
         "a": [("benchmarks.perplexity.sizes", [*shared, *device, *quality])],
-        "b": [(f"benchmarks.layers.{bench}", shared) for bench in ("ladder", "gemm", "linear", "codebook")],
+        "b": [(f"benchmarks.layers.{bench}", shared) for bench in ("tutorial", "gemm", "linear", "codebook")],
         "c": [("benchmarks.attention.decode", [*shared, *device])],
         "d": [("benchmarks.engine.compare", [*shared, *device, *compare])],
     }

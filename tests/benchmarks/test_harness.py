@@ -71,8 +71,8 @@ def test_without_a_gpu_status_is_2(name: str, tmp_path: Path, capsys: pytest.Cap
     ("words", "message"),
     [
         (["layers", "gemm", "--outputs", "s8,f8"], "f8 is not one of s8, f16, bf16"),
-        (["layers", "ladder", "--steps", "wmma"], "wmma is not one of naive, "),
-        (["layers", "ladder", "--size", "4000"], "4000: a multiple of 128"),
+        (["layers", "tutorial", "--steps", "wmma"], "wmma is not one of naive, "),
+        (["layers", "tutorial", "--size", "4000"], "4000: a multiple of 128"),
         (["layers", "crossover", "--shapes", "4096"], "'4096' is not NxK"),
         (["engine", "compare", "--cases", "tiny,huge"], "huge is not one of llama2c-288, llama2c-512, tiny"),
         (["perplexity", "sizes", "--schemes", "w8a8,w5"], "w5 is not one of w8a8, "),

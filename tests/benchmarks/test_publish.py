@@ -91,7 +91,7 @@ def test_plots_of_every_kind_are_drawn_again(tmp_path: Path) -> None:
 def test_without_rows_every_part_says_so(tmp_path: Path) -> None:
     assert report.main(["--out", str(tmp_path / "new")]) == 0
     text = (tmp_path / "new" / "report.md").read_text(encoding="utf-8")
-    for bench in ("report_quality", "report_layers", "bench_ladder", "bench_codebook", "bench_gemm", "bench_compare"):
+    for bench in ("report_quality", "report_layers", "bench_tutorial", "bench_codebook", "bench_gemm", "bench_compare"):
         assert f"Not measured: there are no rows in `{bench}.csv`." in text
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.md"]
     for table in (tables.cliff, tables.portable, tables.caches, tables.cache_quality, tables.zero_points):

@@ -37,7 +37,7 @@ struct PaddedLayout : RowMajorThreads<kChunks_> {
 
 // The 256 bytes of a fragment, 16 runs of one chunk, side by side. The layout has no padding, fragments start at
 // multiples of 256 bytes, and their loads are free of bank conflicts. The copy has conflicts: the chunks of a run,
-// which a line of global memory brings together, go to the same banks (docs/kernel-notes/ladder.md).
+// which a line of global memory brings together, go to the same banks (docs/kernel-notes/tutorial.md).
 template <int kChunks_>
 struct BlockedLayout {
   static constexpr int kChunks = kChunks_;

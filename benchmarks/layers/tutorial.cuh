@@ -1,20 +1,16 @@
-// Four short int8 GEMMs, from one thread per element to the tensor core. Each removes the bottleneck of the previous
+// Three short int8 GEMMs, from one thread per element to tiles in registers. Each removes the bottleneck of the previous
 // one.
 //
-// D = epilogue(A B^T) with A [m, k], B [n, k], D [m, n], all row-major. To stay short, the kernels take whole tiles
-// alone: m, n and k are multiples of a CTA's tile. blockIdx.x counts tiles of n, blockIdx.y tiles of m.
+// D = epilogue(A B^T) with A [m, k], B [n, k], D [m, n], all row-major. To stay short, the kernels take only whole
+// tiles: m, n and k are multiples of a CTA's tile. blockIdx.x counts tiles of n, blockIdx.y tiles of m.
 //
 // Exactness: integer sums are exact; all kernels give the same bits.
 //
-// Source: CUDA C++ Programming Guide, "Shared Memory" and "Warp Matrix Functions"; schemes.md section 1.
-#include <mma.h>
-
+// Source: CUDA C++ Programming Guide, "Shared Memory"; schemes.md section 1.
 #include <qcut/core/epilogue.cuh>
 
 namespace qcut {
-namespace ladder {
-
-namespace wmma = nvcuda::wmma;
+namespace tutorial {
 
 // Writes kCount neighbouring elements of a row of D from their sums, in pieces of up to 8 bytes.
 template <class E, int kCount>
@@ -133,60 +129,5 @@ __device__ __forceinline__ void registers_gemm(const int8_t* a, const int8_t* b,
   for (int i = 0; i < 8; ++i) store_run<E>(d, sums[i], m0 + y + i, n0 + x, m, n, ldd, args);
 }
 
-// Four warps use the tensor core, each for a quarter of a tile of 128 x 128: 16 products of 16 x 16 x 16 at a
-// time. There is one buffer: the copy waits for the products, and the products wait for the copy. Rows of the tile
-// lie one after the other, 64 bytes each, so that the 8 rows of a fragment that are read together conflict in two
-// groups of banks.
-template <class E>
-__device__ __forceinline__ void wmma_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
-                                          int lda, int ldb, int ldd, const typename E::Args& args) {
-  __shared__ __align__(128) int8_t tiles[2][128][64];  // A and B, [row][k]
-  __shared__ __align__(128) int staged[4][16][16];     // a fragment of each warp
-  const int m0 = blockIdx.y * 128;
-  const int n0 = blockIdx.x * 128;
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int row = threadIdx.x / 4;
-  const int chunk = 16 * (threadIdx.x % 4);
-  wmma::fragment<wmma::accumulator, 16, 16, 16, int> sums[4][4];
-#pragma unroll
-  for (int p = 0; p < 16; ++p) wmma::fill_fragment(sums[p / 4][p % 4], 0);
-  for (int k0 = 0; k0 < k; k0 += 64) {
-#pragma unroll
-    for (int i = 0; i < 128; i += 32) {
-      const int8_t* a_from = a + static_cast<long long>(m0 + row + i) * lda + k0 + chunk;
-      const int8_t* b_from = b + static_cast<long long>(n0 + row + i) * ldb + k0 + chunk;
-      *reinterpret_cast<uint4*>(&tiles[0][row + i][chunk]) = *reinterpret_cast<const uint4*>(a_from);
-      *reinterpret_cast<uint4*>(&tiles[1][row + i][chunk]) = *reinterpret_cast<const uint4*>(b_from);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int step = 0; step < 64; step += 16) {
-      wmma::fragment<wmma::matrix_a, 16, 16, 16, signed char, wmma::row_major> rows[4];
-      wmma::fragment<wmma::matrix_b, 16, 16, 16, signed char, wmma::col_major> columns[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        wmma::load_matrix_sync(rows[i], &tiles[0][warp / 2 * 64 + 16 * i][step], 64);
-        wmma::load_matrix_sync(columns[i], &tiles[1][warp % 2 * 64 + 16 * i][step], 64);
-      }
-#pragma unroll
-      for (int p = 0; p < 16; ++p) wmma::mma_sync(sums[p / 4][p % 4], rows[p / 4], columns[p % 4], sums[p / 4][p % 4]);
-    }
-    __syncthreads();
-  }
-  // The library does not document which lane holds which element: sums become rows through shared memory.
-#pragma unroll
-  for (int p = 0; p < 16; ++p) {
-    wmma::store_matrix_sync(&staged[warp][0][0], sums[p / 4][p % 4], 16, wmma::mem_row_major);
-    __syncwarp();
-    int run[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) run[i] = staged[warp][lane / 2][lane % 2 * 8 + i];
-    __syncwarp();
-    store_run<E>(d, run, m0 + warp / 2 * 64 + p / 4 * 16 + lane / 2, n0 + warp % 2 * 64 + p % 4 * 16 + lane % 2 * 8, m,
-                 n, ldd, args);
-  }
-}
-
-}  // namespace ladder
+}  // namespace tutorial
 }  // namespace qcut
