@@ -17,7 +17,7 @@ SUBJECTS = {
     "engine": "steps families caches breakdown batching server compare vllm gpt2 allreduce",
     "perplexity": "schemes codebooks plans caches sizes encoder shards",
     "load": "quantize memory first_use install",
-    "publish": "tables report scale",
+    "publish": "tables scale",
 }
 
 

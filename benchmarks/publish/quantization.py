@@ -1,7 +1,8 @@
-"""Part (a): schemes of weights, quality against memory and speed, and the int8 cache."""
+"""Schemes of weights: quality against memory and speed, and the int8 cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.harness import geomean
@@ -10,34 +11,27 @@ from benchmarks.publish.markdown import figures, markdown
 from benchmarks.publish.rows import Row, Rows, mean, missing, provenance, shape_of, speeds
 
 
-def text(rows: Rows) -> str:
-    """Quality against memory and speed, and what an int8 cache costs."""
-    quality, layers = rows.of("report_quality"), rows.of("report_layers")
-    parts = ["## (a) Weight quantization", "### Quality and memory"]
-    if not quality:
-        parts.append(missing("report_quality"))
+def schemes(rows: Rows) -> str:
+    """Each scheme's quality and memory, and the cost of an int8 cache, by model."""
+    quality = rows.of("report_quality")
+    parts = []
     for model in dict.fromkeys(row["model"] for row in quality):
         own = [row for row in quality if row["model"] == model]
         parts += [_quality_table(own), _cache_table(own)]
-    if quality:
-        parts += [
-            "Change is against the model as it is, with keys and values as they are. Weights are those of attention "
-            "and MLP layers with scales, norms and biases. The cache's own change is against the same weights with a "
-            "float cache.",
-            "![perplexity by bits of a weight](report_memory.svg)",
-            provenance("report_quality", quality),
-        ]
-    parts.append("### Types of activations, and outliers")
-    by_type = rows.of("quality")
-    parts += [_outlier_table(by_type), provenance("quality", by_type)] if by_type else [missing("quality")]
-    parts.append("### Time of a layer")
-    if not layers:
-        return "\n\n".join([*parts, missing("report_layers")])
-    for m in dict.fromkeys(row["m"] for row in layers):
-        parts.append(_layer_table([row for row in layers if row["m"] == m], m))
-    if quality:
-        parts.append("![perplexity by speed of a layer](report_speed.svg)")
-    return "\n\n".join([*parts, provenance("report_layers", layers)])
+    return "\n\n".join([*parts, provenance("report_quality", quality)]) if parts else missing("report_quality")
+
+
+def outliers(rows: Rows) -> str:
+    """Perplexity by type of activations, with outliers and without."""
+    found = rows.of("quality")
+    return f"{_outlier_table(found)}\n\n{provenance('quality', found)}" if found else missing("quality")
+
+
+def layers(rows: Rows) -> str:
+    """Time of whole layers in each scheme, by tokens."""
+    found = rows.of("report_layers")
+    parts = [_layer_table([row for row in found if row["m"] == m], m) for m in dict.fromkeys(row["m"] for row in found)]
+    return "\n\n".join([*parts, provenance("report_layers", found)]) if parts else missing("report_layers")
 
 
 def _quality_table(rows: list[Row]) -> str:
@@ -124,3 +118,10 @@ def plot(rows: Rows, out: Path) -> None:
     if speed:
         axis = "speed of layers at one token, float16 = 1"
         plots.points(out / "report_speed", speed, "Quality by speed", axis, "perplexity, change in %")
+
+
+TABLES: Mapping[str, Callable[[Rows], str]] = {
+    "schemes": schemes,
+    "outliers": outliers,
+    "scheme layers": layers,
+}

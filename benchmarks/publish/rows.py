@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.harness import geomean, read_rows
-from benchmarks.publish.markdown import markdown
 
 Row = dict[str, str]
 Speeds = dict[int, dict[str, list[float]]]
@@ -73,13 +72,3 @@ def mean(found: dict[str, list[float]], name: str) -> float | None:
     """Geometric mean of a variant's speeds; None where it lacks a shape that others have."""
     values = found.get(name, [])
     return geomean(values) if values and len(values) == max(map(len, found.values())) else None
-
-
-def speed_table(found: Speeds, variants: Sequence[str]) -> str:
-    """Tokens down, variants across, geometric means; and of how many shapes."""
-    lines = []
-    for m, of in found.items():
-        means = [mean(of, name) for name in variants]
-        cells = ["–" if value is None else f"{value:.2f}×" for value in means]
-        lines.append([str(m), str(max(map(len, of.values()))), *cells])
-    return markdown(["M", "shapes", *variants], lines)

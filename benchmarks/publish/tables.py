@@ -24,7 +24,7 @@ from benchmarks.layers.shapes import CLAIM_MIN_TOKENS
 from benchmarks.perplexity import encoder
 from benchmarks.perplexity import plans as planning
 from benchmarks.perplexity.codebooks import VARIANTS, is_refined, kind_of
-from benchmarks.publish import engines, plots, serving
+from benchmarks.publish import engines, plots, quantization, serving
 from benchmarks.publish.markdown import MISSING, figures, markdown, us
 from benchmarks.publish.rows import Row, Rows, missing, shape_of
 from benchmarks.scaling import pages as scale
@@ -597,6 +597,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "quantizing": quantizing,
     "loading": loading,
     "zero points": zero_points,
+    **quantization.TABLES,
     **engines.TABLES,
     **serving.TABLES,
     **scale.TABLES,
@@ -620,10 +621,10 @@ def filled(page: str, rows: Rows) -> str:
 
 @harness.script()
 def main(_: argparse.Namespace) -> int:
-    """Write the pages, the README's plot and that of docs/scale.md."""
+    """Write the pages and their plots."""
     rows = Rows(RESULTS)
     for path in PAGES:
         path.write_text(filled(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    plot(rows, RESULTS)
-    scale.plot(rows, RESULTS)
+    for draw in (plot, quantization.plot, scale.plot):
+        draw(rows, RESULTS)
     return 0

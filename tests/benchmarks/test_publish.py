@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
 from collections.abc import Callable
@@ -11,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import SUBJECTS
 from benchmarks.harness import RESULTS
-from benchmarks.publish import plots, report, tables
+from benchmarks.publish import plots, quantization, tables
 from benchmarks.publish.rows import Rows, mean, provenance, speeds
 from benchmarks.scaling import pages
 
@@ -48,11 +46,6 @@ def test_every_figure_has_a_place() -> None:
     assert sorted(places) == sorted(tables.MEASURED)
 
 
-def test_the_report_is_that_of_the_rows() -> None:
-    text = (RESULTS / "report.md").read_text(encoding="utf-8")
-    assert text == report.report(RESULTS), "run `python benchmarks publish report`"
-
-
 def test_rows_keep_their_benchmarks_names() -> None:
     files = [path for path in RESULTS.rglob("*.csv") if path.stem != "report_layers"]
     assert len(files) > 40
@@ -78,23 +71,24 @@ def test_plots_of_every_kind_are_drawn_again(tmp_path: Path) -> None:
     def draw() -> dict[str, bytes]:
         plots.ratios(tmp_path / "ratios", ["a", "b"], {"x": [1.0, 2.0], "y": [float("nan"), 0.5]}, "title", "speed")
         plots.stacks(tmp_path / "stacks", {"a": {"norms": 1.0}}, {"floor": {"a": float("nan")}}, "title", "µs")
-        for part in report.PARTS:
-            part.plot(Rows(RESULTS), tmp_path)
+        quantization.plot(Rows(RESULTS), tmp_path)
         return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     first = draw()
-    assert len(first) == 7
+    assert len(first) == 4
     assert all(name.endswith(".svg") and b"<svg" in data for name, data in first.items())
     assert draw() == first
 
 
-def test_without_rows_every_part_says_so(tmp_path: Path) -> None:
-    assert report.main(["--out", str(tmp_path / "new")]) == 0
-    text = (tmp_path / "new" / "report.md").read_text(encoding="utf-8")
-    for bench in ("report_quality", "report_layers", "bench_tutorial", "bench_codebook", "bench_gemm", "bench_compare"):
-        assert f"Not measured: there are no rows in `{bench}.csv`." in text
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.md"]
-    for table in (tables.cliff, tables.portable, tables.caches, tables.cache_quality, tables.zero_points):
+def test_tables_without_rows_say_so(tmp_path: Path) -> None:
+    for table in (
+        *quantization.TABLES.values(),
+        tables.cliff,
+        tables.portable,
+        tables.caches,
+        tables.cache_quality,
+        tables.zero_points,
+    ):
         assert table(Rows(tmp_path)).startswith("Not measured")
 
 
@@ -124,14 +118,3 @@ def test_rows_name_all_they_were_measured_with(write: Writer, tmp_path: Path) ->
 def test_a_place_without_a_figure_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="nothing"):
         tables.filled("<!-- measured: nothing -->\n<!-- end -->", Rows(tmp_path))
-
-
-def test_the_report_measures_by_listed_scripts() -> None:
-    words = {"out": RESULTS, "quick": True, "device": "cpu", "models": [], "window": 8, "calibration_windows": 1}
-    words |= dict.fromkeys(("text", "max_windows", "schemes", "cases", "files"))
-    parts = report.runs(argparse.Namespace(**words))
-    assert list(parts) == list("abcd")
-    for module, arguments in (run for runs in parts.values() for run in runs):
-        _, subject, name = module.split(".")
-        assert name in SUBJECTS[subject].split()
-        assert arguments[:3] == ["--out", str(RESULTS), "--quick"]
