@@ -1,4 +1,4 @@
 """A server with OpenAI's interface over `qcut.Scheduler`. Needs the extra ``serve``.
 
-`qcut.server.application` answers, `qcut.server.running` listens.
+`qcut.server.application` maps requests to the scheduler; `qcut.server.running` runs it on a socket.
 """

@@ -1,4 +1,4 @@
-"""A line in the log for each request, and for each refusal with its reason."""
+"""Access log: one line per request, and one per refused request with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _log = logging.getLogger("qcut.server")
 QUIET = frozenset({"/health", "/load", "/metrics", "/ping"})
-"""Paths that are asked all the time: their lines are for ``debug``."""
+"""Paths that are polled all the time; their lines have level ``debug``."""
 _SHOWN = 300
 
 
@@ -18,7 +18,7 @@ class AccessLog:
     """Logs requests with ``info`` and refusals with ``warning``.
 
     Args:
-        app: behind.
+        app: the next ASGI application.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -53,7 +53,7 @@ class AccessLog:
 
 
 def _tokens(scope: Scope) -> str:
-    """The tokens of a request for text."""
+    """Prompt and new tokens of a request that generated text."""
     requests = scope.get("state", {}).get("requests")
     if not requests:
         return ""
@@ -62,7 +62,7 @@ def _tokens(scope: Scope) -> str:
 
 
 def _reason(body: bytes) -> str:
-    """The message of a refusal."""
+    """The error message of a refused request."""
     try:
         return f": {_printable(json.loads(body)['error']['message'])}"
     except (ValueError, LookupError, TypeError):
@@ -70,6 +70,6 @@ def _reason(body: bytes) -> str:
 
 
 def _printable(text: str) -> str:
-    """A text of a client, in one line."""
+    """A client's text on one line, control characters escaped."""
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)

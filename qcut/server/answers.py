@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, and in pieces."""
+"""Responses in OpenAI's formats: complete, or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _REASONS = {"stop": "stop", "length": "length", "context": "length"}
 
 
 class Form:
-    """The form of one kind of answers.
+    """The response format of one endpoint.
 
     Args:
-        name: under which the model is served.
-        kind: ``object`` of a whole answer.
-        piece: ``object`` of a piece.
-        prefix: of ids.
+        name: name of the model in responses.
+        kind: ``object`` of a complete response.
+        chunk: ``object`` of a chunk.
+        prefix: prefix of response ids.
 
     Attributes:
-        END: what a stream ends with.
+        END: last bytes of a stream.
     """
 
     END = b"data: [DONE]\n\n"
 
-    def __init__(self, name: str, kind: str, piece: str, prefix: str) -> None:
-        self._kind, self._piece = kind, piece
+    def __init__(self, name: str, kind: str, chunk: str, prefix: str) -> None:
+        self._kind, self._chunk = kind, chunk
         self._head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -41,40 +41,40 @@ class Form:
             "system_fingerprint": f"qcut-{__version__}",
         }
 
-    def whole(self, choices: list[JSON], usage: JSON) -> JSON:
-        """A whole answer."""
+    def complete(self, choices: list[JSON], usage: JSON) -> JSON:
+        """A complete response."""
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
 
-    def piece(self, choices: list[JSON]) -> JSON:
-        """A piece of an answer."""
-        return {**self._head, "object": self._piece, "choices": choices}
+    def chunk(self, choices: list[JSON]) -> JSON:
+        """A chunk of a stream."""
+        return {**self._head, "object": self._chunk, "choices": choices}
 
     def begin(self, index: int, before: str) -> list[JSON]:
-        """What a stream begins with, for each choice; ``before`` is the text before the first token."""
+        """First chunks of a stream for a choice; ``before`` is the text before the first token."""
         raise NotImplementedError
 
     def choice(self, index: int, text: str, scored: Scored | None, reason: str | None) -> JSON:
-        """A choice of a whole answer."""
+        """A choice of a complete response."""
         raise NotImplementedError
 
     def part(self, index: int, text: str, scored: Scored | None, reason: str | None) -> JSON:
-        """A part of a choice."""
+        """A choice of a chunk, with the text since the previous chunk."""
         raise NotImplementedError
 
-    def pieces(self, index: int, text: str, scored: Scored | None, reason: str | None, more: JSON) -> list[JSON]:
-        """What a stream has for a part of a choice; ``more`` are fields of vLLM's interface."""
-        return [self.piece([{**self.part(index, text, scored, reason), **more}])]
+    def chunks(self, index: int, text: str, scored: Scored | None, reason: str | None, more: JSON) -> list[JSON]:
+        """Chunks for new text of a choice; ``more`` holds fields of vLLM's interface."""
+        return [self.chunk([{**self.part(index, text, scored, reason), **more}])]
 
     def end(self, usage: JSON) -> list[JSON]:
-        """What a stream has after its choices, whether or not usage is asked for."""
+        """Chunks after the last choice, with or without ``include_usage``."""
         return []
 
     def counted(self, usage: JSON) -> list[JSON]:
-        """What a stream has at last where usage is asked for."""
-        return [{**self.piece([]), "usage": usage}]
+        """Last chunks of a stream with ``include_usage``."""
+        return [{**self.chunk([]), "usage": usage}]
 
     def failed(self, refusal: Refusal) -> list[JSON]:
-        """What a stream ends with that goes on no more."""
+        """Chunks that end a stream after an error."""
         return [refusal.body]
 
 
@@ -86,7 +86,7 @@ class Completion(Form):
 
     def begin(self, index: int, before: str) -> list[JSON]:
         """See `Form`."""
-        return [self.piece([self.part(index, before, None, None)])] if before else []
+        return [self.chunk([self.part(index, before, None, None)])] if before else []
 
     def choice(self, index: int, text: str, scored: Scored | None, reason: str | None) -> JSON:
         """See `Form`."""
@@ -104,7 +104,7 @@ class ChatCompletion(Form):
     def begin(self, index: int, before: str) -> list[JSON]:
         """See `Form`."""
         delta = {"role": "assistant", "content": ""}
-        return [self.piece([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])]
+        return [self.chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])]
 
     def choice(self, index: int, text: str, scored: Scored | None, reason: str | None) -> JSON:
         """See `Form`."""
@@ -118,12 +118,12 @@ class ChatCompletion(Form):
 
 
 def finish_reason(event: Event) -> str | None:
-    """Why a choice ends, as OpenAI says it; None while it goes on, or where it ends without an answer."""
+    """OpenAI's ``finish_reason``; None while the choice is running, and if it failed or was cancelled."""
     return None if event.reason is None else _REASONS.get(event.reason)
 
 
 def usage(requests: Sequence[Request], samples: int) -> JSON:
-    """Tokens read and new; a prompt with several samples is read once."""
+    """OpenAI's ``usage``; a prompt with several samples counts once."""
     prompts = requests[::samples]
     read, new = sum(len(one.prompt) for one in prompts), sum(len(one.tokens) for one in requests)
     return {
@@ -135,5 +135,5 @@ def usage(requests: Sequence[Request], samples: int) -> JSON:
 
 
 def _content(scored: Scored | None) -> JSON | None:
-    """Log-probabilities in the form of chats."""
+    """Log-probabilities in the format of chat completions."""
     return None if scored is None else {"content": lines(scored), "refusal": None}

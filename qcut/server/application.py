@@ -41,24 +41,24 @@ Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is told.
+    """Options of a server.
 
     Attributes:
-        name: under which the model is served.
-        key: that clients have to give; None: none.
+        name: name of the model.
+        key: API key that clients must send; None: no key.
         hosts: further names by which clients on this machine may call the server (see `qcut.server.guards.Hosts`).
-        origins: of pages elsewhere that may use this server.
-        most_body: bytes of a request's body.
-        most_tokens: new tokens of a sequence, whatever is asked for; None: the context alone is the limit.
-        most_prompts: of a request.
-        seconds: in which a body has to come.
-        most_bodies: bytes of all bodies that are held at once.
-        any_model: whether clients may give the model any name.
-        strict: whether fields that nobody knows are refused; otherwise they are ignored, and logged once.
+        origins: origins of other sites' pages that may use this server (CORS).
+        most_body: largest request body in bytes.
+        most_tokens: most new tokens of a sequence, whatever the request sets; None: only the context limits them.
+        most_prompts: most prompts in a request.
+        seconds: time within which a body must arrive.
+        most_bodies: most bytes of all bodies in memory.
+        any_model: whether requests may name any model.
+        strict: whether unknown fields are refused; otherwise they are ignored and logged once.
 
     Raises:
-        ConfigError: a key that is empty, or has spaces at its ends or characters that no header may have; a host or an
-            origin that no request has.
+        ConfigError: the key is empty, or has surrounding spaces or characters that a header cannot hold; a host or an
+            origin is malformed.
     """
 
     name: str
@@ -89,12 +89,12 @@ class Settings:
 
 
 def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | None = None) -> ASGIApp:
-    """The application, for any server of ASGI.
+    """The ASGI application.
 
     Args:
-        scheduler: over an engine with a tokenizer. Run and closed by the caller.
-        settings: what to serve, to whom.
-        metrics: of the scheduler; `qcut.server.running.server` counts in them, too. None makes some.
+        scheduler: over an engine with a tokenizer. The caller runs and closes it.
+        settings: options of the server.
+        metrics: counters shared with `qcut.server.running.server`; None makes new ones.
     """
     service = Service(scheduler, settings, metrics or Metrics(scheduler))
     routes = [
@@ -113,18 +113,18 @@ def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | Non
         Middleware(Hosts, allowed=settings.hosts),
         Middleware(Key, key=settings.key),
     ]
-    if settings.origins:  # before the key: browsers ask for leave without one
-        # Any header: clients for browsers send their own, such as x-stainless-os, and a header gives no right here.
+    if settings.origins:  # before the key: preflight requests carry none
+        # Any header: browser clients send their own, such as x-stainless-os, and no header grants a right here.
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=["*"]
         )
-        guards.insert(1, cors)  # before refusals, which a page sees then
+        guards.insert(1, cors)  # outside of the error middleware, so that pages can read its responses
     handlers: dict[Any, Any] = {404: service.unknown, 405: service.unknown}
     return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
 
 
 class Service:
-    """Answers requests.
+    """Handlers of the main endpoints.
 
     Args:
         scheduler: see `application`.
@@ -142,38 +142,38 @@ class Service:
         self._created = int(time.time())
         self._bridge: Bridge | None = None
         self.executors = Executors()
-        # Processes of the tokenizer take seconds to start; the first clients shall not wait for them.
+        # The tokenizer's processes take seconds to start; they start before the first request.
         self.executors.prepare(partial(text_ids, engine.tokenizer, "a", engine.decoder.vocabulary))
         self._prompts = PromptLimit(engine.tokenizer, engine.decoder.vocabulary, engine.context)
 
-    # ── what is small ────────────────────────────────────────────────────────────────────────────
+    # ── model, health, metrics ────────────────────────────────────────────────────────────────────────────
 
     async def page(self, request: HTTPRequest) -> Response:
-        """The page to chat with the model."""
+        """``/``: a page to chat with the model."""
         text, headers = page.document()
         return HTMLResponse(text, headers=headers)
 
     async def health(self, request: HTTPRequest) -> Response:
-        """Whether requests are served."""
+        """``/health``: 200 while the engine works."""
         if self.scheduler.error is not None:
             raise Refusal(503, "the engine has failed")
         return JSONResponse({"status": "ok"})
 
     async def metrics_text(self, request: HTTPRequest) -> Response:
-        """Figures for Prometheus."""
+        """``/metrics`` in Prometheus' text format."""
         return Response(self.metrics.text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: HTTPRequest) -> Response:
-        """The one model."""
+        """``/v1/models``."""
         return JSONResponse({"object": "list", "data": [self._model]})
 
     async def model(self, request: HTTPRequest) -> Response:
-        """The model by its name."""
+        """``/v1/models/{name}``."""
         self._check_name(request.path_params["name"])
         return JSONResponse(self._model)
 
     async def unknown(self, request: HTTPRequest, error: Any) -> Response:
-        """Refuse a path that nobody knows, or a method that it has not."""
+        """404 and 405, with the allowed methods."""
         methods = (error.headers or {}).get("Allow")
         served = "GET /docs lists what is served" if methods is None else f"allowed: {methods}"
         message = f"{request.method} {request.url.path[:80]}: {error.detail}; {served}"
@@ -210,14 +210,14 @@ class Service:
         return await self.answer(request, given, ChatCompletion(self.name_for(given)))
 
     def name_for(self, given: Body) -> str:
-        """The model's name in an answer: as the client gives it."""
+        """The model's name in the response: the name in the request, if any."""
         return given.model or self.settings.name
 
     async def read(self, request: HTTPRequest, kind: type[B]) -> B:
-        """The body of a request.
+        """Read and validate the body of a request.
 
         Raises:
-            Refusal: as `body` and `parsed`; or another model.
+            Refusal: see `body` and `parsed`; or the request names another model.
         """
         settings = self.settings
         data = await body(
@@ -230,7 +230,7 @@ class Service:
         return given
 
     async def ids(self, request: HTTPRequest, prompt: AnyPrompt) -> list[int]:
-        """The token ids of a prompt, which another thread finds.
+        """The token ids of a prompt, computed in another thread.
 
         Raises:
             Refusal: the tokenizer or its template does not take the prompt.
@@ -258,7 +258,7 @@ class Service:
         )
 
     async def answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
-        """The answer to a request for text, in a form."""
+        """Generate text and respond in the endpoint's format."""
         loop = asyncio.get_running_loop()
         if self._bridge is None:
             self._bridge = Bridge(loop)
@@ -274,9 +274,9 @@ class Service:
             raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         request.state.requests = stream.requests
         if given.stream:
-            return EventStream(stream, answer.pieces())
+            return EventStream(stream, answer.chunks())
         async with watched(request.receive, stream):
-            return await answer.whole()
+            return await answer.complete()
 
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)

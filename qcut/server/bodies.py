@@ -1,6 +1,6 @@
-"""Bodies of requests: the fields of OpenAI's interface and of vLLM's and llama.cpp's servers that are served.
+"""Schemas of requests: the supported fields of OpenAI's interface and of vLLM's and llama.cpp's servers.
 
-A field that is null is not set. `qcut.server.known_fields` says what happens to all other fields.
+null means unset. `qcut.server.known_fields` defines how all other fields are treated.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 _Positive = Annotated[int, Field(ge=1, le=_LARGEST)]
 _Token = Annotated[int, Field(ge=0, le=_LARGEST)]
 _Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
-_Name = Annotated[str, Field(max_length=MOST_NAME_CHARACTERS)]  # each piece of a stream has it
+_Name = Annotated[str, Field(max_length=MOST_NAME_CHARACTERS)]  # every chunk of a stream carries it
 B = TypeVar("B", bound="Schema")
 
 
 def _unset(value: object) -> object:
-    """A number; -1 is as good as null: no limit, or no seed."""
+    """A number; -1 means null: no limit, or no seed."""
     return None if type(value) is int and value == -1 else value
 
 
@@ -57,7 +57,7 @@ def _is_ids(value: object) -> bool:
 
 
 def _prompt(value: object) -> object:
-    """Check a prompt with one error for all of it: pydantic lists one for each item and each kind."""
+    """Validate a prompt with a single error; pydantic would list one per item and type."""
     is_served = isinstance(value, str) or (
         isinstance(value, list)
         and (_is_ids(value) or all(isinstance(one, str) for one in value) or all(map(_is_ids, value)))
@@ -68,7 +68,7 @@ def _prompt(value: object) -> object:
 
 
 def _bias(value: object) -> object:
-    """Token ids of ``logit_bias``, which are names in JSON."""
+    """``logit_bias`` with integer token ids; JSON has them as strings."""
     if not isinstance(value, dict) or len(value) > MOST_BIASED:
         raise PydanticCustomError("logit_bias", f"allowed: an object of at most {MOST_BIASED} token ids with numbers")
     for token, bias in value.items():
@@ -82,12 +82,12 @@ _Seed = Annotated[Annotated[int, Field(ge=-(2**63), lt=2**64)] | None, BeforeVal
 
 
 class Schema(BaseModel):
-    """A request, or a part of one.
+    """Base of requests and their nested objects.
 
     Attributes:
-        WHERE: names of the fields around, each with a dot.
-        UNSERVED: fields that only a default may have.
-        UNUSED: fields without influence on the answer.
+        WHERE: path of the enclosing fields, each with a dot.
+        UNSERVED: fields that are accepted only at their default.
+        UNUSED: fields without influence on the response.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
@@ -98,7 +98,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, value: object, info: ValidationInfo) -> object:
-        """The fields that are set; others are looked up by name."""
+        """Keep known fields that are set; look the others up by name."""
         if not isinstance(value, dict):
             return value
         given = cls.renamed({name: one for name, one in value.items() if one is not None})
@@ -110,16 +110,16 @@ class Schema(BaseModel):
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The fields by their names here; ``given`` has no nulls."""
+        """Rename aliases to the schema's fields; ``given`` has no nulls."""
         return given
 
 
 class StreamOptions(Schema):
-    """What a stream has besides text.
+    """``stream_options``.
 
     Attributes:
-        include_usage: a last piece counts tokens.
-        continuous_usage_stats: every piece does.
+        include_usage: the last chunk has the usage.
+        continuous_usage_stats: every chunk has the usage.
         include_obfuscation: has no influence; nothing is obfuscated.
     """
 
@@ -131,14 +131,14 @@ class StreamOptions(Schema):
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat that a tokenizer's template makes a prompt of.
+    """A chat, rendered to a prompt by the tokenizer's chat template.
 
     Attributes:
-        messages: of a role and a text each.
-        add_generation_prompt: whether the beginning of an answer follows.
-        continue_final_message: whether the last message goes on.
-        add_special_tokens: whether the tokenizer adds tokens to those of the template.
-        variables: of the template.
+        messages: role and text of each message.
+        add_generation_prompt: whether the template opens an assistant message at the end.
+        continue_final_message: whether the last message is continued.
+        add_special_tokens: whether the tokenizer adds special tokens to the template's.
+        variables: further variables of the template.
     """
 
     messages: list[dict[str, Any]]
@@ -150,11 +150,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class Text:
-    """A text that a tokenizer makes a prompt of.
+    """A text prompt.
 
     Attributes:
-        text: of one character and more.
-        add_special_tokens: whether the tokenizer adds its own, as that of a beginning.
+        text: at least one character.
+        add_special_tokens: whether the tokenizer adds special tokens such as BOS.
     """
 
     text: str
@@ -165,19 +165,19 @@ AnyPrompt = Text | Chat | list[int]
 
 
 class Body(Schema):
-    """The fields of all requests for text.
+    """Fields of all generating requests.
 
     Attributes:
-        PROMPT: name of the field that is continued.
-        model: the name under which the model is served; null is as good.
-        n: continuations of each prompt.
-        seed: of the draws; null or -1 draws one. The same seed gives the same text again.
-        stop_token_ids: end the text, besides the model's own.
-        ignore_eos: the model's own end tokens do not end the text.
-        min_tokens: before so many new tokens nothing ends the text.
-        include_stop_str_in_output: the text has the stop string that ended it.
+        PROMPT: name of the field with the prompt.
+        model: name of the served model, or null.
+        n: samples per prompt.
+        seed: seed of sampling; null or -1 draws one. Equal seeds give equal texts.
+        stop_token_ids: stop tokens in addition to the model's EOS tokens.
+        ignore_eos: do not stop at the model's EOS tokens.
+        min_tokens: no stop before this number of new tokens.
+        include_stop_str_in_output: keep the stop string in the text.
         return_tokens_as_token_ids: log-probabilities name tokens ``token_id:N``.
-        return_token_ids: the answer has ids, also of prompts.
+        return_token_ids: return token ids of texts and prompts.
     """
 
     UNSERVED = ONLY
@@ -218,7 +218,7 @@ class Body(Schema):
         """Check fields that depend on each other.
 
         Raises:
-            Refusal: two that do not go together, which the message names.
+            Refusal: two fields contradict each other; the message names them.
         """
         if self.best_of not in (None, self.n):
             message = f"best_of: found {self.best_of}; allowed: {self.n}, which is n. Compare the n log-probabilities"
@@ -226,7 +226,7 @@ class Body(Schema):
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen.
+        """Sampling parameters.
 
         Raises:
             ConfigError: a value outside of its range.
@@ -241,37 +241,37 @@ class Body(Schema):
         return Sampling(1.0 if self.temperature is None else self.temperature, seed=seed, **given)
 
     def stops(self, ends: Sequence[int]) -> list[int | str]:
-        """What ends the text, with a model's own end tokens."""
+        """Stop tokens and stop strings, in addition to the model's EOS tokens."""
         return [*([] if self.ignore_eos else ends), *self.stop_token_ids, *self.stop_strings]
 
     @property
     def stop_strings(self) -> list[str]:
-        """The strings that end the text."""
+        """Stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def prompts(self) -> list[AnyPrompt]:
-        """What is continued."""
+        """The prompts."""
         raise NotImplementedError
 
     @property
     def most(self) -> int | None:
-        """Most new tokens; None fills the context."""
+        """Most new tokens; None: up to the context."""
         raise NotImplementedError
 
     @property
     def top(self) -> int | None:
-        """How many of the likeliest tokens are listed with each one; None: no log-probabilities."""
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer begins with the prompt."""
+        """Whether the text starts with the prompt."""
         return False
 
 
 class CompletionBody(Body):
-    """The body of ``/v1/completions``."""
+    """Body of ``/v1/completions``."""
 
     UNSERVED = COMPLETION_ONLY
     PROMPT = "prompt"
@@ -290,19 +290,19 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list[AnyPrompt]:
-        """What is continued."""
+        """The prompts."""
         given: Any = self.prompt
         several = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
         return [Text(one, self.add_special_tokens) if isinstance(one, str) else one for one in several]
 
     @property
     def most(self) -> int | None:
-        """Most new tokens; None fills the context."""
+        """Most new tokens; None: up to the context."""
         return self.max_tokens
 
     @property
     def top(self) -> int | None:
-        """How many of the likeliest tokens are listed with each one; None: no log-probabilities."""
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         return self.logprobs
 
     @property
@@ -312,7 +312,7 @@ class CompletionBody(Body):
 
 
 class TextPart(Schema):
-    """A part of a message."""
+    """A content part of a message."""
 
     WHERE = "messages.content."
     UNUSED = frozenset({"annotations", "cache_control", "logprobs"})
@@ -321,7 +321,7 @@ class TextPart(Schema):
 
 
 class Message(Schema):
-    """A message of a chat; an assistant's may have no content."""
+    """A chat message; an assistant message may lack content."""
 
     WHERE = "messages."
     UNSERVED = MESSAGE_ONLY
@@ -333,7 +333,7 @@ class Message(Schema):
     @model_validator(mode="before")
     @classmethod
     def _empty(cls, value: object) -> object:
-        """No content is no text, where it is null and where an answer has none."""
+        """Null or missing content is the empty text."""
         if not isinstance(value, dict):
             return value
         is_empty = value["content"] is None if "content" in value else value.get("role") == "assistant"
@@ -341,18 +341,18 @@ class Message(Schema):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The message as templates take it."""
+        """The message as a dictionary for the chat template."""
         parts = [self.content] if isinstance(self.content, str) else self.content
         text = "".join(part if isinstance(part, str) else part.text for part in parts)
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
 class ChatFields(Schema):
-    """The fields that make a prompt of a chat.
+    """Fields of requests whose prompt is a chat.
 
     Attributes:
-        chat_template_kwargs: variables of the template.
-        reasoning_effort: one of them, under OpenAI's name.
+        chat_template_kwargs: further variables of the template.
+        reasoning_effort: a variable of the template, under OpenAI's name.
     """
 
     chat_template_kwargs: dict[str, Any] = {}
@@ -368,10 +368,10 @@ class ChatFields(Schema):
 
     @property
     def chat(self) -> Chat:
-        """The messages and how a prompt is made of them.
+        """The messages and the options of the template.
 
         Raises:
-            Refusal: the last message goes on, and an answer shall begin.
+            Refusal: ``continue_final_message`` and ``add_generation_prompt`` are both set.
         """
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message: found true; allowed: false, or add_generation_prompt false"
@@ -388,7 +388,7 @@ class ChatFields(Schema):
 
 
 class ChatBody(ChatFields, Body):
-    """The body of ``/v1/chat/completions``."""
+    """Body of ``/v1/chat/completions``."""
 
     UNSERVED = CHAT_ONLY
 
@@ -400,7 +400,7 @@ class ChatBody(ChatFields, Body):
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Schema`. Tools that shall not be called ask for nothing."""
+        """See `Schema`. ``tool_choice: none`` drops the tools."""
         return without_tools(super().renamed(given))
 
     def check(self) -> None:
@@ -420,22 +420,22 @@ class ChatBody(ChatFields, Body):
 
     @property
     def prompts(self) -> list[AnyPrompt]:
-        """What is continued."""
+        """The prompts."""
         return [self.chat]
 
     @property
     def most(self) -> int | None:
-        """Most new tokens; None fills the context."""
+        """Most new tokens; None: up to the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def top(self) -> int | None:
-        """How many of the likeliest tokens are listed with each one; None: no log-probabilities."""
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
 def without_tools(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request, without tools where none shall be called."""
+    """The fields of a request; without tools if ``tool_choice`` is ``none``."""
     for choice, tools in (("tool_choice", "tools"), ("function_call", "functions")):
         if given.get(choice) == "none":
             given.pop(tools, None)
@@ -443,15 +443,15 @@ def without_tools(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed(kind: type[B], data: bytes, unknown: UnknownFields | None = None) -> B:
-    """Read a body.
+    """Parse and validate a body.
 
     Args:
-        kind: of the body.
+        kind: schema of the body.
         data: JSON.
-        unknown: what happens to unknown fields; None: they are logged and ignored.
+        unknown: treatment of unknown fields; None: log and ignore.
 
     Raises:
-        Refusal: no JSON; a field that is missing, not served, or of another kind, which the message names.
+        Refusal: invalid JSON; a field is missing, not supported, or of another type. The message names the field.
     """
     given = parse_json(data)
     try:
@@ -464,7 +464,7 @@ def parsed(kind: type[B], data: bytes, unknown: UnknownFields | None = None) -> 
 
 
 def _refusal(found: ValidationError, kind: type[Schema]) -> Refusal:
-    """What is wrong first. Of several types that a value might have, the one that fits furthest says it."""
+    """The first error. For a union of types, the error of the type that matched furthest."""
     errors = found.errors(include_url=False, include_context=False)
     beside = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     first = max(beside, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))

@@ -1,4 +1,4 @@
-"""The smaller endpoints of vLLM's server: tokenization, load, version, responses, and a description of all of them."""
+"""Further endpoints of vLLM's server: tokenization, load, version, responses, and OpenAPI's description of all."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from qcut.server.responses_api import Response as ResponseForm
 from qcut.server.responses_api import ResponsesBody
 
 MOST_DETOKENIZED = 1 << 17
-"""Most tokens whose text is asked for at once: a tokenizer lets nothing run beside it."""
+"""Most tokens of one ``/detokenize``: the tokenizer holds Python's global lock while it decodes."""
 B = TypeVar("B", bound=Schema)
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'"
 
 
 class Service(Protocol):
-    """What the endpoints need of the service."""
+    """The part of the service that these endpoints call."""
 
     scheduler: Scheduler
     executors: Executors
@@ -46,18 +46,18 @@ class Service(Protocol):
         """The token ids of a prompt."""
 
     async def answer(self, request: Request, given: Body, form: Form) -> Response:
-        """The answer to a request for text."""
+        """Generate text and respond."""
 
     def name_for(self, given: Body) -> str:
-        """The model's name in an answer."""
+        """The model's name in the response."""
 
 
 class TokenizeBody(ChatFields):
-    """The body of ``/tokenize``.
+    """Body of ``/tokenize``.
 
     Attributes:
         prompt: a text, or ``messages`` is a chat.
-        return_token_strs: the answer has the tokens as the vocabulary names them.
+        return_token_strs: return the tokens' names in the vocabulary.
     """
 
     UNSERVED = CHAT_ONLY
@@ -74,7 +74,7 @@ class TokenizeBody(ChatFields):
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Schema`. A text gets the tokenizer's own tokens, and a chat those of its template."""
+        """See `Schema`. A text gets the tokenizer's special tokens, a chat the template's."""
         given.setdefault("add_special_tokens", "prompt" in given)
         if ("prompt" in given) == ("messages" in given):
             raise Refusal(400, "prompt: Field required, or messages in its place, not both", param="prompt")
@@ -82,7 +82,7 @@ class TokenizeBody(ChatFields):
 
 
 class DetokenizeBody(Schema):
-    """The body of ``/detokenize``."""
+    """Body of ``/detokenize``."""
 
     UNUSED = IGNORED
     model: str | None = None
@@ -90,16 +90,16 @@ class DetokenizeBody(Schema):
 
 
 def routes(service: Service) -> list[Route]:
-    """The endpoints of a server.
+    """Routes of these endpoints.
 
     Args:
-        service: answers them.
+        service: reads bodies and generates.
     """
     engine = service.scheduler.engine
 
     async def tokenize(request: Request) -> Response:
         given = await service.read(request, TokenizeBody)
-        if given.prompt == "":  # no prompt to continue, but a text all the same
+        if given.prompt == "":  # a text need not fit the context to be tokenized
             ids = list(engine.tokenizer("", add_special_tokens=given.add_special_tokens)["input_ids"])
         else:
             prompt = given.chat if given.prompt is None else Text(given.prompt, given.add_special_tokens)
@@ -193,7 +193,7 @@ _PATHS: Mapping[str, tuple[str, str, type[Schema] | None]] = {
 
 @cache
 def description() -> dict[str, Any]:
-    """All endpoints and the fields of their bodies, as OpenAPI 3.1 has them."""
+    """All endpoints and the fields of their bodies, in OpenAPI 3.1."""
     paths: dict[str, Any] = {}
     schemas: dict[str, Any] = {}
     for path, (method, summary, body) in _PATHS.items():
@@ -213,7 +213,7 @@ def description() -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any]) -> str:
-    """The description as a page, which loads nothing from elsewhere."""
+    """The description as a page without external resources."""
     parts = ["<!DOCTYPE html><html lang=en><meta charset=utf-8><title>qcut's endpoints</title>"]
     parts.append("<style>body{font:1rem/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}")
     parts.append("td{padding:0 1rem 0 0;vertical-align:top}</style><h1>Endpoints</h1>")

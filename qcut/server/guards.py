@@ -1,4 +1,4 @@
-"""Middleware before the application: who may ask, how much, and what an error becomes."""
+"""Middleware: allowed hosts, the API key, limits on bodies, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from qcut.server.refusals import RETRY_AFTER_S, Refusal
 _log = logging.getLogger("qcut")
 
 OPEN = frozenset({"/", "/health"})
-"""Paths that need no key: the page, which has no secrets, and the health of the process. No other spelling is open."""
+"""Paths that need no key: the page, which holds no secrets, and the health check. Compared literally."""
 _DRAIN_BYTES = 16 << 20
 _DRAIN_S = 2.0
 _HELD = "qcut.body_bytes"
 
 
 class Refusals:
-    """Answers a `Refusal` in OpenAI's form, and anything else that is raised with 500 and a traceback in the log.
+    """Turns a `Refusal` into OpenAI's error format, and any other exception into 500 with a traceback in the log.
 
     Args:
-        app: behind.
-        metrics: count refusals.
-        bodies: memory that ends with the request.
+        app: the next ASGI application.
+        metrics: counters of refusals.
+        bodies: memory of bodies, released with the request.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, bodies: BodyMemory) -> None:
@@ -65,13 +65,13 @@ class Refusals:
 class Hosts:
     """Refuses requests over the loopback interface that name a foreign host.
 
-    A server on this machine's own address is within reach of every page that a browser shows: a page whose name is made
-    to mean this machine (DNS rebinding) would otherwise read the answers. The look goes by the address at which the
-    connection has come in, so a server on all addresses of the machine (``0.0.0.0``, ``::``) is protected as well.
+    Any page in a browser can call a server on the loopback address, and with DNS rebinding it could read the
+    responses. The check uses the local address of the connection, so that a server on all addresses (``0.0.0.0``,
+    ``::``) is protected as well.
 
     Args:
-        app: behind.
-        allowed: names besides ``localhost``, names below it, and loopback addresses.
+        app: the next ASGI application.
+        allowed: names in addition to ``localhost``, its subdomains and loopback addresses.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
@@ -90,11 +90,11 @@ class Hosts:
 
 
 class Key:
-    """Asks for a key.
+    """Requires the API key.
 
     Args:
-        app: behind.
-        key: None lets everyone in.
+        app: the next ASGI application.
+        key: None: no key is required.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
@@ -112,20 +112,20 @@ class Key:
 
 
 class BodyMemory:
-    """Bounds the bytes of all bodies that the server holds at once.
+    """Bounds the bytes of all request bodies in memory.
 
     Args:
-        most: bytes.
+        most: most bytes.
     """
 
     def __init__(self, most: int) -> None:
         self._most, self.held = most, 0
 
     def take(self, scope: Scope, size: int) -> None:
-        """Hold bytes for a request.
+        """Reserve bytes for a request.
 
         Raises:
-            Refusal: others hold too many.
+            Refusal: the bound is exceeded.
         """
         if self.held + size > self._most:
             message = f"bodies of {self.held + size:,} bytes are held; allowed: {self._most:,}"
@@ -134,7 +134,7 @@ class BodyMemory:
         scope[_HELD] = scope.get(_HELD, 0) + size
 
     def release(self, scope: Scope) -> None:
-        """Give back what a request holds."""
+        """Release the bytes of a request."""
         self.held -= scope.pop(_HELD, 0)
 
 
@@ -142,15 +142,15 @@ async def body(scope: Scope, receive: Receive, *, most: int, seconds: float, mem
     """Read the body of a request.
 
     Args:
-        scope: the request's.
-        receive: the request's.
-        most: bytes.
-        seconds: in which the body has to come.
-        memory: that all bodies share.
+        scope: ASGI scope of the request.
+        receive: ASGI receive of the request.
+        most: most bytes.
+        seconds: time within which the body must arrive.
+        memory: bound shared by all bodies.
 
     Raises:
-        Refusal: another type than JSON, which also keeps out what a page of another origin may send without asking; one
-            that is compressed; a longer body; one that is not there in time, or not whole; no memory for it.
+        Refusal: the content type is not JSON (which also stops cross-origin requests without preflight); the body is
+            compressed, too long, late or incomplete; no memory is left for it.
     """
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -193,7 +193,7 @@ async def body(scope: Scope, receive: Receive, *, most: int, seconds: float, mem
 
 
 async def _drain(receive: Receive) -> None:
-    """Read what a client sends, for a while: one that still writes when the connection is closed sees no answer."""
+    """Read and discard the body for a while: a client that is still writing at the close never reads the response."""
     end, size = monotonic() + _DRAIN_S, 0
     while size <= _DRAIN_BYTES and (left := end - monotonic()) > 0:
         try:
@@ -206,7 +206,7 @@ async def _drain(receive: Receive) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is one of only this machine, ``127.0.0.2`` and ``::ffff:127.0.0.1`` included."""
+    """Whether an address is a loopback address, ``127.0.0.2`` and ``::ffff:127.0.0.1`` included."""
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:
@@ -215,7 +215,7 @@ def is_loopback(address: str) -> bool:
 
 
 def host_name(given: str) -> str:
-    """The name in a Host header, in lower case and without port; empty where it has none."""
+    """The name in a Host header, in lower case and without port; empty if malformed."""
     try:
         found = urlsplit(f"//{given}")
     except ValueError:

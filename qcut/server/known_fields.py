@@ -1,7 +1,6 @@
-"""Fields of other servers' requests: those without influence on the answer, and those that only a default may have.
+"""Fields of other servers' requests: those without influence on the response, and those accepted only at defaults.
 
-A field in neither table, nor in the schema of the request, is unknown: it is logged once by name and ignored, or a
-strict server refuses it.
+A field in neither table and not in the schema is unknown: it is logged once and ignored; a strict server refuses it.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _MOST_NAMES = 64
 
 
 class Only(NamedTuple):
-    """A field that would change the answer and is not served.
+    """A field that would change the response and is not supported.
 
     Attributes:
-        values: that ask for nothing; null does so everywhere.
-        advice: what to do instead.
+        values: accepted values, without effect; null always is.
+        advice: alternative for the user.
     """
 
     values: tuple[object, ...]
@@ -75,7 +74,7 @@ ONLY: Mapping[str, Only] = {
     "truncate_prompt_tokens": Only((), _PROMPT),
     "use_beam_search": Only((False,), _BEAMS),
     "vllm_xargs": Only(({},), _SAMPLER),
-    # Samplers of llama.cpp, which start from these values.
+    # Samplers of llama.cpp, at llama.cpp's defaults.
     "dry_multiplier": Only((0,), _SAMPLER),
     "dynatemp_range": Only((0,), _SAMPLER),
     "mirostat": Only((0,), _SAMPLER),
@@ -136,14 +135,14 @@ MESSAGE_ONLY: Mapping[str, Only] = {
 """Fields of a message."""
 
 ALIASES: Mapping[str, str] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
-"""Names of llama.cpp's server, and those of the same field here."""
+"""Field names of llama.cpp's server, and the corresponding fields here."""
 
 
 class UnknownFields:
-    """What happens to fields that nobody knows.
+    """Treatment of unknown fields.
 
     Args:
-        strict: refuse them; otherwise each name is logged once, up to a number of names.
+        strict: refuse them; otherwise log each name once, up to a number of names.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -155,8 +154,8 @@ class UnknownFields:
         """Log a field, or refuse it.
 
         Args:
-            name: of the field, with the fields around it.
-            allowed: the fields of its place.
+            name: path of the field.
+            allowed: known fields at this place.
 
         Raises:
             Refusal: the server is strict.
@@ -177,15 +176,15 @@ class UnknownFields:
 
 
 def refuse_unserved(given: Mapping[str, Any], table: Mapping[str, Only], where: str = "") -> None:
-    """Refuse a field whose value asks for what is not served.
+    """Refuse unsupported fields that are not at their default.
 
     Args:
-        given: the fields of a request or of a part of it, without nulls.
-        table: the fields that only a default may have.
-        where: the names of the fields around, each with a dot.
+        given: fields of a request or of a nested object, without nulls.
+        table: fields that are accepted only at a default.
+        where: path of the enclosing fields, each with a dot.
 
     Raises:
-        Refusal: which names the field, its value, the values that pass, and what to do.
+        Refusal: names the field, its value, the allowed values, and the alternative.
     """
     for name in given:
         if name not in table:
@@ -201,11 +200,11 @@ def refuse_unserved(given: Mapping[str, Any], table: Mapping[str, Only], where: 
 
 
 def shown(value: object) -> str:
-    """The beginning of a value's JSON."""
+    """A value's JSON, shortened."""
     text = to_json(value, inf_nan_mode="constants").decode()
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def _alike(value: object) -> tuple[type, ...]:
-    """Types of JSON that are as good as a value's: 1 and 1.0 are, True is not."""
+    """JSON types equivalent to a value's: 1 and 1.0 are, True is not."""
     return (int, float) if type(value) in (int, float) else (type(value),)

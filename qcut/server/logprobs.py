@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens with each token's text, which is what the token adds to the text before it."""
+"""Log-probabilities of tokens with each token's text in context: what the token adds to the preceding text."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from qcut.engine.sequence import LogProbability
 from qcut.text.detokenizer import Detokenizer
 
 CONTEXT = 8
-"""Tokens before the first one that decide its text: whether a space begins it, and which bytes it completes."""
+"""Number of preceding tokens that decide a token's text: a leading space, and the bytes of a split character."""
 _UNKNOWN = "\ufffd"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Token(NamedTuple):
-    """A token at its place in a text.
+    """A token in its context.
 
     Attributes:
-        id: of the token.
-        text: that the token adds; empty while a character is incomplete, which the last of its tokens adds.
-        bytes: of the token; None: the tokenizer does not tell those of a part of a character.
-        log_probability: of the token; None: of the first token of a text.
+        id: token id.
+        text: text that the token adds. A character split over tokens is added by the last of them.
+        bytes: bytes of the token; None: unknown to the tokenizer for a part of a character.
+        log_probability: None for the first token of a text.
     """
 
     id: int
@@ -34,12 +34,12 @@ class Token(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A token of a text.
+    """A token of a text and its alternatives.
 
     Attributes:
         token: the token.
-        offset: characters of the text before the token.
-        top: the likeliest tokens at its place, the likeliest first; None: there are none before the first token.
+        offset: characters before the token.
+        top: most likely tokens at this position, in descending order; None for the first token of a text.
     """
 
     token: Token
@@ -51,28 +51,28 @@ class Vocabulary:
     """The texts and bytes of a tokenizer's tokens.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ids."""
+        """Decode ids."""
         if skip_special_tokens:
             return self._detokenizer.decode(ids)
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def is_skipped(self, token: int) -> bool:
-        """Whether a token is special and has no text of its own."""
+        """Whether a token is a special token, skipped while decoding."""
         return self._detokenizer.skips(token)
 
     def name(self, token: int) -> str:
-        """The text of a token, also of a special one."""
+        """The text of a token, special tokens included."""
         return self.decode([token], skip_special_tokens=False)
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """The bytes of a token that may be a part of a character; None: the tokenizer does not tell them."""
+        """The bytes of a token that may hold a part of a character; None if the tokenizer does not know them."""
         names = getattr(self._tokenizer, "convert_ids_to_tokens", None)
         name = None if names is None else names(token)
         if not isinstance(name, str):
@@ -89,14 +89,14 @@ class Scored:
     """The tokens of a choice so far, with their log-probabilities.
 
     Args:
-        tokenizer: of transformers, or its `Vocabulary`.
-        before: ids before the first token; None: some text that is not known.
-        skip_special_tokens: whether special tokens are left out of the text; their names are listed even so.
+        tokenizer: a tokenizer of transformers, or its `Vocabulary`.
+        before: ids before the first token; None: unknown text.
+        skip_special_tokens: whether the text omits special tokens; they are listed by name all the same.
         names_ids: whether tokens are named ``token_id:N``.
 
     Attributes:
-        rows: of the tokens since the last `take`.
-        names_ids: as given.
+        rows: tokens since the last `take`.
+        names_ids: the argument.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Scored:
             self._begin_after([token for token in before if not self._is_skipped(token)])
 
     def add(self, token: int, found: LogProbability | None, *, is_last: bool = False) -> str:
-        """Take a token and return the text that it adds.
+        """Append a token and return the text that it adds.
 
         Args:
-            token: its id.
-            found: its log-probability and those of the likeliest; None: of the first token of a text.
-            is_last: an incomplete character is text where nothing follows.
+            token: token id.
+            found: log-probabilities of the token and of the top tokens; None for the first token of a text.
+            is_last: whether to emit an incomplete character, since nothing follows.
         """
         text = self._text(token, is_last)
         top = None if found is None else [self._token(one, self._text(one, is_last), value) for one, value in found.top]
@@ -139,7 +139,7 @@ class Scored:
         return text
 
     def take(self) -> Scored:
-        """What has come since the last call."""
+        """The rows since the last call."""
         taken = copy.copy(self)
         self.rows = []
         return taken
@@ -151,15 +151,15 @@ class Scored:
         return self._vocabulary.decode(ids, skip_special_tokens=self._skips)
 
     def _begin_after(self, ids: list[int]) -> None:
-        """Set the tokens whose text has been given out; only the last ones decide what follows."""
+        """Set the context of the next token: the last tokens with emitted text."""
         self._context, self._pending, self._known = ids, [], self._decode(ids)
 
     def _text(self, token: int, is_last: bool) -> str:
-        """The text that a token adds here."""
+        """The text that a token adds in the current context."""
         if self._is_skipped(token):
             return self._vocabulary.name(token)
         context, known = self._context, self._known
-        if context is None:  # A token after itself has the space that its text begins with.
+        if context is None:  # Decoded after itself, a token keeps its leading space.
             context, known = [token], self._decode([token])
         text = self._decode([*context, *self._pending, token])
         if text.endswith(_UNKNOWN) and not is_last and len(self._pending) < CONTEXT:
@@ -172,13 +172,13 @@ class Scored:
 
 
 def continued(vocabulary: Vocabulary, before: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool) -> str:
-    """The text that tokens add to the text before them."""
+    """The text that tokens add to a prompt's text."""
     scored = Scored(vocabulary, before[-CONTEXT:], skip_special_tokens=skip_special_tokens)
     return "".join(scored.add(token, None, is_last=i == len(tokens)) for i, token in enumerate(tokens, 1))
 
 
 def _beyond(known: str, text: str) -> str:
-    """A text without the beginning that it has in common with another."""
+    """A text without the prefix that it shares with another."""
     if text.startswith(known):
         return text[len(known) :]
     pairs = zip(known, text, strict=False)
@@ -186,7 +186,7 @@ def _beyond(known: str, text: str) -> str:
 
 
 def columns(scored: Scored | None) -> dict[str, Any] | None:
-    """Log-probabilities in the form of completions."""
+    """Log-probabilities in the format of completions."""
     if scored is None:
         return None
     rows, names_ids = scored.rows, scored.names_ids
@@ -199,7 +199,7 @@ def columns(scored: Scored | None) -> dict[str, Any] | None:
 
 
 def lines(scored: Scored) -> list[dict[str, Any]]:
-    """Log-probabilities in the form of chats: one object a token."""
+    """Log-probabilities in the format of chat completions: one object per token."""
     found = []
     for row in scored.rows:
         top = [_line(token, scored.names_ids) for token in row.top or ()]
@@ -212,7 +212,7 @@ def _name(token: Token, names_ids: bool) -> str:
 
 
 def _named(chosen: Token, top: list[Token], names_ids: bool) -> dict[str, float | None]:
-    """The likeliest tokens by name. The chosen token keeps its name; of two alike, the other is named by its id."""
+    """The top tokens by name. Of two tokens with the same name, the one that was not sampled is named by its id."""
     found: dict[str, float | None] = {}
     for token in top:
         name = _name(token, names_ids)
@@ -228,7 +228,7 @@ def _line(token: Token, names_ids: bool) -> dict[str, Any]:
 
 @cache
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte of each character in the vocabularies of byte-level tokenizers, those of GPT-2's kind."""
+    """The byte that each character of a byte-level vocabulary (GPT-2's) stands for."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

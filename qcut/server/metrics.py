@@ -1,4 +1,4 @@
-"""What the server measures, in Prometheus' form."""
+"""The server's metrics in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Metrics:
     """Counters of one server.
 
     Args:
-        scheduler: whose load is told, too.
+        scheduler: its load is exported, too.
 
     Attributes:
-        connections: gauge of connections that are open.
-        body_bytes: gauge of the bytes of bodies that are held.
-        most_connections: gauge of connections that may be open.
+        connections: gauge of open connections.
+        body_bytes: gauge of the bytes of bodies in memory.
+        most_connections: gauge of the limit on connections.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -54,19 +54,19 @@ class Metrics:
 
     @property
     def text(self) -> bytes:
-        """All of them."""
+        """All metrics as text."""
         return generate_latest(self._registry)
 
     def refused(self, status: int) -> None:
-        """Count a refusal."""
+        """Count a refused request."""
         self._refused.labels(str(status)).inc()
 
     def closed(self, reason: str) -> None:
-        """Count a connection that the server has closed without the client's asking."""
+        """Count a connection closed by the server's limits."""
         self._closed.labels(reason).inc()
 
     def watch(self) -> Watch:
-        """Begin to measure a request."""
+        """Start measuring a request."""
         return Watch(self._ends, self._first, self._between, self._whole)
 
 
@@ -79,7 +79,7 @@ class Watch:
         self._last: dict[int, float] = {}
 
     def take(self, choice: int, event: Event, now: float) -> None:
-        """Measure an event that came at a time of ``perf_counter``."""
+        """Measure an event at a time of ``perf_counter``."""
         if event.token is not None:
             last = self._last.get(choice)
             if last is None:
@@ -93,13 +93,13 @@ class Watch:
 
 
 class _Load(Collector):
-    """What the scheduler does, at the time of asking."""
+    """Collector of the scheduler's load."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        """All figures."""
+        """The metrics at this time."""
         load, engine = self._scheduler.load, self._scheduler.engine
         for name, text, value in (
             ("qcut_requests_waiting", "Prompts that wait", load.waiting),
@@ -107,7 +107,7 @@ class _Load(Collector):
             ("qcut_sequences_running", "Sequences that are being continued", load.running),
             ("qcut_sequences_most", "Sequences that may run at once", engine.batch),
             ("qcut_context_tokens", "Most tokens of a sequence", engine.context),
-            ("qcut_kept_tokens", "Tokens in the cache of beginnings", load.kept),
+            ("qcut_kept_tokens", "Tokens in the prefix cache", load.kept),
         ):
             yield GaugeMetricFamily(name, text, value)
         yield GaugeMetricFamily("qcut_cache_bytes", "Memory for keys and values", self._scheduler.cache_bytes)
@@ -116,7 +116,7 @@ class _Load(Collector):
             yield GaugeMetricFamily("qcut_gpu_bytes", "Memory of the GPU that is taken, weights and all", taken)
         for name, text, value in (
             ("qcut_prompt_tokens", "Tokens of prompts", load.prompt_tokens),
-            ("qcut_prompt_tokens_found", "Of these, tokens that the cache of beginnings had", load.found_tokens),
+            ("qcut_prompt_tokens_found", "Of these, tokens found in the prefix cache", load.found_tokens),
             ("qcut_new_tokens", "New tokens", load.new_tokens),
             ("qcut_steps", "Steps of the batch", load.steps),
         ):

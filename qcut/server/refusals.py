@@ -1,4 +1,4 @@
-"""Answers to what cannot be served, in OpenAI's form."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from qcut.errors import BusyError, ContextError, QcutError
 RETRY_AFTER_S = 1
 
 CLIENT_GONE = 499
-"""Status, only in the metrics, of an answer that nobody is there to take; proxies use the same."""
+"""Status of a request whose client disconnected (nginx's 499); only in the metrics."""
 
 
 class Refusal(Exception):
-    """A request that is not served.
+    """A request that is refused, with its HTTP status and error object.
 
     Args:
-        status: of HTTP.
-        message: what was found and what is allowed.
-        param: the field of the body.
-        code: for programs.
-        headers: of the answer.
+        status: HTTP status.
+        message: the value found and the values allowed.
+        param: field of the body.
+        code: OpenAI's machine-readable code.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, error: QcutError, context: int, param: str | None = None) -> Refusal:
-        """What one of qcut's exceptions means to a client.
+        """The refusal for one of qcut's exceptions.
 
         Args:
-            error: raised for a request.
-            context: the engine's, in tokens. Clients know a prompt that is too long by OpenAI's words.
-            param: the field of the prompt.
+            error: exception raised for the request.
+            context: the engine's context in tokens, for OpenAI's wording of a prompt that is too long.
+            param: field of the prompt.
         """
         if isinstance(error, BusyError):
             return cls(503, str(error), code="busy", headers={"Retry-After": str(RETRY_AFTER_S)})
@@ -55,16 +55,16 @@ class Refusal(Exception):
 
     @classmethod
     def of_fault(cls, error: BaseException) -> Refusal:
-        """What a fault of the server is to a client; the log has the traceback."""
+        """Status 500 for a fault of the server; the traceback is in the log only."""
         return cls(500, f"a fault in the server: {type(error).__name__}")
 
     @property
     def body(self) -> dict[str, object]:
-        """The answer's JSON."""
+        """The error object."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def answer(self) -> JSONResponse:
-        """The whole answer."""
+        """Send the error as a complete response."""
         return JSONResponse(self.body, self.status, self.headers)

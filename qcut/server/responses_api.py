@@ -1,4 +1,4 @@
-"""``/v1/responses``, OpenAI's newer interface: text only, and nothing is stored."""
+"""``/v1/responses``, OpenAI's newer interface: text only, nothing is stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Value = Annotated[str, Field(max_length=512)]
 
 
 class TextFormat(Schema):
-    """The form of the text."""
+    """``text.format``."""
 
     WHERE = "text."
     UNSERVED: ClassVar[Mapping[str, Only]] = {
@@ -33,7 +33,7 @@ class TextFormat(Schema):
 
 
 class Reasoning(Schema):
-    """What a model thinks before it answers."""
+    """``reasoning``."""
 
     WHERE = "reasoning."
     UNUSED = frozenset({"context", "generate_summary", "summary"})
@@ -41,7 +41,7 @@ class Reasoning(Schema):
 
 
 class ResponsesBody(ChatFields, Body):
-    """The body of ``/v1/responses``."""
+    """Body of ``/v1/responses``."""
 
     UNSERVED = RESPONSES_ONLY
     UNUSED = IGNORED - {"metadata"}
@@ -57,7 +57,7 @@ class ResponsesBody(ChatFields, Body):
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Schema`. An input is refused here, with one reason for all its kinds."""
+        """See `Schema`. Checks ``input`` here, to give one error for all of its types."""
         given = without_tools(super().renamed(given))
         if "input" not in given:
             raise Refusal(400, "input: Field required", param="input")
@@ -81,32 +81,32 @@ class ResponsesBody(ChatFields, Body):
 
     @property
     def turns(self) -> list[Message]:
-        """See `ChatFields`: the instructions, and the input's messages."""
+        """See `ChatFields`: the instructions and the messages of ``input``."""
         first = [Message(role="system", content=self.instructions)] if self.instructions else []
         asked = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         return [*first, *asked]
 
     @property
     def prompts(self) -> list[AnyPrompt]:
-        """What is continued."""
+        """The prompts."""
         return [self.chat]
 
     @property
     def most(self) -> int | None:
-        """Most new tokens; None fills the context."""
+        """Most new tokens; None: up to the context."""
         return self.max_output_tokens
 
     @property
     def top(self) -> int | None:
-        """How many of the likeliest tokens are listed with each one; None: no log-probabilities."""
+        """Number of top log-probabilities per token; None: no log-probabilities."""
         return self.top_logprobs if _LOGPROBS in self.include or self.top_logprobs else None
 
 
 class Response(Form):
-    """Answers of ``/v1/responses``; their streams are events with a type and a number each.
+    """Responses of ``/v1/responses``; streams consist of numbered events with a type.
 
     Args:
-        name: under which the model is served.
+        name: name of the model.
         given: the request.
     """
 
@@ -122,12 +122,12 @@ class Response(Form):
         self._lines: list[JSON] = []
         self._reason: str | None = None
 
-    def whole(self, choices: list[JSON], usage: JSON) -> JSON:
+    def complete(self, choices: list[JSON], usage: JSON) -> JSON:
         """See `Form`."""
         return self._response(self._status, choices, usage)
 
     def choice(self, index: int, text: str, scored: Scored | None, reason: str | None) -> JSON:
-        """See `Form`: the message."""
+        """See `Form`: an output message."""
         self._reason = reason
         return self._item(self._status, [_part(text, [] if scored is None else lines(scored))])
 
@@ -142,7 +142,7 @@ class Response(Form):
             self._event("response.content_part.added", **place, part=_part("", [])),
         ]
 
-    def pieces(self, index: int, text: str, scored: Scored | None, reason: str | None, more: JSON) -> list[JSON]:
+    def chunks(self, index: int, text: str, scored: Scored | None, reason: str | None, more: JSON) -> list[JSON]:
         """See `Form`."""
         found = [] if scored is None else lines(scored)
         self._text.append(text)
@@ -165,7 +165,7 @@ class Response(Form):
         ]
 
     def counted(self, usage: JSON) -> list[JSON]:
-        """See `Form`: nothing, since the last event counts tokens."""
+        """See `Form`: nothing, the last event has the usage."""
         return []
 
     def failed(self, refusal: Refusal) -> list[JSON]:

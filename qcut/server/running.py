@@ -1,4 +1,4 @@
-"""Listens, until a signal or the engine's failure, and lets what runs come to its end."""
+"""Runs the server on a socket until a signal or a failure of the engine; running requests finish first."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _log = logging.getLogger("qcut")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWITCH_S = 0.0005
-"""Longest time that the thread which turns waits for the one that writes answers: Python's 5 ms are two steps."""
+"""Python's switch interval in seconds while serving: its default of 5 ms is two decode steps of waiting."""
 _LOOK_S = 0.5
 _COUNTED = ("Invalid HTTP request received.", "Unsupported upgrade request.", "No supported WebSocket library")
 BACKLOG = 2048
-"""Connections that the kernel holds until they are accepted."""
+"""Length of the kernel's queue of connections."""
 ACCEPTS = 16
-"""Connections that are accepted in an iteration of the event loop, before the first of them can be counted."""
+"""Connections accepted per iteration of the event loop."""
 SPARE_FILES = 64
-"""Files that connections leave to everything else: those accepted at once, the log, the tokenizer's process."""
+"""File descriptors reserved for the log, the tokenizer's processes and connections being accepted."""
 MOST_PORT = 65535
-_NEVER_S = 1 << 20  # of uvicorn's own clock, which is stopped by the first byte; connections have another one
+_NEVER_S = 1 << 20  # uvicorn's own timeout ends at the first byte; `ConnectionLimits` replaces it
 _HINTS = {
     errno.EADDRINUSE: "another program listens there; --port 0 takes a free port",
     errno.EACCES: "ports below 1024 need a privilege; --port 8000 does not",
@@ -52,12 +52,12 @@ _HINTS = {
 
 
 def connection_limit(wanted: int) -> int:
-    """The number of connections that the process's limit on open files has room for, up to ``wanted``.
+    """The number of connections, up to ``wanted``, that the limit on open files allows.
 
-    The soft limit is raised as far as it is needed and allowed.
+    Raises the soft limit as far as needed and allowed.
 
     Raises:
-        ConfigError: there is no room for a single connection.
+        ConfigError: not even one connection is allowed.
     """
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else SPARE_FILES
     needed = wanted + opened + SPARE_FILES
@@ -75,14 +75,14 @@ def connection_limit(wanted: int) -> int:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A listening socket.
 
     Args:
         host: name or address.
-        port: 0 takes a free one.
+        port: 0 takes a free port.
 
     Raises:
-        ConfigError: there is no such address or port, or it is taken, or needs a privilege.
+        ConfigError: the address or port does not exist, is in use, or needs privileges.
     """
     if not 0 <= port <= MOST_PORT:
         raise ConfigError(f"--port {port}; allowed: 0 to {MOST_PORT}")
@@ -100,7 +100,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def address(found: socket.socket) -> str:
-    """The address of a socket, as browsers take it."""
+    """The URL of a socket."""
     host, port = found.getsockname()[:2]
     return f"http://[{host}]:{port}" if found.family == socket.AF_INET6 else f"http://{host}:{port}"
 
@@ -108,16 +108,16 @@ def address(found: socket.socket) -> str:
 def server(
     app: ASGIApp, metrics: Metrics, *, grace_s: float | None = None, limits: ConnectionLimits | None = None
 ) -> Server:
-    """A server of an application.
+    """A uvicorn server of an application.
 
     Args:
         app: `qcut.server.application.application`.
-        metrics: the application's.
-        grace_s: seconds that what runs has after a signal; None: any time.
-        limits: of connections; None takes the defaults. As many connections are open as files may be.
+        metrics: metrics of the application.
+        grace_s: seconds for running requests after a signal; None: unlimited.
+        limits: limits of connections; None: defaults. The limit on open files bounds their number.
 
     Raises:
-        ConfigError: the limit of open files has no room for connections.
+        ConfigError: the limit on open files leaves no room for connections.
     """
     limits = limits or ConnectionLimits()
     limits = replace(limits, connections=connection_limit(limits.connections))
@@ -126,7 +126,7 @@ def server(
     config = uvicorn.Config(
         app,
         http=protocol,
-        ws="none",  # a connection that becomes a WebSocket's would leave the limits
+        ws="none",  # WebSockets would escape the limits
         log_config=None,
         access_log=False,
         server_header=False,
@@ -139,26 +139,26 @@ def server(
 
 
 def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
-    """Serve until SIGINT or SIGTERM. What runs then comes to its end; a second signal cancels it.
+    """Serve until SIGINT or SIGTERM. Running requests then finish; a second signal cancels them.
 
     Args:
-        server: whose application has the scheduler.
-        scheduler: is run, and closed at the end.
-        found: listens.
+        server: server of the application.
+        scheduler: the application's scheduler; run here, and closed at the end.
+        found: listening socket.
 
     Returns:
-        Whether all that ran has come to its end.
+        Whether all running requests finished.
 
     Raises:
-        BaseException: what the engine has failed with.
+        BaseException: the engine's failure.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
-    gc.freeze()  # a look for garbage among all of torch's and transformers' objects stops every thread
+    gc.freeze()  # a full garbage collection over torch's and transformers' objects stops every thread
     scheduler.run()
     server.scheduler = scheduler
     logs = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "qcut", "qcut.server")]
-    # Of this server: others in the process have filters of their own.
+    # Only this server's loggers: other servers in the process have their own filters.
     filters: tuple[Callable[[logging.LogRecord], bool], ...] = (partial(_is_of_interest), LogLimit().filter)
     for log, each in product(logs, filters):
         log.addFilter(each)
@@ -180,7 +180,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
 
 
 async def _served(server: Server, scheduler: Scheduler, found: socket.socket) -> None:
-    """Serve, and end where the engine fails."""
+    """Serve until a signal or the engine's failure."""
 
     async def look() -> None:
         while scheduler.error is None:
@@ -196,7 +196,7 @@ async def _served(server: Server, scheduler: Scheduler, found: socket.socket) ->
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    """Whether a line is for the log: not what is counted or told elsewhere, or cancelled at the end."""
+    """Log filter: drops lines about connections that the metrics count, and about cancellation at shutdown."""
     if record.name == "uvicorn.error" and str(record.msg).startswith(_COUNTED):
         return False
     if record.exc_info is None:
@@ -205,15 +205,15 @@ def _is_of_interest(record: logging.LogRecord) -> bool:
 
 
 class Server(uvicorn.Server):
-    """A server whose signals end it without killing the process, since the scheduler has to be closed.
+    """A uvicorn server that ends on a signal without ending the process, since the scheduler has to be closed.
 
     Args:
-        config: of uvicorn.
-        metrics: count connections that cannot be accepted.
+        config: uvicorn's configuration.
+        metrics: counters of connections that cannot be accepted.
 
     Attributes:
-        is_done: whether no request was left at the end.
-        scheduler: whose sequences are waited for at the end.
+        is_done: whether all requests had finished at the end.
+        scheduler: its sequences are waited for at the end.
     """
 
     is_done = False
@@ -224,13 +224,13 @@ class Server(uvicorn.Server):
         self._metrics = metrics
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections, few at a time out of a long queue."""
+        """Start listening with a long queue, accepting few connections at a time."""
         await super().startup(sockets)
         for each in sockets or []:
             each.listen(BACKLOG)
 
     def handle_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say in a line what the event loop tells with a traceback: that no file is left for a connection."""
+        """Log running out of file descriptors in one line instead of a traceback."""
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             self._metrics.closed("files")
@@ -240,7 +240,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take signals while the server runs, where the main thread runs it."""
+        """Handle signals while the server runs, if it runs in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -252,12 +252,12 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets what runs come to its end, the second does not."""
+        """Shut down gracefully at the first signal, at once at the second."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, after a line that says what is waited for."""
+        """Shut down, after logging the number of requests that are waited for."""
         if self.server_state.tasks and not self.force_exit and self.scheduler is not None:
             load, grace = self.scheduler.load, self.config.timeout_graceful_shutdown
             _log.warning(

@@ -1,4 +1,4 @@
-"""Sends the answer to a request, whole or as server-sent events, while its client is there."""
+"""Sends the response to a request, complete or as server-sent events, while the client is connected."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from qcut.server.streams import Stream
 _log = logging.getLogger("qcut")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _MANY_TOKENS = 512
-"""Tokens whose texts the event loop decodes at most for one request at a time."""
+"""Most tokens that the event loop decodes at once for one request; more go to another thread."""
 T = TypeVar("T")
 
 
 class Answer:
-    """The answer to one request.
+    """The response to one generating request.
 
     Args:
         given: the request.
-        form: of the answer.
-        stream: what comes for the request.
-        stops: tokens and strings that end the answer.
+        form: format of the response.
+        stream: events of the request's sequences.
+        stops: stop tokens and stop strings.
         vocabulary: texts of tokens.
-        metrics: where the answer is counted.
-        executors: threads for long answers.
+        metrics: counters.
+        executors: threads for long responses.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Answer:
         self._watch = metrics.watch()
         self._scored: dict[int, Scored] = {}
 
-    async def whole(self) -> Response:
-        """The answer at once.
+    async def complete(self) -> Response:
+        """The complete response.
 
         Raises:
-            Refusal: the engine has failed, the server closes, or the client has gone.
+            Refusal: the engine failed, the server is shutting down, or the client disconnected.
         """
         seen: list[tuple[int, Event]] = []
         async for come in self._stream.events():
@@ -83,10 +83,10 @@ class Answer:
             {**self._form.choice(i, "".join(texts[i]), self._scored.get(i), reasons[i]), **self._more_of(i)}
             for i in range(count)
         ]
-        return JSONResponse(self._form.whole(choices, self._usage))
+        return JSONResponse(self._form.complete(choices, self._usage))
 
     async def _made(self, seen: list[tuple[int, Event]], make: Callable[[], T]) -> T:
-        """What a function makes of events; made in another thread if it decodes many tokens."""
+        """Call a function on events, in another thread if it decodes many tokens."""
         given, requests = self._given, self._stream.requests
         each = 1 + (given.top or 0)
         work = len(seen) * each
@@ -96,8 +96,8 @@ class Answer:
             work += sum(len(requests[i].tokens) for i, event in seen if event.reason == "stop")
         return make() if work <= _MANY_TOKENS else await self._executors.run(LARGE_BYTES, make)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The answer as it comes: server-sent events."""
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The response as server-sent events."""
         form, options = self._form, self._given.stream_options or StreamOptions()
         counts = options.include_usage or options.continuous_usage_stats
 
@@ -121,8 +121,8 @@ class Answer:
                 seen = self._seen(come)
                 if not seen:
                     yield b": waiting\n\n"
-                for piece in await self._made(seen, partial(self._parts, seen, lengths, sent)):
-                    yield piece
+                for chunk in await self._made(seen, partial(self._parts, seen, lengths, sent)):
+                    yield chunk
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # a tokenizer's panic is no Exception
@@ -144,12 +144,12 @@ class Answer:
     def _parts(
         self, seen: list[tuple[int, Event]], lengths: dict[int, int], sent: Callable[[JSON], bytes]
     ) -> list[bytes]:
-        """Pieces with what has come.
+        """Chunks for new events.
 
         Args:
-            seen: what has come.
-            lengths: characters of each choice so far, which are counted on.
-            sent: writes a piece.
+            seen: new events and their choices.
+            lengths: characters of each choice so far; updated.
+            sent: encodes a chunk.
         """
         texts: dict[int, list[str]] = {}
         tokens: dict[int, list[int]] = {}
@@ -163,18 +163,18 @@ class Answer:
             tokens.setdefault(choice, []).extend(() if event.token is None else (event.token,))
             reasons[choice] = finish_reason(event)
             self._score(choice, event)
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         for choice, parts in texts.items():
             text, scored = "".join(parts), self._scored.get(choice)
             found = None if scored is None else scored.take()
             has_ids = self._given.return_token_ids and tokens[choice]
             if text or reasons[choice] is not None or (found is not None and found.rows) or has_ids:
                 more = {"token_ids": tokens[choice]} if self._given.return_token_ids else {}
-                pieces += map(sent, self._form.pieces(choice, text, found, reasons[choice], more))
-        return pieces
+                chunks += map(sent, self._form.chunks(choice, text, found, reasons[choice], more))
+        return chunks
 
     def _seen(self, come: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
-        """Measure events, and look whether one is an end without an answer."""
+        """Measure events; raise for a sequence that failed or was cancelled."""
         now = perf_counter()
         for choice, event in come:
             self._watch.take(choice, event, now)
@@ -188,7 +188,7 @@ class Answer:
         return come
 
     def _begin(self, choice: int) -> str:
-        """The text before a choice's first token: its prompt's, where that is asked for."""
+        """The text before a choice's first token: the prompt if ``echo`` is set."""
         if not self._given.echoes:
             return ""
         prompt = self._given.prompts[choice // self._given.n]
@@ -196,7 +196,7 @@ class Answer:
         return prompt.text if isinstance(prompt, Text) else self._vocabulary.decode(ids, skip_special_tokens=False)
 
     def _score(self, choice: int, event: Event) -> None:
-        """Take the log-probabilities of an event, after those of the prompt where these are asked for."""
+        """Record the log-probabilities of an event; with ``echo``, first those of the prompt."""
         given, request = self._given, self._stream.requests[choice]
         if given.top is None:
             return
@@ -215,7 +215,7 @@ class Answer:
             scored.add(event.token, event.log_probability, is_last=event.reason is not None)
 
     def _ending(self, choice: int, length: int) -> str:
-        """The stop string, or the stop token's text, after so many characters, where it is asked for."""
+        """Stop string or token's text from character ``length``; empty without ``include_stop_str_in_output``."""
         given, request = self._given, self._stream.requests[choice]
         if not given.include_stop_str_in_output:
             return ""
@@ -225,7 +225,7 @@ class Answer:
         return min((stop for stop in given.stop_strings if rest.startswith(stop)), key=len, default="")
 
     def _more_of(self, choice: int) -> JSON:
-        """The ids of a whole choice, where they are asked for."""
+        """Token ids of a choice, if ``return_token_ids`` is set."""
         request = self._stream.requests[choice]
         if not self._given.return_token_ids:
             return {}
@@ -237,27 +237,27 @@ class Answer:
 
 
 class EventStream(Response):
-    """Server-sent events; a client that goes ends what it asked for."""
+    """Server-sent events; a disconnect cancels the sequences."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: Stream, pieces: AsyncIterator[bytes]) -> None:
+    def __init__(self, stream: Stream, chunks: AsyncIterator[bytes]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._stream, self._pieces = stream, pieces
+        self._stream, self._chunks = stream, chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer."""
         async with watched(receive, self._stream):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.asynccontextmanager
 async def watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
-    """Cancel a stream at once when its client goes, and when the block fails."""
+    """Cancel a stream when its client disconnects, and when the block fails."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -275,6 +275,6 @@ async def watched(receive: Receive, stream: Stream) -> AsyncIterator[None]:
 
 
 def _sent(value: JSON) -> bytes:
-    """A server-sent event, which has a name where its value has a type."""
+    """A server-sent event, named by the value's ``type`` if there is one."""
     name = f"event: {value['type']}\n" if "type" in value else ""
     return f"{name}data: {_encode(value)}\n\n".encode(errors="replace")

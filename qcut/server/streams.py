@@ -1,4 +1,4 @@
-"""Events of the scheduler's thread, as an event loop takes them."""
+"""Events of the scheduler's thread, delivered to an event loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qcut.engine.request import Listener, Request
 from qcut.engine.sequence import Event
 
 SILENT_S = 15.0
-"""Seconds without text after which a reader is woken, to say that the stream lives."""
+"""Seconds without events after which a reader is woken to send a keep-alive comment."""
 
 
 class Bridge:
-    """Wakes an event loop from the scheduler's thread: once for all events of a turn, not once for each.
+    """Wakes an event loop from the scheduler's thread, once per scheduler iteration rather than per event.
 
     Args:
         loop: the event loop.
@@ -29,49 +29,49 @@ class Bridge:
         self._is_called = False
 
     def tell(self, stream: Stream) -> None:
-        """Wake a stream; in the scheduler's thread."""
+        """Wake a stream. Called in the scheduler's thread."""
         self._told.append(stream)
         if not self._is_called:
             self._is_called = True
-            with suppress(RuntimeError):  # the loop has ended, and nobody listens
+            with suppress(RuntimeError):  # the event loop has ended
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        self._is_called = False  # first: what is told from here on calls again
+        self._is_called = False  # first: a call of `tell` from here on schedules another one
         while self._told:
             self._told.popleft().wake()
 
 
 class Stream:
-    """What comes for one request of HTTP: of all samples of all its prompts.
+    """Events of one HTTP request: of all samples of all its prompts.
 
-    Who reads slowly gets several events at a time; the scheduler waits for nobody.
+    A slow reader receives several events at a time; the scheduler never waits for it.
 
     Args:
-        bridge: to the event loop, in which the stream is made.
-        samples: of each prompt.
+        bridge: wakes the event loop of the stream.
+        samples: samples per prompt.
 
     Attributes:
-        requests: those of the scheduler, by choice: prompt by prompt, sample by sample.
-        is_left: whether its client has gone.
+        requests: the scheduler's requests by choice: by prompt, then by sample.
+        is_left: whether the client disconnected.
     """
 
     def __init__(self, bridge: Bridge, samples: int) -> None:
         self.requests: list[Request] = []
         self.is_left = False
-        self._cancelled = threading.Event()  # set by the event loop while another thread submits
+        self._cancelled = threading.Event()  # set in the event loop while another thread submits
         self._bridge, self._samples = bridge, samples
         self._events: deque[tuple[int, Event]] = deque()
         self._woken = asyncio.Event()
 
     def submit(self, submit: Callable[[int, Listener], list[Request]]) -> None:
-        """Submit the next prompt. Where it is refused, those before it are cancelled. Nothing for a cancelled stream.
+        """Submit the next prompt, except for a cancelled stream. If ``submit`` raises, earlier prompts are cancelled.
 
         Args:
-            submit: is given the number of samples and a listener, and returns the requests.
+            submit: takes the number of samples and a callback, returns the requests.
 
         Raises:
-            QcutError: that of ``submit``.
+            QcutError: raised by ``submit``.
         """
         if self._cancelled.is_set():
             return
@@ -84,22 +84,22 @@ class Stream:
             self.cancel()
 
     def leave(self) -> None:
-        """The client has gone: end all that goes on."""
+        """Cancel all sequences, since the client disconnected."""
         self.is_left = True
         self.cancel()
 
     def cancel(self) -> None:
-        """End all that goes on, and what is submitted from here on."""
+        """Cancel all sequences, including those submitted later."""
         self._cancelled.set()
         for request in self.requests:
             request.cancel()
 
     def wake(self) -> None:
-        """Let the reader look; in the event loop."""
+        """Wake the reader. Called in the event loop."""
         self._woken.set()
 
     async def events(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """What has come, with the index of its choice, until all choices have ended; nothing after `SILENT_S`."""
+        """New events with the index of their choice, until all choices have ended; an empty list after `SILENT_S`."""
         left = len(self.requests)
         ticker = asyncio.ensure_future(self._tick())
         try:
@@ -113,7 +113,7 @@ class Stream:
             ticker.cancel()
 
     async def _tick(self) -> None:
-        """Wake the reader now and then."""
+        """Wake the reader periodically."""
         while True:
             await asyncio.sleep(SILENT_S)
             self.wake()

@@ -1,8 +1,8 @@
 """HTTP connections with limits: on their number, their time and the work of one read.
 
-`Connection` is uvicorn's protocol over h11. uvicorn closes only connections that are idle between two requests; here a
-connection that never sends a whole request, or never reads its answer, is closed too, and a new connection takes the
-place of the one that has kept the server waiting longest.
+`Connection` is uvicorn's protocol over h11. uvicorn closes only connections that are idle between two requests; this
+class also closes connections that never complete a request or never read their response. A new connection replaces the
+one that has kept the server waiting longest.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from qcut.server.refusals import RETRY_AFTER_S, Refusal
 _log = logging.getLogger("qcut.server")
 
 READ_BYTES = 8192
-"""Most bytes that one connection reads in an iteration of the event loop."""
+"""Most bytes that a connection reads per iteration of the event loop."""
 CHUNK_READ_BYTES = 512
 """The same within a chunked body: each chunk of one byte costs as much as a chunk of thousands."""
 PIPELINED_BYTES = 65536
-"""Bytes behind a request that are read before its answer: while the server reads, it sees that the client has gone."""
+"""Bytes read after a request before its response is sent: only a reading server notices a disconnect."""
 
 DRAINED_BYTES = 8 << 20
-"""Bytes of a body that are read after its answer: a client that still writes when it is cut off sees no answer."""
+"""Bytes of a body read after its response: a client that is still writing at the close never reads the response."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class ConnectionLimits:
     """Limits of all connections together and of each.
 
     Attributes:
-        connections: open at once. Beyond them, the connection that has waited longest for its own request is closed;
-            with none such, the new one is answered 503.
-        keep_alive_s: seconds that a connection may be idle between two requests.
-        head_s: seconds from the first byte of a request to the end of its head, and from the connection's start.
-        write_s: seconds in which the client has to read some of what is sent.
-        head_bytes: of the request line and all headers.
-        head_lines: of the request line and all headers.
-        chunks: of a chunked body.
+        connections: most open connections. Beyond them the connection that has been without a complete request for
+            longest is closed; if there is none, the new one gets 503.
+        keep_alive_s: longest idle time between two requests, in seconds.
+        head_s: longest time from the first byte of a request to the end of its head, and from the connection's start.
+        write_s: time within which the client must read some of the response, in seconds.
+        head_bytes: most bytes of the request line and headers.
+        head_lines: most lines of the request line and headers.
+        chunks: most chunks of a chunked body.
     """
 
     connections: int = 4096
@@ -59,14 +59,14 @@ class ConnectionLimits:
 
 
 class ConnectionPool:
-    """What the connections of one server share.
+    """State shared by the connections of a server.
 
     Args:
-        limits: of the connections.
-        metrics: count refusals and closed connections.
+        limits: limits of connections.
+        metrics: counters of refusals and closed connections.
 
     Attributes:
-        waiting: connections without a whole request, the longest-waiting first.
+        waiting: connections without a complete request, oldest first.
     """
 
     def __init__(self, limits: ConnectionLimits, metrics: Metrics) -> None:
@@ -74,7 +74,7 @@ class ConnectionPool:
         self.waiting: dict[Connection, None] = {}
 
     def make_room(self, new: Connection) -> bool:
-        """Close the longest-waiting connection except a new one; False if all others have a whole request."""
+        """Close the longest-waiting connection except a new one; False if all others have a complete request."""
         oldest = next((connection for connection in self.waiting if connection is not new), None)
         if oldest is not None:
             oldest.drop("evicted")
@@ -82,11 +82,11 @@ class ConnectionPool:
 
 
 class _Parser(h11.Connection):
-    """h11's parser, which also refuses two lengths of one body and too many chunks, and keeps the reason.
+    """h11's parser, which also refuses contradicting body lengths and too many chunks.
 
     Attributes:
-        refusal: why the last request is refused.
-        is_chunked: whether the body that comes is chunked.
+        refusal: reason why the last request is refused.
+        is_chunked: whether the current body is chunked.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -100,7 +100,7 @@ class _Parser(h11.Connection):
         """The next event.
 
         Raises:
-            h11.RemoteProtocolError: no valid request, or one beyond the limits; ``refusal`` has the reason.
+            h11.RemoteProtocolError: the request is invalid or exceeds a limit; ``refusal`` has the reason.
         """
         if self.their_state is h11.IDLE and self._head_lines() > self._limits.head_lines:  # each costs 15 µs to parse
             self._refuse(431, f"a head of more lines than allowed: {self._limits.head_lines}")
@@ -127,7 +127,7 @@ class _Parser(h11.Connection):
         return event
 
     def _head_lines(self) -> int:
-        """Lines of the head that has come so far."""
+        """Number of lines of the head so far."""
         data = self.trailing_data[0]
         end = search(rb"\n\r?\n", data)
         return data.count(b"\n", 0, len(data) if end is None else end.start())
@@ -138,11 +138,11 @@ class _Parser(h11.Connection):
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """A connection of a client.
+    """A client's connection.
 
     Args:
-        pool: what all connections share.
-        options: those of uvicorn's protocol.
+        pool: state shared by all connections.
+        options: options of uvicorn's protocol.
     """
 
     def __init__(self, pool: ConnectionPool, **options: Any) -> None:
@@ -152,15 +152,15 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._buffer = bytearray(READ_BYTES)
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
-        self._is_silent = True  # no byte of the next request has come
+        self._is_silent = True  # no byte of the next request has arrived
         self._drained = 0
 
     # ── the connection's life ────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin; make room, or refuse, where there are too many."""
+        """Start; close another connection or refuse this one if there are too many."""
         super().connection_made(cast(asyncio.Transport, transport))
-        # Writing pauses as soon as the kernel takes no more: the next piece of an answer waits for the client.
+        # Writing pauses as soon as the kernel's buffer is full: the next chunk waits for the client.
         self.transport.set_write_buffer_limits(high=0)
         self._pool.metrics.connections.inc()
         self._pool.waiting[self] = None
@@ -179,10 +179,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._unset_keepalive_if_required()
 
     def drop(self, reason: str) -> None:
-        """Close at once, without waiting for the client to read what was sent.
+        """Close at once, without waiting for the client to read.
 
         Args:
-            reason: as metrics count it.
+            reason: label in the metrics.
         """
         self._pool.waiting.pop(self, None)
         if not self.transport.is_closing():
@@ -190,7 +190,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.transport.abort()
 
     def refuse(self, refusal: Refusal) -> None:
-        """Answer without the application, where an answer can still be begun, and close."""
+        """Send an error without calling the application, if no response has started, and close."""
         self._pool.metrics.refused(refusal.status)
         host, port = (self.client or ("", 0))[:2]
         _log.warning("%s:%s refused with %s: %s", host, port, refusal.status, ascii(str(refusal)))
@@ -211,17 +211,17 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     # ── reading ──────────────────────────────────────────────────────────────────────────────────
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: few at a time, so that other connections are served between."""
+        """The buffer of the next read; small, so that other connections get their turn."""
         in_chunks = self._parser.is_chunked and self.conn.their_state is h11.SEND_BODY
         return memoryview(self._buffer)[: CHUNK_READ_BYTES if in_chunks else READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take bytes that have come."""
+        """Parse received bytes."""
         if self._is_silent:
             self._is_silent = False
             self._set_deadline(self._limits.head_s)
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
-            self._drained += nbytes  # the rest of a body that has been answered already
+            self._drained += nbytes  # the rest of a body whose response has been sent
             if self._drained > DRAINED_BYTES:
                 self.drop("drained")
                 return
@@ -229,32 +229,32 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self._note_progress()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no valid request."""
+        """Respond to an invalid request."""
         self.refuse(self._parser.refusal)
 
     def on_response_complete(self) -> None:
-        """The answer is written; the next request may come."""
+        """Prepare for the next request after a response."""
         self._drained = 0
         super().on_response_complete()
         if not self.transport.is_closing():
             self._note_progress()
 
     def _note_progress(self) -> None:
-        """Enter or leave the list of connections that wait for their own request, and set the clock."""
+        """Add to or remove from the list of connections without a complete request, and set the timeout."""
         if self.transport.is_closing():
             return
         state, waiting = self.conn.their_state, self._pool.waiting
         buffered = len(self.conn.trailing_data[0])
-        if state not in (h11.IDLE, h11.SEND_BODY):  # the request is whole
+        if state not in (h11.IDLE, h11.SEND_BODY):  # the request is complete
             waiting.pop(self, None)
             self._stop_deadline()
             if buffered < PIPELINED_BYTES:
                 self.flow.resume_reading()
         elif state is h11.SEND_BODY and self.conn.our_state is not h11.DONE:
             waiting.setdefault(self)
-            self._stop_deadline()  # the application bounds the time of the body
+            self._stop_deadline()  # the application limits the time of the body
         elif state is h11.IDLE and not buffered:
-            waiting.pop(self, None)  # it begins to wait anew
+            waiting.pop(self, None)  # it starts waiting again
             waiting[self] = None
             self._is_silent = True
             self._set_deadline(self._limits.keep_alive_s)
@@ -283,12 +283,12 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
     def pause_writing(self) -> None:
-        """The client reads slower than the server writes."""
+        """Start the write timeout: the client reads too slowly."""
         super().pause_writing()
         self._watch_writing(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """The client has read everything."""
+        """Stop the write timeout."""
         self._stop_stall()
         super().resume_writing()
 
@@ -313,5 +313,5 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
 
 def protocol_of(pool: ConnectionPool) -> Callable[..., Connection]:
-    """What uvicorn makes its connections with."""
+    """The protocol factory for uvicorn."""
     return lambda **options: Connection(pool, **options)

@@ -1,4 +1,4 @@
-"""Threads for work that would hold up the event loop."""
+"""Threads for work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LARGE_BYTES = 32768
-"""Size from which a request is large."""
+"""Bytes from which a request is large."""
 _SMALL, _LARGE = 2, 2
 
 
 class Executors:
-    """Threads by the size of requests: large requests wait for each other, small ones do not wait for large ones."""
+    """Thread pools by size of requests: small requests never wait for large ones."""
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(_SMALL, "qcut-small")
         self._large = ThreadPoolExecutor(_LARGE, "qcut-large")
 
     def prepare(self, function: Callable[[], object]) -> None:
-        """Run a function in each of the threads for small requests, and return at once; what it raises is ignored."""
+        """Start a function in each thread for small requests without waiting; exceptions are ignored."""
         for _ in range(_SMALL):
             self._small.submit(function)
 
@@ -30,12 +30,12 @@ class Executors:
         """Run a function in a thread.
 
         Args:
-            size: bytes of the request that it works for.
-            function: without arguments.
+            size: bytes of the request.
+            function: called without arguments.
 
         Raises:
-            RuntimeError: for what is no `Exception`, such as a panic or ``SystemExit``, which would end the event loop.
-            Exception: of ``function``.
+            RuntimeError: ``function`` raised no `Exception`: a panic or ``SystemExit``, which would end the event loop.
+            Exception: raised by ``function``.
         """
 
         def contained() -> T:

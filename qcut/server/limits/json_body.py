@@ -1,4 +1,4 @@
-"""The JSON of a body, refused where it is too wide or too deep before anything is made of it."""
+"""Parses the JSON of a body; refuses nested or wide JSON before objects are built."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pydantic_core import from_json
 from qcut.server.refusals import Refusal
 
 MOST_FIELDS = 4096
-"""Fields of one JSON object."""
+"""Most fields of one JSON object."""
 MOST_NESTED = 32768
-"""Arrays and objects within a body."""
+"""Most arrays and objects in a body."""
 MOST_DEPTH = 64
-"""Arrays and objects within each other."""
+"""Deepest nesting of arrays and objects."""
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """Read the JSON object of a body.
+    """Parse a body that is a JSON object.
 
     Args:
         data: the body.
 
     Raises:
-        Refusal: no JSON (``NaN`` and ``Infinity`` are none), no object, or one that is too wide or too deep.
+        Refusal: invalid JSON (``NaN`` and ``Infinity`` included), not an object, or too many or too deep objects.
     """
-    if _nested(data) > MOST_NESTED:  # before they are made: many objects are slow to make, and nothing runs beside it
+    if _nested(data) > MOST_NESTED:  # before parsing: building many objects is slow and holds Python's global lock
         raise Refusal(400, f"the body has more arrays and objects than allowed: {MOST_NESTED}", code="json_invalid")
     try:
-        # Some clients begin with a mark of the byte order.
+        # Some clients send a byte order mark.
         given = from_json(data.removeprefix(BOM_UTF8), allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise Refusal(400, f"the body is no JSON: {error}"[:300], code="json_invalid") from None
@@ -54,11 +54,11 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _nested(data: bytes) -> int:
-    """Number of brackets that open; those within strings are left out where there are many."""
+    """Number of opening brackets; brackets in strings are excluded if there are many."""
     count = data.count(b"[") + data.count(b"{")
     if count <= MOST_NESTED:
         return count
-    # Not by a regular expression, which looks for the end of a string without one again from each quote.
+    # A regular expression would be quadratic in unterminated strings.
     outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
     return outside.count(b"[") + outside.count(b"{")
 

@@ -1,4 +1,4 @@
-"""A filter that bounds the log: a flood of requests is no flood of lines."""
+"""A log filter that limits repeated lines, so that a flood of requests does not flood the log."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from time import monotonic
 
 
 class LogLimit(logging.Filter):
-    """Lets the first warnings and errors of each kind pass, and counts those it leaves out; lines below pass.
+    """Passes the first warnings and errors of each kind in a period, and counts the rest; lower levels always pass.
 
-    Lines are of one kind if they have the same format and level. The first line of the next period says how many lines
-    of its kind were left out before.
+    Lines with the same format and level are of one kind. The first line of the next period has the number of lines
+    dropped before.
 
     Args:
-        most: lines of a kind in a period.
-        period_s: seconds.
+        most: lines of a kind per period.
+        period_s: length of a period in seconds.
     """
 
     KINDS = 256
-    """Kinds that are told apart at once; beyond them the counts start anew."""
+    """Most kinds that are counted separately; beyond them counting starts again."""
 
     def __init__(self, most: int = 250, period_s: float = 60) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page to chat with the model: one document that loads nothing, put together from the files of this folder."""
+"""The chat page: one document without external resources, built from the files of this folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _INCLUDED = re.compile(r'<link rel="stylesheet" href="([\w.]+)">|<script src="([
 
 @cache
 def document() -> tuple[str, dict[str, str]]:
-    """The page as HTML, and the headers of its answer.
+    """The page as HTML, and its response headers.
 
-    The headers allow the page's own styles and scripts by their digests, and calls to this server. Text that a model
-    writes can become neither script nor markup: the browser refuses to parse strings as HTML.
+    The headers allow only the page's own styles and scripts, by digest, and calls to this server. Text of a model can
+    become neither script nor markup: the browser refuses to parse strings as HTML.
     """
     folder = resources.files("qcut.server").joinpath("page")
     digests: dict[str, list[str]] = {"style": [], "script": []}
