@@ -1,4 +1,4 @@
-"""What a command is: the arguments that it takes, declared as text, and the answer that it gives."""
+"""A command: its arguments, declared as text, and its result."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 SCHEMA_VERSION = 1
-"""Raised when a field of an answer is renamed, goes, or changes its meaning; new fields do not raise it."""
+"""Version of the JSON results; incremented if a field is renamed, removed or changes its meaning."""
 
 _DIGITS = 18
-"""Most digits of a whole number: more may not fit torch's 63 bits."""
+"""Most digits of an integer argument; more may overflow torch's int64."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Answer:
     """The outcome of a command: text for people, or with ``--json`` one object for programs.
 
     Attributes:
-        data: fields of the JSON object, those that the command's parser lists under ``fields``.
-        text: what is printed without ``--json``; empty where the command has printed its text already.
+        data: fields of the JSON object, documented by the command's ``fields``.
+        text: output without ``--json``; empty if the command has printed it already.
         status: exit status.
     """
 
@@ -39,10 +39,10 @@ def write_json(stream: TextIO, name: str, status: int, data: Mapping[str, Any]) 
     """Write one JSON object and a newline.
 
     Args:
-        stream: where to.
-        name: the command's, or ``error``.
+        stream: destination.
+        name: name of the command, or ``error``.
         status: exit status.
-        data: the other fields. Numbers that are not finite become null.
+        data: the other fields; numbers that are not finite become null.
     """
     answer = {"schema": f"qcut.{name}/{SCHEMA_VERSION}", "status": status, **data}
     stream.write(json.dumps(_finite(answer), allow_nan=False) + "\n")
@@ -58,11 +58,11 @@ def _finite(value: Any) -> Any:
 
 
 class UsageError(Exception):
-    """A wrong command line.
+    """An invalid command line.
 
     Args:
-        parser: of the command.
-        message: what is wrong.
+        parser: parser of the command.
+        message: the error.
     """
 
     def __init__(self, parser: argparse.ArgumentParser, message: str) -> None:
@@ -71,7 +71,7 @@ class UsageError(Exception):
 
 
 class Help(argparse.HelpFormatter):
-    """Fills paragraphs to the terminal's width; one with indented lines, an example or a list, stays as it is."""
+    """Wraps paragraphs to the terminal's width, except those with indented lines (examples and lists)."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, max_help_position=26, **options)
@@ -81,19 +81,19 @@ class Help(argparse.HelpFormatter):
         return "\n\n".join(part if "\n  " in part else "\n".join(self._split_lines(part, width)) for part in parts)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Words stay whole: a hyphen is a part of options and of column-major."""
+        """Wrap without breaking at hyphens, which are part of options."""
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviated options, raises `UsageError`, and says which command may have been meant."""
+    """A parser without abbreviated options that raises `UsageError` and suggests the command that was meant."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", Help)
         super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the command line; what is left over is an error of the command, and no other command sees it."""
+        """Parse the command line; unrecognized arguments are an error of the command itself."""
         found, extra = self.parse_known_args(args, namespace)
         if extra:
             command = getattr(found, "parser", self)
@@ -119,17 +119,17 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """A command that answers with ``--json`` too.
+    """A command, with text or ``--json`` output.
 
     Attributes:
-        name: of the command.
-        arguments: declared as `add_arguments` reads them.
-        types: of arguments, by name, besides `TYPES`.
+        name: name of the command.
+        arguments: declaration, see `add_arguments`.
+        types: types of arguments by name, in addition to `TYPES`.
         help: one line for the list of commands.
-        description: the first sentence says what the command is for.
-        example: command lines, one or more.
-        fields: the JSON answer's fields with their meaning, for `qcut.cli.developer.manual`.
-        usage: in place of argparse's.
+        description: help text; its first sentence is the purpose.
+        example: one or more command lines.
+        fields: fields of the JSON result and their meaning, for `qcut.cli.developer.manual`.
+        usage: replaces argparse's usage line.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Command:
     usage: str | None = None
 
     def add_to(self, commands: Any, run: Callable[[Any], Answer]) -> None:
-        """Add the command, which ``run`` runs with the parsed command line, to the subparsers of ``qcut``."""
+        """Add the command to the subparsers of ``qcut``; ``run`` is called with the parsed arguments."""
         epilog = "example:\n" + textwrap.indent(self.example, "  ")
         texts = {"help": self.help, "description": self.description.strip(), "usage": self.usage}
         parser: argparse.ArgumentParser = commands.add_parser(self.name, epilog=epilog, **texts)
@@ -159,13 +159,13 @@ _ARGUMENT = re.compile(
 
 
 def add_arguments(parser: argparse.ArgumentParser, text: str, types: Mapping[str, Callable[[str], Any]]) -> None:
-    """Add the arguments that a text declares: a line each, with the help indented below.
+    """Add the arguments declared by a text: one per line, with its help indented below.
 
     ``--top-k K: natural = 0`` is an option with a metavariable, a type and a default. ``--type f16|s8`` has choices,
     with or without a metavariable before them. ``--fit`` is a flag, ``--[no-]verify`` can be switched off. ``--skip
     GLOB ...`` takes several values, ``--host NAME, again`` may be given again, ``--out DIR, required: Path`` has to be
     given. ``MODEL`` is positional, ``MODEL ?`` may be left out. Neighbours that begin with ``| `` exclude each other.
-    ``how to quantize:`` begins a group of that title, ``options:`` goes on with the options of no group.
+    ``quantization:`` starts a group with that title, ``options:`` continues with the options without a group.
     """
     group: Any = parser
     one_of: Any = None
@@ -205,7 +205,7 @@ def _options_of(found: re.Match[str], convert: Callable[[str], Any] | None) -> t
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 up, of at most 18 digits."""
+    """An integer of at least 1, of at most 18 digits."""
     value = natural(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number from 1 up")
@@ -213,7 +213,7 @@ def positive(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 up, of at most 18 digits."""
+    """An integer of at least 0, of at most 18 digits."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number from 0 up")
     if len(text) > _DIGITS:
@@ -235,4 +235,4 @@ def positive_float(text: str) -> float:
 TYPES: dict[str, Callable[[str], Any]] = {
     each.__name__: each for each in (positive, natural, positive_float, float, Path)
 }
-"""Types of arguments by name; others are str."""
+"""Types of arguments by name; the default is str."""

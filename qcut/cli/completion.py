@@ -1,4 +1,4 @@
-"""``qcut completion``: a script with which a shell completes qcut's commands and options."""
+"""``qcut completion``: a shell script that completes qcut's commands and options."""
 
 from __future__ import annotations
 

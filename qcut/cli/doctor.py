@@ -32,13 +32,13 @@ DRIVER_CUDA_MAJOR = 13
 """CUDA version of the compilers qcut installs."""
 
 LOW_DISK_BYTES = 256 << 20
-"""Free space under which the report warns."""
+"""Free bytes below which the report warns."""
 
 _PACKAGES = ("torch", "nvidia-cutlass", "cuda-core", "cuda-bindings", "safetensors", "transformers")
 
 
 FIELDS = {
-    "healthy": "true where nothing but a GPU is missing; with --selftest, where nothing differs",
+    "healthy": "true if nothing except a GPU is missing; with --selftest, if nothing differs",
     "findings": "list of {topic, state: ok, warn or missing, text, advice}; empty with --selftest",
     "verdict": "what this machine can do, in a sentence; empty with --selftest",
     "selftest": "list of {gpu, family, shape, kernels, problem, skipped}; empty without --selftest",
@@ -51,14 +51,14 @@ COMMAND = Command(
 --no-probe
     do not compile anything
 --selftest
-    instead, run every family of kernels once on each GPU beside the CPU's reference, and name what differs; exit status
-    1 if anything does, or without a GPU
+    instead, run every family of kernels once on each GPU, compare with the CPU's reference, and report differences;
+    exit status 1 if there are any, or without a GPU
 --device N: natural
-    the one GPU that --selftest tests (default: all)
+    GPU that --selftest tests (default: all)
 """,
-    help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
-    description="Says what of GPUs, driver, compilers, headers and the kernel cache this machine has, and what to\n"
-    "do about the rest. Compiles one small kernel with each toolchain. The exit status is 1 if anything but a GPU\n"
+    help="check GPUs, driver, compilers and cache of this machine",
+    description="Reports GPUs, driver, compilers, headers and kernel cache of this machine, and how to install what\n"
+    "is missing. Compiles one small kernel with each toolchain. The exit status is 1 if anything except a GPU\n"
     "is missing.",
     example="qcut doctor\nqcut doctor --selftest",
     fields=FIELDS,
@@ -88,10 +88,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: the thing that was looked for, such as ``nvcc``.
-        state: ``ok``; ``warn`` (works, with a restriction); ``missing``.
-        text: the version, path or error that was found.
-        advice: how to mend the problem; empty where there is none.
+        topic: what was examined, such as ``nvcc``.
+        state: ``ok``; ``warn`` (works with a restriction); ``missing``.
+        text: version, path or error.
+        advice: how to solve the problem; empty if there is none.
     """
 
     topic: str
@@ -105,14 +105,14 @@ class Finding:
 
 
 def examine(compile_probe: bool = True) -> list[Finding]:
-    """Look at packages, GPUs, driver, compilers, headers and the cache.
+    """Examine packages, GPUs, driver, compilers, headers and the cache.
 
     Args:
         compile_probe: also compile one small kernel with each toolchain, which takes a few seconds and finds
-            compilers that are installed and do not work.
+            compilers that are installed but do not work.
 
     Returns:
-        The findings, in reading order. Never raises for something that is missing.
+        The findings, in reading order. Missing things never raise.
     """
     gpus, findings = _gpus()
     findings.insert(0, _packages())
@@ -137,21 +137,21 @@ def examine(compile_probe: bool = True) -> list[Finding]:
 def is_healthy(findings: list[Finding]) -> bool:
     """Whether nothing is missing.
 
-    A machine without a GPU or driver is healthy: it builds kernels for others. So is one without compilers whose GPUs
-    have packs.
+    A machine without a GPU or driver is healthy: it builds kernels for other machines. So is a machine without
+    compilers if there are packs for its GPUs.
     """
     spared = {"driver", "GPU"} | (_COMPILERS if _is_packed(findings) else frozenset())
     return not any(finding.state == "missing" and finding.topic not in spared for finding in findings)
 
 
 def _is_packed(findings: list[Finding]) -> bool:
-    """Whether packs bring the kernels of all GPUs."""
+    """Whether there are packs for all GPUs."""
     found = [finding for finding in findings if finding.topic.startswith("pack ")]
     return bool(found) and all(finding.state == "ok" and finding.text != _NO_PACK for finding in found)
 
 
 def report(findings: list[Finding]) -> str:
-    """Return the findings as text; the last line says what this machine can do."""
+    """The findings as text; the last line is a summary."""
     missing = {finding.topic for finding in findings if finding.state == "missing"}
     if missing & _COMPILERS and _is_packed(findings):
         verdict = "Packs bring the kernels of layers and engines; others cannot be built here."
@@ -188,7 +188,7 @@ def _packages() -> Finding:
 
 
 def _gpus() -> tuple[list[device.Device], list[Finding]]:
-    """Return the GPUs qcut can use, and what there is to say about driver and GPUs."""
+    """The usable GPUs, and the findings about driver and GPUs."""
     try:
         version = device.driver_version()
         gpus = device.devices()
@@ -209,7 +209,7 @@ def _gpus() -> tuple[list[device.Device], list[Finding]]:
 
 
 def _refusal(gpu: device.Device) -> str | None:
-    """Why qcut's CUDA kernels do not run on a GPU; None where they do."""
+    """Reason why qcut's CUDA kernels do not run on a GPU, or None."""
     try:
         target_for(gpu.cc, gpu.sm_count, gpu.name)
     except UnsupportedError as error:
@@ -218,7 +218,7 @@ def _refusal(gpu: device.Device) -> str | None:
 
 
 def _path(gpu: str, refusal: str | None) -> Finding:
-    """The execution path that layers take on a GPU."""
+    """The back end of layers on a GPU."""
     if refusal is None:
         return Finding("layers", "ok", f"fused on {gpu}: qcut's CUDA kernels")
     try:
@@ -232,7 +232,7 @@ def _path(gpu: str, refusal: str | None) -> Finding:
 
 
 def _amd() -> list[Finding]:
-    """The GPUs of a torch that was built for AMD's."""
+    """The GPUs of a ROCm build of torch."""
     if importlib.util.find_spec("torch") is None:
         return []
     import torch
@@ -277,10 +277,10 @@ def _table(gpu: device.Device) -> Finding:
 
 
 def _packs(gpus: list[device.Device]) -> list[Finding]:
-    """The packs of the GPUs' architectures; without a GPU, all that there are."""
+    """The packs of the GPUs' architectures; without a GPU, all packs."""
     found = set()
     for gpu in gpus:
-        with contextlib.suppress(QcutError):  # of a GPU that is not supported
+        with contextlib.suppress(QcutError):  # an unsupported GPU
             found.add(_target(gpu).arch)
     if gpus:
         return [_pack(arch) for arch in ARCHITECTURES if arch in found]
@@ -292,7 +292,7 @@ _NO_PACK = "none: kernels are built when they are first needed"
 
 
 def _pack(arch: str) -> Finding:
-    """The pack of an architecture, with which nothing is built."""
+    """The pack of an architecture; kernels in it are not built."""
     topic = f"pack {arch}"
     try:
         pack = packs.installed(arch)
@@ -312,7 +312,7 @@ def _attempt(topic: str, find: Callable[[], str]) -> Finding:
 
 
 def _probe(topic: str, kind: Literal["nvrtc", "nvcc"], gpus: list[device.Device]) -> list[Finding]:
-    """Compile a kernel that does nothing, and launch it where there is a GPU."""
+    """Compile an empty kernel, and launch it if there is a GPU."""
     source = probe_source(kind, gpus[0].cc if gpus else None)
     start = time.perf_counter()
     try:
@@ -331,7 +331,7 @@ def _probe(topic: str, kind: Literal["nvrtc", "nvcc"], gpus: list[device.Device]
 
 
 def probe_source(kind: Literal["nvrtc", "nvcc"], cc: tuple[int, int] | None) -> KernelSource:
-    """Return an empty kernel that includes the same headers as real kernels.
+    """An empty kernel with the headers of real kernels.
 
     Args:
         kind: toolchain to exercise.

@@ -19,14 +19,14 @@ from qcut.cli.models import (
 )
 
 _DESCRIPTION = """\
-Measures how well a model predicts a text, as perplexity: the lower, the better; 20 means that the model is as unsure of
-each next token as of a choice among 20. The text is cut into windows that do not overlap; the model predicts each token
-of a window from the tokens before it in the same window.
+Measures the perplexity of a model on a text: the lower, the better; at 20 the model is as uncertain about each token as
+about a choice among 20. The text is cut into windows without overlap; each token is predicted from the preceding tokens
+of its window.
 
 MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
 turboquant-model package, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, Gemma,
-Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3 and Starcoder2; others run on transformers, which standard error then
-says.
+Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3 and Starcoder2; others run on transformers, with a note on standard
+error.
 """
 
 FIELDS = {
@@ -36,10 +36,10 @@ FIELDS = {
     "bits": "--bits as given, or null",
     "kv_cache": "--kv-cache as given",
     "text": "path of the text",
-    "windows, window": "how many windows were predicted, and their tokens",
+    "windows, window": "number of windows and tokens per window",
     "device": "cpu or cuda:N",
     "runs_on": "qcut, its engine, or transformers",
-    "perplexity": "the perplexity; null where it is not finite",
+    "perplexity": "the perplexity; null if not finite",
 }
 
 

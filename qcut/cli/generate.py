@@ -1,4 +1,4 @@
-"""``qcut generate``: continues a prompt and writes the text, and nothing else, to standard output."""
+"""``qcut generate``: continues a prompt and writes only the text to standard output."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Continues a prompt with the model's text, which goes to standard output token by
 
 MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
 turboquant-model package, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, Gemma,
-Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3 and Starcoder2; others run on transformers' own generate, which standard
-error then says. --llama2c takes a checkpoint of llama2.c and its tokenizer instead; the model then runs in float32, and
+Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3 and Starcoder2; others run on transformers' own generate, with a note on
+standard error. --llama2c takes a checkpoint of llama2.c and its tokenizer instead; the model then runs in float32, and
 --steps counts the tokens of the prompt too, as llama2.c does.
 """
 
 FIELDS = {
     "model": "MODEL, or the file of --llama2c, as given",
     "prompt": "the prompt",
-    "text": "what the model added",
+    "text": "the generated text",
     "prompt_tokens": "number of tokens of the prompt",
     "tokens": "ids of the new tokens",
-    "reason": "why the text ends: stop at a token that ends texts, length after --steps tokens, context where the "
+    "reason": "why the text ends: stop at an EOS token, length after --steps tokens, context if the "
     "model's context is full",
     "runs_on": "qcut, its engine, or transformers",
     "device": "cpu or cuda:N",
@@ -48,30 +48,30 @@ MODEL ?
     text to continue (default: none, a new text begins)
 --steps N: positive = 256
     add at most N tokens (default: 256)
-how the next token is chosen:
+sampling:
 --temperature T: float = 0.0
-    0 always takes the most probable token; above 0 tokens are drawn at random, and higher values make improbable ones
-    more frequent; 1 draws by the model's own probabilities (default: 0)
+    0 takes the most probable token; above 0 tokens are sampled, and higher values make improbable tokens more frequent;
+    1 samples by the model's own probabilities (default: 0)
 --top-k K: natural = 0
-    draw among the K most probable tokens only; 0 draws among all (default: 0)
+    sample only from the K most probable tokens; 0: from all (default: 0)
 --top-p P: float = 1.0
-    draw only among the most probable tokens, as few as have a probability of P or more together: 0.9 leaves out the
-    improbable tenth; 1 draws among all (default: 1)
+    sample only from the fewest most probable tokens that together have probability P: 0.9 excludes the improbable
+    tenth; 1: from all (default: 1)
 --min-p P: float = 0.0
-    draw only among tokens at least P times as probable as the most probable one (default: 0, all)
+    sample only from tokens at least P times as probable as the most probable one (default: 0, all)
 --repetition-penalty R: float
-    divide the score of each token that has been there, in the prompt or since, by R where it is positive, and multiply
-    it where it is negative (default: that of the model's generation_config.json, else 1)
+    divide positive logits of tokens in the prompt or the text by R, and multiply negative ones (default: the value in
+    the model's generation_config.json, else 1)
 --presence-penalty F: float = 0.0
-    subtract F from the score of each token that has come since the prompt (default: 0)
+    subtract F from the logits of generated tokens (default: 0)
 --frequency-penalty F: float = 0.0
-    subtract F from the score of each token that has come since the prompt, as often as it has been (default: 0)
+    subtract F times its count from the logit of each generated token (default: 0)
 --seed S: natural = 0
-    the same seed draws the same text again (default: 0)
+    equal seeds give equal texts (default: 0)
 """
 
 _NEXT_TEXT = 1
-"""Token that ends a text of llama2.c: the token with which the next text starts."""
+"""End token of llama2.c: the BOS token of the next text."""
 
 
 COMMAND = Command(
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 class _Output:
-    """Standard output while the text comes; with ``--json`` only the whole text is kept."""
+    """Standard output of generated text; with ``--json`` the text is only collected."""
 
     def __init__(self, silent: bool) -> None:
         self._silent = silent
@@ -115,7 +115,7 @@ class _Output:
             sys.stdout.buffer.flush()
 
     def text(self) -> str:
-        """All that was written."""
+        """The text so far."""
         return b"".join(self._data).decode("utf-8", "replace")
 
 

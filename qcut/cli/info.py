@@ -1,4 +1,4 @@
-"""``qcut info``: what a folder with a model holds."""
+"""``qcut info``: the contents of a model's folder."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from qcut.checkpoints.contents import Contents, StoredLayer, StoredTensor
 
 _DESCRIPTION = """\
-Shows what a folder with a model holds: its quantized layers with sizes, schemes, bytes and bits a weight, and what is
-left in floating point. Reads the files' headers alone, and checks them against the files' sizes; no model is built, and
-no package but qcut is needed. Layers that differ in their number alone are one line: h.* stands for h.0, h.1, …
+Shows the contents of a model's folder: quantized layers with sizes, schemes, bytes and bits per weight, and the tensors
+in floating point. Reads only the files' headers and checks them against the files' sizes; no model is built, and no
+package except qcut is needed. Layers whose names differ only by a number are one line: h.* stands for h.0, h.1, …
 """
 
 FIELDS = {
     "directory": "DIR as given",
-    "format": "who wrote it: qcut, turboquant-model, transformers, or the name of another library's method",
-    "model": "class of the model, or its type; empty where nothing says so",
+    "format": "format: qcut, turboquant-model, transformers, or the name of another library's method",
+    "model": "class of the model, or its type; empty if unknown",
     "layers": "quantized layers: list of {name, scheme, out_features, in_features, bytes, bits_per_weight, tied_to}; "
-    "null where the format does not say; tied_to is the layer that stores the tensors, or null",
+    "null if the format does not define it; tied_to is the layer that stores the tensors, or null",
     "tensors": "tensors outside of quantized layers: list of {name, dtype, shape, bytes}",
     "schemes": "by scheme, {layers, bytes}",
-    "parameters": "number of weights and other floating-point values, shared ones once; null where not known",
-    "percent_float": "of the parameters, the per cent left in floating point; null where not known",
+    "parameters": "number of weights and other floating-point values, shared ones once; null if unknown",
+    "percent_float": "percentage of the parameters in floating point; null if unknown",
     "bytes": "bytes of the files with the model's tensors",
     "files": "bytes by file",
 }
@@ -39,9 +39,9 @@ COMMAND = Command(
 DIR: Path
     a folder with safetensors files
 --layers
-    a line for each layer and tensor, none put together
+    one line per layer and tensor, without grouping
 """,
-    help="show what a folder with a model holds: layers, schemes, bytes",
+    help="show the contents of a model's folder: layers, schemes, bytes",
     description=_DESCRIPTION,
     example="qcut info models/gpt2-5m\nqcut info gpt2-4bit --layers",
     fields=FIELDS,

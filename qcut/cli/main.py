@@ -22,18 +22,18 @@ from qcut.emitters.core.source import EmitError
 from qcut.errors import QcutError, UnsupportedError
 
 TRACEBACK = "QCUT_TRACEBACK"
-"""Environment variable that has the traceback of a fault printed, for reports."""
+"""Environment variable that enables the traceback of a fault."""
 
 ENDING = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
-"""Signals after which a command takes back what it has half written, with what it says then. The exit status is 128 and
-the signal's number, as shells have it."""
+"""Signals after which a command removes unfinished files, and the message of each. The exit status is 128 plus the
+signal's number, as in shells."""
 
 
 class Ended(KeyboardInterrupt):
-    """A signal has come that ends the command.
+    """A signal ends the command.
 
     Attributes:
-        number: the signal's.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -57,13 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         stream: Any = getattr(sys, name)
         if stream is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif hasattr(stream, "reconfigure"):  # a terminal without UTF-8, or a file name that is none
+        elif hasattr(stream, "reconfigure"):  # a terminal without UTF-8, or a file name that is not UTF-8
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if argv is None else argv)
     as_json, out = "--json" in words, sys.stdout
     try:
         try:
-            # What commands print on the way is for people: with --json standard output has the answer alone.
+            # With --json, standard output holds only the result; other prints of commands go to standard error.
             with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), _ended_by_signals():
                 name, answer, error = _run(words)
                 if answer.text and not as_json:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(out, name, answer.status, answer.data)
         out.flush()
         return answer.status
-    except BrokenPipeError:  # a reader such as `head` has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         _forget(out)
         return 1
     except OSError as problem:
@@ -91,15 +91,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(text: str) -> None:
-    """Write to standard error, where anything can be written."""
+    """Write to standard error, if possible."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
 
 def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
-    """Run the command; returns the name of its answer, the answer, and the line that says what failed."""
+    """Run the command; returns the name of its result, the result, and the error message."""
     try:
-        refuse_other_distribution(Path(__file__).parents[1])  # its __init__ may have taken the place of ours
+        refuse_other_distribution(Path(__file__).parents[1])  # an imported package may have replaced the hook
     except UnsupportedError as error:
         return _failed(error, str(error))
     arguments = parser().parse_args(words)
@@ -132,7 +132,7 @@ def _signal_of(error: KeyboardInterrupt) -> signal.Signals:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Have the signals of `ENDING` raise `Ended` in a block, unless somebody has dealt with them."""
+    """Make the signals of `ENDING` raise `Ended` in a block, unless they have handlers already."""
 
     def end(number: int, frame: object) -> None:
         torch = sys.modules.get("torch")
@@ -187,14 +187,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """File and line of the innermost function of qcut that the exception passed."""
+    """File and line of the innermost frame of qcut in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if f"{os.sep}qcut{os.sep}" in frame.filename] or frames
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}"
 
 
 def _forget(stream: Any) -> None:
-    """Point standard output at nothing: Python flushes once more as it ends."""
+    """Redirect standard output to /dev/null, since Python flushes once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -203,7 +203,7 @@ EPILOG = """\
 
 exit status:
   0    done
-  1    something failed or was found wrong; one line that begins with `qcut:` says what
+  1    a failure or a problem found; one line starts with `qcut:` and names it
   2    a wrong command line
   130  interrupted with Ctrl-C
   143  ended by SIGTERM; 129 by SIGHUP"""

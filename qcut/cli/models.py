@@ -1,4 +1,4 @@
-"""The model that a command names: its options, and the model opened and quantized as they say."""
+"""Options about the model of a command, and opening and quantizing the model accordingly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KV_CACHE = """\
 
 
 def device_options(before: str = "", dtype: str = "float16 on a GPU, float32 on a CPU") -> str:
-    """Options of no group: those ``before``, ``--device``, and ``--dtype``, whose help says what ``auto`` means."""
+    """Options without a group: those in ``before``, ``--device``, and ``--dtype`` with the meaning of ``auto``."""
     return f"""\
 options:
 {before}\
@@ -46,72 +46,72 @@ options:
 
 
 def data_options(use: str, skipped: str, required: str = "") -> str:
-    """The text that a model is quantized by, and the layers.
+    """Options for the calibration text and for the layers.
 
     Args:
-        use: what the text is for.
-        skipped: the layers that ``--skip`` skips by default.
-        required: ``, required`` where there has to be a text.
+        use: purpose of the text.
+        skipped: default of ``--skip``.
+        required: ``, required`` if the text is mandatory.
     """
     return f"""\
 --calibrate TEXT{required}: Path
-    UTF-8 text like that which the model will read, for {use}
+    UTF-8 text similar to the model's inputs, for {use}
 --include GLOB ...
-    take only layers whose name, or the end of it, matches, such as '*.mlp.*' (default: all)
+    quantize only layers whose name or its end matches, such as '*.mlp.*' (default: all)
 --skip GLOB ...
-    leave layers whose name, or the end of it, matches in float (default: {skipped})
+    leave layers in float whose name or its end matches (default: {skipped})
 """
 
 
-_USE = "what is derived from data: the ranges of w8a8_static, --bits, --smooth, --fit and --refine (default: none)"
+_USE = "the ranges of w8a8_static, --bits, --smooth, --fit and --refine (default: none)"
 QUANTIZING = f"""\
-how to quantize:
+quantization:
 | --scheme NAME
     one scheme for all layers, such as w8a8, w8a16 or codebook4
 | --plan FILE: Path
     a scheme for each layer, from a file of `qcut plan`
 | --bits B: positive_float
-    a scheme for each layer, chosen by the text of --calibrate as `qcut plan --bits` does: bits a weight allowed on
-    average, norms and scales counted (default: none)
+    a scheme for each layer, chosen on the text of --calibrate as `qcut plan --bits` does: allowed average of bits per
+    weight, norms and scales included (default: none)
 --smooth A: float
     move outliers of activations into the weights first, with SmoothQuant's alpha A between 0 and 1; 0.5 is usual
     (default: do not)
 --fit
-    fit the indices of codebooks to the text, which loses less than rounding to the nearest
+    fit the indices of codebooks to the text, which loses less quality than rounding to nearest
 --refine N: positive
-    tune codebook layers and norms toward the float model's predictions on the whole text, in N steps of a few windows
+    train codebook layers and norms toward the float model's predictions on the whole text, in N steps of a few windows
     each; 1500 are usual (default: do not)
 --embeddings NAME
-    scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)
+    scheme of token embeddings and classifier, such as w8a16 (default: both stay in float)
 --[no-]verify
-    hold each quantized layer to its float weight, and the model to the float one, before anything is written: on a part
-    of the text of --calibrate or, without one, on 16 tokens of the vocabulary; of a model that reads images or sound,
-    the layers alone; --no-verify leaves it out (default: do)
+    compare each quantized layer with its float weight, and the model with the float model, before anything is written:
+    on a part of the text of --calibrate or on 16 tokens of the vocabulary; for models of images or sound only the
+    layers; --no-verify skips it (default: do)
 {data_options(_USE, "lm_head; with --plan, none")}"""
-"""The options that say how a model is quantized; `Quantizing` reads them."""
+"""Options of quantization; `Quantizing` reads them."""
 
 
 def window_options(batch: int, most: int | None = None) -> str:
-    """The options that cut a text into windows, with the defaults of ``--batch`` and ``--max-windows``; None: all."""
+    """Options that cut a text into windows, with the defaults of ``--batch`` and ``--max-windows``; None: all."""
     default = "" if most is None else f" = {most}"
     return f"""\
 --window N: positive
-    cut the text into pieces of N tokens (default: 512, or the model's context where that is shorter)
+    cut the text into windows of N tokens (default: 512, or the model's context if shorter)
 --max-windows N: positive{default}
     use only the first N windows of the text (default: {most or "all"})
 --batch N: positive = {batch}
-    windows computed at a time (default: {batch})
+    windows per forward pass (default: {batch})
 """
 
 
 def conversion_options(out: str, out_help: str, windows: str) -> str:
-    """What commands take that write something made of a float model by a text, ``--device`` and ``--dtype`` aside."""
+    """Arguments of commands that convert a float model with a text, except ``--device`` and ``--dtype``."""
     return f"""\
 options:
 {MODEL}--out {out}, required: Path
     {out_help}
 --overwrite
-    replace what is there (default: refuse)
+    replace an existing result (default: refuse)
 the text of --calibrate:
 {windows}"""
 
@@ -120,10 +120,10 @@ _MOST_BYTES = 1 << 30
 _WINDOW = 512
 
 CALIBRATION_WINDOWS = 32
-"""Windows of the text that ranges are derived from, unless told otherwise."""
+"""Default number of windows for calibration."""
 
 PLAN_WINDOWS = 8
-"""Windows of the text that ``--bits`` tries layers on."""
+"""Default number of windows on which ``--bits`` measures sensitivities."""
 
 
 def shown() -> bool:
@@ -132,10 +132,10 @@ def shown() -> bool:
 
 
 def read_text(path: Path, option: str) -> str:
-    """Read a text that an option names.
+    """Read the text file of an option.
 
     Raises:
-        ConfigError: the file cannot be read, is no UTF-8, or has more than a gibibyte.
+        ConfigError: the file cannot be read, is not UTF-8, or has more than 1 GiB.
     """
     try:
         with path.open("rb") as file:
@@ -151,11 +151,11 @@ def read_text(path: Path, option: str) -> str:
 
 
 def open_model(arguments: argparse.Namespace, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """The model that ``MODEL``, ``--device`` and ``--dtype`` name, and its tokenizer.
+    """The model of ``MODEL``, ``--device`` and ``--dtype``, and its tokenizer.
 
     Args:
-        arguments: the parsed command line.
-        dtype: what ``--dtype auto`` means; None: float16 on a GPU, float32 on a CPU.
+        arguments: parsed command line.
+        dtype: meaning of ``--dtype auto``; None: float16 on a GPU, float32 on a CPU.
 
     Raises:
         QcutError: see `qcut.checkpoints.pretrained`.
@@ -171,12 +171,12 @@ def open_model(arguments: argparse.Namespace, dtype: torch.dtype | None = None) 
 def open_quantized(
     arguments: argparse.Namespace, quantizing: Quantizing, dtype: torch.dtype
 ) -> tuple[Any, Any, Report]:
-    """A model for any task, quantized: while it is loaded, unless a text has to be run through the float model first.
+    """A quantized model of any task: quantized while loading, except if the float model has to run on a text first.
 
     Args:
-        arguments: the parsed command line; `open_model` says which of it counts.
-        quantizing: with a scheme.
-        dtype: what ``--dtype auto`` means.
+        arguments: parsed command line, see `open_model`.
+        quantizing: options with a scheme.
+        dtype: meaning of ``--dtype auto``.
 
     Returns:
         The model, its tokenizer or None, and the report.
@@ -206,12 +206,12 @@ def cut_text(
     """Cut a text into windows of tokens.
 
     Args:
-        model: whose context is the longest window.
-        tokenizer: the model's.
+        model: its context bounds the window.
+        tokenizer: tokenizer of the model.
         text: the text.
         what: option and file, for messages.
-        window: tokens in a window; None takes 512, or the model's context where that is shorter.
-        most: windows that are used; None: all.
+        window: tokens per window; None: 512, or the model's context if shorter.
+        most: number of windows; None: all.
 
     Returns:
         int64 ``[windows, window]``, and the window.
@@ -240,13 +240,13 @@ def cut_text(
 
 @dataclass(frozen=True)
 class Quantizing:
-    """How a model is quantized: what the options say, read and checked before the model is.
+    """The options of quantization, read and checked before the model is loaded.
 
     Attributes:
-        options: the parsed command line, with the options of `QUANTIZING`.
-        scheme: for all layers, or a plan; None: the model stays as it is, unless there are bits.
-        embeddings: scheme of tables and classifier, or None.
-        text: what data-driven options calibrate on, or None.
+        options: parsed command line with the options of `QUANTIZING`.
+        scheme: scheme of all layers, or a plan; None: no quantization except by ``--bits``.
+        embeddings: scheme of token embeddings and classifier, or None.
+        text: calibration text, or None.
     """
 
     options: argparse.Namespace
@@ -272,12 +272,12 @@ class Quantizing:
         embeddings = None if options.embeddings is None else parse_scheme(options.embeddings)
         _check_needs(options, scheme)
         if options.bits is not None and options.smooth is not None:
-            raise ConfigError("--smooth: not with --bits, whose plan holds for the model that it was made on")
+            raise ConfigError("--smooth: not allowed with --bits, since the plan is made for the unsmoothed model")
         text = None if options.calibrate is None else read_text(options.calibrate, "--calibrate")
         return cls(options, scheme, embeddings, text)
 
     def while_loading(self) -> QcutConfig | None:
-        """What transformers needs to quantize the model while it loads; None where the float model is needed.
+        """The configuration for quantizing while loading in transformers; None if the float model is needed.
 
         Raises:
             ConfigError: see `qcut.QcutConfig`.
@@ -302,14 +302,14 @@ class Quantizing:
         """Quantize a model in place.
 
         Args:
-            model: of `open_model`.
-            tokenizer: of `open_model`.
-            window: tokens in a window of the text; None: see `cut_text`.
-            most: windows of the text that are used; None: `CALIBRATION_WINDOWS`.
-            batch: windows computed at a time.
+            model: from `open_model`.
+            tokenizer: from `open_model`.
+            window: tokens per window; None: see `cut_text`.
+            most: number of windows; None: `CALIBRATION_WINDOWS`.
+            batch: windows per forward pass.
 
         Returns:
-            The report, or None where there is nothing to do.
+            The report, or None if there is nothing to do.
 
         Raises:
             QcutError: see `qcut.quantize`, `qcut.calibrate`, `qcut.collect_curvature` and `qcut.refine`.
@@ -362,20 +362,20 @@ class Quantizing:
 
 
 def _check_reads_text(model: Any, tokenizer: Any) -> None:
-    """Refuse to run a text through a model that does not read text, or needs another one beside it."""
+    """Refuse calibration by text for a model whose input is not only text."""
     if tokenizer is None:
-        raise ConfigError("--calibrate TEXT needs a tokenizer, and there is none beside the model")
+        raise ConfigError("--calibrate TEXT needs a tokenizer; the model's folder has none")
     reads = getattr(model, "main_input_name", "input_ids")
     if reads != "input_ids" or model.config.is_encoder_decoder:
         what = "a text and its continuation" if reads == "input_ids" else reads
         raise ConfigError(
-            f"--calibrate TEXT: {type(model).__name__} reads {what}, and not text alone; qcut.calibrate takes such "
+            f"--calibrate TEXT: {type(model).__name__} reads {what}, not only text; qcut.calibrate takes such "
             "batches in Python"
         )
 
 
 def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) -> None:
-    """Refuse options that lack what they need, before anything is read or computed."""
+    """Refuse options whose prerequisites are missing, before anything is read or computed."""
     given = {
         f"--{name}": getattr(arguments, name)
         for name in ("calibrate", "smooth", "refine", "embeddings", "include", "skip", "verify")
@@ -384,7 +384,7 @@ def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) ->
     if scheme is None and arguments.bits is None:
         for option, value in given.items():
             if value is not None:
-                raise ConfigError(f"{option} says how to quantize; it goes with --scheme, --plan or --bits")
+                raise ConfigError(f"{option} needs --scheme, --plan or --bits")
         return
     if arguments.calibrate is None:
         given["--bits"] = arguments.bits

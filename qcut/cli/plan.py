@@ -30,47 +30,46 @@ if TYPE_CHECKING:
     from qcut.conversion.planning.plan import LayerPlan, Plan
 
 _DESCRIPTION = """\
-Chooses a scheme for each layer: so that the model loses no more quality than --budget allows and is as fast, or as
-small, as it can be, or so that it loses the least within --bits a weight or --step-us of time. Writes a file for `qcut
-quantize --plan`, which may be edited, and with --report a page that shows how each layer bears each scheme, what the
-budget bought, and what more or less would buy. The layers are tried on a text: take one like that which the model will
-read, and not the one that you will evaluate on.
+Chooses a scheme for each layer: the fastest or smallest model whose loss of quality stays within --budget, or the model
+with the least loss within --bits per weight or --step-us of time. Writes a file for `qcut quantize --plan`, which may
+be edited, and with --report a page with the sensitivity of each layer to each scheme and the loss at other budgets. The
+sensitivities are measured on a text: use a text like the model's inputs, and another one for evaluation.
 
---bits is an average over all weights, as a file holds them, norms and scales counted. --step-us is the time of one
-token's linear layers, estimated for --gpu; no GPU is needed.
+--bits is an average over all stored weights, including norms and scales. --step-us is the time of one token's linear
+layers, estimated for --gpu; no GPU is needed.
 """
 
 _CANDIDATES = "w8a8_static w8a8 w8a16 fp16; with --bits or --step-us codebook2 codebook3 codebook4 codebook4+4 w8a16"
 
 _FIT_WINDOWS = 128
-"""Windows of the text that codebooks are fitted to: as many as gain by it, while few do to try layers on."""
+"""Windows for fitting codebooks, which gain from more windows than sensitivities do."""
 
 _ARGUMENTS = f"""\
-{data_options("trying the layers on", "lm_head", ", required")}\
+{data_options("measuring sensitivities", "lm_head", ", required")}\
 | --budget LOSS: float
-    the loss allowed, as a fraction: 0.01 lets perplexity rise by 1 %% (default: 0.003)
+    allowed loss, as a fraction: 0.01 lets perplexity rise by 1 %% (default: 0.003)
 | --bits B: positive_float
-    bits a weight allowed on average, norms and scales counted: codebook4 has 4.125 (default: no limit)
+    allowed average of bits per weight, norms and scales included: codebook4 has 4.125 (default: no limit)
 | --step-us US: positive_float
-    microseconds allowed for one token's linear layers (default: no limit)
+    allowed microseconds for one token's linear layers (default: no limit)
 --gpu NAME
-    the GPU that --step-us is estimated for: a name such as 'NVIDIA L40S', or an architecture such as sm_90a (default:
+    GPU for the estimate of --step-us: a name such as 'NVIDIA L40S', or an architecture such as sm_90a (default:
     NVIDIA H200)
 --objective time|memory
-    with --budget: make the model as fast or as small as it lets (default: time)
+    with --budget: minimize time or memory (default: time)
 --candidates NAME ...
     schemes to choose from; fp16 leaves a layer in float (default: {_CANDIDATES})
 --measure model|gradient|layer = model
-    how a layer's sensitivity is measured: by running the whole model with that layer quantized, or, much quicker, by
-    the error of the layer's own output, weighted by gradients of one backward pass or not at all (default: model)
+    how sensitivities are measured: by running the whole model with one layer quantized, or, much faster, by the error
+    of the layer's output, weighted by gradients of one backward pass or unweighted (default: model)
 --fit
-    fit codebooks to the first {_FIT_WINDOWS} windows of the text; then give `qcut quantize` --fit and the text, too
+    fit codebooks to the first {_FIT_WINDOWS} windows of the text; then give `qcut quantize` --fit and the text as well
 --apart
-    with --bits or --step-us: let q, k and v, or gate and up, have different schemes, which the engine then computes by
-    several products (default: one scheme)
+    with --bits or --step-us: allow different schemes for q, k and v, or gate and up, which the engine then computes
+    separately (default: one scheme)
 {conversion_options("FILE", "the plan to write, as JSON", window_options(4, 8))}{device_options()}\
 --report FILE.html: Path
-    also write a page about it (default: none)
+    also write a page about the plan (default: none)
 """
 
 FIELDS = {
@@ -79,8 +78,8 @@ FIELDS = {
     "schemes": "number of layers by scheme",
     "cost": "sum of the layers' costs, in the unit of the plan's objective: µs for time and step, bytes for memory and "
     "stored",
-    "bits_per_weight": "of all layers, norms and scales counted; null where the objective is another than stored",
-    "plan": "what the file holds: {budget, limit, metric, objective, predicted, gap, measured, start, tokens, curve, "
+    "bits_per_weight": "of all layers, norms and scales included; null unless the objective is stored",
+    "plan": "contents of the file: {budget, limit, metric, objective, predicted, gap, measured, start, tokens, curve, "
     "uniform, siblings, fitted, layers}, see qcut.Plan",
 }
 
@@ -108,7 +107,7 @@ def run(arguments: argparse.Namespace) -> Answer:
             raise ConfigError(f"--report {arguments.report}: the same file as --out")
     schemes = None if arguments.candidates is None else [parse_scheme(name) for name in arguments.candidates]
     if arguments.gpu is not None and arguments.step_us is None:
-        raise ConfigError("--gpu goes with --step-us, whose estimate it is for")
+        raise ConfigError("--gpu needs --step-us, the estimate that it is for")
     text = read_text(arguments.calibrate, "--calibrate")
     import qcut
     from qcut.conversion.planning.costs import StepCost
@@ -154,12 +153,12 @@ def _check_file(path: Path, option: str, overwrite: bool) -> None:
     """Check that a file may be written.
 
     Args:
-        path: of the file.
-        option: that names it, for messages.
-        overwrite: whether a file that is there may be replaced.
+        path: path of the file.
+        option: option with the path, for messages.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
-        ConfigError: something is there, or the folder is not, or may not be written to.
+        ConfigError: the file exists, or its folder is missing or not writable.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path}: there is a folder of that name")
@@ -188,7 +187,7 @@ def plan_page(plan: Plan, model: str) -> str:
     """The page as HTML.
 
     Args:
-        plan: from `qcut.plan`; one that was edited or has no measurements will do.
+        plan: a plan of `qcut.plan`, edited or without measurements too.
         model: name of the model. It and all layers' names are escaped.
     """
     schemes = _schemes(plan)
@@ -215,7 +214,7 @@ def plan_page(plan: Plan, model: str) -> str:
 
 
 def _schemes(plan: Plan) -> list[str]:
-    """The schemes that were measured or chosen, in the order in which the plan first names them."""
+    """The measured or chosen schemes, in the order of the plan."""
     found: dict[str, None] = {}
     for layer in plan.layers.values():
         found |= dict.fromkeys((*layer.sensitivity, layer.scheme))
@@ -263,7 +262,7 @@ def _bought(plan: Plan) -> str:
 
 def _explained(plan: Plan) -> str:
     what = (
-        "the loss of the model with that layer alone quantized"
+        "the loss of the model with only that layer quantized"
         if plan.predicted is not None
         else "the error of the layer's own output on the text"
     )
@@ -298,11 +297,11 @@ def _bytes(value: float) -> str:
     return f"{value / 1e6:,.2f} MB"
 
 
-# ── the bars: the same model all on the cheapest, as planned, all on the dearest ────────────────────
+# ── bars: cheapest scheme for all layers, the plan, most expensive scheme for all layers ────────────────────
 
 
 def _bars(plan: Plan) -> str:
-    """Costs side by side, the plan's cut by scheme; or only counts of layers, where costs are not known."""
+    """Bars of costs, the plan's divided by scheme; counts of layers if costs are unknown."""
     layers = plan.layers.values()
     rows: list[tuple[str, list[tuple[str, float]], str]] = []
     if all(layer.cost for layer in layers) and plan.cost:
@@ -326,7 +325,7 @@ def _bars(plan: Plan) -> str:
 
 
 def _bar(name: str, parts: list[tuple[str, float]], total: float, top: int) -> list[str]:
-    """A line of text and a bar under it, of parts that are named where their names fit."""
+    """A line of text and a bar of parts, labelled if the labels fit."""
     lines = [f'<text class="number" x="0" y="{top + 13}">{escape(name)}</text>']
     left = 0.0
     for i, (scheme, value) in enumerate(parts):
@@ -341,11 +340,11 @@ def _bar(name: str, parts: list[tuple[str, float]], total: float, top: int) -> l
     return lines
 
 
-# ── the curve: what another budget would buy ────────────────────────────────────────────────────────
+# ── curve: loss by budget ────────────────────────────────────────────────────────
 
 
 def _curve(plan: Plan) -> str:
-    """The section with the plot of loss against cost; nothing where the plan has no measurements for one."""
+    """The section with the plot of loss by cost; empty for a plan without measurements."""
     from qcut.conversion.planning.plan import Point
 
     line = [point for point in plan.curve if 0 < point.loss < math.inf]
@@ -392,13 +391,13 @@ def _curve(plan: Plan) -> str:
 
 
 class _Axis:
-    """Maps values to places between two margins.
+    """Maps values to positions between two margins.
 
     Args:
-        values: those that are shown, positive.
-        length: of the plot; negative for an axis that rises upwards from the end.
-        first: place of the least value.
-        last: distance of the greatest from the other end.
+        values: positive values that are shown.
+        length: length of the plot; negative for a vertical axis.
+        first: position of the least value.
+        last: distance of the greatest value from the other end.
         log: whether the axis is logarithmic.
     """
 
@@ -415,7 +414,7 @@ class _Axis:
         return self._first + self._room * (scaled - self._low) / max(self._high - self._low, 1e-12)
 
     def ticks(self, text: Callable[[float], str], unit: float = 1.0) -> list[tuple[float, str]]:
-        """Values to mark, and what stands beside them: powers of ten, or round numbers of a unit."""
+        """Ticks and labels of an axis: powers of ten, or round numbers of a unit."""
         if self._log:
             marks = [10.0**power for power in range(int(self._low), int(self._high) + 1)]
         else:
@@ -465,17 +464,17 @@ def _heat_cell(name: str, layer: LayerPlan, scheme: str, x: int, y: int, level: 
 
 
 def _sensitivity(layer: LayerPlan, scheme: str) -> float | None:
-    """The loss under a scheme; None where it was not tried. A layer left in float loses nothing."""
+    """The loss under a scheme; None if not measured, 0 for float."""
     if scheme in layer.sensitivity:
         return layer.sensitivity[scheme]
     return 0.0 if layer.sensitivity and parse_scheme(scheme).is_float else None
 
 
 class _Scale:
-    """Levels of sensitivities, by powers of ten between the least and the greatest.
+    """Levels of sensitivities by powers of ten between the least and the greatest.
 
     Args:
-        values: those that are shown.
+        values: sensitivities that are shown.
     """
 
     def __init__(self, values: Iterable[float]) -> None:
@@ -496,7 +495,7 @@ def _scale(plan: Plan) -> _Scale:
 
 
 def _short(name: str, most: int) -> str:
-    """A name of at most so many letters: its end says which layer it is."""
+    """A name cut to its last letters, which identify the layer."""
     return name if len(name) <= most else f"…{name[1 - most :]}"
 
 

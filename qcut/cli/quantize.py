@@ -33,12 +33,12 @@ _MODEL_FILES = ("config.json", "qcut_config.json")
 _LOCK = ".writing"
 
 _DESCRIPTION = """\
-Makes a model smaller: reads it, replaces its linear layers by quantized ones, and writes the result to a folder, which
-`qcut generate`, `qcut eval`, `qcut info`, qcut.load and transformers take. MODEL itself is not changed. The folder
-appears when it is complete; if anything fails, nothing is left.
+Quantizes the linear layers of a model and writes the result to a folder for `qcut generate`, `qcut eval`, `qcut info`,
+qcut.load and transformers. MODEL itself is not changed. The folder appears when it is complete; after a failure nothing
+is left.
 
-MODEL may be a model for any task, of text, images or sound. Its layers are quantized while it is loaded, one after
-another, so that it takes the memory of the quantized model and of one layer; with --calibrate, that of the float model.
+MODEL may be a model of any task, for text, images or sound. Layers are quantized one by one while loading, so that the
+memory is that of the quantized model and one float layer; with --calibrate, that of the float model.
 
 w8a8 keeps weights and activations in 8 bits and suits long prompts and many sequences; codebook4 keeps weights in 4
 bits and suits few sequences and little memory; w8a16 loses the least. --bits mixes codebooks of 2, 3, 4 and 4+4 bits
@@ -47,11 +47,11 @@ and w8a16 so that the model loses the least for its size.
 
 FIELDS = {
     "model": "MODEL as given",
-    "out": "the folder that was written",
+    "out": "the written folder",
     "schemes": "number of layers by scheme",
     "bytes_before, bytes_after": "bytes of the model in memory, shared tensors once",
     "file_bytes": "bytes of the folder's files",
-    "report": "what became of each layer: {layers, skipped, bytes_before, bytes_after, parameters, already, verified, "
+    "report": "result of each layer: {layers, skipped, bytes_before, bytes_after, parameters, already, verified, "
     "held, unseen, smoothed}, see qcut.conversion.report.Report",
 }
 
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ConfigError("quantize: give --scheme NAME, such as w8a8 or codebook4, --plan FILE, or --bits B")
     if Path(arguments.model).is_dir() and out.exists() and out.resolve() == Path(arguments.model).resolve():
         raise ConfigError(f"--out {out}: this is MODEL itself, which is not replaced")
-    with new_folder(out, arguments.overwrite) as folder:  # first: nobody computes for a folder that cannot be written
+    with new_folder(out, arguments.overwrite) as folder:  # before computing for a folder that cannot be written
         report = _write(arguments, quantizing, folder)
     sizes = [path.stat().st_size for path in out.iterdir() if path.is_file()]
     schemes: dict[str, int] = {}
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) -> Report:
-    """Quantize the model, and write it to an empty folder."""
+    """Quantize the model and write it to an empty folder."""
     import qcut
     from qcut.checkpoints import hub
     from qcut.checkpoints.tokenizers import fetch_processors
@@ -110,7 +110,7 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
 
 
 def _stored_dtype(name: str, on_disk: bool) -> Any:
-    """The floating dtype of a model's files, as its configuration states it; float32 where it does not."""
+    """The floating dtype that a model's configuration states; float32 by default."""
     import torch
 
     from qcut.checkpoints.headers import read_config
@@ -125,24 +125,24 @@ def _stored_dtype(name: str, on_disk: bool) -> Any:
         transformers = versions.transformers()
         try:
             config, _ = transformers.PretrainedConfig.get_config_dict(name, local_files_only=on_disk)
-        except Exception as error:  # the hub's, of dozens of kinds
+        except Exception as error:  # many kinds from the hub's client
             raise CheckpointError(f"{name}: {' '.join(str(error).split())[:600]}") from error
     stated = config.get("dtype") or config.get("torch_dtype")
     return getattr(torch, stated) if stated in ("float16", "bfloat16", "float32") else torch.float32
 
 
-# ── a folder that is whole under its name, or not there ─────────────────────────────────────────────
+# ── writing a folder completely or not at all ─────────────────────────────────────────────
 
 
 def check_folder(path: Path, overwrite: bool) -> None:
     """Check that a model may be written to a folder.
 
     Args:
-        path: of the folder.
-        overwrite: whether a model that is there may be replaced.
+        path: path of the folder.
+        overwrite: whether an existing model may be replaced.
 
     Raises:
-        ConfigError: something is there and ``overwrite`` is not given, or what is there is no folder with a model.
+        ConfigError: the path exists without ``overwrite``, or is not a folder with a model.
     """
     if path.is_dir():
         if not any(path.iterdir()):
@@ -161,18 +161,17 @@ def check_folder(path: Path, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Hand out an empty folder beside a path; when the block ends, put it in the path's place.
+    """Give an empty temporary folder next to a path; rename it to the path when the block ends.
 
-    If the block raises, or is interrupted, what was there is there as before and the new folder is gone. What killed
-    processes left is deleted.
+    If the block raises or is interrupted, the old folder stays and the temporary one is removed. Folders left by
+    killed processes are deleted.
 
     Args:
-        path: of the folder; see `check_folder`.
-        overwrite: replace a model that is there.
+        path: path of the folder; see `check_folder`.
+        overwrite: replace an existing model.
 
     Raises:
-        ConfigError: see `check_folder`, which is asked at the beginning and at the end; or the folder cannot be
-            written.
+        ConfigError: see `check_folder`, called before and after the block; or the folder cannot be written.
     """
     _clear_up(path)
     check_folder(path, overwrite)
@@ -200,7 +199,7 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder, through a signal that comes meanwhile."""
+    """Delete a folder, even if a signal arrives meanwhile."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
@@ -215,7 +214,7 @@ def _remove_empty(folders: list[Path]) -> None:
 
 
 def _put(work: Path, path: Path) -> None:
-    """Rename a folder to a path; an old folder makes room, and comes back if that fails."""
+    """Rename a folder to a path; an existing folder is moved aside, and restored on failure."""
     old = work.with_suffix(".old")
     replaced = path.is_dir() and any(path.iterdir())
     try:
@@ -233,7 +232,7 @@ def _put(work: Path, path: Path) -> None:
 
 
 def _clear_up(path: Path) -> None:
-    """Delete unfinished folders whose writers hold their lock no more; an old one that made room comes back."""
+    """Delete unfinished folders of dead writers, and restore a folder that one had moved aside."""
     name = glob.escape(path.name)
     for work in path.parent.glob(f".{name}.*.partial"):
         with contextlib.suppress(OSError):

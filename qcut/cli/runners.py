@@ -1,4 +1,4 @@
-"""What runs a causal language model: qcut's engine, or transformers where the engine does not know the architecture."""
+"""Runners of causal language models: qcut's engine, or transformers for architectures that the engine lacks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Runner(Protocol):
 
     Attributes:
         name: ``qcut`` or ``transformers``.
-        context: most tokens of a sequence; None: the model sets no bound.
-        device: where the model is.
+        context: most tokens of a sequence; None: unbounded.
+        device: device of the model.
     """
 
     name: str
@@ -37,30 +37,30 @@ class Runner(Protocol):
     def generate(
         self, ids: Sequence[int], steps: int, sampling: Sampling, stop: Sequence[int], show: Callable[[int], object]
     ) -> Generated:
-        """Continue a prompt by at most ``steps`` tokens, up to one of ``stop``; ``show`` gets each as it comes."""
+        """Continue a prompt by at most ``steps`` tokens, up to one of ``stop``; call ``show`` with each token."""
 
     def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
-        """Perplexity over windows ``[W, T]`` of token ids, ``batch`` of them at a time."""
+        """Perplexity over windows ``[W, T]`` of token ids, ``batch`` windows per forward pass."""
 
 
 def runner_for(model: nn.Module, *, kv_cache: str = "auto", batch: int = 1, context: int | None = None) -> Runner:
-    """The engine where it knows the model's architecture; else transformers, which standard error is told.
+    """The engine if it supports the architecture, else transformers with a note on standard error.
 
     Args:
         model: a causal language model.
         kv_cache: see `qcut.Engine`.
         batch: most sequences at once.
-        context: most tokens of a sequence; None takes what the model was made for.
+        context: most tokens of a sequence; None: the model's own.
 
     Raises:
-        UnsupportedError: the engine does not know the architecture, and ``kv_cache`` asks for what only it has.
+        UnsupportedError: the engine lacks the architecture, and ``kv_cache`` needs the engine.
     """
     try:
         return EngineRunner(Engine(model, batch=batch, context=context, kv_cache=kv_cache))  # type: ignore[arg-type]
     except UnsupportedError as error:
         if kv_cache != "auto":
             raise UnsupportedError(f"--kv-cache {kv_cache} is for qcut's engine: {error}") from error
-        print(f"qcut: running on transformers, since the engine does not know it: {error}", file=sys.stderr)
+        print(f"qcut: running on transformers, since the engine does not support the model: {error}", file=sys.stderr)
         return TransformersRunner(model)
 
 
@@ -93,7 +93,7 @@ class EngineRunner:
 
 
 class _Streamer:
-    """Takes tokens from transformers' ``generate``, the prompt first."""
+    """Streamer of transformers' ``generate``; the first call has the prompt."""
 
     def __init__(self, show: Callable[[int], object]) -> None:
         self._show, self._prompt = show, True
@@ -126,7 +126,7 @@ class TransformersRunner:
         """See `Runner`.
 
         Raises:
-            UnsupportedError: transformers cannot generate with the model, or has no such penalty.
+            UnsupportedError: transformers cannot generate with the model, or lacks the penalty.
         """
         if sampling.presence_penalty or sampling.frequency_penalty:
             raise UnsupportedError(
@@ -162,7 +162,7 @@ class TransformersRunner:
             )
         except QcutError:
             raise
-        except Exception as error:  # of dozens of kinds, where a model and this version of transformers do not fit
+        except Exception as error:  # many kinds, if the model does not work with this version of transformers
             if isinstance(error, (torch.OutOfMemoryError, OSError, MemoryError)):
                 raise
             raise UnsupportedError(

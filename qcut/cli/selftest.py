@@ -1,4 +1,4 @@
-"""``qcut doctor --selftest``: every family of kernels once on a GPU, beside the same on the CPU.
+"""``qcut doctor --selftest``: runs every family of kernels once on a GPU and compares with the CPU.
 
 Data are full-range int8 and normal floats with fixed seeds. Results of integer arithmetic are equal bit by bit. A float
 result lies near the exact one, computed in float64: its bound adds the roundings of the kernel's float32 arithmetic, of
@@ -320,7 +320,7 @@ def _gemm_choice(name: str, gpu: Target) -> Choice:
 
 
 def slow_sources(gpu: Target, *, cutlass: bool) -> list[KernelSource]:
-    """The kernels that take longest to build, so that they can be built beside other checks."""
+    """The kernels that take longest to build, which are built while other checks run."""
     names = [name for name in _GEMM_FAMILIES if cutlass or name != INT8_CUTLASS.name]
     problem = linear_problem(DType.F16, *_MIXED_SIZES[1:], True, "none", "w8a16")
     mixed = dispatch.select_w8a16(problem, *_MIXED_SIZES, gpu, nvcc=cutlass)

@@ -16,71 +16,72 @@ if TYPE_CHECKING:
     from qcut.engine.scheduler import Scheduler
 
 _DESCRIPTION = """\
-Serves a model to many clients at once, over HTTP, as OpenAI's servers do: /v1/completions, /v1/chat/completions and
-/v1/responses, all with streaming, and /v1/models; /docs lists all endpoints, /health says whether all is well, /metrics
-has figures for Prometheus, and / is a page to chat with the model.
+Serves a model over HTTP with OpenAI's interface: /v1/completions, /v1/chat/completions and /v1/responses, all with
+streaming, and /v1/models; /docs lists all endpoints, /health is a health check, /metrics has metrics for Prometheus,
+and / is a page to chat with the model.
 
-MODEL is a causal language model as `qcut generate` takes it, of a kind that qcut's engine runs. One GPU serves it, or
-the processor. Ctrl-C, or SIGTERM, ends the server when what runs has come to its end; a second one ends it at once.
+MODEL is a causal language model of an architecture that qcut's engine supports (see `qcut generate`). It runs on one
+GPU, or on the CPU. Ctrl-C or SIGTERM ends the server after running requests have finished; a second one ends it at
+once.
 """
 
 FIELDS = {
     "model": "MODEL, as given",
-    "address": "the server's",
-    "finished": "whether all that ran when the server was to end has come to its end",
-    "prompt_tokens": "tokens of all prompts that were read",
-    "new_tokens": "tokens that were sent",
+    "address": "URL of the server",
+    "finished": "whether all running requests finished before the server ended",
+    "prompt_tokens": "tokens of all prompts",
+    "new_tokens": "generated tokens",
 }
 
 KEY = "QCUT_API_KEY"
-"""Environment variable with the key that clients have to give."""
+"""Environment variable with the API key."""
 
 _ARGUMENTS = f"""\
 {MODEL}\
-who is served:
+access:
 --host H = 127.0.0.1
-    address to listen on; 0.0.0.0 takes all of the machine's (default: 127.0.0.1, this machine alone)
+    address to listen on; 0.0.0.0 for all addresses (default: 127.0.0.1, only this machine)
 --port N: natural = 8000
-    0 takes a free one (default: 8000)
+    port; 0 for a free one (default: 8000)
 --served-name NAME
-    name of the model that clients give (default: MODEL, as it is given)
+    name of the model in requests and responses (default: MODEL as given)
 --any-model
-    take every name of a model; others than its own are refused otherwise
+    accept any model name in requests (default: refuse other names)
 --strict
-    refuse fields of requests that nobody knows (default: they are ignored, and logged once)
+    refuse unknown fields of requests (default: ignore them and log each once)
 --api-key KEY
-    key that clients have to give; others on this machine see command lines, and neither --api-key-file nor ${KEY},
-    which are taken without this option (default: none)
+    API key that clients must send; command lines are visible to other users of this machine, --api-key-file and ${KEY}
+    are not (default: none)
 --api-key-file FILE: Path
     file with the key (default: none)
 --allow-host NAME, again
-    name besides localhost by which clients on this machine may call the server, such as a proxy's; may be given several
-    times (default: none)
+    host name, in addition to localhost, that clients on this machine may use, such as a proxy's; may be repeated
+    (default: none)
 --allow-origin URL, again
-    let pages of another origin use the server in browsers; may be given several times (default: none)
+    allow browser pages of another origin; may be repeated (default: none)
 --chat-template FILE: Path
-    Jinja template that makes a text of a chat (default: the tokenizer's)
-how much is served:
+    Jinja chat template (default: the tokenizer's)
+limits:
 --batch N: positive = 16
-    sequences that run at once (default: 16)
+    most sequences decoded at once (default: 16)
 --context N: positive
-    most tokens of a sequence, prompt included (default: what the model was made for, up to 4096)
+    most tokens of a sequence, prompt included (default: the model's context, up to 4096)
 --chunk N: positive = 512
-    tokens of prompts that are read between two steps: a long prompt delays the others by so many (default: 512)
+    tokens per chunk of chunked prefill between two decode steps (default: 512)
 --prefixes N: natural = 8
-    sequences whose beginnings are kept, so that prompts that begin alike are read once; each takes as much memory as
-    one that runs (default: 8)
+    sequences in the prefix cache, whose keys and values new prompts with the same prefix reuse; each takes the memory
+    of a running sequence (default: 8)
 --max-waiting N: positive = 1024
-    prompts that may wait; others are answered 503 (default: 1024)
+    most waiting prompts; further ones get 503 (default: 1024)
 --max-tokens N: positive
-    most new tokens of a sequence, whatever is asked for (default: what the context has room for)
+    most new tokens of a sequence, whatever the request sets (default: up to the context)
 --max-body N: positive = 2097152
     most bytes of a request (default: 2097152)
 --grace S: positive_float
-    seconds in which what runs has to come to its end after Ctrl-C (default: any time)
-what is said:
+    seconds for running requests after Ctrl-C (default: unlimited)
+logging:
 --log-level debug|info|warning|error = info
-    info logs one line a request, warning one a refusal, error neither (default: info)
+    info logs one line per request, warning one per refused request, error neither (default: info)
 """
 
 
@@ -123,14 +124,14 @@ def run(arguments: argparse.Namespace) -> Answer:
     with (
         _logging(arguments.log_level),
         running.listening(arguments.host, arguments.port) as found,
-    ):  # before the model is read: ports may be taken
+    ):  # before loading the model, since the port may be in use
         scheduler = _scheduler(arguments)
         _say(_several(arguments))
         where = running.address(found)
-        found.listen(running.BACKLOG)  # who reads the next line may call at once
+        found.listen(running.BACKLOG)  # before printing the address, which clients may use at once
         _say(_ready(scheduler, settings.name, where))
         if not is_loopback(found.getsockname()[0]) and settings.key is None:
-            _say(f"whoever reaches this address is served: ${KEY} asks for a key")
+            _say(f"anyone who can reach this address is served; set ${KEY} to require an API key")
         metrics = Metrics(scheduler)
         limits = ConnectionLimits(connections=2 * (arguments.max_waiting + arguments.batch))
         app = application(scheduler, settings, metrics)
@@ -149,7 +150,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
-    """The key that clients have to give: of the command line, of a file, or of the environment."""
+    """The API key: from the command line, a file or the environment."""
     from qcut.errors import ConfigError
 
     if arguments.api_key is not None and arguments.api_key_file is not None:
@@ -163,7 +164,7 @@ def _key(arguments: argparse.Namespace) -> str | None:
 
 @contextmanager
 def _logging(level: str) -> Iterator[None]:
-    """Let the loggers of qcut write lines with the time to standard error."""
+    """Log qcut's loggers with timestamps to standard error."""
     log, handler = logging.getLogger("qcut"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     before = log.level
@@ -177,7 +178,7 @@ def _logging(level: str) -> Iterator[None]:
 
 
 def _scheduler(arguments: argparse.Namespace) -> Scheduler:
-    """The model, as the command line says."""
+    """The scheduler over the model of the command line."""
     from qcut.engine.engine import Engine
     from qcut.engine.scheduler import Scheduler
 
@@ -204,7 +205,7 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
 
 
 def _several(arguments: argparse.Namespace) -> str:
-    """What serves more than one GPU."""
+    """Advice for serving on several GPUs."""
     scheme = f" --quantization qcut-{arguments.scheme}" if arguments.scheme else ""
     return (
         "one GPU, or the processor, serves here; more than one: "
@@ -221,5 +222,5 @@ def _ready(scheduler: Scheduler, name: str, where: str) -> str:
 
 
 def _say(text: str) -> None:
-    """A line that is there at once, though standard output is a file."""
+    """Print a line and flush."""
     print(text, flush=True)

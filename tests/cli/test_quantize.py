@@ -67,7 +67,7 @@ def test_the_proof_is_on_unless_refused(
     counts = [answer(capfd, *words, *option)["report"]["verified"] for option in ((), ("--verify",), ("--no-verify",))]
     assert counts == [4, 4, 0]
     assert cli.main(["generate", str(DEMO), "--no-verify"]) == 1
-    assert "--verify says how to quantize" in capfd.readouterr().err
+    assert "--verify needs --scheme" in capfd.readouterr().err
 
 
 def test_a_folder_is_what_python_makes(saved: Path, text: Path) -> None:

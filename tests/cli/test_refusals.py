@@ -158,7 +158,7 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("eval", DEMO, "--text", "short.txt"), "--text short.txt: found 3 tokens, fewer than one window of 512"),
     (("eval", DEMO, *TEXT, "--scheme", "4bit"), "did you mean codebook4"),
     (("eval", DEMO, *TEXT, "--scheme", "w8a8", "--plan", "p.json"), "not allowed with argument --scheme"),
-    (("eval", DEMO, *TEXT, "--fit"), "--fit says how to quantize; it goes with --scheme, --plan or --bits"),
+    (("eval", DEMO, *TEXT, "--fit"), "--fit needs --scheme, --plan or --bits"),
     (("eval", DEMO, *TEXT, "--scheme", "codebook4", "--refine", "9"), "--refine needs --calibrate TEXT"),
     (("generate", DEMO, "--scheme", "w8a8_static"), "scheme w8a8_static needs --calibrate TEXT"),
     (("generate", DEMO, "--scheme", "W8A8-static", "--calibrate", "nowhere"), "--calibrate nowhere: No such file"),

@@ -51,7 +51,7 @@ def test_transformers_generates(folder: Path, scheme: str | None, capfd: pytest.
     words = ("generate", folder, "--prompt", PROMPT, "--steps", 10, *(("--scheme", scheme) if scheme else ()))
     status, out, err = run(capfd, *words)
     assert (status, out) == (0, tokenizer.decode(want) + "\n")
-    assert "running on transformers, since the engine does not know it: OPTForCausalLM" in err
+    assert "running on transformers, since the engine does not support the model: OPTForCausalLM" in err
     answer = json.loads(run(capfd, *words, "--json")[1])
     assert answer["tokens"] == want[answer["prompt_tokens"] :]
     assert (answer["runs_on"], answer["reason"]) == ("transformers", "length")

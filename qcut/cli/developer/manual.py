@@ -1,4 +1,4 @@
-"""The page docs/cli.md, written from the parsers: ``python -m qcut.cli.developer.manual > docs/cli.md``."""
+"""Generates docs/cli.md from the parsers: ``python -m qcut.cli.developer.manual > docs/cli.md``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _HEAD = """\
 # The command line
 
 `qcut` does from a shell what the package does from Python. This page is written by `python -m
-qcut.cli.developer.manual` from what `qcut COMMAND --help` says.
+qcut.cli.developer.manual` from `qcut COMMAND --help`.
 
 ```
 qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit    # a model in, a smaller one out
 qcut info gpt2-4bit                                                 # what it holds
 qcut eval gpt2-4bit --text book.txt                                 # what the quality is now
-qcut generate gpt2-4bit --prompt "The import statement"             # what it says
+qcut generate gpt2-4bit --prompt "The import statement"             # try it
 ```
 
 A model is a folder, or a name on the hub. The disk is looked at first, the hub's cache included. The hub is asked once
@@ -33,14 +33,14 @@ standard output gets one JSON object, on one line, and nothing else:
 |---|---|
 | `schema` | `qcut.COMMAND/1`, or `qcut.error/1`; the number rises when a field goes or changes its meaning |
 | `status` | the exit status |
-| `error` | in `qcut.error/1` alone: `kind`, a name from [errors](reference/index.md#errors), and `message` |
+| `error` | only in `qcut.error/1`: `kind`, a name from [errors](reference/index.md#errors), and `message` |
 
 The other fields are listed with each command. Numbers that are not finite are null.
 
 | exit status | meaning |
 |---|---|
 | 0 | done |
-| 1 | something failed or was found wrong; one line on standard error that begins with `qcut:` says what |
+| 1 | a failure or a problem found; one line on standard error starts with `qcut:` and names it |
 | 2 | a wrong command line |
 | 130 | interrupted with Ctrl-C |
 | 143, 129 | ended by SIGTERM, by SIGHUP |
@@ -83,7 +83,7 @@ def _command(name: str, command: argparse.ArgumentParser) -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """A description as Markdown, one line a paragraph as the line breaks of help have no meaning there."""
+    """A description as Markdown, one line per paragraph."""
     lines: list[str] = []
     for paragraph in re.split(r"\n\n+", text.strip()):
         lines += [_cell(paragraph.replace("\n", " ")), ""]
@@ -111,7 +111,7 @@ def _help(action: argparse.Action) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text as Markdown: options are code, and nothing outside of code is taken for markup."""
+    """Text as Markdown: options as code, everything else escaped."""
     parts = text.replace("|", "\\|").split("`")
     for i in range(0, len(parts), 2):
         plain = re.sub(r"([*<[])", r"\\\1", parts[i])

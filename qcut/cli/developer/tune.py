@@ -96,11 +96,11 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
 
     Args:
         arguments: the parsed command line.
-        bench: makes the bench that measures; None measures on the current CUDA device.
+        bench: factory of the bench; None: the current CUDA device.
 
     Raises:
-        ConfigError: nothing to do, or no place for the table.
-        DeviceError: there is no GPU to measure on.
+        ConfigError: nothing to do, or the table cannot be written.
+        DeviceError: there is no GPU.
     """
     shapes = _shapes(arguments)
     if not shapes and not arguments.merge:
@@ -140,7 +140,7 @@ def _cuda_bench() -> Bench:
 
 
 class _Book:
-    """The table being written. Every row goes to disk as soon as it is known."""
+    """The table being written; each row is saved as soon as it is measured."""
 
     def __init__(self, path: Path, gpu: str) -> None:
         self.path, self._table = path, tuned.Table(gpu)
@@ -156,7 +156,7 @@ class _Book:
                 print(f"qcut: {note}", file=sys.stderr)
 
     def take(self, other: tuned.Table) -> None:
-        """Merge in tables measured elsewhere; the faster row wins."""
+        """Merge tables of other runs; the faster row wins."""
         before = {row.key: row for row in self._table.rows}
         self._write(tuned.merge([self._table, other]))
         changed = sum(before.get(row.key) != row for row in self._table.rows)
@@ -177,7 +177,7 @@ class _Book:
 
     @property
     def rows(self) -> int:
-        """How many rows the table has."""
+        """Number of rows of the table."""
         return len(self._table.rows)
 
     def __str__(self) -> str:
@@ -237,7 +237,7 @@ def _answer(book: _Book, results: list[Result], unfinished: int) -> Answer:
 def _tasks(
     arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], target: Target
 ) -> tuple[list[Task], list[str]]:
-    """The GEMMs to tune, and a message for each combination for which a family has no tile."""
+    """The GEMMs to tune, and a message per combination without a tile."""
     from qcut.tuning import search as tuning
 
     families = [SPELLINGS.get(name, name) for name in arguments.family or ()]
@@ -282,7 +282,7 @@ PRESETS: dict[str, tuple[tuple[int, int], ...]] = {
     "llama-3-8b": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
     "mistral-7b": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
 }
-"""(out_features, in_features) of the layers in one block; the head, which qcut leaves in float, is left out."""
+"""(out_features, in_features) of the layers of one block, without the head, which stays in float."""
 
 
 def layer_shapes(model: str, skip: tuple[str, ...] = ("lm_head",)) -> list[tuple[int, int]]:
@@ -294,7 +294,7 @@ def layer_shapes(model: str, skip: tuple[str, ...] = ("lm_head",)) -> list[tuple
 
     Raises:
         ConfigError: ``model`` is neither a preset nor a directory.
-        CheckpointError: the directory's model cannot be made, or has no linear layer.
+        CheckpointError: the directory's model cannot be built, or has no linear layer.
     """
     if model in PRESETS:
         return [(n, padded_k(k)) for n, k in PRESETS[model]]

@@ -1,4 +1,4 @@
-"""Computes one int8 product on random operands, checks it against exact sums, and times it beside cuBLASLt.
+"""Computes one int8 product on random operands, checks it against exact sums, and times it and cuBLASLt.
 
 Operands are uniform over all 256 values of int8.
 """
@@ -38,14 +38,14 @@ _NAMED_TILES = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that a request runs on: its kernels, its clock, and cuBLASLt on it.
+    """The GPU of a request: its kernels, its clock, and its cuBLASLt.
 
     Attributes:
         target: architecture, multiprocessors and name.
-        has_cutlass: whether nvcc and g++ are there.
+        has_cutlass: whether nvcc and g++ are installed.
         gemm_s8: computes a product with a kernel.
         clock: times replays.
-        copies: takes an operand's bytes; returns how many copies of the operand exceed the L2 together.
+        copies: number of copies of an operand, given its bytes, that together exceed the L2.
         matmul: cuBLASLt's int8 product.
         device: the torch device of the operands.
     """
@@ -69,7 +69,7 @@ def current_gpu() -> Gpu | None:
     return Gpu(target(torch.cuda.current_device()), has_cutlass(), gemm_s8, timing.CudaClock())
 
 
-@background.waiting()  # what is timed is the kernel that the report names
+@background.waiting()  # so that the timed kernel is the reported one
 def run(request: Request) -> Report:
     """Compute, check and time a request on the current GPU; without a GPU, compute and check it on the CPU.
 
@@ -90,7 +90,7 @@ _BEYOND_ANY_GPU = 1 << 42
 
 
 def _check_size(request: Request, on_cpu: bool) -> None:
-    """Refuse what fits no memory: torch's own errors are of many kinds, and a CPU may promise what it does not have."""
+    """Refuse sizes that exceed memory: torch's errors vary, and a CPU may overcommit."""
     m, n, k = request.m, request.n, request.k
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if on_cpu else _BEYOND_ANY_GPU
     if (needed := m * k + n * k + m * n) > limit:

@@ -45,7 +45,7 @@ flag *
 --seed SEED: natural = 0
     seed of the random data (default: 0)
 --compare cublas|none = cublas
-    library to time beside the kernel (default: cublas)
+    library to compare the kernel with (default: cublas)
 """
 FIELDS = {
     "m, n, k": "sizes",
@@ -53,7 +53,7 @@ FIELDS = {
     "tensor_cores": "whether tensor cores were asked for",
     "mode, scale, seed": "as given; scale is null with --mode wrap",
     "device": "the GPU's name, or cpu",
-    "kernel, family, tile, reason": "the kernel and why it was chosen; null on the CPU but for the kernel",
+    "kernel, family, tile, reason": "the kernel and the reason of its choice; null on the CPU except kernel",
     "checked": "whether the result was compared with the exact one",
     "wrong": "number of elements that differ; null where nothing was checked",
     "timing": "{median_us, p20_us, p80_us, samples, mode}, or null where nothing was timed",
