@@ -7,7 +7,7 @@ import re
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import KernelSource
 from qcut.jit import Binary
-from tests.support.sass import instructions
+from tests.support.binaries import instructions
 
 TRY_WAIT = "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 """``mbarrier.try_wait``."""

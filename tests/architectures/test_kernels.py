@@ -11,7 +11,7 @@ from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import KernelSource
 from tests.architectures.kernels import cutlass, raw_kernels
 from tests.architectures.reading import faults
-from tests.support.compiled import build
+from tests.support.binaries import build
 
 
 def headers(sources: list[KernelSource]) -> set[str]:

@@ -12,7 +12,7 @@ from benchmarks.layers.tutorial import LIBRARY, PROBLEM, SHORT, STEPS, candidate
 from qcut import jit
 from qcut.dispatch.gpus import target_named
 from tests.support import ROOT
-from tests.support.sass import instructions
+from tests.support.binaries import instructions
 
 H200, A100 = target_named("NVIDIA H200"), target_named("NVIDIA A100-SXM4-80GB")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.concurrent_saves import KINDS, run
+from tests.checkpoints.concurrent_saves import KINDS, run
 
 ROUNDS = int(os.environ.get("QCUT_SAVE_ROUNDS", "3"))
-"""200 rounds: ``python -m tests.support.concurrent_saves``."""
+"""200 rounds: ``python -m tests.checkpoints.concurrent_saves``."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

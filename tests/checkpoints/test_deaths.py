@@ -16,10 +16,9 @@ from qcut.checkpoints.formats.turboquant import writer
 from qcut.checkpoints.formats.turboquant.format import Config
 from qcut.conversion.quantize import quantize
 from qcut.errors import CalibrationError, CheckpointError
-from tests.support.concurrent_saves import KINDS, load, save
-from tests.support.deaths import deaths
-from tests.support.disks import every_failure, files_of_at_most, mounted
-from tests.support.tamper import rewrite
+from tests.checkpoints.concurrent_saves import KINDS, load, save
+from tests.support.faults import deaths, every_failure, files_of_at_most, mounted
+from tests.support.files import rewrite
 from tests.support.zoo import tiny_hf
 
 ERRORS = (CheckpointError, CalibrationError)

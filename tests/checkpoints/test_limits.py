@@ -13,7 +13,7 @@ from qcut.checkpoints.formats.turboquant import writer
 from qcut.checkpoints.formats.turboquant.format import Config
 from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError
-from tests.support.tamper import rewrite
+from tests.support.files import rewrite
 from tests.support.zoo import tiny_hf
 
 

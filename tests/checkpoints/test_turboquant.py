@@ -28,8 +28,8 @@ from qcut.numerics.codebook import lloyd_max, rotation
 from qcut.numerics.codebook.quantizer import dequantize
 from qcut.schemes import Codebook
 from tests.support import turboquant_oracle
+from tests.support.files import rewrite
 from tests.support.oracles import normal
-from tests.support.tamper import rewrite
 from tests.support.zoo import tiny_hf, token_batches
 
 

@@ -16,7 +16,7 @@ from qcut.checkpoints.formats.turboquant.format import Config
 from qcut.conversion.calibration.calibrate import calibrate
 from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError
-from tests.support.tamper import rewrite
+from tests.support.files import rewrite
 
 INF, NAN = float("inf"), float("nan")
 

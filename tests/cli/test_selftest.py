@@ -15,7 +15,7 @@ from qcut.cli.main import main
 from qcut.cli.selftest import CPU, Check, Near, Verdict, all_checks, difference, half_ulp, run_check, run_checks
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.errors import BuildError, DeviceError
-from tests.support.launches import H200
+from tests.support.fakes.launches import H200
 
 FAMILIES = {
     *("int8_mma", "int8_wmma", "int8_dp4a", "int8_cutlass", "int8_stream", "int16x8", "integers8", "integers16"),

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from qcut.common import progress
 from tests.support import ROOT
-from tests.support.terminal import Terminal
+from tests.support.environments import Terminal
 
 
 def test_a_bar_that_is_not_shown_touches_no_tqdm():

@@ -13,7 +13,7 @@ import pytest
 
 from qcut.common.together import open_together, record_path, replacing_together
 from qcut.errors import CheckpointError
-from tests.support.deaths import deaths
+from tests.support.faults import deaths
 
 NAMES = ("a", "b", "c")
 

@@ -31,7 +31,7 @@ from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import ACTIVATIONS
 from qcut.emitters.core.source import INCLUDE_DIR, DType, EmitError, KernelSource
 from qcut.emitters.decoder.norm import NormRows, emit_norm
-from tests.support.compiled import build
+from tests.support.binaries import build
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)

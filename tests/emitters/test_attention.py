@@ -25,9 +25,8 @@ from qcut.emitters.attention.scores import FORMS
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType
-from tests.emitters.attention_rows import BF16, DECODE, F16, F32, MMA, PROMPT_MMA, PROMPT_WGMMA, S8, U4
-from tests.support.compiled import build
-from tests.support.sass import listing
+from tests.emitters.conformance.attention import BF16, DECODE, F16, F32, MMA, PROMPT_MMA, PROMPT_WGMMA, S8, U4
+from tests.support.binaries import build, listing
 
 H200, A100 = Target("sm_90a", 132), Target("sm_80", 108)
 

@@ -24,7 +24,7 @@ from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM_WGMMA, CODEBOOK
 from qcut.errors import ToolchainError
 from qcut.jit.dump import disassemble
 from qcut.numerics.codebook.layout import Geometry
-from tests.emitters.codebook_rows import (
+from tests.emitters.conformance.codebook import (
     ARCH,
     BF16,
     BRAIN,
@@ -42,8 +42,7 @@ from tests.emitters.codebook_rows import (
     TOKEN_PAIRS,
     TOKENS,
 )
-from tests.support.compiled import build
-from tests.support.sass import instructions
+from tests.support.binaries import build, instructions
 
 H200 = Target(ARCH, 132)
 

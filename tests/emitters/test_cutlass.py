@@ -16,13 +16,14 @@ from qcut.emitters.gemm.cutlass import compat
 from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, tile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from tests.emitters.gemm_rows import ARCH, BIASED, FULL, MULTISTAGE, PINGPONG
+from tests.emitters.conformance.gemm import ARCH, BIASED, FULL, MULTISTAGE, PINGPONG
 from tests.support import ROOT
 
 
 def test_text_does_not_depend_on_the_process():
     code = (
-        "import hashlib, sys; sys.path.insert(0, sys.argv[1]); from tests.emitters.gemm_rows import cutlass_sources;"
+        "import hashlib, sys; sys.path.insert(0, sys.argv[1]);"
+        "from tests.emitters.conformance.gemm import cutlass_sources;"
         "[s] = cutlass_sources('sm_90a'); print(hashlib.sha256((s.text + s.host_text).encode()).hexdigest())"
     )
     outputs = {

@@ -16,7 +16,7 @@ from qcut.emitters.decoder.quantize import (
     emit_colsum,
     emit_quantize_per_token,
 )
-from tests.emitters.decoder_rows import CODEBOOK, F16, F32, S8, appends
+from tests.emitters.conformance.decoder import CODEBOOK, F16, F32, S8, appends
 
 
 @pytest.mark.parametrize("desc", appends("sm_90a"), ids=lambda d: d.name)

@@ -20,7 +20,7 @@ from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.gemm.wmma import Int8Wmma
-from tests.emitters.gemm_rows import (
+from tests.emitters.conformance.gemm import (
     BIASED,
     GROUPS,
     HALVES,
@@ -35,8 +35,7 @@ from tests.emitters.gemm_rows import (
     STATIC,
     WMMA_TILE,
 )
-from tests.support.compiled import build
-from tests.support.sass import instructions
+from tests.support.binaries import build, instructions
 
 INT8 = GemmProblem(epilogue=STATIC)
 PROBLEM = GemmProblem(epilogue=HALVES)

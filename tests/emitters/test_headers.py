@@ -9,7 +9,7 @@ import pytest
 from qcut.emitters.core.source import INCLUDE_DIR
 from qcut.emitters.core.text import include, kernel_source
 from qcut.errors import BuildError
-from tests.support.compiled import build
+from tests.support.binaries import build
 
 BELOW = {
     "core": {"core"},

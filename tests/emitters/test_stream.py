@@ -35,7 +35,7 @@ from qcut.emitters.stream.w8a8 import (
     is_legal,
     registers,
 )
-from tests.emitters.stream_rows import (
+from tests.emitters.conformance.stream import (
     BRAIN,
     CLUSTER,
     F16,

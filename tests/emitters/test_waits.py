@@ -17,9 +17,8 @@ from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
-from tests.support.compiled import build
-from tests.support.launches import H200
-from tests.support.sass import listing
+from tests.support.binaries import build, listing
+from tests.support.fakes.launches import H200
 
 ARCH, F16 = H200.arch, DType.F16
 WAIT = "ACQBULK"  # griddepcontrol.wait

@@ -26,7 +26,7 @@ from qcut.errors import QcutError
 from tests.fuzz import readers
 from tests.fuzz.formats import FORMATS, Format, Read
 from tests.fuzz.mutations import Mutation, mutate
-from tests.support.folders import scratch
+from tests.support.files import scratch
 
 TIME_LIMIT_S = 10.0
 """For one case: the largest files take some milliseconds."""

@@ -19,7 +19,7 @@ from qcut.errors import PlanError
 from tests.fuzz import formats, harness
 from tests.fuzz.formats import Format, Read
 from tests.fuzz.mutations import mutate
-from tests.support.folders import scratch
+from tests.support.files import scratch
 
 JSON = b'{"format": "x", "values": [1, 2.5, null, {"a": "b"}], "name": "y"}'
 

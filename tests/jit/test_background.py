@@ -19,7 +19,8 @@ from qcut.emitters.core.source import KernelSource
 from qcut.errors import ConfigError
 from qcut.jit import background, find
 from qcut.jit.background import Builder, Job, kernel_job
-from tests.support import ROOT, jobs
+from tests.jit import jobs
+from tests.support import ROOT
 
 TEXT = 'extern "C" __global__ void one(int* x) { *x = 1; }'
 DEADLINE_S = 30.0
@@ -148,7 +149,7 @@ def test_a_kernel_is_found_afterwards_even_without_a_cache(
 PARENT = """
 import os, sys, time
 from qcut.jit.background import Job, builder
-from tests.support import jobs
+from tests.jit import jobs
 report = sys.argv[1]
 builder.later(Job("a", "a", jobs.compile_for, (60, report), lambda result: None))
 for _ in range(1000):

@@ -18,7 +18,7 @@ from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import Binary, Resources, build, build_many, cache, compilers, toolchain
-from tests.support.terminal import Terminal
+from tests.support.environments import Terminal
 
 builder = import_module("qcut.jit.build")  # qcut.jit.build is the function
 

@@ -48,7 +48,7 @@ def entry_file() -> Path:
 
 
 def worker(folder: Path, log: Path, *options: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, str(ROOT / "tests" / "support" / "jit_worker.py"), "--log", str(log), *options]
+    command = [*prefix, sys.executable, str(ROOT / "tests" / "jit" / "worker.py"), "--log", str(log), *options]
     environment = os.environ | {"QCUT_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

@@ -1,4 +1,4 @@
-"""Launching against a stand-in driver (fake_libcuda.c): packing, contexts, errors, threads.
+"""Launching against a stand-in driver (libcuda.c): packing, contexts, errors, threads.
 
 The stand-in keeps the driver's rules: no current context is error 201, a function of another context is
 error 400, loading code is refused while a capture forbids it, and handles do not fit in 32 bits.
@@ -24,9 +24,9 @@ from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import DeviceError, LaunchError
 from qcut.jit import Binary, Kernel, device, launch, load, toolchain
 from tests.support import ROOT
-from tests.support.fake_driver import Fake, compile_c
+from tests.support.fakes.driver import Fake, compile_c
 
-FAKE_SOURCE = ROOT / "tests" / "support" / "fake_libcuda.c"
+FAKE_SOURCE = ROOT / "tests" / "support" / "fakes" / "libcuda.c"
 STREAM = 0x5500_1234_5678
 POINTER = 0x7F12_3456_7890
 
@@ -332,11 +332,11 @@ def test_host_launchers_find_the_driver(library: Path, tmp_path: Path) -> None:
     """The real arrangement, in a fresh process: an undefined symbol, met by a driver loaded beforehand."""
     script = """
 import ctypes, sys
-from tests.support import fake_driver
+from tests.support.fakes import driver
 from tests.jit import test_launch as t
 from qcut.jit import load, toolchain
 toolchain.LIBCUDA = sys.argv[1]
-fake = fake_driver.Fake(toolchain.driver())
+fake = driver.Fake(toolchain.driver())
 fake.params([(0, t.HOST_PARAM_BYTES)])
 with open(sys.argv[2], "rb") as file:
     kernel = load(t.binary(host_so=file.read()), t.RAW, 0)

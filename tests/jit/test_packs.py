@@ -186,7 +186,7 @@ from qcut import jit
 from qcut.errors import QcutError
 from qcut.jit import packs
 from tests.jit.test_packs import DType, argmax, cutlass
-from tests.support.hidden import hide_compilers
+from tests.support.environments import hide_compilers
 
 hide_compilers()
 packs.FOLDER = Path(sys.argv[1])

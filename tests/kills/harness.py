@@ -18,7 +18,7 @@ from typing import Any
 
 from qcut.errors import QcutError
 from tests.kills.writers import VERSIONS, Writer
-from tests.support.folders import scratch
+from tests.support.files import scratch
 
 MOST_WRITES = 5
 """A writer is killed after as many finished writes at most, and thus often in its first one."""

@@ -10,7 +10,7 @@ import torch
 
 from qcut.numerics import int8, int16, integers
 from qcut.numerics.integers import BIAS_MAX, K_MAX, MULTIPLIER_MAX, SHIFT_MAX
-from tests.support.integers import case
+from tests.support.operands import case
 
 V_MAX = 2**39 - 1
 

@@ -13,7 +13,7 @@ from qcut.errors import ConfigError, DtypeError, ShapeError
 from qcut.numerics import sampling
 from qcut.numerics.philox import philox, uniform
 from qcut.numerics.sampling import Sampling, argmax, sample
-from tests.support.draws import CHI2, chi_square, draws, rows
+from tests.numerics.draws import CHI2, chi_square, draws, rows
 from tests.support.oracles import F32, FLOATS, INF, NAN
 
 # ── random numbers ───────────────────────────────────────────────────────────────────────────────

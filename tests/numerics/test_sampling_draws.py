@@ -9,7 +9,7 @@ import torch
 
 from qcut.numerics import sampling
 from qcut.numerics.sampling import Sampling, sample, uniform
-from tests.support.draws import CHI2, LOGITS_10, chi_square, draws, rows, softmax
+from tests.numerics.draws import CHI2, LOGITS_10, chi_square, draws, rows, softmax
 from tests.support.oracles import FLOATS, NAN
 
 # ── tokens, by their statistics ──────────────────────────────────────────────────────────────────

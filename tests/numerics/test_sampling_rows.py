@@ -12,7 +12,7 @@ import torch
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics.philox import key_words, philox, uniform
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, argmax, log_probabilities, penalized, sample
-from tests.support.draws import CHI2, LOGITS_10, chi_square, draws, rows, softmax
+from tests.numerics.draws import CHI2, LOGITS_10, chi_square, draws, rows, softmax
 from tests.support.oracles import INF, NAN
 
 CPU = torch.device("cpu")

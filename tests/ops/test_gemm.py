@@ -11,7 +11,7 @@ from torch import Tensor
 
 import qcut
 from qcut.ops.gemm import OUT_DTYPES
-from tests.support.layouts import LAYOUTS, OUT_LAYOUT, SHAPES, operands
+from tests.support.operands import LAYOUTS, OUT_LAYOUT, SHAPES, operands
 from tests.support.oracles import epilogue_oracle, s8
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import DtypeError, QuantizationError, ShapeError
 from qcut.numerics import integers
-from tests.support.integers import case
+from tests.support.operands import case
 
 OP = torch.ops.qcut.integer_linear
 TYPES = (torch.int8, torch.int16)

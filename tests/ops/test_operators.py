@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -23,6 +26,8 @@ NAMES = (
     "int16x8_linear",
     "int16x8_static_linear",
 )
+SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
+"""Of every operator: saved graphs and callers in other languages rely on them, character by character."""
 S8, S32, F32 = torch.int8, torch.int32, torch.float32
 
 
@@ -182,3 +187,19 @@ def test_compile_through_aot(name):
     compiled = torch.compile(lambda *a: op(*a, **kwargs), fullgraph=True, backend="aot_eager")
     for got, want in zip(as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True):
         assert torch.equal(got, want)
+
+
+def test_schemas_are_the_committed_ones() -> None:
+    schemas = torch._C._jit_get_all_schemas()
+    assert {s.name: str(s) for s in schemas if s.name.startswith("qcut::")} == SCHEMAS
+
+
+def test_every_operator_runs_on_both_devices_and_is_traced() -> None:
+    for name in SCHEMAS:
+        if name.startswith("qcut::_"):  # behind C++, on CUDA alone
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+            continue
+        for key in ("CPU", "CUDA", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)
+        operator = getattr(qcut, name.removeprefix("qcut::")).default
+        assert torch.Tag.pt2_compliant_tag in operator.tags, name

@@ -7,19 +7,22 @@ do, and takes no more memory, files and threads than before.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import random
 import socket
 import statistics
+import tempfile
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import qcut
-from tests.server.serving import NAME, call, engine, steady
+from tests.server.serving import NAME, Process, call, engine, steady
 
 TEXTS = [
     "The import statement",
@@ -243,8 +246,30 @@ def _wait_idle(port: int, report: Report) -> None:
 
 def _held(pid: int) -> tuple[int, int]:
     """Open files and threads of a process, its connections having ended."""
-    from pathlib import Path
-
     own = Path(f"/proc/{pid}")
     time.sleep(0.5)
     return len(list((own / "fd").iterdir())), len(list((own / "task").iterdir()))
+
+
+def main() -> int:
+    """Start a server and run the clients against it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--clients", type=int, default=16)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = Process(Path(folder) / "log")
+        try:
+            report = soak(server.port, server.process.pid, arguments.seconds, arguments.clients)
+            server.process.terminate()
+            status = server.ended()
+        finally:
+            server.process.kill()
+        log = server.log.read_text()
+    print("\n".join(report.lines))
+    print(log if "Traceback" in log else f"the server ended with {status}")
+    return int(bool(report.wrong) or status != 0 or report.growth > GROWTH or "Traceback" in log)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -298,3 +298,10 @@ def test_clients_that_go_leave_nothing(served: Served) -> None:
     assert 'qcut_requests_total{reason="cancelled"}' in text
     assert 'qcut_refused_total{status="499"}' in text
     assert 'qcut_refused_total{status="503"}' not in text
+
+
+def test_example_client_prints_the_answer(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    from examples.client import main
+
+    main("The import statement", f"{served.url}/v1")
+    assert len(capsys.readouterr().out) > 20

@@ -1,4 +1,4 @@
-"""A short run of `tests.server.soak`: ``python -m tests.server`` is the long one."""
+"""A short run of `tests.server.soak`: ``python -m tests.server.soak`` is the long one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests share: oracles, data, fakes. Folders of the checkout."""
+"""Oracles, data and stand-ins that tests of several folders use, and folders of the checkout."""
 
 from pathlib import Path
 

@@ -1,14 +1,18 @@
-"""Virtual environments over the one that runs: other versions of some packages, without installing torch again."""
+"""Environments of a process: other versions of packages, no compilers, a terminal."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
+import sys
 import sysconfig
 import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+from qcut import jit
+from qcut.jit import toolchain
 from tests.support import ROOT
 
 
@@ -44,3 +48,29 @@ def run_tests(python: Path, arguments: Sequence[str]) -> int:
     options = ["-p", "xdist", "--numprocesses", "auto", "--quiet", "-p", "no:cacheprovider"]
     command = [python, "-m", "pytest", *options, *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | settings, check=False).returncode
+
+
+PACKAGES = ("cutlass_cppgen", "cutlass_library", "cuda.core", "cuda.bindings", "cuda.pathfinder", "nvidia")
+"""What brings compilers and their headers."""
+
+
+def hide_compilers() -> None:
+    """Take away nvcc, g++, NVRTC, the CUDA headers and nvidia-cutlass, for the rest of the process."""
+    for name in list(sys.modules):
+        if name.startswith(tuple(f"{package}." for package in PACKAGES)):
+            del sys.modules[name]
+    sys.modules.update(dict.fromkeys(PACKAGES))  # None: a module that is known not to be there
+    os.environ["PATH"] = ""
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
+        os.environ.pop(name, None)
+    toolchain.SYSTEM_CUDA = Path("/nowhere")
+    toolchain.reset()
+    for kind in ("nvrtc", "nvcc"):
+        assert jit.missing_toolchain(kind) is not None, kind
+
+
+class Terminal(io.StringIO):
+    """A terminal that keeps what is written to it."""
+
+    def isatty(self) -> bool:
+        return True

@@ -12,8 +12,7 @@ import pytest
 from qcut.errors import ConfigError
 from qcut.tuning import journal as module
 from qcut.tuning.journal import Journal
-from tests.support.deaths import deaths
-from tests.support.disks import failing_at, files_of_at_most, mounted
+from tests.support.faults import deaths, failing_at, files_of_at_most, mounted
 
 
 def fill(path: Path, count: int) -> None:

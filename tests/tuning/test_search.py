@@ -27,7 +27,7 @@ from qcut.tuning import search as tuning
 from qcut.tuning.journal import Journal
 from qcut.tuning.search import Task, candidates, tune
 from tests.support import ROOT
-from tests.support.fake_bench import A100, GOOD, H200, TASK, FakeBench, fake_build
+from tests.support.fakes.bench import A100, GOOD, H200, TASK, FakeBench, fake_build
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from qcut.backends.cuda import attention as attention_cuda
 from qcut.backends.cuda.attention import Counters
 from qcut.dispatch.gpus import Target
 from qcut.ops.attention.decode import AppendAttention, AppendKv, DecodeAttention
-from tests.support.launches import A100, H200, Launches, note_launches
+from tests.support.fakes.launches import A100, H200, Launches, note_launches
 
 HEAD, KV_HEADS, CONTEXT = 64, 2, 1024
 

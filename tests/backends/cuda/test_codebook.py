@@ -16,7 +16,7 @@ from qcut.layers.codebook import CodebookLinear
 from qcut.numerics.codebook import tokens as rotated_tokens
 from qcut.numerics.codebook.products import pack_book
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
-from tests.support.launches import A100, H200, Launches, note_launches
+from tests.support.fakes.launches import A100, H200, Launches, note_launches
 
 HALF = torch.float16
 LONG = 1 << 18

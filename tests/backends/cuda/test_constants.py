@@ -24,7 +24,7 @@ from qcut.numerics.codebook import tokens as rotated_tokens
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
 from qcut.ops.linear import Int8Linear, LinearWithAbsmax
 from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
-from tests.support.launches import H200
+from tests.support.fakes.launches import H200
 
 HALF = torch.float16
 

@@ -21,7 +21,7 @@ from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
 from qcut.ops.embed import EmbedCodebook, EmbedRows
 from qcut.ops.next_token import Advance, Argmax
 from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
-from tests.support.launches import H200, Launches, note_launches
+from tests.support.fakes.launches import H200, Launches, note_launches
 
 HALF = torch.float16
 

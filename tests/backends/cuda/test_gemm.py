@@ -26,7 +26,7 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops.gemm import GemmS8
-from tests.support.layouts import LAYOUTS, OUT_LAYOUT, SHAPES, operands, stored
+from tests.support.operands import LAYOUTS, OUT_LAYOUT, SHAPES, operands, stored
 from tests.support.oracles import epilogue_oracle, s8
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")

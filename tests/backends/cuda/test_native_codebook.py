@@ -25,8 +25,8 @@ from qcut.layers import rotations
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.shifted import ShiftedCodebookLinear
 from qcut.schemes import ACTIVATIONS, ShiftedCodebook
-from tests.support.launches import A100, H200
-from tests.support.native import STREAM, Driver, Kernel, Record, Setting, decoded, registered
+from tests.support.fakes.launches import A100, H200
+from tests.support.fakes.native import STREAM, Driver, Kernel, Record, Setting, decoded, registered
 
 NAMESPACE = "qcut_native_codebook_test"
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

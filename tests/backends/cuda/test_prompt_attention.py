@@ -12,7 +12,7 @@ from torch import Tensor
 from qcut.backends.cuda import prompt_attention as prompt_attention_cuda
 from qcut.dispatch.gpus import Target
 from qcut.ops.attention.prefill import PromptAttention
-from tests.support.launches import A100, H200, Launches, note_launches
+from tests.support.fakes.launches import A100, H200, Launches, note_launches
 
 KV_HEADS, CONTEXT = 2, 1024
 

@@ -17,7 +17,7 @@ from qcut.emitters.core.source import EmitError
 from qcut.errors import UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.schemes import parse_scheme
-from tests.support.launches import A100, H200
+from tests.support.fakes.launches import A100, H200
 
 HEADS = (2, 8, 12, 16, 24, 32, 64, 80, 96, 128, 256, 264)
 CACHES = (None, torch.int8)

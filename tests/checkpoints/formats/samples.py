@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import qcut
 from qcut.errors import QcutError
-from tests.support.tensors import write_tensors
+from tests.support.files import write_tensors
 
 HIDDEN, MLP, VOCABULARY = 64, 128, 40
 SIZES: dict[str, Any] = {

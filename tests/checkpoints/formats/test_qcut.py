@@ -14,7 +14,7 @@ from qcut.conversion.quantize import quantize
 from qcut.errors import CheckpointError
 from qcut.layers.linear import Linear
 from tests.conversion.test_quantize import Tied
-from tests.support import tamper
+from tests.support import files
 from tests.support.zoo import TinyLM, tiny_hf, tiny_lm, token_batches
 
 INTEGERS = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static")
@@ -147,9 +147,9 @@ def test_meta_tensors_cannot_be_saved(tmp_path: Path) -> None:
 def rewrite(directory: Path, tensors=None, config=None) -> None:
     index = directory / "qcut_config.json"
     if tensors:
-        tamper.rewrite(directory / next(iter(json.loads(index.read_text())["weight_map"].values())), tensors)
+        files.rewrite(directory / next(iter(json.loads(index.read_text())["weight_map"].values())), tensors)
     if config:
-        tamper.rewrite(index, config)
+        files.rewrite(index, config)
 
 
 LAYER = "blocks.1.up"

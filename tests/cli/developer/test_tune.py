@@ -20,7 +20,7 @@ from qcut.errors import CheckpointError, ConfigError
 from qcut.tuning import search as tuning
 from qcut.tuning.search import candidates
 from tests.support import ROOT
-from tests.support.fake_bench import H200, TASK, FakeBench, fake_build
+from tests.support.fakes.bench import H200, TASK, FakeBench, fake_build
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from torch import nn
 from qcut.conversion.calibration.calibrate import METHODS, Calibration, LayerStats, calibrate
 from qcut.errors import CalibrationError, ConfigError, DtypeError, QuantizationError
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
-from tests.support.tamper import rewrite
+from tests.support.files import rewrite
 from tests.support.zoo import same, snapshot, tiny_hf, tiny_lm, token_batches
 
 

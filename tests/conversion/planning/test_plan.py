@@ -10,8 +10,7 @@ import pytest
 from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.errors import PlanError
 from qcut.schemes import StaticRange
-from tests.support.deaths import deaths
-from tests.support.disks import every_failure, files_of_at_most, mounted
+from tests.support.faults import deaths, every_failure, files_of_at_most, mounted
 
 
 def made(value: float) -> Plan:

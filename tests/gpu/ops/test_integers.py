@@ -13,7 +13,7 @@ import qcut
 from qcut.numerics import int16, integers
 from qcut.numerics.integers import BIAS_MAX, K_MAX, MULTIPLIER_MAX
 from tests.gpu.support.oracles import DEVICE, assert_same, name
-from tests.support.integers import case
+from tests.support.operands import case
 
 OP = torch.ops.qcut.integer_linear
 TYPES = (torch.int8, torch.int16)

@@ -28,7 +28,7 @@ from qcut.schemes import ACTIVATIONS
 from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE
 from tests.support.decoders import VOCABULARY, prompts_of
-from tests.support.hidden import hide_compilers
+from tests.support.environments import hide_compilers
 
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8", "codebook3_g64", "int4")
 

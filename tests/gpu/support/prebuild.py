@@ -12,7 +12,7 @@ from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.backends.cuda.launch.prebuild import prebuild as prebuild_layers
 from qcut.backends.cuda.linear import LinearLayer
 from qcut.emitters.core.source import KernelSource
-from tests.gpu.emitters.test_cutlass import cases
+from tests.gpu.emitters.gemm.test_cutlass import cases
 from tests.gpu.layers.test_stacking import ROWS, K
 from tests.gpu.support.launching import arch
 from tests.gpu.support.problems import gpu_test_calls
@@ -28,9 +28,10 @@ def mixed_products() -> list[KernelSource]:
     """Kernels of 16-bit and codebook weights that need nvcc."""
     if arch() != "sm_90a":
         return []
-    from tests.gpu.emitters import test_codebook_cutlass, test_w8a16_cutlass, test_w8a16_wgmma
+    from tests.gpu.emitters.codebook import test_cutlass as codebook
+    from tests.gpu.emitters.gemm import test_w8a16_cutlass, test_w8a16_wgmma
 
-    return [*test_w8a16_cutlass.cases(), *test_codebook_cutlass.cases(), *test_w8a16_wgmma.cases()]
+    return [*test_w8a16_cutlass.cases(), *codebook.cases(), *test_w8a16_wgmma.cases()]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import qcut
 from qcut.errors import CheckpointError, QcutError
 from tests.integrations.transformers.support import opened, same, small
-from tests.support.tensors import write_tensors
+from tests.support.files import write_tensors
 
 UP = "model.layers.0.mlp.up_proj"
 

@@ -21,7 +21,7 @@ from qcut.models.fusion import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
 from tests.support.alive import watch_float_weights
 from tests.support.architectures import tiny_model
-from tests.support.tensors import write_tensors
+from tests.support.files import write_tensors
 
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
 

@@ -28,8 +28,8 @@ from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
-from tests.emitters.gemm_rows import RESCALED, RESCALED_HALVES, float_refusals
-from tests.support.conformance import COPY, STREAM, Row, product_of, tokens_of
+from tests.emitters.conformance.gemm import RESCALED, RESCALED_HALVES, float_refusals
+from tests.emitters.conformance.row import COPY, STREAM, Row, product_of, tokens_of
 
 ARCH = "sm_90a"
 F16, BF16, F32, S8, S16 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.S16

@@ -17,8 +17,8 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import CODEBOOK_CUTLASS, CODEBOOK_MMA, CODEBOOK_WGMMA
 from qcut.emitters.gemm.problem import TileConfig
-from tests.emitters.gemm_rows import mixed_instructions, transposed_refusals
-from tests.support.conformance import Row, product_of, tokens_of
+from tests.emitters.conformance.gemm import mixed_instructions, transposed_refusals
+from tests.emitters.conformance.row import Row, product_of, tokens_of
 
 ARCH = "sm_90a"
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8

@@ -22,7 +22,7 @@ from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.numerics import int8, int16
 from qcut.schemes import padded_k
-from tests.gpu.emitters.test_quantize import LAYOUTS, tokens
+from tests.gpu.emitters.decoder.test_quantize import LAYOUTS, tokens
 from tests.gpu.support.launching import SENTINEL, Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_range
 

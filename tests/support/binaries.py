@@ -1,12 +1,20 @@
-"""Kernels as binaries, for tests of what they are without a GPU."""
+"""Kernels as binaries, and the instructions in them, without a GPU."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+
+import pytest
 
 from qcut import jit
 from qcut.emitters.core.source import KernelSource
+from qcut.errors import ToolchainError
+from qcut.jit.toolchain import find_nvdisasm
 
 
 def build(*sources: KernelSource) -> list[jit.Binary]:
@@ -37,3 +45,27 @@ def in_turns(sources: Callable[[str], list[KernelSource]], arch: str) -> list[Ke
     shared = [name for name in mine if name in other]
     turn = set(sorted(shared)[arch == "sm_90a" :: 2])
     return [source for name, source in mine.items() if name in turn or name not in other]
+
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)", re.MULTILINE)
+
+
+@cache
+def listing(cubin: bytes) -> tuple[str, ...]:
+    """Instruction names, with their modifiers, of every kernel in a cubin, in the order they stand in memory."""
+    try:
+        tool = str(find_nvdisasm().path)
+    except ToolchainError as error:
+        pytest.skip(str(error))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        # Code alone, without the analysis of data flow, which takes half the time.
+        command = [tool, "-c", "-ndf", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(_INSTRUCTION.findall(text))
+
+
+def instructions(cubin: bytes) -> set[str]:
+    """The distinct ones of `listing`."""
+    return set(listing(cubin))

@@ -14,7 +14,7 @@ from qcut.emitters.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
 from qcut.emitters.attention.scores import FORMS, PLAIN, Scores
 from qcut.emitters.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.core.source import DType, KernelSource
-from tests.support.conformance import Row
+from tests.emitters.conformance.row import Row
 
 ARCH = "sm_90a"
 F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4

@@ -22,18 +22,17 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.families import ALL_FAMILIES, FAMILIES, SPELLINGS, TUNED_FAMILIES, family
 from tests.architectures.reading import code_faults, report_faults
-from tests.emitters import attention_rows, codebook_rows, decoder_rows, gemm_rows, stream_rows
+from tests.emitters.conformance import attention, codebook, decoder, gemm, stream
+from tests.emitters.conformance.row import absent
 from tests.support import GOLDEN
-from tests.support.compiled import build, in_turns
-from tests.support.conformance import absent
-from tests.support.sass import instructions
+from tests.support.binaries import build, in_turns, instructions
 
 ROWS = {
-    **gemm_rows.ROWS,
-    **stream_rows.ROWS,
-    **codebook_rows.ROWS,
-    **attention_rows.ROWS,
-    **decoder_rows.ROWS,
+    **gemm.ROWS,
+    **stream.ROWS,
+    **codebook.ROWS,
+    **attention.ROWS,
+    **decoder.ROWS,
 }
 TEXTS = GOLDEN / "kernel_texts.json"
 ARCHS = ("sm_80", "sm_90a")

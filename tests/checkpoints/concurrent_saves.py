@@ -1,4 +1,4 @@
-"""Two processes that save to one directory while a third one loads: ``python -m tests.support.concurrent_saves``.
+"""Two processes that save to one directory while a third one loads: ``python -m tests.checkpoints.concurrent_saves``.
 
 Every save is of one number, which all its tensors hold. A load must give the tensors of one save.
 """
@@ -91,7 +91,7 @@ def run(kind: str, folder: Path, rounds: int) -> tuple[int, int]:
         The number of loads, and of different saves that they gave.
     """
     save(kind, folder, 1)
-    command = [sys.executable, "-m", "tests.support.concurrent_saves", "--kind", kind, "--folder", str(folder)]
+    command = [sys.executable, "-m", "tests.checkpoints.concurrent_saves", "--kind", kind, "--folder", str(folder)]
     command += ["--rounds", str(rounds)]
     savers = [subprocess.Popen([*command, "--first", str(i)], cwd=ROOT) for i in (2, 3)]
     found: list[int] = []

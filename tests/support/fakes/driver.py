@@ -1,4 +1,4 @@
-"""Python's side of fake_libcuda.c, the stand-in for the driver."""
+"""Python's side of libcuda.c, the stand-in for the driver."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.gemm.wmma import Int8Wmma, SharedLayout
-from tests.support.conformance import COPY, Row, product_of
+from tests.emitters.conformance.row import COPY, Row, product_of
 
 ARCH = "sm_90a"
 F16, BF16, F32, S8, S16, S32 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.S16, DType.S32

@@ -17,7 +17,7 @@ from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codeb
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from qcut.emitters.decoder.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
 from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
-from tests.support.conformance import Row
+from tests.emitters.conformance.row import Row
 
 ARCH = "sm_90a"
 F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4

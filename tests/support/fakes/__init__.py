@@ -1,0 +1,1 @@
+"""Stand-ins for the driver, a GPU and launches."""
