@@ -113,7 +113,7 @@ def _stored_dtype(name: str, on_disk: bool) -> Any:
     """The floating dtype of a model's files, as its configuration states it; float32 where it does not."""
     import torch
 
-    from qcut.checkpoints.headers import read_config
+    from qcut.checkpoints.detect import read_config
     from qcut.common import versions
 
     folder = Path(name)
