@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from qcut.common import schema
 from qcut.errors import CheckpointError
 from qcut.layers.embedding import Embedding
-from qcut.layers.linear import Linear
+from qcut.layers.linear import Linear, StateEntry
 from qcut.layers.parallel import refuse_parts
-from qcut.layers.stored import StateEntry
 from qcut.models.fusion import fused_activations
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, has_extra_state
 from qcut.schemes import ACTIVATIONS
