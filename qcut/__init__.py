@@ -7,11 +7,12 @@ a compiler and creates no CUDA context. Programs that find operators from C++, `
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.common.imports import when_imported
+from qcut.common.hooks import when_imported
 from qcut.common.versions import refuse_other_distribution, require
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from qcut import ops as ops
     from qcut.backends.cuda.explanation import explain as explain
     from qcut.backends.cuda.launch.waiting import wait_for_kernels as wait_for_kernels
+    from qcut.checkpoints.detect import load as load
     from qcut.checkpoints.formats.compressed_tensors_writer import save_compressed_tensors as save_compressed_tensors
     from qcut.checkpoints.formats.llama2c.files import load_llama2c as load_llama2c
     from qcut.checkpoints.formats.llama2c.files import save_llama2c as save_llama2c
     from qcut.checkpoints.formats.qcut_writer import save as save
     from qcut.checkpoints.formats.turboquant.writer import save_turboquant as save_turboquant
-    from qcut.checkpoints.load import load as load
     from qcut.conversion.calibration.calibrate import Calibration as Calibration
     from qcut.conversion.calibration.calibrate import calibrate as calibrate
     from qcut.conversion.calibration.curvature import collect_curvature as collect_curvature
@@ -102,7 +103,7 @@ _HOME = {
     "save": "checkpoints.formats.qcut_writer",
     "save_compressed_tensors": "checkpoints.formats.compressed_tensors_writer",
     "save_turboquant": "checkpoints.formats.turboquant.writer",
-    "load": "checkpoints.load",
+    "load": "checkpoints.detect",
 }
 _PACKAGES = ("errors", "ops")
 
@@ -114,10 +115,15 @@ def __getattr__(name: str) -> Any:
         return import_module(f"qcut.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'qcut' has no attribute {name!r}")
-    require("torch")
+    _require_torch()
     value = getattr(import_module(f"qcut.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+@cache
+def _require_torch() -> None:
+    require("torch")
 
 
 def __dir__() -> list[str]:

@@ -37,7 +37,7 @@ TESTS = (
     "tests/common/test_progress.py",
     "tests/server/test_openai.py",
     "tests/server/test_refusals.py",
-    "tests/common/test_safetensors_file.py",
+    "tests/common/test_safetensors.py",
 )
 
 

@@ -1,17 +1,232 @@
-"""Fills a model that was made without memory with the tensors of a checkpoint, whatever its format."""
+"""Builds the model that a checkpoint fills, without memory, and fills it, whatever the checkpoint's format.
+
+A skeleton holds the quantized modules that qcut's own formats describe. Headers of the files are checked against the
+model before any tensor is read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qcut.errors import CheckpointError
+from qcut.checkpoints.description import Description, passing_buffers
+from qcut.common.safetensors import TensorHeader, torch_dtype
+from qcut.errors import CheckpointError, QcutError
+from qcut.layers.embedding import Embedding, is_table
 from qcut.layers.linear import Linear
+from qcut.models.fusion import fuse, is_fusible_place, key_before
+from qcut.models.modules import is_linear, replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
-from qcut.numerics.plain_state import in_plain_state
+from qcut.numerics.plain_state import outside_modes
+from qcut.schemes import scheme_from_json
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class Skeleton(NamedTuple):
+    """Modules that take the place of a model's: quantized layers and embeddings, and activations that layers apply.
+
+    Attributes:
+        layers: every quantized layer by name, tables of embeddings included.
+        modules: what replaces modules of the model: layers, and embeddings with their tables.
+        activations: the parent of each activation's module, and the activation's name.
+    """
+
+    layers: dict[str, Linear]
+    modules: dict[str, nn.Module]
+    activations: dict[str, tuple[nn.Module, str]]
+
+    def put_into(self, model: nn.Module) -> None:
+        """Replace the model's modules."""
+        replace_modules(model, {id(model.get_submodule(name)): new for name, new in self.modules.items()})
+        for name, (parent, activation) in self.activations.items():
+            key = name.rpartition(".")[2]
+            fuse(parent, key, parent._modules.get(key_before(parent, key)), activation).apply()
+
+
+def skeleton_of(saved: Description, model: nn.Module, dtype: torch.dtype | None, path: Path) -> Skeleton:
+    """Quantized modules without memory, checked against those of the model that they replace.
+
+    Args:
+        saved: the description.
+        model: what it describes, in float.
+        dtype: that embeddings return; None takes theirs.
+        path: the file that holds the description, for messages.
+
+    Raises:
+        CheckpointError: a layer, embedding or activation is not in the model, or of another size.
+    """
+    own_tables = {f"{name}.table": name for name in saved.embeddings}
+    layers = {name: _empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in saved.layers.items()}
+    modules: dict[str, nn.Module] = {name: layer for name, layer in layers.items() if name not in own_tables}
+    for name, spec in saved.embeddings.items():
+        modules[name] = _empty_embedding(name, spec, layers, model, dtype, path)
+    parents = {name: _activation_parent(name, model, saved.layers, path) for name in saved.fused}
+    return Skeleton(layers, modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
+
+
+def _empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:
+    """A quantized layer without memory, checked against the layer it replaces, or the embedding it is to be part of."""
+    try:
+        module = model.get_submodule(name if table_of is None else table_of)
+        sizes = int(spec["in_features"]), int(spec["out_features"])
+        layer = Linear(
+            *sizes, bool(spec["bias"]), scheme_from_json(spec["scheme"]), spec["activation"], device="meta", name=name
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, QcutError) as exc:
+        raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
+    if isinstance(module, Linear):
+        present = module.in_features, module.out_features
+    elif table_of is not None and isinstance(module, (Embedding, nn.Embedding)):
+        present = module.embedding_dim, module.num_embeddings
+    elif is_linear(module):
+        n, k = weight_nk(module).shape
+        present = k, n
+    else:
+        raise CheckpointError(f"{path}: layer {name!r}: the model has a {type(module).__name__} there, no linear layer")
+    if present != sizes:
+        raise CheckpointError(f"{path}: layer {name!r}: saved with (K, N) = {sizes}, the model has {present}")
+    return layer
+
+
+def _empty_embedding(
+    name: str, spec: Any, linears: dict[str, Linear], model: nn.Module, dtype: torch.dtype | None, path: Path
+) -> Embedding:
+    """A quantized embedding, its own table or another layer in it, checked against the embedding it replaces."""
+    try:
+        module = model.get_submodule(name)
+        table = linears[spec["table"]]
+        stored = getattr(torch, spec["dtype"])
+        embedding = Embedding(table, dtype or stored, tied=spec["table"] != f"{name}.table")
+    except (AttributeError, KeyError, TypeError, QcutError) as exc:
+        raise CheckpointError(f"{path}: embedding {name!r}: {exc}") from exc
+    if not isinstance(module, (Embedding, nn.Embedding)) or not (isinstance(module, Embedding) or is_table(module)):
+        raise CheckpointError(f"{path}: embedding {name!r}: the model has a {type(module).__name__} there")
+    saved, present = (table.in_features, table.out_features), (module.embedding_dim, module.num_embeddings)
+    if saved != present:
+        raise CheckpointError(
+            f"{path}: embedding {name!r}: saved with (columns, rows) = {saved}, the model has {present}"
+        )
+    return embedding
+
+
+def _activation_parent(name: str, model: nn.Module, layers: Mapping[str, Any], path: Path) -> nn.Module:
+    """The module that holds an activation which a quantized layer has taken over.
+
+    Args:
+        name: of the activation.
+        model: that holds it.
+        layers: what is saved of the quantized layers, by name.
+        path: for messages.
+
+    Raises:
+        CheckpointError: there is no activation, or none that a layer may take over.
+    """
+    try:
+        activation = model.get_submodule(name)
+    except AttributeError as exc:
+        raise CheckpointError(f"{path}: fused activation {name!r}: {exc}") from exc
+    if any(True for _ in activation.parameters()) or any(True for _ in activation.children()):
+        raise CheckpointError(f"{path}: fused activation {name!r}: the model has a {type(activation).__name__} there")
+    outer, _, key = name.rpartition(".")
+    parent = model.get_submodule(outer)
+    if not is_fusible_place(parent, key):
+        raise CheckpointError(
+            f"{path}: fused activation {name!r}: a {type(parent).__name__} does not call the layer before it and the "
+            "activation as one; quantize the model anew"
+        )
+    if isinstance(parent, nn.Sequential):
+        before = f"{outer}.{key_before(parent, key)}".removeprefix(".")
+        if before not in layers:
+            raise CheckpointError(f"{path}: fused activation {name!r}: layer {before!r} before it is not quantized")
+    return parent
+
+
+def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
+    """Every tensor the model will have, by every name, and which of them belong to quantized layers."""
+    new = {id(model.get_submodule(name)): module for name, module in replacements.items()}
+    wanted: dict[str, Tensor] = {}
+    quantized: set[str] = set()
+    for name, old in model.named_modules(remove_duplicate=False):
+        parts = new[id(old)].named_modules(prefix=name) if id(old) in new else [(name, old)]
+        for prefix, module in parts:
+            held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+            if id(old) in new and isinstance(module, Linear):
+                held = {key: stored.read() for key, stored in module.stored().items()}  # on the meta device: no memory
+            tensors = {f"{prefix}.{key}" if prefix else key: t for key, t in held.items() if t is not None}
+            wanted |= tensors
+            quantized |= set(tensors) if id(old) in new else set()
+    return wanted, quantized
+
+
+def check_headers(
+    wanted: dict[str, Tensor],
+    exact: set[str],
+    headers: Mapping[str, TensorHeader],
+    tied: dict[str, Any],
+    path: Path,
+) -> None:
+    """Hold the files' headers to the model.
+
+    Args:
+        wanted: every tensor of the model, by every name.
+        exact: names whose dtype must be the model's; others may be of any floating dtype where theirs is one.
+        headers: of the stored tensors.
+        tied: names that are stored under another.
+        path: for error messages.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of a wrong shape or dtype (named).
+    """
+    missing = [name for name in wanted if tied.get(name, name) not in headers]
+    foreign = [name for name in (*headers, *tied) if name not in wanted]
+    if missing or foreign:
+        name = (missing or foreign)[0]
+        raise CheckpointError(
+            f"{path}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
+            f"the first is {name!r}"
+        )
+    for name, tensor in wanted.items():
+        header = headers[tied.get(name, name)]
+        dtype, shape = torch_dtype(header.code), header.shape
+        # Outside quantized layers floating tensors may be of any precision: a skeleton does not know which.
+        free = name not in exact and tensor.is_floating_point()
+        ok = dtype in _FLOATS if free else dtype == tensor.dtype
+        if list(tensor.shape) != shape or not ok:
+            raise CheckpointError(
+                f"{path}: tensor {name!r}: found {dtype} {shape}, {tensor.dtype} {list(tensor.shape)} is needed"
+            )
+
+
+def check_kinds(model: nn.Module, codes: Mapping[str, str], where: object) -> None:
+    """Hold dtypes of stored tensors to a float model that transformers fills, which casts whatever is there.
+
+    Args:
+        model: its tensors may be on the meta device.
+        codes: of the stored tensors' dtypes, as safetensors names them; by name, with or without the prefix of the
+            model's base.
+        where: for messages.
+
+    Raises:
+        CheckpointError: a floating tensor is stored in another dtype than float64, float32, float16 or bfloat16, or
+            another one in another dtype than its own (named).
+    """
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    by_name = {name.removeprefix(base): code for name, code in codes.items()}
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    for name in passing_buffers(model):
+        tensors.pop(name, None)
+    for name, tensor in tensors.items():
+        code = by_name.get(name.removeprefix(base))
+        stored = torch_dtype(code) if code is not None else tensor.dtype
+        if stored in _FLOATS if tensor.is_floating_point() else stored == tensor.dtype:
+            continue
+        wanted = "a floating dtype of 16, 32 or 64 bits" if tensor.is_floating_point() else str(tensor.dtype)
+        raise CheckpointError(f"{where}: tensor {name!r}: found {code}; {wanted} is needed")
 
 
 class Builder:
@@ -69,7 +284,7 @@ def as_like(
     return nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
 
 
-@in_plain_state
+@outside_modes()
 def fill_layer(
     layer: Linear, state: Mapping[str, Tensor], name: str, where: object, files: Mapping[str, object] | None = None
 ) -> None:

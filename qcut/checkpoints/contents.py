@@ -10,13 +10,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from qcut.checkpoints.detect import PRETRAINED, QCUT, TURBOQUANT, detect
-from qcut.checkpoints.headers import (
+from qcut.checkpoints.detect import (
     INDEX,
+    PRETRAINED,
+    QCUT,
     QCUT_CONFIG,
+    TURBOQUANT,
     TURBOQUANT_CONFIG,
     TURBOQUANT_TENSORS,
     check_layer_sizes,
+    detect,
     read_config,
     read_headers,
     safetensors_files,
@@ -24,8 +27,8 @@ from qcut.checkpoints.headers import (
 )
 from qcut.checkpoints.marks import marks_among
 from qcut.common import schema
-from qcut.common.reading import read_json
-from qcut.common.safetensors_header import HeaderFile, TensorHeader, plain_name
+from qcut.common.safetensors import TensorFile, TensorHeader, plain_name
+from qcut.common.schema import read_json
 from qcut.errors import CheckpointError, ConfigError
 from qcut.schemes import parse_scheme, scheme_from_json
 
@@ -180,7 +183,7 @@ def _model_name(config: Mapping[str, Any]) -> str:
     return first if isinstance(first, str) else ""
 
 
-def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, HeaderFile], dict[str, TensorHeader]]:
+def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
     """The files of a folder of transformers, and their tensors."""
     names = [path.name for path in safetensors_files(directory)]
     if (where := weight_map(directory)) is None:
@@ -191,19 +194,19 @@ def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, HeaderFile],
 
 def _all_of(
     directory: Path, names: Iterable[str], opened: ExitStack
-) -> tuple[dict[str, HeaderFile], dict[str, TensorHeader]]:
+) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
     """Files, and all tensors in them."""
     files = _open(directory, names, opened)
     return files, {name: header for file in files.values() for name, header in file.headers.items()}
 
 
-def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str, HeaderFile]:
-    return {name: opened.enter_context(HeaderFile(directory / name, CheckpointError)) for name in sorted(names)}
+def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str, TensorFile]:
+    return {name: opened.enter_context(TensorFile(directory / name, CheckpointError)) for name in sorted(names)}
 
 
 def _without_marks(
-    files: Mapping[str, HeaderFile], headers: Mapping[str, TensorHeader]
-) -> tuple[dict[str, HeaderFile], dict[str, TensorHeader]]:
+    files: Mapping[str, TensorFile], headers: Mapping[str, TensorHeader]
+) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
     """The model's tensors, and the files with any of them."""
     marks = marks_among(headers)
     kept = {name: header for name, header in headers.items() if name not in marks}
@@ -211,7 +214,7 @@ def _without_marks(
 
 
 def _own_layers(
-    index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, HeaderFile], path: Path
+    index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, TensorFile], path: Path
 ) -> list[StoredLayer]:
     """The layers that qcut's own index describes."""
     specs = schema.conform(index.get("layers", {}), _LAYERS, path, CheckpointError)
@@ -287,7 +290,7 @@ def _contents(
     model: str,
     layers: list[StoredLayer],
     headers: Mapping[str, TensorHeader],
-    files: Mapping[str, HeaderFile],
+    files: Mapping[str, TensorFile],
 ) -> Contents:
     quantized = {layer.name for layer in layers}
     tensors = tuple(_outside(quantized, headers))

@@ -1,19 +1,34 @@
-"""Recognises a checkpoint by its files, before any model is built or tensor is read."""
+"""`qcut.load`: recognises a checkpoint by its files, before any model is built or tensor is read, and reads it.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qcut.checkpoints.headers import QCUT_CONFIG, TURBOQUANT_CONFIG, read_config
-from qcut.common.reading import open_regular, read_json, read_up_to
+from qcut.common import schema
+from qcut.common.safetensors import TensorFile, TensorHeader, plain_name
+from qcut.common.schema import JSON_BYTES, check_extent, open_regular, read_bytes, read_json, read_up_to
 from qcut.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+QCUT_CONFIG = "qcut_config.json"
+"""The file by which a folder of `qcut.save` is known."""
+TURBOQUANT_CONFIG = "turboquant_config.json"
+"""The file by which a folder of the turboquant-model package is known."""
+TURBOQUANT_TENSORS = ("model.safetensors", "non_quantized.safetensors")
+"""That package's files with tensors: of quantized layers, and of the rest."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file that transformers reads of a folder, and the one by which it finds several, where that is missing."""
+_INDEX_FIELDS = schema.record({"weight_map": schema.table(schema.text())}, more=True)
 PRETRAINED, GGUF, TURBOQUANT, QCUT = "pretrained", "gguf", "turboquant-model", "qcut"
 METHODS = {
     "compressed-tensors": "qcut.checkpoints.formats.compressed_tensors.CompressedTensors",
@@ -61,6 +76,69 @@ class Detected(NamedTuple):
     def lacks_index(self) -> bool:
         """Whether `qcut.save` wrote the folder, and its index is gone."""
         return self.format == PRETRAINED and self.config.get("index") == QCUT_CONFIG
+
+
+def load(
+    directory: str | Path,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+    verify: bool = True,
+) -> nn.Module:
+    """Read a quantized model and return it, ready to run, in evaluation mode.
+
+    Read are directories of `save`, of ``save_pretrained`` of a quantized model, and of other libraries; and models of
+    the hub by name, where transformers finds them.
+
+    The model is built on the meta device, without memory; its quantized layers are put in; names, shapes and dtypes
+    of all tensors are checked against the files' headers; then tensors are read one at a time. At no moment does a
+    second copy of the model, or a full-precision one, exist. What was saved with digests is compared with them, and the
+    values of quantized layers are checked. No code of the checkpoint is run, and no pickle read. For directories with
+    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.formats.turboquant.reader.load`. What
+    ``save_pretrained`` wrote is read by transformers, with the same checks of names, shapes, dtypes and values.
+
+    For checkpoints of compressed-tensors, GPTQ, AWQ and bitsandbytes, and GGUF files, see docs/foreign-checkpoints.md.
+
+    Args:
+        directory: the checkpoint, a folder or a ``.gguf`` file, or a name on the hub.
+        model: for models that are not of a class in transformers: a function that builds the model (called on the
+            meta device), or the model itself, which is filled and returned; what it holds is dropped.
+        device: where the tensors shall be.
+        dtype: what floating parameters are cast to, and quantized embeddings return; None keeps what was saved. Scales
+            and biases of quantized layers are float32 always, buffers keep their dtype.
+        progress: show a progress bar.
+        verify: compare digests. False saves the time (a SHA-256 of every byte) and reads files that were changed by
+            hand.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, damaged or foreign; a tensor is missing, superfluous, of a wrong
+            shape or dtype, or holds what quantizing never gives (named); or the model cannot be built without
+            ``model``. A model passed in is then incomplete only if reading fails after all checks have passed.
+        UnsupportedError: what qcut does not read of another library's format (named).
+
+    Exactness: tensors come back bit by bit, but for ``dtype``.
+    """
+    import torch
+
+    from qcut.numerics.plain_state import outside_modes
+
+    name, path = str(directory), Path(directory)
+    refuse_adapter(path)
+    found = detect(path)
+    if found is None and model is None and "/" in name:
+        from qcut.checkpoints import hub
+
+        if hub.is_name(name):
+            found = Detected(PRETRAINED, path, {})
+    if found is None or found.lacks_index or (found.format == PRETRAINED and model is not None):
+        found = Detected(QCUT, path, {})
+    if found.format not in READERS:
+        require_method(found.config, str(path / "config.json"))
+    read: Callable[[Detected, Options], nn.Module] = import_module(READERS[found.format]).load
+    with outside_modes():
+        return read(found, Options(model, torch.device(device), dtype, progress, verify)).eval()
 
 
 def detect(path: str | Path) -> Detected | None:
@@ -161,3 +239,101 @@ def _turboquant(path: Path) -> Detected | None:
 
 
 RECOGNISERS: list[Callable[[Path], Detected | None]] = [_qcut, _gguf, _configured, _turboquant]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a configuration of transformers, which may hold Infinity and whole numbers of any size.
+
+    Raises:
+        CheckpointError: the file is missing, not JSON, or no object; or it holds NaN.
+    """
+
+    def refuse_nan(text: str) -> float:
+        if text == "NaN":
+            raise CheckpointError(f"{path}: found NaN")
+        return float(text)
+
+    data = read_bytes(path, JSON_BYTES, CheckpointError)
+    check_extent(data, path, CheckpointError)
+    try:
+        config = json.loads(data, parse_constant=refuse_nan)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: found a JSON {type(config).__name__}, an object is needed")
+    return config
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse the files of an adapter beside a model: transformers applies them unasked, and other readers do not.
+
+    Raises:
+        CheckpointError: there are such files (named).
+    """
+    for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
+        if (folder / name).exists() and (folder / "config.json").exists():
+            raise CheckpointError(
+                f"{folder / name}: an adapter beside a model; allowed: the model in a folder of its own, over which "
+                "PeftModel.from_pretrained(model, folder) loads the adapter, or the two merged and saved anew"
+            )
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor, by the index of a folder of transformers; None where transformers reads no index.
+
+    Raises:
+        CheckpointError: the index cannot be read, or names a file that is not beside it.
+    """
+    path = folder / INDEX
+    if not path.exists() or (folder / SINGLE).exists():
+        return None
+    places = schema.conform(read_json(path, CheckpointError), _INDEX_FIELDS, path, CheckpointError)["weight_map"]
+    return {name: plain_name(file, path, CheckpointError) for name, file in places.items()}
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads of a folder, or all where it reads none.
+
+    Raises:
+        CheckpointError: there are none; or see `weight_map`.
+    """
+    places = weight_map(folder)
+    if places is None and (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    names = {path.name for path in folder.glob("*.safetensors")} if places is None else set(places.values())
+    if not names:
+        raise CheckpointError(f"{folder}: there are no safetensors files; pickles are not read")
+    return [folder / name for name in sorted(names)]
+
+
+def check_layer_sizes(layers: Mapping[str, Mapping[str, Any]], stored_bytes: int, path: Path) -> None:
+    """Hold the sizes of quantized layers to what is stored: two bits a weight at least.
+
+    Raises:
+        CheckpointError: a layer has more weights than the files can hold.
+    """
+    for name, spec in layers.items():
+        n, k = spec["out_features"], spec["in_features"]
+        if n * k > 4 * stored_bytes:
+            raise CheckpointError(
+                f"{path}: layer {name!r}: saved with (K, N) = {k, n}; the data files have {stored_bytes} bytes"
+            )
+
+
+def read_headers(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], path: Path) -> dict[str, TensorHeader]:
+    """What the data files' headers say of every stored tensor.
+
+    Args:
+        files: by name.
+        weight_map: the file of each tensor.
+        path: where the map stands, for messages.
+
+    Raises:
+        CheckpointError: a file lacks a tensor.
+    """
+    for name, file in weight_map.items():
+        if name not in files[file].headers:
+            raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")
+    return {name: files[file].headers[name] for name, file in weight_map.items()}

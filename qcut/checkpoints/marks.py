@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from qcut.common.safetensors_header import TensorHeader
+from qcut.common.safetensors import TensorHeader
 
 if TYPE_CHECKING:
     from torch import Tensor

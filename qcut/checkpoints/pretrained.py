@@ -14,15 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from qcut.checkpoints import hub
-from qcut.checkpoints.detect import detect
-from qcut.checkpoints.headers import read_config, refuse_adapter
+from qcut.checkpoints.builder import check_kinds
+from qcut.checkpoints.detect import detect, load, read_config, refuse_adapter
 from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
-from qcut.checkpoints.load import load
-from qcut.checkpoints.skeleton import check_kinds
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.common import versions
 from qcut.common.failures import is_interrupt
-from qcut.common.reading import JSON_BYTES, check_extent, open_regular, read_bytes
+from qcut.common.schema import JSON_BYTES, check_extent, open_regular, read_bytes
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.text.tokenization import check_decoder, start_process, text_ids
 
@@ -206,7 +204,7 @@ def _check_folder(folder: Path) -> _Stored:
         The tensors of its safetensors files.
 
     Raises:
-        CheckpointError: something else than regular files, JSON beyond the bounds of `qcut.common.reading`, or a
+        CheckpointError: something else than regular files, JSON beyond the bounds of `qcut.common.schema`, or a
             safetensors file that is damaged (the file is named).
     """
     try:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from qcut.checkpoints import hub
-from qcut.checkpoints.detect import QCUT, Detected, Options
-from qcut.checkpoints.headers import read_config, safetensors_files
+from qcut.checkpoints.detect import QCUT, Detected, Options, read_config, safetensors_files
 from qcut.checkpoints.huggingface import check_class, model_of, plain_config
 from qcut.common import versions
-from qcut.common.safetensors_file import TensorFile
+from qcut.common.safetensors import TensorFile
 from qcut.errors import CheckpointError, QcutError
 
 

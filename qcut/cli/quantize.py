@@ -113,7 +113,7 @@ def _stored_dtype(name: str, on_disk: bool) -> Any:
     """The floating dtype that a model's configuration states; float32 by default."""
     import torch
 
-    from qcut.checkpoints.headers import read_config
+    from qcut.checkpoints.detect import read_config
     from qcut.common import versions
 
     folder = Path(name)

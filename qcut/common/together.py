@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from qcut.common import schema
 from qcut.common.files import flush_directory, is_at, write_json, writing
-from qcut.common.reading import open_regular, read_json
+from qcut.common.schema import open_regular, read_json
 from qcut.errors import QcutError
 
 _FORMAT = "qcut-commit"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from qcut.common.hooks import notify_quantized
 from qcut.common.progress import with_progress
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
@@ -20,7 +21,6 @@ from qcut.errors import ConfigError
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.layers.linear import Linear
 from qcut.models.fusion import fusible_activations
-from qcut.models.listeners import announce
 from qcut.models.modules import as_given, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
@@ -158,7 +158,7 @@ def quantize(
         smoothing.scales if smoothing else {},
     )
     commit(changes, lambda: proof.check(model, {**layers, **tables}, scales))
-    announce(model)
+    notify_quantized(model)
     return Report(
         tuple(reports),
         work.skipped,

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from qcut.common import schema
 from qcut.common.files import make_directory, write_text
-from qcut.common.reading import JSON_BYTES, parse_json, read_bytes
+from qcut.common.schema import JSON_BYTES, parse_json, read_bytes
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import MACHINES, balance_ratio
 from qcut.emitters.core.source import EmitError

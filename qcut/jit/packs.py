@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qcut.common.locks import Lock, once
-from qcut.common.reading import file_size, open_regular, parse_json, read_up_to
+from qcut.common.schema import file_size, open_regular, parse_json, read_up_to
 from qcut.emitters.core.source import INCLUDE_DIR, DeferredSource, KernelSource
 from qcut.errors import BuildError
 from qcut.jit import folders

@@ -6,9 +6,11 @@ One subclass computes one scheme, or all schemes of one class, and names them wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -18,9 +20,8 @@ from torch import Tensor, nn
 from qcut.errors import ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.frozen import FrozenWeight
 from qcut.layers.gradients import InputGradient
-from qcut.layers.stored import StateEntry
 from qcut.models.guards import described, is_described, refuse_foreign_saving
-from qcut.models.modules import Quantized, float_bias, float_weight
+from qcut.models.modules import Quantized, float_bias, float_weight, tensor_key
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.gradients import inference_only
@@ -52,6 +53,33 @@ _MODULES: dict[type[Scheme], str] = {
     ShiftedCodebook: "shifted",
 }
 """The modules of qcut's own layers, imported when a scheme is first used."""
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A tensor of a layer's state dict before it is made.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        identity: equal for tensors of two layers that are one and the same, tied.
+        read: makes the tensor, or returns it where it exists.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    identity: tuple[Any, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> StateEntry:
+        """The entry of a tensor that exists."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor_key(tensor), lambda: tensor)
 
 
 class Known(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 
 from qcut.common import schema
 from qcut.common.files import flush_directory, make_directory
-from qcut.common.reading import parse_json
+from qcut.common.schema import parse_json
 from qcut.errors import ConfigError
 
 JOURNAL_BYTES = 256 << 20

@@ -17,7 +17,7 @@ import pytest
 
 from qcut.common import files
 from qcut.common.files import make_directory, replacing, write_bytes, write_json, write_text, writing
-from qcut.common.reading import read_json
+from qcut.common.schema import read_json
 from qcut.errors import ConfigError
 
 

@@ -203,7 +203,7 @@ class _Watch:
     """How many whole layers and whole stored tensors were alive when the next one came, at most."""
 
     def __init__(self) -> None:
-        from qcut.common.safetensors_file import TensorFile
+        from qcut.common.safetensors import TensorFile
         from qcut.integrations.transformers.parallel import TensorParallel
 
         self._seen: list[weakref.ref[Any]] = []

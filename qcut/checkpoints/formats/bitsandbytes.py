@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +19,8 @@ from qcut.checkpoints.formats.build import codebook_layer, int8_layer, stored_sc
 from qcut.checkpoints.formats.fields import refuse_others
 from qcut.checkpoints.formats.parts import Parts, Stored
 from qcut.common import schema
-from qcut.common.reading import parse_json
-from qcut.common.safetensors_file import TENSOR_DTYPES
+from qcut.common.safetensors import DTYPES
+from qcut.common.schema import parse_json
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
 from qcut.numerics.codebook.quantizer import RotatedCodebook
@@ -86,7 +87,7 @@ class BitsAndBytes:
             return
         parts.only(("weight", "weight.absmax", "weight.quant_map", *_STATES, *_NESTED, "bias"))
         stored = parts.tensors.get("weight")
-        if stored is None or stored.code not in TENSOR_DTYPES or _nbytes(parts, "weight") * 2 != n * k:
+        if stored is None or stored.code not in DTYPES or _nbytes(parts, "weight") * 2 != n * k:
             found = "nothing" if stored is None else f"{stored.code} {list(stored.shape)}"
             raise parts.error("weight", f"found {found}; needed: {n * k / 2:g} bytes, two indices each")
         parts.require("weight.quant_map", ("F32",), [16])
@@ -177,4 +178,4 @@ def _scales(parts: Parts, state: dict[str, Any], blocks: int) -> Tensor:
 
 def _nbytes(parts: Parts, key: str) -> int:
     stored = parts.tensors[key]
-    return TENSOR_DTYPES[stored.code].itemsize * int(torch.Size(stored.shape).numel())
+    return DTYPES[stored.code][1] * math.prod(stored.shape)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.state import shards
-from qcut.common.safetensors_file import write_tensors
+from qcut.checkpoints.description import shards
+from qcut.common.safetensors_writer import write_tensors
 from qcut.common.together import replacing_together
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.embedding import Embedding

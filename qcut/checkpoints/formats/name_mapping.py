@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.description import passing_buffers
 from qcut.checkpoints.formats.gguf.llama import Gguf
 from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
-from qcut.checkpoints.state import passing_buffers
 from qcut.common.progress import with_progress
-from qcut.common.safetensors_file import TENSOR_DTYPES
+from qcut.common.safetensors import torch_dtype
 from qcut.errors import CheckpointError
 from qcut.layers.embedding import Embedding, is_table
 from qcut.layers.linear import Linear
@@ -224,7 +224,7 @@ def hold(
         tensor = tensors[kept[0]]
         for name in found:
             stored = rest[name]
-            dtype = TENSOR_DTYPES.get(stored.code)
+            dtype = torch_dtype(stored.code)
             ok = stored.code in (*FLOATS, "F64") if tensor.is_floating_point() else dtype == tensor.dtype
             if not ok or list(stored.shape) != list(tensor.shape):
                 raise CheckpointError(

@@ -9,14 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qcut.common.safetensors_file import TENSOR_DTYPES, TensorFile
+from qcut.common.safetensors import TensorFile, dtype_code
 from qcut.errors import CheckpointError
 from qcut.layers.linear import Linear
 from qcut.numerics.checks import out_of_range
 
 FLOATS = ("F16", "BF16", "F32")
 """Codes of the dtypes that scales and biases may have."""
-_CODES = {dtype: code for code, dtype in TENSOR_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Stored:
     @classmethod
     def of(cls, tensor: Tensor) -> Stored:
         """A tensor that exists."""
-        return cls(_CODES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), lambda: tensor)
+        return cls(dtype_code(tensor.dtype) or str(tensor.dtype), tuple(tensor.shape), lambda: tensor)
 
     @classmethod
     def in_file(cls, file: TensorFile, name: str, verify: bool = True) -> Stored:

@@ -11,19 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.builder import Builder, check_no_meta, fill_layer, tie_layers
+from qcut.checkpoints.builder import (
+    Builder,
+    check_headers,
+    check_no_meta,
+    expected_tensors,
+    fill_layer,
+    skeleton_of,
+    tie_layers,
+)
 from qcut.checkpoints.description import EMBEDDINGS, FUSED, LAYERS, TIED, Description
-from qcut.checkpoints.detect import QCUT, Detected, Options
-from qcut.checkpoints.headers import QCUT_CONFIG, check_layer_sizes, read_config, read_headers
-from qcut.checkpoints.skeleton import check_headers, expected_tensors, skeleton_of
+from qcut.checkpoints.detect import QCUT, QCUT_CONFIG, Detected, Options, check_layer_sizes, read_config, read_headers
 from qcut.common import schema
+from qcut.common.hooks import notify_quantized
 from qcut.common.progress import progress_bar
-from qcut.common.safetensors_file import TensorFile
-from qcut.common.tensors import read_index
+from qcut.common.safetensors import TensorFile, read_index
 from qcut.errors import CheckpointError
 from qcut.layers.frozen import float_dtype
 from qcut.layers.linear import Linear, state_dtype
-from qcut.models.listeners import announce
 
 FORMAT, VERSION = "qcut", 1
 _SCHEMA = schema.record(
@@ -63,7 +68,7 @@ def load(found: Detected, options: Options) -> nn.Module:
         tie_layers(builder.modules, tied)
         check_no_meta(builder.modules, path)
     state_dtype(model, dtype or float_dtype(model))
-    announce(model)
+    notify_quantized(model)
     return model
 
 

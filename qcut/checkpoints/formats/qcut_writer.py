@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from qcut.checkpoints.description import Description, quantization_config
-from qcut.checkpoints.headers import QCUT_CONFIG
-from qcut.checkpoints.state import passing_buffers, shards, stored_tensors
+from qcut.checkpoints.description import Description, passing_buffers, quantization_config, shards, stored_tensors
+from qcut.checkpoints.detect import QCUT_CONFIG
 from qcut.common.progress import progress_bar
-from qcut.common.tensors import TensorFiles
+from qcut.common.safetensors_writer import TensorFiles
 from qcut.errors import CheckpointError
-from qcut.layers.stored import StateEntry
+from qcut.layers.linear import StateEntry
 from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
 
@@ -40,7 +39,7 @@ def save(
     Other files are left alone.
 
     Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
-    puts them in force all at once. Only then are the old ones deleted (`qcut.common.tensors`).
+    puts them in force all at once. Only then are the old ones deleted (`qcut.common.safetensors_writer`).
 
     Args:
         model: the model.

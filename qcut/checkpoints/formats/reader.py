@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
 from qcut.checkpoints.builder import Builder, check_no_meta
-from qcut.checkpoints.detect import GGUF, METHODS, Detected, Options, require_method
+from qcut.checkpoints.detect import GGUF, METHODS, Detected, Options, read_config, require_method, safetensors_files
 from qcut.checkpoints.formats.gguf.container import GgufModel
 from qcut.checkpoints.formats.gguf.llama import Gguf, tensors_of
 from qcut.checkpoints.formats.gguf.metadata import check_architecture, check_config, config_of
 from qcut.checkpoints.formats.name_mapping import match
 from qcut.checkpoints.formats.parts import Format, Parts, Stored
-from qcut.checkpoints.headers import read_config, safetensors_files
 from qcut.checkpoints.huggingface import causal_class, model_of
-from qcut.common.safetensors_file import TensorFile
+from qcut.common.safetensors import TensorFile
 from qcut.errors import CheckpointError
 from qcut.layers.frozen import float_dtype
 from qcut.layers.linear import Linear, state_dtype

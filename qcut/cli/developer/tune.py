@@ -314,7 +314,7 @@ def layer_shapes(model: str, skip: tuple[str, ...] = ("lm_head",)) -> list[tuple
 
 
 def _meta_layers(directory: Path) -> dict[str, tuple[int, int]]:
-    from qcut.checkpoints.headers import read_config
+    from qcut.checkpoints.detect import read_config
     from qcut.checkpoints.huggingface import causal_model
     from qcut.models.modules import is_linear, weight_nk
 

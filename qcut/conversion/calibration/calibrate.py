@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from qcut.common import schema
-from qcut.common.tensors import TensorFiles, read_index
+from qcut.common.safetensors import read_index
+from qcut.common.safetensors_writer import TensorFiles
 from qcut.conversion.calibration.observers import run_observed
 from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
@@ -191,7 +192,7 @@ class Calibration:
     def save(self, directory: str | Path) -> None:
         """Write ``calibration.json`` and a safetensors file; the rename of the JSON commits both.
 
-        One process saves at a time; see `qcut.common.tensors`.
+        One process saves at a time; see `qcut.common.safetensors_writer`.
 
         Raises:
             CalibrationError: the directory cannot be written, or another process does not end its save. What was there

@@ -10,7 +10,7 @@ from typing import Any
 
 from qcut.common import schema
 from qcut.common.files import write_json
-from qcut.common.reading import read_json
+from qcut.common.schema import read_json
 from qcut.errors import ConfigError, PlanError
 from qcut.schemes import StaticRange, parse_scheme
 

@@ -114,7 +114,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
             self._loading = StoredLoading(model, config.stored, checkpoint_paths(checkpoint_files), parallel)
         else:
-            from qcut.checkpoints.skeleton import check_kinds
+            from qcut.checkpoints.builder import check_kinds
             from qcut.integrations.transformers.online import OnlineLoading
             from qcut.integrations.transformers.stored import headers_of
 

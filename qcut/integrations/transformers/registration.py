@@ -14,11 +14,11 @@ def register(auto: Any) -> None:
         auto: the module ``transformers.quantizers.auto``.
     """
     try:
+        from qcut.common.hooks import when_quantized
         from qcut.integrations.transformers.config import QcutConfig
         from qcut.integrations.transformers.quantizer import QcutHfQuantizer, attach
-        from qcut.models.listeners import on_quantized
     except (ImportError, UnsupportedError):
         return  # without torch, or of another age: `qcut.QcutConfig` says what is wrong
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["qcut"] = QcutConfig
     auto.AUTO_QUANTIZER_MAPPING["qcut"] = QcutHfQuantizer
-    on_quantized("transformers", attach)
+    when_quantized("transformers", attach)

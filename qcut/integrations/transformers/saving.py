@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from qcut.checkpoints.description import Description, quantization_config
+from qcut.checkpoints.description import Description, passing_buffers, quantization_config, stored_tensors
 from qcut.checkpoints.marks import mark
-from qcut.checkpoints.state import passing_buffers, stored_tensors
 from qcut.errors import UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 

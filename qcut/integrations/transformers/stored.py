@@ -14,14 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.builder import fill_layer, tie_layers
-from qcut.checkpoints.description import Description, description_of
-from qcut.checkpoints.headers import check_layer_sizes
+from qcut.checkpoints.builder import Skeleton, check_kinds, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.description import Description, description_of, passing_buffers
+from qcut.checkpoints.detect import check_layer_sizes
 from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
-from qcut.checkpoints.skeleton import Skeleton, check_kinds, skeleton_of
-from qcut.checkpoints.state import passing_buffers
-from qcut.common.safetensors_file import TENSOR_DTYPES, TensorFile
-from qcut.common.safetensors_header import TensorHeader
+from qcut.common.safetensors import TensorFile, TensorHeader, torch_dtype
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
 from qcut.integrations.transformers.placing import (
@@ -263,7 +260,7 @@ class StoredLoading:
                     continue  # stored under another name; `finish` looks whether it has arrived
                 if header is None:
                     raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
-                dtype = TENSOR_DTYPES[header.code]
+                dtype = torch_dtype(header.code)
                 if dtype != tensor.dtype or header.shape != list(tensor.shape):
                     raise CheckpointError(
                         f"{self._where}: tensor {full!r}: found {dtype} {header.shape}, {tensor.dtype} "

@@ -196,7 +196,7 @@ def test_files_that_change_after_the_configuration_was_made(tmp_path: Path) -> N
 
 
 def test_headers_are_refused_before_any_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qcut.common.safetensors_file import TensorFile
+    from qcut.common.safetensors import TensorFile
 
     def read(*_: object, **__: object) -> Tensor:
         raise AssertionError("a tensor was read")

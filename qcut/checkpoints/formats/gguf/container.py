@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.common.reading import closed_if_refused, file_size, open_regular, read_into, read_up_to
+from qcut.common.schema import closed_if_refused, file_size, open_regular, read_into, read_up_to
 from qcut.errors import CheckpointError, UnsupportedError
 
 MAGIC = b"GGUF"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.common.files import write_bytes
-from qcut.common.reading import file_size, read_into, read_up_to, reading
+from qcut.common.schema import file_size, read_into, read_up_to, reading
 from qcut.common.versions import install, require
 from qcut.errors import CheckpointError, DtypeError, UnsupportedError
 from qcut.layers.embedding import Embedding, is_table

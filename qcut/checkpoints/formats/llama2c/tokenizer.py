@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qcut.common.reading import file_size, read_bounded, read_up_to, reading
+from qcut.common.schema import file_size, read_bounded, read_up_to, reading
 from qcut.errors import CheckpointError, ConfigError
 
 _HEAD = struct.Struct("<i")

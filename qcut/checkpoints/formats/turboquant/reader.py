@@ -25,17 +25,14 @@ import torch
 from torch import nn
 
 from qcut.checkpoints.builder import Builder, check_no_meta
-from qcut.checkpoints.detect import Detected, Options
+from qcut.checkpoints.detect import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS, Detected, Options
 from qcut.checkpoints.formats.name_mapping import hold
 from qcut.checkpoints.formats.parts import FLOATS, Parts, Stored
 from qcut.checkpoints.formats.turboquant.format import Config, pass_seeds
-from qcut.checkpoints.headers import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS
 from qcut.checkpoints.huggingface import causal_class, model_of
-from qcut.common.digests import bytes_digest
 from qcut.common.progress import progress_bar
-from qcut.common.reading import JSON_BYTES, parse_json, read_bounded
-from qcut.common.safetensors_file import TensorFile
-from qcut.common.safetensors_header import TensorHeader
+from qcut.common.safetensors import TensorFile, TensorHeader, bytes_digest
+from qcut.common.schema import JSON_BYTES, parse_json, read_bounded
 from qcut.common.together import open_together
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear

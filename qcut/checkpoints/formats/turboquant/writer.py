@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.detect import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS
 from qcut.checkpoints.formats.turboquant.format import STRATEGIES, Config, pass_seeds, quantize
 from qcut.checkpoints.formats.turboquant.reader import MODEL_NAME, PASS_PARTS, layer_scheme, linear_layers
-from qcut.checkpoints.headers import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS
-from qcut.common.digests import bytes_digest
 from qcut.common.progress import with_progress
-from qcut.common.safetensors_file import write_tensors
+from qcut.common.safetensors import bytes_digest
+from qcut.common.safetensors_writer import write_tensors
 from qcut.common.together import replacing_together
 from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear

@@ -1,12 +1,18 @@
-"""Runs code when a module is imported, which may be never."""
+"""Runs code when a module is imported, which may be never, and when a model is quantized."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_quantized: dict[str, Callable[[nn.Module], None]] = {}
 
 
 def when_imported(name: str, then: str) -> None:
@@ -115,3 +121,19 @@ def _installed() -> _QcutFinder:
 
 
 _FINDER = _installed()
+
+
+def when_quantized(name: str, hook: Callable[[nn.Module], None]) -> None:
+    """Call a function with each model that is quantized, or loaded quantized, from now on.
+
+    Args:
+        name: of the hook; one of the same name takes the place of the earlier one.
+        hook: must not fail, and must not hold the model.
+    """
+    _quantized[name] = hook
+
+
+def notify_quantized(model: nn.Module) -> None:
+    """Call all hooks with a model that holds quantized layers now."""
+    for hook in tuple(_quantized.values()):
+        hook(model)

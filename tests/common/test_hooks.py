@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from qcut.common import imports
-from qcut.common.imports import when_imported
+from qcut.common import hooks
+from qcut.common.hooks import when_imported
 from tests.support import ROOT
 
 NAME = "imported_later"
@@ -44,7 +44,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of one size change within a second
-    monkeypatch.setattr(imports._FINDER, "waiting", {})
+    monkeypatch.setattr(hooks._FINDER, "waiting", {})
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     for event in (STARTED, GO_ON):
         event.clear()
@@ -161,7 +161,7 @@ def test_other_modules_of_the_same_loader_are_left_alone(tmp_path: Path, file: P
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_module_that_waits_for_itself_is_called_at_its_end(file: Path, waits: str, fails: bool) -> None:
     end = "1 / 0" if fails else "value = 1"
-    file.write_text(f"from qcut.common.imports import when_imported\nwhen_imported({NAME!r}, {NOTED!r})\n{end}\n")
+    file.write_text(f"from qcut.common.hooks import when_imported\nwhen_imported({NAME!r}, {NOTED!r})\n{end}\n")
     if waits == "before":
         when_imported(NAME, NOTED)
     if fails:
@@ -215,9 +215,9 @@ def test_many_threads_import_once(file: Path) -> None:
 def test_one_finder_whatever_is_reloaded() -> None:
     when_imported(NAME, NOTED)
     finders = list(sys.meta_path)
-    reload(imports)
+    reload(hooks)
     assert finders == sys.meta_path
-    imports.when_imported(NAME, NOTED)
+    hooks.when_imported(NAME, NOTED)
     import_module(NAME)
     assert len(SEEN) == 1
 
@@ -230,7 +230,7 @@ def test_importing_qcut_imports_next_to_nothing() -> None:
     ran = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
     new = set(ran.stdout.split())
     own = {name for name in new if name.partition(".")[0] == "qcut"}
-    assert own == {"qcut", "qcut.errors", "qcut.common", "qcut.common.imports", "qcut.common.versions"}
+    assert own == {"qcut", "qcut.errors", "qcut.common", "qcut.common.hooks", "qcut.common.versions"}
     assert {name.partition(".")[0] for name in new - own} <= sys.stdlib_module_names
     slow = {"asyncio", "ast", "dataclasses", "inspect", "json", "logging", "socket", "subprocess", "threading"}
     assert not new & slow

@@ -1,8 +1,10 @@
-"""safetensors files: written for every reader, read without believing the header."""
+"""safetensors files: written for every reader, read without believing the header; and the digests in them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -12,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qcut.common.safetensors_file import TENSOR_DTYPES, TensorFile, write_tensors
+from qcut.common.safetensors import DTYPES, PIECE_BYTES, TensorFile, json_digest, tensor_digest, torch_dtype
+from qcut.common.safetensors_writer import write_tensors
 from qcut.errors import CheckpointError
 
 TENSORS = {
-    **{f"of {code}": torch.arange(6).view(2, 3).to(dtype) for code, dtype in TENSOR_DTYPES.items()},
+    **{f"of {code}": torch.arange(6).view(2, 3).to(torch_dtype(code)) for code in DTYPES},
     "turned": torch.randn(3, 5).t(),
     "one": torch.tensor(2.5),
     "none": torch.empty(0, 4),
@@ -155,3 +158,27 @@ def test_files_that_shrink_while_they_are_read_and_flags_that_are_none(tmp_path:
         path.write_bytes(data[:500])
         with pytest.raises(CheckpointError, match="'a': the file ends in it"):
             file.read("a")
+
+
+def sha(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 35])
+def test_tensor_digest_is_the_documented_formula(size: int) -> None:
+    data = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    pieces = b"".join(sha(data[i : i + PIECE_BYTES]) for i in range(0, size, PIECE_BYTES))
+    assert tensor_digest("U8", [size, 1], memoryview(data)) == sha(b"U8[%d,1]" % size + pieces).hex()
+
+
+def test_json_digests_ignore_order_and_spaces() -> None:
+    assert json_digest({"b": [1, 2.5], "a": None}) == sha(b'{"a":null,"b":[1,2.5]}').hex()
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    data = memoryview(bytes(3 * PIECE_BYTES))
+    expected = tensor_digest("U8", [len(data)], data)
+    child = os.fork()
+    if child == 0:
+        os._exit(tensor_digest("U8", [len(data)], data) != expected)
+    assert os.waitpid(child, 0)[1] == 0

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from qcut.common import tensors
-from qcut.common.safetensors_header import plain_name
-from qcut.common.tensors import TensorFiles, read_index
+from qcut.common.safetensors import plain_name, read_index
+from qcut.common.safetensors_writer import TensorFiles
 from qcut.errors import CheckpointError
 
 
@@ -95,12 +94,16 @@ def test_a_file_that_is_gone_for_good_is_an_error(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_an_index_that_changes_for_ever_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 0)
-    monkeypatch.setattr(tensors, "_has_changed", lambda *_: True)
-    next(tmp_path.glob("data-*")).unlink()
+def test_an_index_that_changes_for_ever_is_an_error(tmp_path: Path) -> None:
+    index = tmp_path / "index.json"
+    index.write_text('{"file": "gone.safetensors", "turn": 0}')
+
+    def replace_it(data: dict[str, Any]) -> tuple[Any, Iterable[Any]]:
+        index.write_text(json.dumps({**data, "turn": data["turn"] + 1}))
+        return one(data)
+
     with pytest.raises(CheckpointError, match="replaced 100 times while it was read"):
-        read(tmp_path)
+        read_index(index, CheckpointError, replace_it)
 
 
 def test_an_index_that_cannot_be_read_costs_no_file(tmp_path: Path) -> None:

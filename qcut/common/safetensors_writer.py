@@ -3,38 +3,85 @@
 A directory holds any number of data files and one JSON file, the index, which names the data files in use. New data
 files get fresh names, and the new index is renamed into place last: that rename is the commit. Data files never change.
 Until the commit the old ones are whole and in use, and other files in the directory are never touched. One writer works
-at a time. Readers take no lock: they open all that the index names, and start again where a newer index is in force.
-
-The index holds a digest of itself and of every data file's header, which holds those of the tensors: no byte can change
-unseen.
+at a time. Readers (`qcut.common.safetensors.read_index`) take no lock: they open all that the index names, and start
+again where a newer index is in force.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from qcut.common import schema
-from qcut.common.digests import HEX, json_digest
 from qcut.common.files import json_bytes, replacing, writing
-from qcut.common.reading import JSON_BYTES, parse_json, read_bytes
-from qcut.common.safetensors_file import TensorFile, write_tensors
-from qcut.common.safetensors_header import plain_name
+from qcut.common.safetensors import (
+    HEADER_BYTES,
+    LENGTH,
+    METADATA,
+    OURS,
+    bytes_digest,
+    dtype_code,
+    json_digest,
+    tensor_data,
+    tensor_digest,
+)
+from qcut.common.schema import JSON_BYTES, read_bytes
 from qcut.errors import QcutError
 
-_INTEGRITY = schema.record(
-    {}, {"digest": (schema.text(most=HEX), None), "headers": (schema.table(schema.text(most=HEX)), {})}, more=True
-)
-_TRIES = 100
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None, *, digests: bool = True
+) -> str:
+    """Write a safetensors file.
+
+    Args:
+        file: open for writing, empty.
+        tensors: on the CPU; written as contiguous ones.
+        facts: more for the metadata, beside the digests.
+        digests: write them.
+
+    Returns:
+        The digest of the header's bytes.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: a dtype that safetensors does not have, or a header beyond `HEADER_BYTES`.
+    """
+    header: dict[str, Any] = {}
+    noted: dict[str, str] = {}
+    # Wide types first, so that each tensor begins at a multiple of its item's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        code, shape = dtype_code(tensor.dtype), list(tensor.shape)
+        if code is None:
+            raise ValueError(f"tensor {name!r}: safetensors have no {tensor.dtype}")
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+        if digests:
+            noted[name] = tensor_digest(code, shape, tensor_data(tensor))
+    metadata = {"format": "pt"}
+    if digests:
+        metadata[OURS] = json.dumps({**(facts or {}), "digests": noted})
+    text = json.dumps({METADATA: metadata, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES:
+        raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_BYTES} are read")
+    head = LENGTH.pack(len(text)) + text
+    file.write(head)
+    for name in order:
+        file.write(tensor_data(tensors[name]))
+    return bytes_digest(head)
 
 
 class TensorFiles:
@@ -127,78 +174,3 @@ class TensorFiles:
         for name in names:
             with contextlib.suppress(OSError):  # Nothing names the file, and the next writer tries again.
                 (self.directory / name).unlink(missing_ok=True)
-
-
-def read_index(
-    path: Path,
-    error: type[QcutError],
-    check: Callable[[dict[str, Any]], tuple[Any, Iterable[str]]],
-    *,
-    verify: bool = True,
-) -> tuple[Any, dict[str, TensorFile]]:
-    """Read what `TensorFiles` wrote: the index, and all its data files, open.
-
-    Args:
-        path: the index.
-        error: class of the exceptions to raise.
-        check: is given the index's data, and returns what it makes of them, and the names of the data files.
-        verify: compare digests, where there are any.
-
-    Returns:
-        What ``check`` made of the data, and the data files by name.
-
-    Raises:
-        QcutError: of class ``error``: a file is missing, unreadable, damaged, or not what the index says; or what
-            ``check`` raises.
-    """
-    for _ in range(_TRIES):
-        text = read_bytes(path, JSON_BYTES, error)
-        try:
-            return _open_index(text, path, error, check, verify)
-        except QcutError:
-            # A newer index may be in force, and the files of this one gone.
-            if not _has_changed(path, text, error):
-                raise
-    raise error(f"{path}: replaced {_TRIES} times while it was read")
-
-
-def _open_index(
-    text: bytes,
-    path: Path,
-    error: type[QcutError],
-    check: Callable[[dict[str, Any]], tuple[Any, Iterable[str]]],
-    verify: bool,
-) -> tuple[Any, dict[str, TensorFile]]:
-    data = parse_json(text, path, error)
-    if not isinstance(data, dict):
-        raise error(f"{path}: found a JSON {type(data).__name__}, an object is needed")
-    made, names = check(data)
-    integrity = schema.conform(data, _INTEGRITY, path, error)
-    digest = integrity["digest"]
-    if verify and digest is None and integrity["headers"]:
-        raise error(f"{path}: damaged: it has digests of its data files and none of its own")
-    if verify and digest is not None and digest != json_digest({k: v for k, v in data.items() if k != "digest"}):
-        raise error(
-            f"{path}: damaged: its contents are not those whose SHA-256 it holds, {digest[:16]}…; "
-            "verify=False reads what was changed by hand"
-        )
-    with ExitStack() as opened:
-        files = {}
-        for name in sorted(set(names)):
-            file = opened.enter_context(TensorFile(path.parent / plain_name(name, path, error), error))
-            expected = integrity["headers"].get(name)
-            if verify and expected is not None and file.header_digest != expected:
-                raise error(
-                    f"{file.path}: damaged, or of another save: its header's SHA-256 is {file.header_digest[:16]}…, "
-                    f"{path.name} has {expected[:16]}…"
-                )
-            files[name] = file
-        opened.pop_all()
-    return made, files
-
-
-def _has_changed(path: Path, text: bytes, error: type[QcutError]) -> bool:
-    try:
-        return read_bytes(path, JSON_BYTES, error) != text
-    except QcutError:
-        return False
