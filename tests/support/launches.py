@@ -28,7 +28,7 @@ class Launches(list[dict[str, Any]]):
         grid: Callable[[int], tuple[int, int, int]],
         tail: tuple[int, ...] = (),
         pdl: bool = False,
-        stand_in: Callable[[], Noted] | None = None,
+        fallback: Callable[[], Noted] | None = None,
     ) -> Noted:
         return Noted(self, source, grid, tail)
 

@@ -220,9 +220,9 @@ def gemm_spec(
     prompts = nvcc and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
     cutlass = prompts and not gpu.closed and has_cutlass()
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
-    stand_in = None
+    fallback = None
     if choice.family in CUTLASS_FAMILIES:
-        stand_in = partial(gemm_spec, problem, m, n, units, gpu, early=early, nvcc=False)
+        fallback = partial(gemm_spec, problem, m, n, units, gpu, early=early, nvcc=False)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
     by_element = choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
@@ -230,7 +230,7 @@ def gemm_spec(
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
     if choice.family in CUTLASS_FAMILIES:
         tail = (*tail, gpu.sm_count, 1, 0, 1)
-    return LaunchSpec(source, grid, tail=tail, pdl=early, stand_in=stand_in)
+    return LaunchSpec(source, grid, tail=tail, pdl=early, fallback=fallback)
 
 
 @lru_cache(maxsize=4096)

@@ -38,8 +38,8 @@ from qcut.schemes import padded_k
 TMA_ROWS = 64
 """Least rows of a tile that loads A by TMA."""
 
-STAND_IN_ROWS = (64, 512, 4096)
-"""Rows that stand-ins are chosen for, so that three kernels serve any number of rows while better ones are built."""
+FALLBACK_ROWS = (64, 512, 4096)
+"""Rows that fallbacks are chosen for, so that three kernels serve any number of rows while better ones are built."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -89,16 +89,16 @@ class Product(NamedTuple):
         sizes = (self.problem.epilogue.rows(self.rows), self.n, self.k)
         choice = dispatch.select_gemm(self.problem, *sizes, gpu, cutlass=cutlass, tensor_cores=self.tensor_cores)
         spec = chosen_spec(choice, self.problem, self.n, gpu)
-        return replace(spec, stand_in=lambda: self.stand_in(gpu)) if choice.family == INT8_CUTLASS.name else spec
+        return replace(spec, fallback=lambda: self.fallback(gpu)) if choice.family == INT8_CUTLASS.name else spec
 
-    def stand_in(self, gpu: Target) -> LaunchSpec:
+    def fallback(self, gpu: Target) -> LaunchSpec:
         """The launch that serves while nvcc builds the chosen kernel; one of few serves products of any rows."""
-        return chosen_spec(self.stand_in_choice(gpu), self.problem, self.n, gpu)
+        return chosen_spec(self.fallback_choice(gpu), self.problem, self.n, gpu)
 
-    def stand_in_choice(self, gpu: Target) -> Choice:
-        """The kernel of `stand_in`: the best for one of `STAND_IN_ROWS` among those that NVRTC builds."""
+    def fallback_choice(self, gpu: Target) -> Choice:
+        """The kernel of `fallback`: the best for one of `FALLBACK_ROWS` among those that NVRTC builds."""
         of_a = self.problem.epilogue.rows(self.rows)
-        rows = next((rows for rows in STAND_IN_ROWS if of_a <= rows), STAND_IN_ROWS[-1])
+        rows = next((rows for rows in FALLBACK_ROWS if of_a <= rows), FALLBACK_ROWS[-1])
         return dispatch.select_gemm(self.problem, rows, self.n, self.k, gpu, cutlass=False)
 
     def stream_spec(
@@ -140,11 +140,11 @@ def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, 
     if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
         return spec
 
-    def stand_in() -> LaunchSpec:
-        few = next((bound for bound in STAND_IN_ROWS if rows <= bound), STAND_IN_ROWS[-1])
+    def fallback() -> LaunchSpec:
+        few = next((bound for bound in FALLBACK_ROWS if rows <= bound), FALLBACK_ROWS[-1])
         return chosen_spec(dispatch.select_w8a16(problem, few, n, k, gpu, nvcc=False), problem, n, gpu, pdl=pdl)
 
-    return replace(spec, stand_in=stand_in)
+    return replace(spec, fallback=fallback)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
