@@ -266,7 +266,7 @@ def _attention_forms(
             desc, _ = select_attention(x, cache, head, queries, target, batch=1, kv_heads=1, context=TILE)
             yield emit_attention(desc)
         return
-    if cluster > 1 and not (target.exchanges_in_clusters and head in closed.CLUSTER_HEADS):
+    if cluster > 1 and not closed.has_clusters(head, target):
         return
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)

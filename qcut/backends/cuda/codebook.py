@@ -218,7 +218,7 @@ def gemm_spec(
         EmitError: no kernel takes the product on this GPU.
     """
     prompts = nvcc and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
-    cutlass = prompts and not gpu.closed and has_cutlass()
+    cutlass = prompts and closed.serves_cutlass(problem, gpu, has_cutlass)
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
     fallback = None
     if choice.family in CUTLASS_FAMILIES:

@@ -59,11 +59,6 @@ def has_cutlass() -> bool:
     return missing is None
 
 
-def serves_cutlass(problem: GemmProblem, gpu: Target) -> bool:
-    """Whether CUTLASS's kernels for a problem are in the GPU's pack, or else can be built here."""
-    return (gpu.closed and closed.covers(problem)) or has_cutlass()
-
-
 class Product(NamedTuple):
     """An int8 product of up to ``rows`` rows: all that chooses its kernel.
 
@@ -81,11 +76,13 @@ class Product(NamedTuple):
     k: int
     tensor_cores: bool = True
 
-    def spec(self, gpu: Target, *, cutlass: bool) -> LaunchSpec:
-        """The launch that dispatch chooses; ``cutlass`` says whether CUTLASS's kernels can be built."""
+    def spec(self, gpu: Target, *, cutlass: bool | None = None) -> LaunchSpec:
+        """The launch that dispatch chooses; ``cutlass`` says whether CUTLASS's kernels serve; None asks."""
         few = self.stream_spec("none", gpu) if self.tensor_cores else None
         if few is not None:
             return few
+        if cutlass is None:
+            cutlass = closed.serves_cutlass(self.problem, gpu, has_cutlass)
         sizes = (self.problem.epilogue.rows(self.rows), self.n, self.k)
         choice = dispatch.select_gemm(self.problem, *sizes, gpu, cutlass=cutlass, tensor_cores=self.tensor_cores)
         spec = chosen_spec(choice, self.problem, self.n, gpu)
@@ -134,7 +131,7 @@ class Product(NamedTuple):
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    nvcc = architecture(gpu.arch).wgmma and not gpu.closed and has_cutlass()
+    nvcc = architecture(gpu.arch).wgmma and closed.serves_cutlass(problem, gpu, has_cutlass)
     choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
     spec = chosen_spec(choice, problem, n, gpu, pdl=pdl)
     if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
@@ -181,7 +178,7 @@ def plan_for(product: Product, choice: Choice | None, device: int) -> LaunchPlan
     """The launch plan of a product on a device, with the kernel ``choice``; None lets dispatch choose."""
     gpu = target(device)
     if choice is None:
-        return product.spec(gpu, cutlass=serves_cutlass(product.problem, gpu)).load(device)
+        return product.spec(gpu).load(device)
     return chosen_spec(choice, product.problem, product.n, gpu).load(device)
 
 

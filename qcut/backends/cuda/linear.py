@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.gemm import TMA_ROWS, Product, serves_cutlass, w8a16_spec
+from qcut.backends.cuda.gemm import TMA_ROWS, Product, w8a16_spec
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.backends.cuda.operands import dense, parameters, row_major
@@ -121,7 +121,7 @@ class LinearLayer(NamedTuple):
                 return None, whole
             quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, halves=halves)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
-        return quantize, few or many.spec(gpu, cutlass=serves_cutlass(problem, gpu))
+        return quantize, few or many.spec(gpu)
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
         """The launch of a product that quantizes its token itself; for more than one a kernel of its own is faster."""
@@ -348,7 +348,7 @@ class Int8Layer(NamedTuple):
         few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
         if few is not None:
             return few, self.absmax
-        return product.spec(gpu, cutlass=serves_cutlass(problem, gpu)), False
+        return product.spec(gpu), False
 
 
 class Int8Plan(NamedTuple):
