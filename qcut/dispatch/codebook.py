@@ -59,14 +59,6 @@ class CodebookChoice:
     tile: CodebookStreamTile | CodebookRoundsTile | CodebookStreamWgmmaTile | CodebookWgmmaTile | TileConfig
 
 
-def bucket(m: int) -> int:
-    """Tokens up to which one kernel serves: 1, 8, 16, 32, 64, then four steps an octave."""
-    if m <= 64:
-        return next(size for size in (1, 8, 16, 32, 64) if m <= size)
-    step = 1 << ((m - 1).bit_length() - 3)
-    return -(-m // step) * step
-
-
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
 _LATE_TOKENS = range(1 << 19, (1 << 22) + 1)

@@ -24,6 +24,7 @@ from qcut.dispatch.attention import (
     prompt_attention_menu,
     select_attention,
 )
+from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
@@ -64,7 +65,7 @@ from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.w8a8 import W8A8Problem
 
 HALVES = (DType.F16, DType.BF16)
-BUCKETS = tuple(dict.fromkeys(codebook.bucket(m) for m in range(1, 65)))
+BUCKETS = tuple(dict.fromkeys(m_bucket(m) for m in range(1, 65)))
 """Numbers of tokens for which kernels of few tokens are chosen."""
 _BOOLS = (True, False)
 

@@ -76,7 +76,8 @@ def setting(
     monkeypatch.setattr(codebook_cuda, "has_cutlass", lambda: True)
     monkeypatch.setattr(codebook_cuda, "current_stream", lambda device: STREAM)
     for name, ops in (("_rotation_plans", ["rotate_tokens"]), ("_product_plans", ["codebook_gemm", "codebook_gemv"])):
-        monkeypatch.setattr(codebook_cuda, name, PlanCache(limit=LIMIT, on_clear=partial(library.clear, *ops)))
+        cache = PlanCache(vars(codebook_cuda)[name].maker, limit=LIMIT, on_clear=partial(library.clear, *ops))
+        monkeypatch.setattr(codebook_cuda, name, cache)
     monkeypatch.setattr(_native, "library", lambda **_: library)
     monkeypatch.setattr(codebook_layers, "_has_kernels", lambda device: True)
     monkeypatch.setattr(codebook_layers, "_GEMM", operator("codebook_gemm"))

@@ -97,7 +97,7 @@ def key(
         op: one of `OPS`.
         n: number of output channels; of a rotation the columns of a group.
         k: columns of the tokens; of a codebook's product the units along K.
-        rows: number of tokens, a `qcut.backends.cuda.launch.plans.m_bucket`.
+        rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         dtype: dtype of the tokens.
         name: activation, or kind of the rotation.
         device: CUDA ordinal.
@@ -165,7 +165,7 @@ class Library:
         return int(self._lib.qcut_hits())
 
     def bucket(self, m: int) -> int:
-        """The source's version of `qcut.backends.cuda.launch.plans.m_bucket`."""
+        """The source's version of `qcut.dispatch.buckets.m_bucket`."""
         return int(self._lib.qcut_bucket(m))
 
 

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from qcut import jit
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.common.locks import Lock, once
-from qcut.dispatch.codebook import bucket
+from qcut.dispatch.buckets import m_bucket as m_bucket
 from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import architecture
@@ -84,32 +84,41 @@ def describing() -> Iterator[None]:
         raise UnsupportedError(f"this GPU has no kernel of qcut's for the call: {error}") from error
 
 
-class PlanCache(Generic[P]):
-    """The plans of one family of operators, by the keys that choose them; threads may share a cache::
+class PlanCache(dict[Hashable, P]):
+    """The plans of one family of operators, by the arguments that choose them; threads may share a cache::
 
-        plan = plans.get(key) or plans.make(key, lambda: ...)
+        @PlanCache
+        def plans(...) -> LaunchPlan: ...  # makes a plan
+
+        plan = plans[key]  # of a tuple of arguments
 
     A hit is one look-up in a dictionary. A miss makes the plan under a lock that all families share, because a plan may
     be made of another family's. A full cache is emptied. A plan with a fallback kernel is found by `make` only, which
     passes over it under the capture of a CUDA graph.
 
     Args:
+        maker: makes the plan of arguments; None for a cache whose callers pass what makes a plan to `make`.
         limit: most plans to hold.
         on_clear: called when the plans are forgotten.
-
-    Attributes:
-        get: finds the plan of a key, or None.
     """
 
-    def __init__(self, limit: int = MAX_PLANS, on_clear: Callable[[], None] | None = None) -> None:
-        self._plans: dict[Hashable, P] = {}
+    __hash__ = object.__hash__  # type: ignore[assignment]  # sets hold caches, not contents
+
+    def __init__(
+        self,
+        maker: Callable[..., P] | None = None,
+        *,
+        limit: int = MAX_PLANS,
+        on_clear: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
         self._fallbacks: dict[Hashable, P] = {}
-        self._limit, self._on_clear = limit, on_clear
-        self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own method, the fastest look-up
+        self.maker, self._limit, self._on_clear = maker, limit, on_clear
         _caches.add(self)
 
-    def __len__(self) -> int:
-        return len(self._plans)
+    def __missing__(self, key: tuple[Any, ...]) -> P:
+        assert self.maker is not None
+        return self.make(key, partial(self.maker, *key))
 
     def make(self, key: Hashable, make: Callable[[], P]) -> P:
         """The plan of a key, made by ``make`` unless another thread has made it.
@@ -118,24 +127,24 @@ class PlanCache(Generic[P]):
             UnsupportedError: no kernel takes what the key describes.
         """
         with _lock:
-            plan = self._plans.get(key)
+            plan = self.get(key)
             if plan is None and not _captured_for_good():
                 plan = self._fallbacks.get(key)
                 _thread.fallbacks += plan is not None
             if plan is None:
-                if len(self._plans) + len(self._fallbacks) >= self._limit:
+                if len(self) + len(self._fallbacks) >= self._limit:
                     self.clear()
                 asked, fallbacks = waiting.asked(), _thread.fallbacks
                 with describing():
                     plan = make()
                 if asked == waiting.asked():
-                    (self._plans if fallbacks == _thread.fallbacks else self._fallbacks)[key] = plan
+                    (self if fallbacks == _thread.fallbacks else self._fallbacks)[key] = plan
         return plan
 
     def clear(self) -> None:
         """Forget all plans."""
         with _lock:
-            self._plans.clear()
+            super().clear()
             self._fallbacks.clear()
             if self._on_clear is not None:
                 self._on_clear()
@@ -158,15 +167,6 @@ def has_pdl(gpu: Target) -> bool:
 def pdl(device: int) -> bool:
     """`has_pdl` of the GPU with a CUDA ordinal."""
     return has_pdl(target(device))
-
-
-@lru_cache(maxsize=1 << 12)  # every call asks
-def m_bucket(m: int) -> int:
-    """The most rows that the launch plan for m rows serves: 1, 8, 16, 32, 64, then four steps per octave.
-
-    Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
-    """
-    return bucket(max(1, m))
 
 
 def generation() -> int:
