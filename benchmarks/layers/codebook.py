@@ -28,6 +28,7 @@ from benchmarks.layers.gemm import require_close
 from benchmarks.layers.shapes import Shape
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.buckets import m_bucket
 from qcut.emitters.core.source import DType
 from qcut.layers.rotations import RotationSpec, rotation_for
 from qcut.numerics.codebook import products as codebook_numerics
@@ -159,7 +160,7 @@ def _codebook_launch(
     x = DType.S8 if blocks.dtype is torch.int8 else DType.F16
     problem = codebook_problem(layer, bias=False)
     units = layer.units.shape[1]
-    plan = _plan(problem, codebook_dispatch.bucket(m), n, units, pdl)
+    plan = _plan(problem, m_bucket(m), n, units, pdl)
     fold = (layer.fold.data_ptr(),) if x is DType.S8 else ()
     scales = (scale.data_ptr(),) if x is DType.S8 and scale is not None else ()
     operands = (blocks.data_ptr(), layer.units.data_ptr(), layer.packed_norms.data_ptr(), *fold, out.data_ptr())
@@ -207,8 +208,6 @@ def _w8a16_plan(problem: Any, m: int, n: int, k: int, pdl: bool) -> Any:
 
 
 def _w8a16_launch(layer: Any, out: Tensor, pdl: bool, *, x: Tensor) -> Callable[[], None]:
-    from qcut.backends.cuda.launch.plans import m_bucket
-
     (m, k), n = x.shape, layer.out_features
     plan = _w8a16_plan(w8a16_problem(n, k, bias=False), m_bucket(m), n, k, pdl)
     args = (x.data_ptr(), layer.qweight.data_ptr(), out.data_ptr(), m, n, k, k, layer.qweight.shape[1], n)
@@ -222,14 +221,14 @@ def reference_of(layer: Any, x: Tensor) -> Tensor:
 
 def kernel_name(layer: Any, m: int, *, whole: bool) -> str:
     """Procedural name of the product that serves so many tokens, alone or in the whole layer, with its bias."""
-    from qcut.backends.cuda.launch.plans import m_bucket, target
+    from qcut.backends.cuda.launch.plans import target
 
     gpu, n, k = target(torch.cuda.current_device()), layer.out_features, layer.in_features
     if layer.scheme.name == "w8a16":
         w8a16 = w8a16_problem(n, k, whole)
         return dispatch.emit(dispatch.select_w8a16(w8a16, m_bucket(m), n, k, gpu), w8a16, gpu.arch).name
     problem = codebook_problem(layer, whole, DType.F16 if whole and m == 1 and layer._rotates_one else None)
-    choice = codebook_dispatch.select(problem, codebook_dispatch.bucket(m), n, layer.units.shape[1], gpu)
+    choice = codebook_dispatch.select(problem, m_bucket(m), n, layer.units.shape[1], gpu)
     return codebook_dispatch.emit(choice, problem, gpu.arch).name
 
 

@@ -35,7 +35,7 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DeviceError, QcutError
-from qcut.jit import background
+from qcut.jit.waiting import no_fallbacks
 from qcut.numerics import int8
 from qcut.numerics.codebook import layout, products, tokens
 from qcut.ops.gemm import GemmS8
@@ -599,7 +599,7 @@ def _device_error(device: torch.device) -> str:
     return ""
 
 
-@background.waiting()  # the checks are of the best kernels
+@no_fallbacks()  # the checks are of the best kernels
 def selftest(ordinal: int, *, progress: bool = True) -> list[Verdict]:
     """Run every check on a GPU.
 

@@ -72,12 +72,12 @@ def prebuild_layer(layer: Linear, dtype: torch.dtype, rows: Sequence[int]) -> No
     if device.type != "cuda" or device.index in paths.refusals():
         return
     from qcut.backends.cuda.launch.prebuild import prebuild
-    from qcut.jit.background import waiting
+    from qcut.jit.waiting import no_fallbacks
 
     n, k, bias, wanted = layer.out_features, layer.in_features, layer.bias is not None, set[LayerCall]()
     for m in rows:
         wanted.update(
             layer.cuda_calls(layer.scheme, dtype=dtype, rows=m, n=n, k=k, bias=bias, activation=layer.activation)
         )
-    with waiting():
+    with no_fallbacks():
         prebuild(sorted(wanted, key=str), device.index)

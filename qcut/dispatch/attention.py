@@ -83,7 +83,7 @@ def select_attention(
     if not AttentionMma.is_legal(x, cache, head, 1, arch, values=values) and not _has_nibbles(cache, values):
         simt = AttentionDecode.for_shape(x, cache, head, group, arch, scores)
         return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
-    clusters = target.exchanges_in_clusters and (not target.closed or head in closed.CLUSTER_HEADS)
+    clusters = closed.has_clusters(head, target)
     sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
     most = max(1, min(MAX_PARTS, context // (2 * TILE)))
     kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster, values, scores) for cluster in sizes]

@@ -8,6 +8,7 @@ activation is an argument of the launch, and rows of D are aligned or not. Shape
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -102,9 +103,9 @@ def points(known: bool = True) -> list[tuple[int, int]]:
     return [*product(N_POINTS, K_POINTS), *sorted(KNOWN_SHAPES)]
 
 
-def few_tokens(m: int, known: bool) -> int:
-    """Tokens to choose a kernel for: those given, or, without known shapes, one of `FEW_TOKENS`."""
-    return m if known else _at_least(m, FEW_TOKENS)
+def few_tokens(m: int, target: Target, *, known: bool) -> int:
+    """Tokens to choose a kernel for: those given, or, for a closed target without known shapes, one of `FEW_TOKENS`."""
+    return _at_least(m, FEW_TOKENS) if target.closed and not known else m
 
 
 # ── problems ─────────────────────────────────────────────────────────────────────────────────────
@@ -120,7 +121,7 @@ def bounded_problem(problem: P, target: Target, *, element_stores: bool = False)
         target: the GPU.
         element_stores: whether the kernel stores D element by element, whatever its alignment is.
     """
-    if not target.closed or not covers(problem):
+    if not holds(problem, target):
         return problem, ()
     epilogue = problem.epilogue
     tail: tuple[int, ...] = ()
@@ -143,6 +144,18 @@ def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
         return kind == (4, 1, False, False, True) and problem.epilogue.out is not DType.F32
     aligned = isinstance(problem, W8A8Problem) or problem.alignment_k > 1
     return problem.epilogue.out is not DType.F32 and aligned and not problem.epilogue.rescale
+
+
+def holds(problem: GemmProblem | W8A8Problem | CodebookProblem, target: Target) -> bool:
+    """Whether a closed target has kernels for a problem; False leaves the problem to a compiler."""
+    return target.closed and covers(problem)
+
+
+def serves_cutlass(problem: GemmProblem | CodebookProblem, target: Target, is_buildable: Callable[[], bool]) -> bool:
+    """Whether CUTLASS's kernels for a problem can be built, or are in the closed set, which has those of int8 GEMMs."""
+    if target.closed and (isinstance(problem, CodebookProblem) or problem.a is not DType.S8):
+        return False
+    return holds(problem, target) or is_buildable()
 
 
 def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
@@ -196,7 +209,7 @@ def takes(problem: GemmProblem, family: str, tile: object, arch: str) -> bool:
 
 def is_open(problem: GemmProblem, family: str, tile: object, target: Target) -> bool:
     """Whether a tile may be chosen: for a closed target, those of its closed set where this covers the problem."""
-    return not target.closed or not covers(problem) or takes(problem, family, tile, target.arch)
+    return not holds(problem, target) or takes(problem, family, tile, target.arch)
 
 
 def is_users(row: tables.Row, arch: str) -> bool:
@@ -260,9 +273,12 @@ def norm_columns(k: int, x: DType, target: Target, *, aligned: bool) -> int:
 
 def attention_queries(queries: int, target: Target) -> int:
     """Queries of a head of keys to choose the kernel of attention for."""
-    if not target.closed:
-        return queries
-    return _at_least(queries, QUERIES)
+    return _at_least(queries, QUERIES) if target.closed else queries
+
+
+def has_clusters(head: int, target: Target) -> bool:
+    """Whether attention has kernels that divide a context of such heads among the CTAs of a cluster."""
+    return target.exchanges_in_clusters and (not target.closed or head in CLUSTER_HEADS)
 
 
 def has_head_norms(head: int, rotary: bool, target: Target) -> bool:
@@ -270,14 +286,14 @@ def has_head_norms(head: int, rotary: bool, target: Target) -> bool:
     return not target.closed or (rotary and head in NORM_HEADS)
 
 
-def rotation_columns(k: int, target: Target, *, usual: bool) -> int:
-    """Columns to choose the kernel of a rotation for.
-
-    Args:
-        k: columns of the row.
-        target: the GPU.
-        usual: whether columns of known shapes are points; otherwise points are few.
-    """
-    if not target.closed or (usual and any(k == shape[1] for shape in KNOWN_SHAPES)):
-        return k
-    return _at_least(k, ROTATION_POINTS if usual else FEW_ROTATION_POINTS)
+def rotation_columns(
+    kind: str, x: DType, k: int, group_size: int, passes: int, target: Target, *, aligned: bool
+) -> tuple[int, int]:
+    """Columns of a row, and of a group, to choose the kernel of a rotation for; arguments as of `select_rotation`."""
+    if not target.closed:
+        return k, group_size
+    whole, group_size = kind == "none" and group_size >= k, min(group_size, k)  # a row that is one group stays one
+    usual = aligned and passes == 1 and group_size == 128 and x is not DType.F32
+    if not usual or all(k != shape[1] for shape in KNOWN_SHAPES):
+        k = _at_least(k, ROTATION_POINTS if usual else FEW_ROTATION_POINTS)
+    return k, k if whole else group_size

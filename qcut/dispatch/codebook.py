@@ -59,14 +59,6 @@ class CodebookChoice:
     tile: CodebookStreamTile | CodebookRoundsTile | CodebookStreamWgmmaTile | CodebookWgmmaTile | TileConfig
 
 
-def bucket(m: int) -> int:
-    """Tokens up to which one kernel serves: 1, 8, 16, 32, 64, then four steps an octave."""
-    if m <= 64:
-        return next(size for size in (1, 8, 16, 32, 64) if m <= size)
-    step = 1 << ((m - 1).bit_length() - 3)
-    return -(-m // step) * step
-
-
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
 _LATE_TOKENS = range(1 << 19, (1 << 22) + 1)
@@ -110,12 +102,7 @@ def select_rotation(
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
     """
-    if target.closed:
-        # Before K is rounded: a row that is one group stays one.
-        whole, group_size = kind == "none" and group_size >= k, min(group_size, k)
-        usual = aligned and passes == 1 and group_size == 128 and x is not DType.F32
-        k = closed.rotation_columns(k, target, usual=usual)
-        group_size = k if whole else group_size
+    k, group_size = closed.rotation_columns(kind, x, k, group_size, passes, target, aligned=aligned)
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
@@ -206,19 +193,16 @@ def select(
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
-    if target.closed:
-        if problem.rotates is not None and not closed.covers(problem):
-            raise EmitError(f"codebook: no kernel of the closed set rotates for {problem.name}")
-        usual = closed.is_usual(problem)
-        n, k, target = closed.bounded(n, 128 * units, target, known=usual)
-        m, units = m if problem.rotates is not None else closed.few_tokens(m, usual), k // 128
-        cutlass = False  # no kernel of the closed set
-    k = 128 * units
+    usual, rotates = closed.is_usual(problem), problem.rotates is not None
+    if rotates and target.closed and not closed.covers(problem):
+        raise EmitError(f"codebook: no kernel of the closed set rotates for {problem.name}")
+    m = m if rotates else closed.few_tokens(m, target, known=usual)
+    n, k, target = closed.bounded(n, 128 * units, target, known=usual)
 
     def best(family: Family[CodebookProblem, Any]) -> CodebookChoice:
         return CodebookChoice(family.name, best_tile(family, problem, m, n, k, target))
 
-    if problem.rotates is not None:
+    if rotates:
         return best(CODEBOOK_STREAM)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:

@@ -58,7 +58,7 @@ def few_tokens(
     if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
         return None
     few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
-    if target.closed and closed.covers(problem) and not closed.covers(few):
+    if closed.holds(problem, target) and not closed.covers(few):
         return None
     if not w8a8.is_legal(few, m, k, target.arch):
         return None

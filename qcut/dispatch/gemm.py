@@ -94,7 +94,7 @@ def select_gemm(
     why_not = _why_not_cutlass(problem, cutlass, tensor_cores)
     suffix = f"; not cutlass: {why_not}" if why_not else ""
     families = _families(why_not, tensor_cores)
-    if target.closed and tensor_cores and closed.covers(problem):
+    if tensor_cores and closed.holds(problem, target):
         families = tuple(name for name in families if name in (INT8_CUTLASS.name, INT8_MMA.name))
     tuned = _tuned(problem, m, n, k, target, families)
     if tuned is not None:

@@ -24,6 +24,7 @@ from qcut.dispatch.attention import (
     prompt_attention_menu,
     select_attention,
 )
+from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
@@ -64,7 +65,7 @@ from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.w8a8 import W8A8Problem
 
 HALVES = (DType.F16, DType.BF16)
-BUCKETS = tuple(dict.fromkeys(codebook.bucket(m) for m in range(1, 65)))
+BUCKETS = tuple(dict.fromkeys(m_bucket(m) for m in range(1, 65)))
 """Numbers of tokens for which kernels of few tokens are chosen."""
 _BOOLS = (True, False)
 
@@ -266,7 +267,7 @@ def _attention_forms(
             desc, _ = select_attention(x, cache, head, queries, target, batch=1, kv_heads=1, context=TILE)
             yield emit_attention(desc)
         return
-    if cluster > 1 and not (target.exchanges_in_clusters and head in closed.CLUSTER_HEADS):
+    if cluster > 1 and not closed.has_clusters(head, target):
         return
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)

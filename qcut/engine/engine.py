@@ -618,9 +618,9 @@ class Engine:
         """What ``run`` returns, which may run twice: on a GPU, kernels that it lacks are built together."""
         if self.decoder.device.type != "cuda":
             return run()
-        from qcut.backends.cuda.launch.rehearsal import rehearsed
+        from qcut.jit.waiting import dry_run_first
 
-        return rehearsed(run)
+        return dry_run_first(run)
 
     def _read_all(self, chunk: Chunk) -> Tensor:
         """Read a chunk as `_read_ends` does; logits after every token, ``[S, T, vocabulary]``."""

@@ -70,9 +70,9 @@ class Graphs:
             RuntimeError: torch's, where ``run`` cannot be captured.
         """
         from qcut.backends.cuda.launch.plans import recapturing
-        from qcut.backends.cuda.launch.rehearsal import rehearsed
+        from qcut.jit.waiting import dry_run_first
 
-        rehearsed(before or run)
+        dry_run_first(before or run)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None

@@ -7,6 +7,7 @@ from qcut.jit import background as background
 from qcut.jit.build import Binary, build, build_many, find, is_toolchain_available, missing_toolchain
 from qcut.jit.compilers import Resources
 from qcut.jit.launch import Kernel, load
+from qcut.jit.waiting import require
 
 __all__ = [
     "Binary",
@@ -18,4 +19,5 @@ __all__ = [
     "is_toolchain_available",
     "load",
     "missing_toolchain",
+    "require",
 ]

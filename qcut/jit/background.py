@@ -16,64 +16,18 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from qcut.common.locks import Lock
 from qcut.emitters.core.source import KernelSource
-from qcut.errors import ConfigError
 from qcut.jit.build import build, default_jobs, fingerprint, remember
-
-VARIABLE = "QCUT_BUILD"
-"""Environment variable, one of `MODES`; ``background`` is the default.
-
-``wait``: every call waits for its best kernel. ``background``: a call launches a fallback kernel while the best one is
-built, except under the capture of a CUDA graph, which would keep the fallback. ``fallback``: under a capture too.
-"""
-
-MODES = ("background", "wait", "fallback")
 
 HANDOVER_S = 10.0
 """Most seconds that a finished build waits for others, so that few take-overs serve many builds."""
 
-_waiting: list[None] = []
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from qcut.jit.builder import main; main()"
-
-
-def enabled() -> bool:
-    """Whether callers go on while a compiler runs for half a minute; False where they wait for the best kernel.
-
-    Raises:
-        ConfigError: ``QCUT_BUILD`` is not one of `MODES`.
-    """
-    return _mode() != "wait" and not _waiting and bool(sys.executable)
-
-
-def captures_wait() -> bool:
-    """Whether a call that a CUDA graph captures waits for its best kernel.
-
-    Raises:
-        ConfigError: ``QCUT_BUILD`` is not one of `MODES`.
-    """
-    return _mode() != "fallback"
-
-
-def _mode() -> str:
-    mode = os.environ.get(VARIABLE) or "background"
-    if mode not in MODES:
-        raise ConfigError(f"{VARIABLE} is {mode!r}; allowed: {', '.join(MODES)}")
-    return mode
-
-
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Let all callers, in any thread, wait for the best kernel until the block ends, whatever ``QCUT_BUILD`` says."""
-    _waiting.append(None)
-    try:
-        yield
-    finally:
-        _waiting.pop()
 
 
 @dataclass(frozen=True)
@@ -116,11 +70,12 @@ class Builder:
         self._finished: list[str] = []  # since the last take-over, and when the first of them was
         self._since = 0.0
         self._failed: set[str] = set()
-        self._listeners: list[Callable[[list[str]], None]] = []
+        self._awaited: set[str] = set()  # jobs whose results callers would use
+        self._listeners: list[Callable[[], None]] = []
         self._process: subprocess.Popen[bytes] | None = None
 
-    def listen(self, listener: Callable[[list[str]], None]) -> None:
-        """Call a function with the keys of finished jobs, from another thread, when their results may take over."""
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call a function, from another thread, when results of jobs that came ``first`` may take over."""
         self._listeners.append(listener)
 
     def later(self, job: Job, *, first: bool = False) -> bool:
@@ -128,10 +83,10 @@ class Builder:
 
         Args:
             job: what to do.
-            first: before the jobs that wait, since somebody uses something slower meanwhile.
+            first: before the jobs that wait, since a caller uses something slower until then.
 
         Returns:
-            Whether the job is still to be done: False after it has failed, which was told then.
+            Whether the job is still to be done: False after it has failed, with a warning.
         """
         with self._lock:
             if job.key in self._failed:
@@ -142,6 +97,8 @@ class Builder:
                     self._waiting.remove(known)
                 self._waiting.insert(0 if first else len(self._waiting), job)
                 self._feed()
+            if first:
+                self._awaited.add(job.key)
             return job.key not in self._failed
 
     def outstanding(self) -> list[str]:
@@ -241,11 +198,13 @@ class Builder:
             last = len(self._running) == 1 and not self._waiting
             if last or (self._finished and time.monotonic() - self._since >= HANDOVER_S):
                 ready, self._finished = self._finished, []
+            is_awaited = not self._awaited.isdisjoint(ready)
+            self._awaited.difference_update(ready)
         if not done:
             _warn(job.name, result)
-        if ready:
+        if is_awaited:
             for listener in self._listeners:
-                listener(ready)
+                listener()
         with self._lock:
             del self._running[key]
             self._feed()
@@ -270,7 +229,7 @@ class Builder:
     def _in_child(self) -> None:
         """In a forked child: the jobs and their process are the parent's."""
         self._changed = threading.Condition(threading.Lock())
-        self._waiting, self._running, self._finished = [], {}, []
+        self._waiting, self._running, self._finished, self._awaited = [], {}, [], set()
         process, self._process = self._process, None
         if process is not None:  # its input has to end with the parent
             process.returncode = 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.dispatch import codebook as codebook_dispatch
-from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
+from qcut.dispatch.buckets import m_bucket
+from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, emit_rotation, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.heuristics.tiled import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -43,24 +42,23 @@ def sizes() -> list[tuple[int, int]]:
 # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("bucket", "few"), [(bucket, 5), (m_bucket, 4)], ids=["codebook", "int8"])
-def test_buckets_hold_their_tokens_and_are_few(bucket: Callable[[int], int], few: int):
+def test_buckets_hold_their_tokens_and_are_few():
     previous = 0
     for m in range(1, 5000):
-        size = bucket(m)
+        size = m_bucket(m)
         assert m <= size <= max(8, 2 * m)
         assert size >= previous
-        assert bucket(size) == size
+        assert m_bucket(size) == size
         if m > 64:
             assert size - m < 0.25 * m
         previous = size
-    assert len({bucket(m) for m in range(1, 65537)}) <= few + 4 * 11
+    assert len({m_bucket(m) for m in range(1, 65537)}) <= 5 + 4 * 11
 
 
 def test_buckets_end_where_families_do():
-    assert bucket(1) == 1
-    assert bucket(FEW_TOKENS) == FEW_TOKENS
-    assert bucket(DECODE_TOKENS) == DECODE_TOKENS
+    assert m_bucket(1) == 1
+    assert m_bucket(FEW_TOKENS) == FEW_TOKENS
+    assert m_bucket(DECODE_TOKENS) == DECODE_TOKENS
 
 
 # ── products ─────────────────────────────────────────────────────────────────────────────────────
@@ -73,7 +71,7 @@ def test_every_choice_is_legal_and_covers_the_product(target: Target, x: DType, 
     for (n, units), m in itertools.product(sizes(), TOKENS):
         alignment = next(a for a in (16, 8, 4, 2, 1) if n % a == 0)
         asked = replace(problem(x, alignment_n=alignment), pairs=pairs)
-        m = bucket(m)
+        m = m_bucket(m)
         choice = select(asked, m, n, units, target)
         source = codebook_dispatch.emit(choice, asked, target.arch)  # which validates the tile
         assert source.arch == target.arch

@@ -12,6 +12,7 @@ import pytest
 
 from qcut.dispatch import codebook, gemm
 from qcut.dispatch.attention import estimated_cycles, select_attention
+from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import GPUS, Target, target_for, target_named
 from qcut.dispatch.heuristics import best_tile
 from qcut.dispatch.machines import (
@@ -54,7 +55,7 @@ def choices(gpu: Target) -> Iterator[tuple[str, str]]:
     for (n, k), m in itertools.product(SHAPES, TOKENS):
         for x, bits, slots in ((DType.F16, 4, 1), (DType.S8, 4, 1), (DType.F16, 2, 4), (DType.S8, 3, 2)):
             problem = codebook.problem_of(x, bits, slots, DType.F16, True, "none", False, gemm.alignment_of(n))
-            yield "codebook", text(codebook.select(problem, codebook.bucket(m), n, -(-k // 128), gpu))
+            yield "codebook", text(codebook.select(problem, m_bucket(m), n, -(-k // 128), gpu))
         epilogue = Epilogue(DType.F16, "none", "per_channel", bias=True)
         w8a16 = GemmProblem(a=DType.F16, epilogue=epilogue, alignment_k=8)
         yield "w8a16", text(gemm.select_w8a16(w8a16, m, n, k, gpu))

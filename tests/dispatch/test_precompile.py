@@ -22,7 +22,6 @@ from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.backends.cuda.linear import Int8Layer, LinearLayer
 from qcut.dispatch.attention import emit_attention, select_attention
 from qcut.dispatch.closed import GROUPS, HEADS, has_head_norms, norm_columns
-from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.precompile import closed_set
 from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
@@ -170,7 +169,7 @@ def test_passes_of_two_widths_find_their_kernels(arch: str) -> None:
     """The first product makes float32 sums, to which the second adds its own and the bias."""
     for gpu, tokens, bits, m in product(gpus(arch), (*HALVES, torch.int8), (2, 3, 4), (1, 20, 700)):
         for residual, bias in ((False, False), (True, False), (True, True)):
-            rows = bucket(m)
+            rows = m_bucket(m)
             options = {"n": 3000, "units": 20, "bits": bits, "slots": 1, "out": torch.float32, "rows": rows}
             found = CodebookProduct(tokens, bias=bias, activation="none", residual=residual, **options)
             assert found.spec(gpu).source.name in names(arch)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from qcut.emitters.core.source import KernelSource
-from qcut.errors import ConfigError
 from qcut.jit import background, find
 from qcut.jit.background import Builder, Job, kernel_job
 from tests.jit import jobs
@@ -48,15 +47,15 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 def test_results_come_back_and_take_over_together(builder: Builder) -> None:
     kept: list[Any] = []
-    taken: list[tuple[list[str], int]] = []
-    builder.listen(lambda keys: taken.append((keys, len(kept))))
+    taken: list[int] = []
+    builder.listen(lambda: taken.append(len(kept)))
     for key in "abc":
-        assert builder.later(job(key, jobs.facts, key, keep=kept.append))
+        assert builder.later(job(key, jobs.facts, key, keep=kept.append), first=key == "b")
     assert builder.outstanding() == ["job a", "job b", "job c"]
     assert builder.wait(DEADLINE_S)
     assert builder.outstanding() == []
     assert [value for value, *_ in kept] == ["a", "b", "c"]
-    assert taken == [(["a", "b", "c"], 3)]
+    assert taken == [3]
     ((pid, niceness, session),) = {tuple(rest) for _, *rest in kept}
     assert pid != os.getpid()
     assert niceness == min(19, os.nice(0) + 10)
@@ -66,12 +65,21 @@ def test_results_come_back_and_take_over_together(builder: Builder) -> None:
 
 def test_finished_work_is_not_kept_back_for_long(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "HANDOVER_S", 0.0)
-    taken: list[list[str]] = []
-    builder.listen(taken.append)
+    kept: list[Any] = []
+    taken: list[int] = []
+    builder.listen(lambda: taken.append(len(kept)))
     for key in "ab":
-        builder.later(job(key, jobs.facts, key))
+        builder.later(job(key, jobs.facts, key, keep=kept.append), first=True)
     assert builder.wait(DEADLINE_S)
-    assert taken == [["a"], ["b"]]
+    assert taken == [1, 2]
+
+
+def test_nobody_is_told_of_results_that_no_caller_awaits(builder: Builder) -> None:
+    taken: list[int] = []
+    builder.listen(lambda: taken.append(1))
+    builder.later(job("a", jobs.facts, "a"))
+    assert builder.wait(DEADLINE_S)
+    assert not taken
 
 
 def test_a_job_is_done_once_and_those_in_use_come_first(builder: Builder, tmp_path: Path) -> None:
@@ -95,19 +103,19 @@ def test_a_failure_is_told_once_and_stops_nothing_else(
     builder: Builder, function: Callable[..., Any], args: tuple[Any, ...], text: str
 ) -> None:
     kept: list[Any] = []
-    taken: list[list[str]] = []
-    builder.listen(taken.append)
+    taken: list[int] = []
+    builder.listen(lambda: taken.append(len(kept)))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert builder.later(job("bad", function, *args))
-        builder.later(job("good", jobs.facts, 1, keep=kept.append))
+        builder.later(job("good", jobs.facts, 1, keep=kept.append), first=True)
         assert builder.wait(DEADLINE_S)
         assert not builder.later(job("bad", function, *args))
         assert builder.outstanding() == []
     assert len(told) == 1
     with pytest.raises(RuntimeWarning, match=text):
         raise told[0].message  # type: ignore[misc]
-    assert (len(kept), taken) == (1, [["good"]])
+    assert (len(kept), taken) == (1, [1])
 
 
 def test_a_result_that_cannot_be_taken_is_a_failure(builder: Builder) -> None:
@@ -218,21 +226,3 @@ def test_the_terminals_signals_do_not_reach_compilers(builder: Builder, tmp_path
     assert os.getpgid(pid) != os.getpgid(0)
     assert signal.getsignal(signal.SIGINT) is not None
     assert builder.wait(DEADLINE_S)
-
-
-# ── the setting ──────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, expected in (("", True), ("background", True), ("wait", False)):
-        monkeypatch.setenv("QCUT_BUILD", value)
-        assert background.enabled() == expected
-        with background.waiting():
-            assert not background.enabled()
-    monkeypatch.delenv("QCUT_BUILD")
-    assert background.enabled()
-    monkeypatch.setattr(sys, "executable", "")  # an interpreter inside of another program
-    assert not background.enabled()
-    monkeypatch.setenv("QCUT_BUILD", "soon")
-    with pytest.raises(ConfigError, match="QCUT_BUILD is 'soon'; allowed: background, wait, fallback"):
-        background.enabled()

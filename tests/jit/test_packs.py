@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from qcut.backends.cuda.launch.plans import LaunchSpec
-from qcut.backends.cuda.launch.rehearsal import missing_kernel, rehearsal
 from qcut.emitters.core.arch import ARCHITECTURES
-from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError
-from qcut.jit import Resources, build, find, packs
+from qcut.jit import Resources, build, find, packs, require
 from qcut.jit.packs import Pack, Packed, pack_bytes
+from qcut.jit.waiting import dry_run, unbuilt_kernel
 
 builder = import_module("qcut.jit.build")  # qcut.jit.build is the function
 
@@ -96,10 +94,9 @@ def test_a_pack_comes_before_compilers(folder: Path, monkeypatch: pytest.MonkeyP
         assert (binary.cubin, binary.host_so, binary.resources) == (packed.cubin, packed.host_so, packed.resources)
         assert (binary.name, binary.entry, binary.arch) == (source.name, source.entry, ARCH)
         assert build(source) is find(source) is binary
-        spec = LaunchSpec(source, Grid(1, (1, 1, 1)), stand_in=lambda: pytest.fail("asked for a stand-in"))
-        assert not spec.must_wait
-        with rehearsal():
-            assert missing_kernel(source, 0) is None
+        assert require([source], wait=False) == {source.name: binary}
+        with dry_run():
+            assert unbuilt_kernel(source, 0) is None
     for lookup in (build, find):
         with pytest.raises(AssertionError, match="asked for a compiler"):
             lookup(argmax(DType.BF16))

@@ -14,8 +14,6 @@ from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
 from qcut.ops.registry import serves
 
-_plans: PlanCache[LaunchPlan] = PlanCache()
-
 
 @serves(SiluMul)
 def silu_mul(call: SiluMul) -> Tensor:
@@ -46,7 +44,7 @@ def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
     signs = call.operands.contiguous()
     constants = call.constants and signs is call.operands
     key = (kind, dtype, aligned, columns, device, rotation, constants)
-    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    plan = _plans[key]
     scales = (scale.data_ptr(),) if rotation.quantized else ()
     turned = (signs.data_ptr(), 32 * signs.shape[1])
     args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *turned)
@@ -71,14 +69,15 @@ def _launch(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
         return y
     device = y.get_device()
     key = (kind, dtype, aligned, columns, device)
-    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    plan = _plans[key]
     largest = 0 if absmax is None else absmax.data_ptr()
     args = (*(t.data_ptr() for t in given), y.data_ptr(), largest, *strides, columns)
     plan.launch(m, args, current_stream(device))
     return y
 
 
-def _plan(
+@PlanCache
+def _plans(
     kind: str,
     dtype: torch.dtype,
     aligned: bool,

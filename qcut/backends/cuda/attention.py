@@ -30,8 +30,6 @@ _LOG2_E = math.log2(math.e)
 
 # ── filling the cache ────────────────────────────────────────────────────────────────────────────
 
-_append_plans: PlanCache[LaunchPlan] = PlanCache()
-
 
 @serves(AppendKv)
 def append_kv(call: AppendKv) -> None:
@@ -74,7 +72,7 @@ def _append(call: AppendKv) -> None:
         call.ring > 0,
         device,
     )
-    plan = _append_plans.get(key) or _append_plans.make(key, lambda: _plan_append(*key))
+    plan = _append_plans[key]
     if tables:
         tables.append(tokens.positions.contiguous())
     given = [q, k, v, *tables, tokens.slots.contiguous(), cache.keys, cache.values, *cache.scales]
@@ -99,7 +97,8 @@ def _append_aligned(call: AppendKv, tables: list[Tensor]) -> None:
     call.q.copy_(q)
 
 
-def _plan_append(
+@PlanCache
+def _append_plans(
     dtype: torch.dtype,
     keys: torch.dtype,
     values: torch.dtype,
@@ -219,9 +218,6 @@ class AttentionPlan:
     norms: bool
 
 
-_attention_plans: PlanCache[AttentionPlan] = PlanCache()
-
-
 @serves(DecodeAttention)
 def decode_attention(call: DecodeAttention) -> Tensor:
     call.check()
@@ -297,10 +293,11 @@ def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionP
     options = (window > 0, call.softcap > 0, call.ring > 0)
     steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.settled)
     key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
-    return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
+    return _attention_plans[key]
 
 
-def _plan_attention(
+@PlanCache
+def _attention_plans(
     form: Form,
     dtype: torch.dtype,
     cache: torch.dtype,

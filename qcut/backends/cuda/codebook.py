@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qcut.backends.cuda.gemm import has_cutlass
 from qcut.backends.cuda.launch import native
-from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, target
+from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import dense, parameters
 from qcut.dispatch import closed
@@ -46,7 +46,7 @@ class Rotation(NamedTuple):
         kind: ``hadamard``, ``qr`` or ``none``.
         x: dtype of the tokens.
         out: dtype of the blocks.
-        rows: tokens that the kernels are chosen for, a `qcut.dispatch.codebook.bucket`.
+        rows: tokens that the kernels are chosen for, a `qcut.dispatch.buckets.m_bucket`.
         k: number of columns.
         group_size: columns of a group.
         passes: number of rotations of the same tokens.
@@ -112,7 +112,7 @@ class Product(NamedTuple):
 
     Attributes:
         x: dtype of the tokens.
-        rows: tokens that the kernel is chosen for, a `qcut.dispatch.codebook.bucket`.
+        rows: tokens that the kernel is chosen for, a `qcut.dispatch.buckets.m_bucket`.
         n: number of output channels.
         units: units of 128 columns along K, all passes together.
         bits: bits of an index.
@@ -218,11 +218,11 @@ def gemm_spec(
         EmitError: no kernel takes the product on this GPU.
     """
     prompts = nvcc and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
-    cutlass = prompts and not gpu.closed and has_cutlass()
+    cutlass = prompts and closed.serves_cutlass(problem, gpu, has_cutlass)
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
-    stand_in = None
+    fallback = None
     if choice.family in CUTLASS_FAMILIES:
-        stand_in = partial(gemm_spec, problem, m, n, units, gpu, early=early, nvcc=False)
+        fallback = partial(gemm_spec, problem, m, n, units, gpu, early=early, nvcc=False)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
     by_element = choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
@@ -230,7 +230,7 @@ def gemm_spec(
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
     if choice.family in CUTLASS_FAMILIES:
         tail = (*tail, gpu.sm_count, 1, 0, 1)
-    return LaunchSpec(source, grid, tail=tail, pdl=early, stand_in=stand_in)
+    return LaunchSpec(source, grid, tail=tail, pdl=early, fallback=fallback)
 
 
 @lru_cache(maxsize=4096)
@@ -286,7 +286,7 @@ class CodebookLayer:
             kind=self.kind,
             x=self.dtype,
             out=self.tokens,
-            rows=dispatch.bucket(self.rows),
+            rows=m_bucket(self.rows),
             k=self.k,
             group_size=self.group_size,
             passes=self.passes,
@@ -298,7 +298,7 @@ class CodebookLayer:
         geometry = Geometry(self.k, self.group_size)
         return Product(
             x=self.tokens,
-            rows=dispatch.bucket(self.rows),
+            rows=m_bucket(self.rows),
             n=self.n,
             units=self.passes * geometry.units,
             bits=self.bits,
@@ -341,7 +341,7 @@ class CodebookLayer:
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
-_rotation_plans: PlanCache[tuple[LaunchPlan, ...]] = PlanCache(on_clear=partial(native.clear, "rotate_tokens"))
+_rotation_plans = PlanCache(Rotation.load, on_clear=partial(native.clear, "rotate_tokens"))
 
 
 @serves(RotateTokens)
@@ -362,9 +362,8 @@ def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
     operands = dense(call.operands)
     options = (call.group_size, passes, aligned, call.constants and operands is call.operands)
-    described = Rotation(call.kind, x.dtype, call.out_dtype, dispatch.bucket(m), k, *options)
-    key = (described, device)
-    plans = _rotation_plans.get(key) or _rotation_plans.make(key, lambda: described.load(device))
+    described = Rotation(call.kind, x.dtype, call.out_dtype, m_bucket(m), k, *options)
+    plans = _rotation_plans[described, device]
     k_padded = blocks.shape[0] * blocks.shape[3] // passes
     stream = current_stream(device)
     scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
@@ -399,7 +398,7 @@ def rotates_rows(gpu: Target, describe: Callable[..., object], *shape: Hashable,
 
 # ── product ──────────────────────────────────────────────────────────────────────────────────────
 
-_product_plans: PlanCache[LaunchPlan] = PlanCache(on_clear=partial(native.clear, "codebook_gemm", "codebook_gemv"))
+_product_plans = PlanCache(Product.load, on_clear=partial(native.clear, "codebook_gemm", "codebook_gemv"))
 
 
 @serves(CodebookGemm)
@@ -414,8 +413,8 @@ def _multiply(call: CodebookGemm) -> Tensor:
     if m == 0:
         return y
     weight = parameters(call.units, call.norms, call.fold)
-    product = _product_of(call, dispatch.bucket(m), call.constants and not weight.copied)
-    plan = _plan(product, call.x.get_device())
+    product = _product_of(call, m_bucket(m), call.constants and not weight.copied)
+    plan = _product_plans[product, call.x.get_device()]
     x, vectors = dense(call.x), parameters(call.row_scale, call.col_scale, call.bias, call.residual)
     sizes = (m, product.n, product.units, product.n)
     args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses)
@@ -432,7 +431,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
     if plan is None:
         if not has_kernel(product, target(device)):
             return _multiply(call.product(*rotate(call.rotation)))
-        plan = _plan(product, device)
+        plan = _product_plans[product, device]
     y = call.fake()
     x, vectors = dense(call.x), parameters(call.col_scale, call.bias, call.residual)
     sizes = (1, product.n, product.units, call.x.shape[1], product.units // len(call.seeds), product.n)
@@ -461,8 +460,3 @@ def _product_of(
         offsets=isinstance(call, CodebookGemm) and call.offsets,
         pairs=is_pair_book(call.book),
     )
-
-
-def _plan(product: Product, device: int) -> LaunchPlan:
-    key = (product, device)
-    return _product_plans.get(key) or _product_plans.make(key, lambda: product.load(device))

@@ -19,9 +19,6 @@ from qcut.ops.registry import serves
 _MOST_ELEMENTS = 1 << 33
 """Threads are counted in 32 bits, and each has at least 4 elements of a row."""
 
-_plans: PlanCache[LaunchPlan] = PlanCache()
-_codebook_plans: PlanCache[LaunchPlan] = PlanCache()
-
 
 @serves(EmbedRows)
 def embed_rows(call: EmbedRows) -> Tensor:
@@ -41,7 +38,7 @@ def embed_rows(call: EmbedRows) -> Tensor:
         t.data_ptr() % (vector * t.element_size()) == 0 == t.stride(0) % vector for t in tables
     )
     key = (dtype, call.table.dtype, len(tables) == 2, aligned, zeroed is not None, columns, device)
-    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    plan = _plans[key]
     scales = [] if call.scale is None else [call.scale.contiguous()]
     places = [] if call.positions is None else [call.positions.contiguous()]
     given = [ids.contiguous(), tables[0], *scales, *places, *tables[1:], y]
@@ -53,7 +50,8 @@ def embed_rows(call: EmbedRows) -> Tensor:
     return y
 
 
-def _plan(
+@PlanCache
+def _plans(
     dtype: torch.dtype, table: torch.dtype, positions: bool, aligned: bool, zeroes: bool, columns: int, device: int
 ) -> LaunchPlan:
     desc = kernels.EmbedRows(DTYPES[dtype], DTYPES[table], target(device).arch, positions, aligned, zeroes)
@@ -79,7 +77,7 @@ def embed_codebook(call: EmbedCodebook) -> Tensor:
     bits = tuple(call.bits) * (len(call.seeds) // len(call.bits))
     options = (in_pairs, call.positions is not None, zeroed is not None)
     key = (call.dtype, call.norms.dtype, bits, group, *options, k, device)
-    plan = _codebook_plans.get(key) or _codebook_plans.make(key, lambda: _codebook_plan(*key))
+    plan = _codebook_plans[key]
     sets = [(units.contiguous(), book.contiguous()) for units, book in zip(call.units, call.codebooks, strict=True)]
     weights: list[int] = []
     for p, width in enumerate(bits):
@@ -100,7 +98,8 @@ def embed_codebook(call: EmbedCodebook) -> Tensor:
     return y
 
 
-def _codebook_plan(
+@PlanCache
+def _codebook_plans(
     dtype: torch.dtype,
     norms: torch.dtype,
     bits: tuple[int, ...],

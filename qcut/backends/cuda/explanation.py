@@ -60,7 +60,7 @@ def explain(
 
     problem = dispatch.problem_of(m, n, k, layouts=layouts, out=out, epilogue=epilogue, tokens=tokens)
     target = _target(gpu)
-    cutlass = (target.closed and closed.covers(problem)) or jit.is_toolchain_available("nvcc")
+    cutlass = closed.serves_cutlass(problem, target, lambda: jit.is_toolchain_available("nvcc"))
     return dispatch.explain(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
 
 

@@ -38,8 +38,8 @@ from qcut.schemes import padded_k
 TMA_ROWS = 64
 """Least rows of a tile that loads A by TMA."""
 
-STAND_IN_ROWS = (64, 512, 4096)
-"""Rows that stand-ins are chosen for, so that three kernels serve any number of rows while better ones are built."""
+FALLBACK_ROWS = (64, 512, 4096)
+"""Rows that fallbacks are chosen for, so that three kernels serve any number of rows while better ones are built."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -59,11 +59,6 @@ def has_cutlass() -> bool:
     return missing is None
 
 
-def serves_cutlass(problem: GemmProblem, gpu: Target) -> bool:
-    """Whether CUTLASS's kernels for a problem are in the GPU's pack, or else can be built here."""
-    return (gpu.closed and closed.covers(problem)) or has_cutlass()
-
-
 class Product(NamedTuple):
     """An int8 product of up to ``rows`` rows: all that chooses its kernel.
 
@@ -81,24 +76,26 @@ class Product(NamedTuple):
     k: int
     tensor_cores: bool = True
 
-    def spec(self, gpu: Target, *, cutlass: bool) -> LaunchSpec:
-        """The launch that dispatch chooses; ``cutlass`` says whether CUTLASS's kernels can be built."""
+    def spec(self, gpu: Target, *, cutlass: bool | None = None) -> LaunchSpec:
+        """The launch that dispatch chooses; ``cutlass`` says whether CUTLASS's kernels serve; None asks."""
         few = self.stream_spec("none", gpu) if self.tensor_cores else None
         if few is not None:
             return few
+        if cutlass is None:
+            cutlass = closed.serves_cutlass(self.problem, gpu, has_cutlass)
         sizes = (self.problem.epilogue.rows(self.rows), self.n, self.k)
         choice = dispatch.select_gemm(self.problem, *sizes, gpu, cutlass=cutlass, tensor_cores=self.tensor_cores)
         spec = chosen_spec(choice, self.problem, self.n, gpu)
-        return replace(spec, stand_in=lambda: self.stand_in(gpu)) if choice.family == INT8_CUTLASS.name else spec
+        return replace(spec, fallback=lambda: self.fallback(gpu)) if choice.family == INT8_CUTLASS.name else spec
 
-    def stand_in(self, gpu: Target) -> LaunchSpec:
+    def fallback(self, gpu: Target) -> LaunchSpec:
         """The launch that serves while nvcc builds the chosen kernel; one of few serves products of any rows."""
-        return chosen_spec(self.stand_in_choice(gpu), self.problem, self.n, gpu)
+        return chosen_spec(self.fallback_choice(gpu), self.problem, self.n, gpu)
 
-    def stand_in_choice(self, gpu: Target) -> Choice:
-        """The kernel of `stand_in`: the best for one of `STAND_IN_ROWS` among those that NVRTC builds."""
+    def fallback_choice(self, gpu: Target) -> Choice:
+        """The kernel of `fallback`: the best for one of `FALLBACK_ROWS` among those that NVRTC builds."""
         of_a = self.problem.epilogue.rows(self.rows)
-        rows = next((rows for rows in STAND_IN_ROWS if of_a <= rows), STAND_IN_ROWS[-1])
+        rows = next((rows for rows in FALLBACK_ROWS if of_a <= rows), FALLBACK_ROWS[-1])
         return dispatch.select_gemm(self.problem, rows, self.n, self.k, gpu, cutlass=False)
 
     def stream_spec(
@@ -134,17 +131,17 @@ class Product(NamedTuple):
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    nvcc = architecture(gpu.arch).wgmma and not gpu.closed and has_cutlass()
+    nvcc = architecture(gpu.arch).wgmma and closed.serves_cutlass(problem, gpu, has_cutlass)
     choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
     spec = chosen_spec(choice, problem, n, gpu, pdl=pdl)
     if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
         return spec
 
-    def stand_in() -> LaunchSpec:
-        few = next((bound for bound in STAND_IN_ROWS if rows <= bound), STAND_IN_ROWS[-1])
+    def fallback() -> LaunchSpec:
+        few = next((bound for bound in FALLBACK_ROWS if rows <= bound), FALLBACK_ROWS[-1])
         return chosen_spec(dispatch.select_w8a16(problem, few, n, k, gpu, nvcc=False), problem, n, gpu, pdl=pdl)
 
-    return replace(spec, stand_in=stand_in)
+    return replace(spec, fallback=fallback)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -181,7 +178,7 @@ def plan_for(product: Product, choice: Choice | None, device: int) -> LaunchPlan
     """The launch plan of a product on a device, with the kernel ``choice``; None lets dispatch choose."""
     gpu = target(device)
     if choice is None:
-        return product.spec(gpu, cutlass=serves_cutlass(product.problem, gpu)).load(device)
+        return product.spec(gpu).load(device)
     return chosen_spec(choice, product.problem, product.n, gpu).load(device)
 
 

@@ -30,7 +30,7 @@ class IntegerLayer(NamedTuple):
 
     Attributes:
         dtype: int8 or int16, of tokens and result.
-        rows: number of tokens, a `qcut.backends.cuda.launch.plans.m_bucket`.
+        rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         n: number of output channels.
         k: columns of the weight.
         aligned: whether rows of tokens have as many columns, and start at multiples of 16 bytes.
@@ -70,10 +70,8 @@ class IntegerPlan(NamedTuple):
     product: LaunchPlan
 
 
-_plans: PlanCache[IntegerPlan] = PlanCache()
-
-
-def _load(layer: IntegerLayer, device: int) -> IntegerPlan:
+@PlanCache
+def _plans(layer: IntegerLayer, device: int) -> IntegerPlan:
     split, product = layer.specs(device)
     return IntegerPlan(None if split is None else split.load(device), product.load(device))
 
@@ -95,8 +93,7 @@ def integer_linear(call: IntegerLinear) -> Tensor:
         q, stride, aligned = padded, k_padded, True
     weight = parameters(call.qweight, call.bias, call.multiplier, call.shift, call.zero_point)
     layer = IntegerLayer(q.dtype, m_bucket(m), n, k_padded, aligned, call.constants and not weight.copied)
-    key = (layer, device)
-    plan = _plans.get(key) or _plans.make(key, lambda: _load(layer, device))
+    plan = _plans[layer, device]
     a, rows, (b, *vectors) = q.data_ptr(), m, weight.addresses
     if plan.split is not None:
         rows = int16.rows_of_blocks(m)

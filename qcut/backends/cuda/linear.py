@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.gemm import TMA_ROWS, Product, serves_cutlass, w8a16_spec
+from qcut.backends.cuda.gemm import TMA_ROWS, Product, w8a16_spec
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.backends.cuda.operands import dense, parameters, row_major
@@ -81,7 +81,7 @@ class LinearLayer(NamedTuple):
     Attributes:
         scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
         dtype: dtype of tokens and result.
-        rows: number of tokens, a `qcut.backends.cuda.launch.plans.m_bucket`.
+        rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         n: number of output channels.
         k: columns of the tokens.
         bias: whether a bias is added.
@@ -121,7 +121,7 @@ class LinearLayer(NamedTuple):
                 return None, whole
             quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, halves=halves)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
-        return quantize, few or many.spec(gpu, cutlass=serves_cutlass(problem, gpu))
+        return quantize, few or many.spec(gpu)
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
         """The launch of a product that quantizes its token itself; for more than one a kernel of its own is faster."""
@@ -163,8 +163,6 @@ class LinearPlan(NamedTuple):
     k_padded: int
 
 
-_plans: PlanCache[LinearPlan] = PlanCache()
-"""Plans by layer description and device: layers of the same description share a plan."""
 _called: PlanCache[LinearPlan] = PlanCache(on_clear=functools.partial(native.clear, *native.LINEAR_OPS))
 """Plans by all that a call's checks read, so that a hit needs no checks. Tensors count by dtype, layout and device; no
 plan holds an address or depends on one's values."""
@@ -172,10 +170,12 @@ plan holds an address or depends on one's values."""
 
 def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
     """The plan of a layer on a device, made of the layer's `sources`."""
-    return _plans.get((layer, device)) or _plans.make((layer, device), lambda: _load(layer, device))
+    return _plans[layer, device]
 
 
-def _load(layer: LinearLayer, device: int) -> LinearPlan:
+@PlanCache
+def _plans(layer: LinearLayer, device: int) -> LinearPlan:
+    """Layers of the same description share a plan."""
     quantize, product = layer.specs(device)
     first = None if quantize is None else quantize.load(device)
     return LinearPlan(first, product.load(device), layer.n, padded_k(layer.k))
@@ -322,7 +322,7 @@ class Int8Layer(NamedTuple):
 
     Attributes:
         dtype: dtype of the result.
-        rows: number of tokens, a `qcut.backends.cuda.launch.plans.m_bucket`.
+        rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         n: number of output channels.
         k: columns of the tokens, a multiple of 16.
         bias: whether a bias is added.
@@ -348,7 +348,7 @@ class Int8Layer(NamedTuple):
         few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
         if few is not None:
             return few, self.absmax
-        return product.spec(gpu, cutlass=serves_cutlass(problem, gpu)), False
+        return product.spec(gpu), False
 
 
 class Int8Plan(NamedTuple):
@@ -364,16 +364,14 @@ class AbsmaxPlan(NamedTuple):
     product: LaunchPlan | None
 
 
-_int8_plans: PlanCache[Int8Plan] = PlanCache()
-_absmax_plans: PlanCache[AbsmaxPlan] = PlanCache()
-
-
-def _load_int8(layer: Int8Layer, device: int) -> Int8Plan:
+@PlanCache
+def _int8_plans(layer: Int8Layer, device: int) -> Int8Plan:
     spec, raises_absmax = layer.spec(device)
     return Int8Plan(spec.load(device), raises_absmax)
 
 
-def _load_absmax(layer: LinearLayer, device: int) -> AbsmaxPlan:
+@PlanCache
+def _absmax_plans(layer: LinearLayer, device: int) -> AbsmaxPlan:
     product = Product(layer.problem(), layer.rows, layer.n, layer.k)
     spec = product.stream_spec("rows", target(device), aligned=layer.aligned, constants=layer.constants)
     return AbsmaxPlan(None if spec is None else spec.load(device))
@@ -390,8 +388,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
     weight = parameters(call.qweight, call.weight_scale, bias)
     options = (bias is not None, call.activation, absmax is not None, call.constants and not weight.copied)
     layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
-    key = (layer, device)
-    plan = _int8_plans.get(key) or _int8_plans.make(key, lambda: _load_int8(layer, device))
+    plan = _int8_plans[layer, device]
     q, q_scale = dense(q), dense(call.q_scale)
     a, (b, *vectors) = q.data_ptr(), weight.addresses
     epilogue = [q_scale.data_ptr(), *vectors]
@@ -415,8 +412,7 @@ def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
     constants = call.constants and not weight.copied
     options = (call.bias is not None, call.activation, aligned, constants)
     layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, *options)
-    key = (layer, device)
-    plan = (_absmax_plans.get(key) or _absmax_plans.make(key, lambda: _load_absmax(layer, device))).product
+    plan = _absmax_plans[layer, device].product
     if plan is None:
         y: Tensor = torch.ops.qcut.w8a8_linear(x, *call[2:])
         return y

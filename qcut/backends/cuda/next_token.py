@@ -16,8 +16,6 @@ SPLIT_BYTES = 128 << 10
 """Rows from so many bytes on are divided among a cluster's CTAs, where each CTA has a multiprocessor: one alone reads
 some 64 bytes a cycle, and a cluster's barriers take as long as reading half as much."""
 
-_plans: PlanCache[LaunchPlan] = PlanCache()
-
 
 @serves(Argmax)
 def argmax(call: Argmax) -> Tensor:
@@ -53,11 +51,12 @@ def _launch(
     if is_long and gpu.exchanges_in_clusters and rows * PARTS <= gpu.sm_count:
         parts = PARTS
     key = (logits.dtype, bool(context), parts, bool(told), device)
-    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    plan = _plans[key]
     pointers = (t.data_ptr() for t in (logits, *written))
     plan.launch(rows, (*pointers, logits.stride(0), columns, *context, *told), current_stream(device))
 
 
-def _plan(dtype: torch.dtype, advances: bool, parts: int, tells: bool, device: int) -> LaunchPlan:
+@PlanCache
+def _plans(dtype: torch.dtype, advances: bool, parts: int, tells: bool, device: int) -> LaunchPlan:
     desc = ArgmaxRows(DTYPES[dtype], target(device).arch, advances, parts, tells)
     return LaunchSpec(emit_argmax(desc), desc.grid, pdl=pdl(device)).load(device)

@@ -15,8 +15,6 @@ from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
 from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from qcut.ops.registry import serves
 
-_plans: PlanCache[LaunchPlan] = PlanCache()
-
 
 @serves(AddNorm)
 def add_norm(call: AddNorm) -> tuple[Tensor, Tensor]:
@@ -72,7 +70,7 @@ def _launch(
     aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
     quantized = scale is not None and rotation is None
     key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, constants, device)
-    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    plan = _plans[key]
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
     results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
@@ -83,7 +81,8 @@ def _launch(
     return total
 
 
-def _plan(
+@PlanCache
+def _plans(
     dtype: torch.dtype,
     layer: bool,
     k: int,

@@ -17,7 +17,6 @@ from qcut.ops.attention.prefill import PromptAttention
 from qcut.ops.registry import serves
 
 _IN_TORCH = "torch"
-_plans: PlanCache[LaunchPlan | str] = PlanCache()
 
 
 @serves(PromptAttention)
@@ -42,7 +41,7 @@ def prompt_attention(call: PromptAttention) -> Tensor:
         call.ring,
         q.get_device(),
     )
-    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    plan = _plans[key]
     stored = cache.keys.data_ptr() | cache.values.data_ptr()
     for scales in cache.scales:
         stored |= scales.data_ptr() % 4
@@ -62,7 +61,8 @@ def prompt_attention(call: PromptAttention) -> Tensor:
     return y
 
 
-def _plan(
+@PlanCache
+def _plans(
     dtype: torch.dtype,
     keys: torch.dtype,
     values: torch.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
@@ -18,8 +19,6 @@ from qcut.emitters.decoder.quantize import (
 )
 from qcut.ops.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
 from qcut.ops.registry import serves
-
-_plans: PlanCache[LaunchPlan] = PlanCache()
 
 
 def per_token_spec(
@@ -49,6 +48,28 @@ def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool, 
     return LaunchSpec(emit_quantize_per_tensor(kernel), grid, pdl=has_pdl(gpu))
 
 
+@PlanCache
+def _per_token_plans(dtype: torch.dtype, rows: int, k_padded: int, aligned: bool, device: int) -> LaunchPlan:
+    return per_token_spec(DTYPES[dtype], rows, k_padded, target(device), aligned=aligned).load(device)
+
+
+@PlanCache
+def _per_tensor_plans(dtype: torch.dtype, k_padded: int, aligned: bool, device: int) -> LaunchPlan:
+    return per_tensor_spec(DTYPES[dtype], k_padded, target(device), aligned=aligned).load(device)
+
+
+@PlanCache
+def _dequantize_plans(dtype: torch.dtype, columns: int, aligned: bool, device: int) -> LaunchPlan:
+    kernel = kernels.Dequantize.for_shape(DTYPES[dtype], target(device).arch, 1, columns, aligned=aligned)
+    return LaunchSpec(emit_dequantize(kernel), lambda m: kernel.grid(m, columns)).load(device)
+
+
+@PlanCache
+def _colsum_plans(aligned: bool, device: int) -> LaunchPlan:
+    kernel = kernels.ColSum(target(device).arch, aligned)
+    return LaunchSpec(emit_colsum(kernel), lambda rows: kernel.grid(rows, 0)).load(device)
+
+
 def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:
     return x.data_ptr() % 16 == 0 and stride * x.element_size() % 16 == 0 and k_padded % 16 == 0
 
@@ -60,14 +81,7 @@ def quantize_per_token(call: QuantizePerToken) -> tuple[Tensor, Tensor]:
     m, k_padded = q.shape
     if m:
         (x, stride), device = row_major(call.x), q.get_device()
-        key = ("per_token", x.dtype, m_bucket(m), k_padded, _is_aligned(x, stride, k_padded), device)
-        plan = _plans.get(key)
-        if plan is None:
-            _, dtype, rows, _, aligned, _ = key
-            plan = _plans.make(
-                key,
-                lambda: per_token_spec(DTYPES[dtype], rows, k_padded, target(device), aligned=aligned).load(device),
-            )
+        plan = _per_token_plans[x.dtype, m_bucket(m), k_padded, _is_aligned(x, stride, k_padded), device]
         args = (x.data_ptr(), q.data_ptr(), scale.data_ptr(), stride, m, x.shape[-1], k_padded)
         plan.run(m, args, device)
     return q, scale
@@ -80,13 +94,7 @@ def quantize_per_tensor(call: QuantizePerTensor) -> Tensor:
     m, k_padded = q.shape
     if m:
         (x, stride), device = row_major(call.x), q.get_device()
-        key = ("per_tensor", x.dtype, k_padded, _is_aligned(x, stride, k_padded), device)
-        plan = _plans.get(key)
-        if plan is None:
-            _, dtype, _, aligned, _ = key
-            plan = _plans.make(
-                key, lambda: per_tensor_spec(DTYPES[dtype], k_padded, target(device), aligned=aligned).load(device)
-            )
+        plan = _per_tensor_plans[x.dtype, k_padded, _is_aligned(x, stride, k_padded), device]
         args = (x.data_ptr(), q.data_ptr(), stride, m, x.shape[-1], k_padded, call.scale, call.zero_point)
         plan.run(m, args, device)
     return q
@@ -100,16 +108,7 @@ def dequantize(call: Dequantize) -> Tensor:
         (q, stride), device, dtype = row_major(call.q), out.get_device(), call.dtype
         rows, columns = q.shape
         aligned = stride % 8 == 0 and q.data_ptr() % 8 == 0 and columns * out.element_size() % 16 == 0
-        key = ("dequantize", dtype, columns, aligned, device)
-        plan = _plans.get(key)
-        if plan is None:
-
-            def make() -> LaunchPlan:
-                arch = target(device).arch
-                kernel = kernels.Dequantize.for_shape(DTYPES[dtype], arch, rows, columns, aligned=aligned)
-                return LaunchSpec(emit_dequantize(kernel), lambda m: kernel.grid(m, columns)).load(device)
-
-            plan = _plans.make(key, make)
+        plan = _dequantize_plans[dtype, columns, aligned, device]
         scale = call.scale.contiguous()
         plan.run(rows, (q.data_ptr(), scale.data_ptr(), out.data_ptr(), stride, rows, columns), device)
     return out
@@ -123,14 +122,6 @@ def colsum(call: ColSum) -> Tensor:
         (q, stride), device = row_major(call.q), out.get_device()
         n, k = q.shape
         aligned = stride % 16 == 0 and q.data_ptr() % 16 == 0
-        key = ("colsum", aligned, device)
-        plan = _plans.get(key)
-        if plan is None:
-
-            def make() -> LaunchPlan:
-                kernel = kernels.ColSum(target(device).arch, aligned)
-                return LaunchSpec(emit_colsum(kernel), lambda rows: kernel.grid(rows, 0)).load(device)
-
-            plan = _plans.make(key, make)
+        plan = _colsum_plans[aligned, device]
         plan.run(n, (q.data_ptr(), out.data_ptr(), stride, n, k), device)
     return out

@@ -255,7 +255,7 @@ def test_a_launch_covers_the_result() -> None:
         def launch(self, *args: Any) -> None:
             launches.append(args)
 
-    LaunchPlan(Kernel(), spec.grid, pdl=spec.pdl).launch(33, (1, 2), 5)
+    LaunchPlan(Kernel(), spec).launch(33, (1, 2), 5)
     bm, bn, _ = tile.threadblock_shape
     tiles = math.ceil(33 / bm) * math.ceil(96 / bn) * tile.splits
     assert launches == [((tiles, 1, 1), (1, 2), 5, True)]

@@ -69,15 +69,16 @@ def setting(
     def load(spec: LaunchSpec, device: int) -> LaunchPlan:
         handle = handles.setdefault(spec.source.name, 0x7F00_0000_0010 + len(handles))
         kernel = Kernel(driver, handle, spec.source.params, host=spec.source.params[-1].name == "workspace")
-        return LaunchPlan(kernel, spec.grid, tail=spec.tail, pdl=spec.pdl, needs_workspace=spec.needs_workspace)
+        return LaunchPlan(kernel, spec)
 
     monkeypatch.setattr(LaunchSpec, "load", load)
     monkeypatch.setattr(codebook_cuda, "target", lambda device: gpu)
     monkeypatch.setattr(codebook_cuda, "has_cutlass", lambda: True)
     monkeypatch.setattr(codebook_cuda, "current_stream", lambda device: STREAM)
     for name, ops in (("_rotation_plans", ["rotate_tokens"]), ("_product_plans", ["codebook_gemm", "codebook_gemv"])):
-        monkeypatch.setattr(codebook_cuda, name, PlanCache(limit=LIMIT, on_clear=partial(library.clear, *ops)))
-    monkeypatch.setattr(_native, "library", lambda later=None: library)
+        cache = PlanCache(vars(codebook_cuda)[name].maker, limit=LIMIT, on_clear=partial(library.clear, *ops))
+        monkeypatch.setattr(codebook_cuda, name, cache)
+    monkeypatch.setattr(_native, "library", lambda **_: library)
     monkeypatch.setattr(codebook_layers, "_has_kernels", lambda device: True)
     monkeypatch.setattr(codebook_layers, "_GEMM", operator("codebook_gemm"))
     monkeypatch.setattr(codebook_layers, "_GEMV", operator("codebook_gemv"))

@@ -22,7 +22,7 @@ from qcut import jit
 from qcut.backends.cuda.launch.plans import target
 from qcut.emitters.core.source import KernelSource
 from qcut.engine.engine import Engine
-from qcut.jit import packs
+from qcut.jit import packs, waiting
 from qcut.jit.packs import Packed, key_of, pack_bytes
 from qcut.schemes import ACTIVATIONS
 from tests.gpu.support.decoders import llama
@@ -103,7 +103,7 @@ Kernel = tuple[str, bytes, Packed]
 
 def note_builds(built: dict[str, Kernel]) -> None:
     """Note every kernel that is built or found from now on."""
-    build, build_many = jit.build, jit.build_many
+    build, build_many = jit.build, waiting.build_many
 
     def note(source: KernelSource, binary: jit.Binary) -> None:
         built[source.name] = source.name, key_of(source), Packed(binary.cubin, binary.host_so, binary.resources)
@@ -121,7 +121,7 @@ def note_builds(built: dict[str, Kernel]) -> None:
                 note(source, binary)
         return results
 
-    jit.build, jit.build_many = noting_build, noting_build_many
+    jit.build, waiting.build_many = noting_build, noting_build_many
 
 
 def write_pack(folder: Path, arch: str, kernels: list[Kernel]) -> None:

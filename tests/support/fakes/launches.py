@@ -28,7 +28,7 @@ class Launches(list[dict[str, Any]]):
         grid: Callable[[int], tuple[int, int, int]],
         tail: tuple[int, ...] = (),
         pdl: bool = False,
-        stand_in: Callable[[], Noted] | None = None,
+        fallback: Callable[[], Noted] | None = None,
     ) -> Noted:
         return Noted(self, source, grid, tail)
 
@@ -68,5 +68,5 @@ def note_launches(module: ModuleType, gpu: Target, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "pdl", lambda device: False, raising=False)
     monkeypatch.setattr(module, "current_stream", lambda device: 0)
     for name in [name for name in vars(module) if name.endswith("_plans")]:
-        monkeypatch.setattr(module, name, PlanCache())
+        monkeypatch.setattr(module, name, PlanCache(vars(module)[name].maker))
     return launches

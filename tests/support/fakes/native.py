@@ -14,7 +14,9 @@ import torch
 
 from qcut.backends.cuda import codebook, linear
 from qcut.backends.cuda.launch import native as _native
-from qcut.emitters.core.source import Param
+from qcut.backends.cuda.launch.plans import LaunchPlan, LaunchSpec
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import KernelSource, Param
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
 from qcut.ops.linear import Int16x8Linear, W8A8Linear, W8A8StaticLinear, W8A16Linear
 
@@ -53,6 +55,11 @@ class Config(ctypes.Structure):
 
 class Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+def launch_plan(kernel: Any, grid: Grid, **options: Any) -> LaunchPlan:
+    """The plan of a kernel that is not built; options as of `LaunchSpec`."""
+    return LaunchPlan(kernel, LaunchSpec(KernelSource("any", "", "any", (), "sm_90a", waits=True), grid, **options))
 
 
 def field_offsets(params: tuple[Param, ...]) -> list[tuple[int, int]]:

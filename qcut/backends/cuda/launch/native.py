@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from qcut.jit import cache as disk
 from qcut.jit.compilers import read_output, run_all
 from qcut.jit.launch import load_shared
 from qcut.jit.scratch import scratch_folder
+from qcut.jit.waiting import build_mode
 from qcut.ops import paths
 
 SOURCE = Path(__file__).parent / "cpp" / "operators.cpp"
@@ -97,7 +97,7 @@ def key(
         op: one of `OPS`.
         n: number of output channels; of a rotation the columns of a group.
         k: columns of the tokens; of a codebook's product the units along K.
-        rows: number of tokens, a `qcut.backends.cuda.launch.plans.m_bucket`.
+        rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         dtype: dtype of the tokens.
         name: activation, or kind of the rotation.
         device: CUDA ordinal.
@@ -165,7 +165,7 @@ class Library:
         return int(self._lib.qcut_hits())
 
     def bucket(self, m: int) -> int:
-        """The source's version of `qcut.backends.cuda.launch.plans.m_bucket`."""
+        """The source's version of `qcut.dispatch.buckets.m_bucket`."""
         return int(self._lib.qcut_bucket(m))
 
 
@@ -175,28 +175,28 @@ _settled = False
 _kept: bytes | None = None  # from the background: the cache may not be writable
 
 
-def library(later: Callable[[background.Job], bool] | None = None) -> Library | None:
-    """The library, registered for ``torch.ops.qcut`` on CUDA; None where there is none, or not yet.
+def library(*, wait: bool = True) -> Library | None:
+    """The library, registered for ``torch.ops.qcut`` on CUDA; None if there is none, or not yet.
 
     Args:
-        later: does a job in the background, and returns whether it is to be done still. With it, a library that
-            is not in the cache comes later, unless ``QCUT_BUILD`` says to wait; None compiles here and now.
+        wait: compile the library here if it is not in the cache. False compiles it in the background, unless
+            ``QCUT_BUILD`` says to wait.
     """
     global _library, _settled
     if not _settled:
         with _lock:
             if not _settled:
-                if later is None or not must_wait():
+                if wait or not comes_later():
                     _library = _activate()
-                elif later(job()):
+                elif background.builder.later(job(), first=True):
                     return None
                 _settled = True
     return _library
 
 
-def must_wait() -> bool:
+def comes_later() -> bool:
     """Whether Python serves for now, because the library is not compiled and callers do not wait for g++."""
-    return background.enabled() and _kept is None and problem() is None and _stored(fingerprint()) is None
+    return build_mode() != "wait" and _kept is None and problem() is None and _stored(fingerprint()) is None
 
 
 def job() -> background.Job:

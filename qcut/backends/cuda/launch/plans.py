@@ -9,26 +9,26 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from qcut import jit
-from qcut.backends.cuda.launch import native, rehearsal
+from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.common.locks import Lock, once
-from qcut.dispatch.codebook import bucket
+from qcut.dispatch.buckets import m_bucket as m_bucket
 from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.errors import BuildError, LaunchError, UnsupportedError
-from qcut.jit import packs
+from qcut.jit import packs, waiting
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 
@@ -84,32 +84,41 @@ def describing() -> Iterator[None]:
         raise UnsupportedError(f"this GPU has no kernel of qcut's for the call: {error}") from error
 
 
-class PlanCache(Generic[P]):
-    """The plans of one family of operators, by the keys that choose them; threads may share a cache::
+class PlanCache(dict[Hashable, P]):
+    """The plans of one family of operators, by the arguments that choose them; threads may share a cache::
 
-        plan = plans.get(key) or plans.make(key, lambda: ...)
+        @PlanCache
+        def plans(...) -> LaunchPlan: ...  # makes a plan
+
+        plan = plans[key]  # of a tuple of arguments
 
     A hit is one look-up in a dictionary. A miss makes the plan under a lock that all families share, because a plan may
     be made of another family's. A full cache is emptied. A plan with a fallback kernel is found by `make` only, which
     passes over it under the capture of a CUDA graph.
 
     Args:
+        maker: makes the plan of arguments; None for a cache whose callers pass what makes a plan to `make`.
         limit: most plans to hold.
         on_clear: called when the plans are forgotten.
-
-    Attributes:
-        get: finds the plan of a key, or None.
     """
 
-    def __init__(self, limit: int = MAX_PLANS, on_clear: Callable[[], None] | None = None) -> None:
-        self._plans: dict[Hashable, P] = {}
+    __hash__ = object.__hash__  # type: ignore[assignment]  # sets hold caches, not contents
+
+    def __init__(
+        self,
+        maker: Callable[..., P] | None = None,
+        *,
+        limit: int = MAX_PLANS,
+        on_clear: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
         self._fallbacks: dict[Hashable, P] = {}
-        self._limit, self._on_clear = limit, on_clear
-        self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own method, the fastest look-up
+        self.maker, self._limit, self._on_clear = maker, limit, on_clear
         _caches.add(self)
 
-    def __len__(self) -> int:
-        return len(self._plans)
+    def __missing__(self, key: tuple[Any, ...]) -> P:
+        assert self.maker is not None
+        return self.make(key, partial(self.maker, *key))
 
     def make(self, key: Hashable, make: Callable[[], P]) -> P:
         """The plan of a key, made by ``make`` unless another thread has made it.
@@ -118,24 +127,24 @@ class PlanCache(Generic[P]):
             UnsupportedError: no kernel takes what the key describes.
         """
         with _lock:
-            plan = self._plans.get(key)
+            plan = self.get(key)
             if plan is None and not _captured_for_good():
                 plan = self._fallbacks.get(key)
                 _thread.fallbacks += plan is not None
             if plan is None:
-                if len(self._plans) + len(self._fallbacks) >= self._limit:
+                if len(self) + len(self._fallbacks) >= self._limit:
                     self.clear()
-                wanted, fallbacks = rehearsal.wanted(), _thread.fallbacks
+                asked, fallbacks = waiting.asked(), _thread.fallbacks
                 with describing():
                     plan = make()
-                if wanted == rehearsal.wanted():
-                    (self._plans if fallbacks == _thread.fallbacks else self._fallbacks)[key] = plan
+                if asked == waiting.asked():
+                    (self if fallbacks == _thread.fallbacks else self._fallbacks)[key] = plan
         return plan
 
     def clear(self) -> None:
         """Forget all plans."""
         with _lock:
-            self._plans.clear()
+            super().clear()
             self._fallbacks.clear()
             if self._on_clear is not None:
                 self._on_clear()
@@ -160,15 +169,6 @@ def pdl(device: int) -> bool:
     return has_pdl(target(device))
 
 
-@lru_cache(maxsize=1 << 12)  # every call asks
-def m_bucket(m: int) -> int:
-    """The most rows that the launch plan for m rows serves: 1, 8, 16, 32, 64, then four steps per octave.
-
-    Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
-    """
-    return bucket(max(1, m))
-
-
 def generation() -> int:
     """How often plans have been forgotten: a CUDA graph of an earlier generation launches the kernels of then."""
     return _generation
@@ -181,21 +181,6 @@ def forget_plans() -> None:
         _generation += 1
         for plans in list(_caches):
             plans.clear()
-
-
-_awaited: set[str] = set()  # jobs in the background whose results plans would use
-
-
-def await_job(job: jit.background.Job) -> bool:
-    """Do a job in the background, and forget the plans when its result can take over.
-
-    Returns:
-        Whether the job is to be done still; see `qcut.jit.background.Builder.later`.
-    """
-    with _lock:
-        if coming := jit.background.builder.later(job, first=True):
-            _awaited.add(job.key)
-    return coming
 
 
 @contextmanager
@@ -211,17 +196,10 @@ def recapturing() -> Iterator[None]:
 def _captured_for_good() -> bool:
     """Whether a CUDA graph keeps, for as long as it lives, the kernels that this thread launches now."""
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return capturing and not _thread.recaptures and jit.background.captures_wait()
+    return capturing and not _thread.recaptures and waiting.build_mode() != "fallback"
 
 
-def _take_over(finished: Collection[str]) -> None:
-    with _lock:
-        if not _awaited.isdisjoint(finished):
-            _awaited.difference_update(finished)
-            forget_plans()
-
-
-jit.background.builder.listen(_take_over)
+jit.background.builder.listen(forget_plans)
 
 
 @contextmanager
@@ -253,7 +231,7 @@ class LaunchSpec:
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
         row_multiple: number of which the rows of a linear layer's operands must be a multiple.
-        stand_in: describes the launch of a kernel that NVRTC builds: it serves while nvcc builds this one in the
+        fallback: describes the launch of a kernel that NVRTC builds, for use while nvcc builds this one in the
             background. Its integers are bitwise the same; it may add floats in another order.
 
     Raises:
@@ -266,7 +244,7 @@ class LaunchSpec:
     needs_workspace: bool = False
     pdl: bool = False
     row_multiple: int = 1
-    stand_in: Callable[[], LaunchSpec] | None = None
+    fallback: Callable[[], LaunchSpec] | None = None
 
     def __post_init__(self) -> None:
         if self.pdl and not self.source.waits:
@@ -275,44 +253,31 @@ class LaunchSpec:
     def load(self, device: int) -> LaunchPlan:
         """Load the kernel on a device, built unless it is in the cache, and return its plan.
 
-        The plan may be the stand-in's; it is forgotten when the kernel has been built. Under the capture of a CUDA
-        graph the call waits for the kernel, unless it cannot be built.
+        The plan may be the fallback's until the kernel has been built. Under the capture of a CUDA graph the call waits
+        for the kernel, unless it cannot be built.
         """
-        if self.must_wait and self.stand_in is not None:
-            job = jit.background.kernel_job(self.source)
-            if not await_job(job):  # the build has failed
-                return self.stand_in().load(device)
-            if not (_captured_for_good() and self._built()):
+        if self.fallback is not None and waiting.build_mode() != "wait":
+            found = jit.require([self.source], wait=False, first=True)
+            if not found:  # its build has failed
+                return self.fallback().load(device)
+            if None in found.values() and not (_captured_for_good() and self._built()):
                 _thread.fallbacks += 1
-                plan = self.stand_in().load(device)
+                plan = self.fallback().load(device)
                 plan.is_fallback = True
                 return plan
-        return LaunchPlan(
-            rehearsal.missing_kernel(self.source, device) or load(self.source, device),
-            self.grid,
-            tail=self.tail,
-            needs_workspace=self.needs_workspace,
-            pdl=self.pdl,
-            row_multiple=self.row_multiple,
-        )
+        return LaunchPlan(waiting.unbuilt_kernel(self.source, device) or load(self.source, device), self)
 
     def _built(self) -> bool:
-        """Build the kernel now, or wait for the process in the background, which tells of a failure."""
+        """Build the kernel now, or wait for the background process, which warns of a failure."""
         _log.warning(
             "qcut: a CUDA graph is being captured: waiting for nvcc to build %s (%s=fallback captures a slower kernel)",
             self.source.name,
-            jit.background.VARIABLE,
+            waiting.VARIABLE,
         )
-        try:
-            jit.build(self.source)
-        except BuildError:
-            return False
-        return True
-
-    @property
-    def must_wait(self) -> bool:
-        """Whether a stand-in serves now, because the kernel is not built yet and callers do not wait for nvcc."""
-        return self.stand_in is not None and jit.background.enabled() and jit.find(self.source) is None
+        with suppress(BuildError):
+            jit.require([self.source])
+            return True
+        return False
 
 
 class LaunchPlan:
@@ -326,20 +291,10 @@ class LaunchPlan:
 
     __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "is_fallback", "needs_workspace", "row_multiple")
 
-    def __init__(
-        self,
-        kernel: jit.Kernel,
-        grid: Callable[[int], tuple[int, int, int]],
-        *,
-        tail: tuple[int, ...] = (),
-        needs_workspace: bool = False,
-        pdl: bool = False,
-        row_multiple: int = 1,
-    ) -> None:
-        self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
-        self._hosted = bool(tail) and kernel.host_launcher != 0
-        self.needs_workspace = needs_workspace
-        self.row_multiple = row_multiple
+    def __init__(self, kernel: jit.Kernel, spec: LaunchSpec) -> None:
+        self._kernel, self._grid, self._tail, self._pdl = kernel, spec.grid, spec.tail, spec.pdl
+        self._hosted = bool(spec.tail) and kernel.host_launcher != 0
+        self.needs_workspace, self.row_multiple = spec.needs_workspace, spec.row_multiple
         self.is_fallback = False
 
     @property
@@ -362,7 +317,7 @@ class LaunchPlan:
             self.is_fallback
             or self.needs_workspace
             or not isinstance(grid, Grid)
-            or isinstance(kernel, rehearsal.MissingKernel)
+            or isinstance(kernel, waiting.UnbuiltKernel)
         ):
             return None
         shape = (grid.rows, *grid.one, _UNLIMITED if grid.most is None else grid.most)
@@ -393,6 +348,6 @@ def hand_over(key: native.Key, plans: Sequence[LaunchPlan], k_padded: int = 0) -
         k_padded: columns of prepared tokens, of a rotation those of a pass.
     """
     launches = [launch for plan in plans if (launch := plan.for_native()) is not None]
-    if len(launches) == len(plans) and (library := native.library(await_job)) is not None:
+    if len(launches) == len(plans) and (library := native.library(wait=False)) is not None:
         in_order = (native.Launch * 2)(*launches)
         library.insert(key, native.Plan(in_order, len(plans), plans[-1].row_multiple, k_padded))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -10,8 +9,8 @@ from typing import Protocol
 from qcut import jit
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import LaunchSpec, describing
-from qcut.errors import QcutError
 from qcut.jit import background
+from qcut.jit.waiting import build_mode
 
 
 class LayerCall(Protocol):
@@ -28,8 +27,8 @@ class LayerCall(Protocol):
 def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -> None:
     """Build the kernels of calls, in parallel, and the C++ operators where they serve a call.
 
-    Kernels in the cache are not built again. Where callers do not wait for nvcc and g++, these work in the background,
-    and the kernels that stand in for theirs are built now.
+    Kernels in the cache are not built again. If callers do not wait for nvcc and g++, these work in the background, and
+    fallback kernels are built now.
 
     Args:
         calls: calls of layers, each at one number of rows.
@@ -43,21 +42,17 @@ def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -
     with describing():
         specs = {spec.source.name: spec for call in calls for spec in call.launches(device)}
     calls_native = any(call.calls_native for call in calls)
-    now, later = {}, []
+    now, later = [], []
     for spec in specs.values():
-        if spec.must_wait and spec.stand_in is not None:
+        if spec.fallback is not None and build_mode() != "wait" and jit.find(spec.source) is None:
             later.append(spec.source)
-            spec = spec.stand_in()
-        now[spec.source.name] = spec.source
+            spec = spec.fallback()
+        now.append(spec.source)
     with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
-        operators = pool.submit(native.build) if calls_native and not native.must_wait() else None
-        results = jit.build_many(now.values(), progress=progress and sys.stderr.isatty())
+        operators = pool.submit(native.build) if calls_native and not native.comes_later() else None
+        jit.require(now, progress=progress)
     if operators is not None:
         operators.result()
-    for result in results.values():
-        if isinstance(result, QcutError):
-            raise result
-    if calls_native and native.must_wait():  # compilers in the background start when those above have ended
+    if calls_native and native.comes_later():  # compilers in the background start when those above have ended
         background.builder.later(native.job())
-    for source in later:
-        background.builder.later(background.kernel_job(source))
+    jit.require(later, wait=False)

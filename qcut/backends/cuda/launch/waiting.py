@@ -1,4 +1,4 @@
-"""`qcut.wait_for_kernels`: for those who want the best kernels before they go on."""
+"""`qcut.wait_for_kernels`, in a module that imports nothing of the kernel side."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def wait_for_kernels(timeout: float | None = None) -> bool:
     """Wait until all kernels that are being built in the background are in use.
 
-    Until then, calls take kernels that were there sooner, with the same results at less speed.
+    Until then, calls launch fallback kernels, with the same results at less speed.
 
     Args:
         timeout: most seconds to wait; None waits as long as it takes.

@@ -25,7 +25,7 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.families import INT8_DP4A, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import ConfigError, DeviceError
-from qcut.jit import background
+from qcut.jit.waiting import no_fallbacks
 from qcut.ops.gemm import GemmS8, gemm_s8
 from qcut.tuning import timing
 from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
@@ -69,7 +69,7 @@ def current_gpu() -> Gpu | None:
     return Gpu(target(torch.cuda.current_device()), has_cutlass(), gemm_s8, timing.CudaClock())
 
 
-@background.waiting()  # so that the timed kernel is the reported one
+@no_fallbacks()  # so that the timed kernel is the reported one
 def run(request: Request) -> Report:
     """Compute, check and time a request on the current GPU; without a GPU, compute and check it on the CPU.
 

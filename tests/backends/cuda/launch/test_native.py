@@ -34,7 +34,7 @@ from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import QcutError
 from qcut.numerics.int16 import rows_of_blocks
 from qcut.schemes import padded_k
-from tests.support.fakes.native import STREAM, Driver, Kernel, Record, Setting, decoded, defined, registered
+from tests.support.fakes.native import STREAM, Driver, Kernel, Record, Setting, decoded, defined, launch_plan, registered
 
 NAMESPACE = "qcut_native_test"
 SM_COUNT, SWIZZLE, RASTER, SPLITS = 132, 4, 2, 3
@@ -76,11 +76,11 @@ def setting(
         scheme, dtype = layer.scheme, plans.DTYPES[layer.dtype]
         if scheme == "w8a16":
             kernel = Kernel(driver, handle(GEMM, scheme), problem.params(), host=False)
-            return LinearPlan(None, LaunchPlan(kernel, Grid(16, (3, 1, 1)), pdl=True), n, k_padded)
+            return LinearPlan(None, launch_plan(kernel, Grid(16, (3, 1, 1)), pdl=True), n, k_padded)
         if scheme in BY_TOKEN and layer.rows == 1:  # its product quantizes
             params = W8A8Problem("floats", dtype, problem.epilogue).params()
             kernel = Kernel(driver, handle(GEMM, scheme), params, host=False)
-            return LinearPlan(None, LaunchPlan(kernel, Grid(1, (3, 1, 1)), pdl=True), n, k_padded)
+            return LinearPlan(None, launch_plan(kernel, Grid(1, (3, 1, 1)), pdl=True), n, k_padded)
         desc: Any
         if scheme in BY_TOKEN:
             desc = QuantizePerToken(dtype, "sm_90a", threads=32, halves=problem.epilogue.halves)
@@ -89,14 +89,14 @@ def setting(
             desc = QuantizePerTensor(dtype, "sm_90a", threads=32, vectors=1)
             source = emit_quantize_per_tensor(desc)
         grid = Grid(desc.rows, desc.grid(1, k_padded))
-        quantize = LaunchPlan(Kernel(driver, handle(QUANTIZE, scheme), source.params, host=False), grid)
+        quantize = launch_plan(Kernel(driver, handle(QUANTIZE, scheme), source.params, host=False), grid)
         if hosted:
             kernel = Kernel(driver, handle(GEMM, scheme), (*problem.params(), *LAUNCH_PARAMS), host=True)
             tail = (SM_COUNT, SWIZZLE, RASTER, SPLITS)
-            gemm = LaunchPlan(kernel, Grid(1, (1, 1, 1)), tail=tail, pdl=True, row_multiple=64)
+            gemm = launch_plan(kernel, Grid(1, (1, 1, 1)), tail=tail, pdl=True, row_multiple=64)
         else:
             kernel = Kernel(driver, handle(GEMM, scheme), problem.params(), host=False)
-            gemm = LaunchPlan(kernel, Grid(32, (-(-n // 64), 1, 1)), pdl=True)
+            gemm = launch_plan(kernel, Grid(32, (-(-n // 64), 1, 1)), pdl=True)
         return LinearPlan(quantize, gemm, n, k_padded)
 
     monkeypatch.setattr(linear_cuda, "plan_for", plan_for)
@@ -104,7 +104,7 @@ def setting(
         linear_cuda, "_called", PlanCache(limit=LIMIT, on_clear=partial(library.clear, *_native.LINEAR_OPS))
     )
     monkeypatch.setattr(plans, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(_native, "library", lambda later=None: library)
+    monkeypatch.setattr(_native, "library", lambda **_: library)
     library.clear(*_native.OPS)
     yield Setting(driver, library)
     library.clear(*_native.OPS)

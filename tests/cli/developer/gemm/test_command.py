@@ -17,7 +17,7 @@ from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.families import family
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.jit import background
+from qcut.jit.waiting import build_mode
 from qcut.ops.gemm import GemmS8
 from qcut.tuning.cublaslt import CublasLtError
 
@@ -307,10 +307,10 @@ def test_the_kernel_that_is_named_is_waited_for(monkeypatch: pytest.MonkeyPatch,
     real, waits = check.product, []
 
     def product(*arguments: Any) -> Tensor:
-        waits.append(not background.enabled())
+        waits.append(build_mode() == "wait")
         return real(*arguments)
 
     monkeypatch.setattr(check, "product", product)
     assert cli.main(["gemm", "3", "5", "7"]) == 0
     assert waits == [True]
-    assert background.enabled()
+    assert build_mode() == "background"

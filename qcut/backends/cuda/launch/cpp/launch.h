@@ -190,7 +190,7 @@ inline int launch(Launch const& plan, std::int32_t rows, Arguments& arguments, v
 
 constexpr std::int64_t kMaxInt = INT32_MAX;
 
-// Rows up to which one plan serves: 1, 8, 16, 32, 64, then four steps an octave (qcut.backends.cuda.launch.plans.m_bucket).
+// Rows up to which one plan serves: 1, 8, 16, 32, 64, then four steps an octave (qcut.dispatch.buckets.m_bucket).
 constexpr std::int64_t bucket(std::int64_t m) {
   if (m <= 64) return m <= 1 ? 1 : m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
   std::int64_t const step = std::int64_t{1} << (std::bit_width(static_cast<std::uint64_t>(m - 1)) - 3);

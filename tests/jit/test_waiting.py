@@ -1,19 +1,20 @@
-"""Rehearsals: missing kernels are noted, launched by nobody, kept in no plan, and built together."""
+"""Waiting for compilers: the setting, and dry runs, which collect missing kernels to build them together."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from qcut import jit
 from qcut.backends.cuda.launch import plans
 from qcut.backends.cuda.launch.plans import LaunchPlan, LaunchSpec, PlanCache
-from qcut.backends.cuda.launch.rehearsal import MissingKernel, rehearsal, rehearsed
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.errors import BuildError
+from qcut.errors import BuildError, ConfigError
+from qcut.jit import waiting
+from qcut.jit.waiting import UnbuiltKernel, dry_run, dry_run_first
 
 
 class Machine:
@@ -24,8 +25,8 @@ class Machine:
         self.together: list[list[str]] = []
         self.launched: list[str] = []
         self.broken: set[str] = set()
-        monkeypatch.setattr(jit, "find", lambda source: source.name if source.name in self.built else None)
-        monkeypatch.setattr(jit, "build_many", self.build_many)
+        monkeypatch.setattr(waiting, "find", lambda source: source.name if source.name in self.built else None)
+        monkeypatch.setattr(waiting, "build_many", self.build_many)
         monkeypatch.setattr(plans, "load", self.load)
 
     def build_many(self, sources: Any, progress: bool) -> dict[str, Any]:
@@ -70,17 +71,17 @@ def test_missing_kernels_are_built_together_and_then_launched(machine: Machine) 
             call(name)
         return len(machine.launched)
 
-    assert rehearsed(run) == 2 + 5
+    assert dry_run_first(run) == 2 + 5
     assert machine.together == [["a", "c"]]
     assert machine.launched == [*"bb", *"abcab"]
     assert (len(inner), len(outer)) == (3, 3)
-    assert rehearsed(run) == 7 + 5
+    assert dry_run_first(run) == 7 + 5
     assert machine.together == [["a", "c"]]
 
 
-def test_nothing_is_kept_of_a_rehearsal_that_lacked_kernels(machine: Machine) -> None:
+def test_dry_run_keeps_no_plan_of_missing_kernels(machine: Machine) -> None:
     cache: PlanCache[LaunchPlan] = PlanCache()
-    with rehearsal() as missing:
+    with dry_run() as missing:
         plan = cache.make("a", lambda: spec("a").load(0))
         assert plan.for_native() is None
         assert plan.workspace_bytes(()) == 0
@@ -88,7 +89,7 @@ def test_nothing_is_kept_of_a_rehearsal_that_lacked_kernels(machine: Machine) ->
     assert list(missing) == ["a"]
     assert len(cache) == 0
     assert machine.launched == []
-    assert not isinstance(cache.make("a", lambda: spec("a").load(0))._kernel, MissingKernel)
+    assert not isinstance(cache.make("a", lambda: spec("a").load(0))._kernel, UnbuiltKernel)
     assert len(cache) == 1
 
 
@@ -102,9 +103,22 @@ def test_a_kernel_that_does_not_compile_is_an_error(machine: Machine) -> None:
         spec("a").load(0)
 
     with pytest.raises(BuildError, match="a"):
-        rehearsed(run)
+        dry_run_first(run)
     assert len(runs) == 1
     with pytest.raises(ZeroDivisionError):
-        rehearsed(lambda: 1 // 0)
+        dry_run_first(lambda: 1 // 0)
     spec("c").load(0).launch(1, (), 0)
-    assert machine.launched == ["c"]  # no rehearsal goes on
+    assert machine.launched == ["c"]  # no dry run goes on
+
+
+def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, mode in (("", "background"), ("background", "background"), ("wait", "wait"), ("fallback", "fallback")):
+        monkeypatch.setenv("QCUT_BUILD", value)
+        assert waiting.build_mode() == mode
+        with waiting.no_fallbacks():
+            assert waiting.build_mode() == "wait"
+    monkeypatch.setattr(sys, "executable", "")  # an interpreter inside of another program
+    assert waiting.build_mode() == "wait"
+    monkeypatch.setenv("QCUT_BUILD", "soon")
+    with pytest.raises(ConfigError, match="QCUT_BUILD is 'soon'; allowed: background, wait, fallback"):
+        waiting.build_mode()

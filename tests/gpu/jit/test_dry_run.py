@@ -13,6 +13,7 @@ from qcut import jit
 from qcut.backends.cuda.launch import plans
 from qcut.emitters.core.source import KernelSource
 from qcut.engine.engine import Engine
+from qcut.jit import waiting
 from tests.gpu.support.decoders import llama
 from tests.support.decoders import VOCABULARY, prompts_of
 
@@ -27,7 +28,7 @@ def test_the_first_request_builds_its_kernels_together(
     monkeypatch.setattr(importlib.import_module("qcut.jit.build"), "_memory", {})  # qcut.jit.build is the function
     plans.forget_plans()
     together: list[int] = []
-    load, build_many = plans.load, jit.build_many
+    load, build_many = plans.load, waiting.build_many
 
     def counted(sources: Collection[KernelSource], **options: Any) -> Any:
         together.append(len(sources))
@@ -37,7 +38,7 @@ def test_the_first_request_builds_its_kernels_together(
         assert jit.find(source) is not None, source.name
         return load(source, device)
 
-    monkeypatch.setattr(jit, "build_many", counted)
+    monkeypatch.setattr(waiting, "build_many", counted)
     monkeypatch.setattr(plans, "load", watched)
     engine = Engine(model, graphs=graphs)
     first = engine.prefill(prompts)

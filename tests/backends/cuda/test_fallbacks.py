@@ -1,8 +1,8 @@
-"""Kernels that serve while nvcc builds better ones: which they are, and how calls leave them."""
+"""Fallback kernels: which they are, and how calls leave them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.backends.cuda import linear as linear_cuda
 from qcut.backends.cuda.codebook import gemm_spec
-from qcut.backends.cuda.gemm import STAND_IN_ROWS, Product, w8a16_spec
+from qcut.backends.cuda.gemm import FALLBACK_ROWS, Product, w8a16_spec
 from qcut.backends.cuda.launch import native, plans
 from qcut.backends.cuda.launch.plans import LaunchSpec, PlanCache
 from qcut.backends.cuda.launch.prebuild import prebuild
@@ -22,7 +22,7 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import BuildError
-from qcut.jit import background
+from qcut.jit import background, waiting
 from qcut.jit.background import Job
 
 H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
@@ -45,6 +45,8 @@ class Compilers:
     built: set[str] = field(default_factory=set)
     now: list[str] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
+    awaited: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
     fails: bool = False
 
     def find(self, source: KernelSource) -> Any:
@@ -54,8 +56,16 @@ class Compilers:
         self.now.append(source.name)
         return source
 
+    def build_many(self, sources: Iterable[KernelSource], progress: bool) -> dict[str, Any]:
+        return {
+            source.name: BuildError("nvcc fails") if source.name in self.broken else self.build(source)
+            for source in sources
+        }
+
     def later(self, job: Job, *, first: bool = False) -> bool:
         self.jobs.append(job)
+        if first:
+            self.awaited.append(job.key)
         return not self.fails
 
 
@@ -63,15 +73,15 @@ class Compilers:
 def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
     found = Compilers()
     monkeypatch.setenv("QCUT_BUILD", "background")
-    monkeypatch.setattr(plans.jit, "find", found.find)
+    for module in (plans.jit, waiting):
+        monkeypatch.setattr(module, "find", found.find)
     monkeypatch.setattr(plans.jit, "build", found.build)
     monkeypatch.setattr(plans.jit, "load", lambda binary, source, device: Loaded(source.name))
-    monkeypatch.setattr(plans.jit, "build_many", lambda sources, progress: {s.name: found.build(s) for s in sources})
+    monkeypatch.setattr(waiting, "build_many", found.build_many)
     monkeypatch.setattr(background.builder, "later", found.later)
     monkeypatch.setattr(
         background, "kernel_job", lambda source: Job(f"key of {source.name}", source.name, found.build, (source,), id)
     )
-    monkeypatch.setattr(plans, "_awaited", set())
     yield found
     plans.forget_plans()
 
@@ -79,20 +89,20 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
 @pytest.fixture
 def spec() -> LaunchSpec:
     grid = Grid(1, (1, 1, 1))
-    return LaunchSpec(SLOW, grid, (132,), row_multiple=64, stand_in=lambda: LaunchSpec(QUICK, grid))
+    return LaunchSpec(SLOW, grid, (132,), row_multiple=64, fallback=lambda: LaunchSpec(QUICK, grid))
 
 
 # ── which kernels ────────────────────────────────────────────────────────────────────────────────
 
 
-def stand_in_of(spec: LaunchSpec) -> LaunchSpec | None:
-    """What serves while nvcc builds a kernel: one that NVRTC builds, for which nothing stands in; None without nvcc."""
+def fallback_of(spec: LaunchSpec) -> LaunchSpec | None:
+    """The fallback of a kernel that nvcc builds: one that NVRTC builds, without a fallback; None for other kernels."""
     if spec.source.toolchain != "nvcc":
-        assert spec.stand_in is None
+        assert spec.fallback is None
         return None
-    assert spec.stand_in is not None
-    quick = spec.stand_in()
-    assert (quick.source.toolchain, quick.source.host_text, quick.stand_in) == ("nvrtc", None, None)
+    assert spec.fallback is not None
+    quick = spec.fallback()
+    assert (quick.source.toolchain, quick.source.host_text, quick.fallback) == ("nvrtc", None, None)
     return quick
 
 
@@ -103,40 +113,40 @@ def test_three_kernels_that_nvrtc_builds_serve_any_number_of_rows(scheme: str, g
     names, waited = set(), 0
     for rows in sorted({plans.m_bucket(m) for m in range(9, 10_000, 7)}):
         spec = Product(problem, rows, 5120, 1280).spec(gpu, cutlass=True)
-        if (quick := stand_in_of(spec)) is None:
+        if (quick := fallback_of(spec)) is None:
             continue
         assert isinstance(quick.grid, Grid)  # so that C++ can launch it
         names.add(quick.source.name)
         waited += 1
-    assert waited > len(STAND_IN_ROWS) >= len(names)
+    assert waited > len(FALLBACK_ROWS) >= len(names)
 
 
-def test_w8a16_has_stand_ins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w8a16_has_fallbacks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qcut.backends.cuda.gemm.has_cutlass", lambda: True)
     problem, names, waited = linear_problem(DType.F16, 5120, 1280, True, "none", "w8a16"), set(), set()
     for rows in sorted({plans.m_bucket(m) for m in range(1, 10_000, 7)}):
         spec = w8a16_spec(problem, rows, 5120, 1280, H200)
-        if (quick := stand_in_of(spec)) is None:
+        if (quick := fallback_of(spec)) is None:
             continue
         names.add(quick.source.name)
         waited.add(spec.source.name)
-    assert len(waited) > len(STAND_IN_ROWS) >= len(names)
+    assert len(waited) > len(FALLBACK_ROWS) >= len(names)
 
 
-def test_a_codebook_of_one_norm_a_row_has_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codebook_of_one_norm_a_row_has_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qcut.backends.cuda.codebook.has_cutlass", lambda: True)
     problem = codebook_dispatch.problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
     spec = gemm_spec(problem, 4096, 4096, 32, H200)
-    assert (spec.source.toolchain, spec.stand_in is None) == ("nvcc", False)
-    quick = spec.stand_in()
+    assert (spec.source.toolchain, spec.fallback is None) == ("nvcc", False)
+    quick = spec.fallback()
     assert quick.source.name.startswith("qcut_codebook_wgmma")
-    assert (quick.source.toolchain, quick.stand_in, quick.pdl) == ("nvrtc", None, spec.pdl)
+    assert (quick.source.toolchain, quick.fallback, quick.pdl) == ("nvrtc", None, spec.pdl)
 
 
 # ── how calls leave them ─────────────────────────────────────────────────────────────────────────
 
 
-def test_a_stand_in_serves_until_the_kernel_is_there(compilers: Compilers, spec: LaunchSpec) -> None:
+def test_fallback_serves_until_kernel_is_built(compilers: Compilers, spec: LaunchSpec) -> None:
     cache: PlanCache[plans.LaunchPlan] = PlanCache()
 
     def plan() -> plans.LaunchPlan:
@@ -145,32 +155,27 @@ def test_a_stand_in_serves_until_the_kernel_is_there(compilers: Compilers, spec:
     assert (plan().name, plan().row_multiple, compilers.now) == ("quick", 1, ["quick"])
     (job,) = compilers.jobs
     assert (job.key, job.name) == ("key of slow", "slow")
-    before = plans.generation()
-    plans._take_over(["key of something else"])
-    assert (plans.generation(), plan().name, len(compilers.jobs)) == (before, "quick", 1)
+    assert compilers.awaited == [job.key]
+    assert (plan().name, len(compilers.jobs)) == ("quick", 1)
     compilers.built.add("slow")
-    plans._take_over(["key of something else", "key of slow"])
-    assert plans.generation() == before + 1
+    assert plans.forget_plans in background.builder._listeners
+    plans.forget_plans()
     assert (plan().name, plan().row_multiple) == ("slow", 64)
-    plans._take_over(["key of slow"])  # nobody waits for it any more
-    assert plans.generation() == before + 1
 
 
-def test_a_build_that_failed_leaves_the_stand_in(compilers: Compilers, spec: LaunchSpec) -> None:
+def test_failed_build_keeps_fallback(compilers: Compilers, spec: LaunchSpec) -> None:
     compilers.fails = True
-    assert spec.load(0).name == "quick"
-    before = plans.generation()
-    plans._take_over(["key of slow"])
-    assert plans.generation() == before
+    plan = spec.load(0)
+    assert (plan.name, plan.is_fallback) == ("quick", False)
 
 
 def test_who_waits_gets_the_kernel(compilers: Compilers, spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    with background.waiting():
+    with waiting.no_fallbacks():
         assert spec.load(0).name == "slow"
     monkeypatch.setenv("QCUT_BUILD", "wait")
     assert spec.load(0).name == "slow"
     monkeypatch.delenv("QCUT_BUILD")
-    assert replace(spec, stand_in=None).load(0).name == "slow"  # nothing has the same results
+    assert replace(spec, fallback=None).load(0).name == "slow"  # nothing has the same results
     assert (compilers.now, compilers.jobs) == (["slow"] * 3, [])
 
 
@@ -210,12 +215,7 @@ def test_capture_waits_for_the_best_kernel(
 def test_capture_takes_fallback_where_build_fails(
     compilers: Compilers, spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(source: KernelSource) -> KernelSource:
-        if source is SLOW:
-            raise BuildError("nvcc fails")
-        return source
-
-    monkeypatch.setattr(plans.jit, "build", build)
+    compilers.broken.add("slow")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     cache: PlanCache[plans.LaunchPlan] = PlanCache()
@@ -244,25 +244,20 @@ def test_cpp_comes_later_too(compilers: Compilers, monkeypatch: pytest.MonkeyPat
     state |= {"problem": lambda: None, "_stored": lambda digest: None, "fingerprint": lambda: "digest"}
     for name, value in state.items():
         monkeypatch.setattr(native, name, value)
-    asked: list[Job] = []
-
-    def later(job: Job) -> bool:
-        asked.append(job)
-        return True
-
-    assert native.library(later) is None
-    assert native.library(later) is None
-    assert ([job.key for job in asked], activated) == (["digest"] * 2, [])
-    asked[0].keep(b"code")
-    assert native.library(later) == native.library(later) == native.library() == "library"
-    assert len(asked) == 2
+    assert native.library(wait=False) is None
+    assert native.library(wait=False) is None
+    assert (compilers.awaited, activated) == (["digest"] * 2, [])
+    compilers.jobs[0].keep(b"code")
+    assert native.library(wait=False) == native.library(wait=False) == native.library() == "library"
+    assert len(compilers.jobs) == 2
     assert native.build() == b"code"
 
     monkeypatch.setattr(native, "_kept", None)
     monkeypatch.setattr(native, "_library", None)
     monkeypatch.setattr(native, "_settled", False)
     native.build.cache_clear()
-    assert native.library(lambda job: False) is None  # it failed, which was told
+    compilers.fails = True
+    assert native.library(wait=False) is None
     assert native.library() is None
     assert activated == [1]
 

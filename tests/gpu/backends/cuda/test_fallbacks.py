@@ -19,7 +19,7 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.families import INT8_CUTLASS, INT8_MMA
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.jit import background
+from qcut.jit import waiting
 from qcut.ops.gemm import GemmS8
 from tests.gpu.layers.test_linear import layer, tokens
 from tests.gpu.support.oracles import DEVICE, Gemm, assert_same, name
@@ -36,7 +36,7 @@ def sources() -> list[KernelSource]:
     specs = []
     for problem in (GemmProblem(epilogue=epilogue) for epilogue in GEMM_EPILOGUES):
         specs.append(Product(problem, plans.m_bucket(M), N, K).spec(gpu, cutlass=True))
-        specs += [Product(problem, plans.m_bucket(m), n, k).stand_in(gpu) for m, n, k in SHAPES]
+        specs += [Product(problem, plans.m_bucket(m), n, k).fallback(gpu) for m, n, k in SHAPES]
     for scheme in ("w8a8", "w8a8_static"):
         specs += LinearLayer(scheme, torch.float16, plans.m_bucket(M), N, K, True, "none", True).launches(0)
     return [spec.source for spec in specs]
@@ -45,23 +45,22 @@ def sources() -> list[KernelSource]:
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     """Builds the kernels, in parallel."""
-    for result in jit.build_many(sources(), progress=False).values():
-        if isinstance(result, Exception):
-            raise result
+    jit.require(sources())
 
 
 @pytest.fixture
 def nothing_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Callers go on while nvcc works, and find none of its kernels; the process in the background finds them."""
     plans.forget_plans()
-    monkeypatch.setenv(background.VARIABLE, "background")
-    monkeypatch.setattr(jit, "find", lambda source: None)
+    monkeypatch.setenv(waiting.VARIABLE, "background")
+    for module in (jit, waiting):
+        monkeypatch.setattr(module, "find", lambda source: None)
     yield
     plans.forget_plans()
 
 
 @pytest.mark.parametrize("epilogue", GEMM_EPILOGUES, ids=name)
-def test_stand_ins_compute_the_same_bits(epilogue: Epilogue) -> None:
+def test_fallbacks_compute_the_same_bits(epilogue: Epilogue) -> None:
     gpu = plans.target(torch.cuda.current_device())
     compared = 0
     for m, n, k in SHAPES:
@@ -73,10 +72,10 @@ def test_stand_ins_compute_the_same_bits(epilogue: Epilogue) -> None:
         final = dispatch.select_gemm(problem, plans.m_bucket(M), N, K, gpu)  # one for all shapes
         if final.family != INT8_CUTLASS.name:
             continue  # nobody waits for the others
-        stand_in = Product(problem, rows, n, k).stand_in_choice(gpu)
-        assert stand_in.family == INT8_MMA.name
-        assert chosen_spec(stand_in, problem, n, gpu).source.toolchain == "nvrtc"
-        assert_same(gemm_on_cuda(call, stand_in), gemm_on_cuda(call, final))
+        fallback = Product(problem, rows, n, k).fallback_choice(gpu)
+        assert fallback.family == INT8_MMA.name
+        assert chosen_spec(fallback, problem, n, gpu).source.toolchain == "nvrtc"
+        assert_same(gemm_on_cuda(call, fallback), gemm_on_cuda(call, final))
         compared += 1
     assert compared or epilogue.row_scale == epilogue.col_scale == "none"
 
@@ -120,7 +119,7 @@ def test_graph_captured_early_keeps_no_fallback(
     assert qcut.wait_for_kernels(120)
 
 
-def test_cpp_calls_leave_the_stand_in(nothing_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpp_calls_leave_the_fallback(nothing_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
     library = native.library()
     assert library is not None
     linear = layer("w8a8", K, N).to(DEVICE)
