@@ -34,7 +34,17 @@ from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import QcutError
 from qcut.numerics.int16 import rows_of_blocks
 from qcut.schemes import padded_k
-from tests.support.fakes.native import STREAM, Driver, Kernel, Record, Setting, decoded, defined, launch_plan, registered
+from tests.support.fakes.native import (
+    STREAM,
+    Driver,
+    Kernel,
+    Record,
+    Setting,
+    decoded,
+    defined,
+    launch_plan,
+    registered,
+)
 
 NAMESPACE = "qcut_native_test"
 SM_COUNT, SWIZZLE, RASTER, SPLITS = 132, 4, 2, 3
