@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from qcut.models.class_questions import modules_asked
 from qcut.models.classes import activation_of, all_calls_are_watched, is_exactly, is_unwatched, library_class
 from qcut.models.modules import Quantized, is_linear
-from qcut.models.reached import mentions
+from qcut.models.weight_sharing.functions import mentions
+from qcut.models.weight_sharing.readers import class_checked
 
 
 class FusedActivation(nn.Identity):
@@ -154,7 +154,7 @@ def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
 
     Two places are known: neighbours in a plain ``nn.Sequential``, and the MLP of GPT-2 (``c_fc``, then ``act``) where
     no other code that the model reaches reads ``c_fc``. A layer in two places has no activation of its own, and hooks
-    on either of the two see what lies between them. A Sequential whose class code asks for stays as it is.
+    on either of the two see what lies between them. A Sequential whose class code checks stays as it is.
 
     Returns:
         By layer name: the name of the activation module, and its function's name in `qcut.schemes.ACTIVATIONS`.
@@ -167,9 +167,9 @@ def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
             places[id(child)] = places.get(id(child), 0) + 1
     fusible = {}
     plain = [module for module in model.modules() if type(module) is nn.Sequential]
-    asked = modules_asked(model, plain, FusedSequential) if plain else {}
+    checked = class_checked(model, plain, FusedSequential) if plain else {}
     for name, module in model.named_modules():
-        for first, second in _pairs_of(module, model) if id(module) not in asked else ():
+        for first, second in _pairs_of(module, model) if id(module) not in checked else ():
             layer, function = module._modules.get(first), module._modules.get(second)
             activation = activation_of(function)
             if layer is None or function is None or activation is None or not is_linear(layer):

@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
-from qcut.models.class_questions import modules_asked
 from qcut.models.modules import Quantized, looks_linear, own_ways
-from qcut.models.reached import modules_inside
-from qcut.models.weight_reads import layers_read
+from qcut.models.weight_sharing.functions import modules_inside
+from qcut.models.weight_sharing.readers import class_checked, layers_read
 
 DEFAULT_SKIP = ("lm_head",)
 """Layers left in float by default: most models tie the classifier to the embedding, and the classifier is sensitive."""
@@ -103,7 +102,7 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
     looking = {name: module for name, module in model.named_modules() if name and looks_linear(module)}
     adapters = _adapters(model)
     read = layers_read(model, looking.values())
-    asked = modules_asked(model, [module for module in looking.values() if id(module) not in read])
+    checked = class_checked(model, [module for module in looking.values() if id(module) not in read])
     held = held_elsewhere(model, looking.values())
     layers: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
@@ -115,8 +114,8 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
             left[name] = f"{read[id(module)]} reads its weight itself, without calling the layer"
         elif reason is not None:
             left[name] = reason
-        elif id(module) in asked:
-            left[name] = f"{asked[id(module)]} asks for its class, and would do something else with a quantized layer"
+        elif id(module) in checked:
+            left[name] = f"{checked[id(module)]} checks its class, and would do something else with a quantized layer"
         elif id(module) in held:
             left[name] = f"it is also held outside of the model's modules ({held[id(module)]})"
         else:

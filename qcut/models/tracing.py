@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from qcut.models.branches import Places, branches_by_values
 from qcut.models.classes import is_unwatched
 from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
 from qcut.models.selection import held_elsewhere
-from qcut.models.weight_reads import layers_read
+from qcut.models.weight_sharing.norm_outputs import Places, branches_by_values
+from qcut.models.weight_sharing.readers import layers_read
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class NormTracer(TorchFunctionMode):
     is a hook.
 
     What no call comes to may read the output as well. A norm is refused where a module near it and its readers never
-    ran, and where code may read its output at a place that no call came to (`qcut.models.branches`).
+    ran, and where code may read its output at a place that no call came to (`qcut.models.weight_sharing`).
 
     Args:
         model: in evaluation mode while it runs; hooks are on its modules until `remove`.

@@ -204,11 +204,11 @@ def test_layers_whose_class_code_asks_for_stay(cls: Callable[[], nn.Module], nam
     layers, left = linear_layers(cls())
     assert set(left) == names
     assert set(layers) == ALL - names
-    assert all("asks for its class" in reason for reason in left.values())
+    assert all("checks its class" in reason for reason in left.values())
 
 
 def test_hooks_that_ask_keep_their_layer() -> None:
-    assert "asks for its class" in linear_layers(Hooked())[1]["a"]
+    assert "checks its class" in linear_layers(Hooked())[1]["a"]
 
 
 def test_parameters_taken_as_a_whole_are_read() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -27,9 +28,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 def is_library_code(function: FunctionType) -> bool:
     """Whether a function stands in a module of a library that is written for models of all kinds."""
-    name = str(function.__globals__.get("__name__", ""))
+    name = home_of(function)
     module = sys.modules.get(name)
     return name.partition(".")[0] in _LIBRARIES and module is not None and vars(module) is function.__globals__
+
+
+def home_of(function: FunctionType) -> str:
+    """Name of the module whose globals a function has."""
+    return str(function.__globals__.get("__name__", ""))
 
 
 def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
@@ -46,7 +52,8 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
     for cls in classes | helpers:
         for name, function in methods_of(cls):
             methods.setdefault(name, []).append(function)
-    process_hooks = [f for hooks in _process_hooks() for hook in hooks.values() for f in _functions_of(hook)]
+    all_hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+    process_hooks = [f for hooks in all_hooks for hook in hooks.values() for f in _functions_of(hook)]
     todo = [*methods.get("forward", ()), *methods.get("__call__", ()), *process_hooks]
     todo += [function for functions in own.values() for function in functions]
     calls: dict[FunctionType, list[FunctionType]] = {}
@@ -62,7 +69,7 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
             todo += methods.get(name, ())
     by_class = {cls: _closure([f for _, f in methods_of(cls) if f in calls], calls) for cls in classes}
     for module in modules:
-        helped = [f for one in _own_objects(module) for _, f in methods_of(type(one)) if f in calls]
+        helped = [f for one in _own_objects(module) for _, f in methods_of(one.__class__) if f in calls]
         extra = _closure([*own[id(module)], *helped, *(process_hooks if module is model else ())], calls)
         yield module, [*dict.fromkeys([*by_class[type(module)], *extra])]
 
@@ -77,7 +84,7 @@ def mentions(model: nn.Module, names: Sequence[str], besides: type) -> bool:
     """
     known = vars(besides)["forward"]
     for function in {f for _, functions in reached(model) for f in functions} - {known}:
-        found = names_of(function) | {part for text in strings_of(function) for part in text.split(".")}
+        found = mentioned_by(function)
         if names[0] in found or (not is_library_code(function) and not found.isdisjoint((*names, *WALKS))):
             return True
     return False
@@ -102,18 +109,14 @@ def modules_inside(value: Any, depth: int = 4) -> Iterator[nn.Module]:
         for part in parts:
             yield from modules_inside(part, depth - 1)
     elif isinstance(value, FunctionType):
-        for one in _enclosed(value):
+        for one in enclosed(value).values():
             if isinstance(one, nn.Module):
                 yield one
 
 
-def methods_of(cls: Any) -> tuple[tuple[str, FunctionType], ...]:
-    """The methods of a class and its bases but ``nn.Module``, by name; overridden ones where ``super`` calls them."""
-    return _methods_of(cls)
-
-
 @cache
-def _methods_of(cls: Any) -> tuple[tuple[str, FunctionType], ...]:
+def methods_of(cls: Any) -> tuple[tuple[str, FunctionType], ...]:
+    """The methods of a class and its bases except ``nn.Module``, by name; overridden ones if ``super`` calls them."""
     found: list[tuple[str, FunctionType]] = []
     final: set[str] = set()
     for base in cls.__mro__:
@@ -133,7 +136,7 @@ def functions_in(value: Any, depth: int = 3) -> Iterator[FunctionType]:
     value = getattr(value, "__func__", value)
     if isinstance(value, FunctionType):
         yield value
-        inner = [getattr(value, "__wrapped__", None), *_enclosed(value)]
+        inner = [getattr(value, "__wrapped__", None), *enclosed(value).values()]
         for function in inner if depth else ():
             if isinstance(function, FunctionType):
                 yield from functions_in(function, depth - 1)
@@ -142,9 +145,13 @@ def functions_in(value: Any, depth: int = 3) -> Iterator[FunctionType]:
 @cache
 def names_of(function: FunctionType) -> frozenset[str]:
     """Names of attributes and globals that a function mentions; with ``getattr``, its strings too."""
-    codes = list(_codes(function.__code__))
-    names = {name for code in codes for name in code.co_names}
+    names = names_in(function.__code__)
     return frozenset(names | strings_of(function) if "getattr" in names else names)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Names of attributes and globals in bytecode, functions inside included."""
+    return {name for one in _codes(code) for name in one.co_names}
 
 
 @cache
@@ -152,6 +159,11 @@ def strings_of(function: FunctionType) -> frozenset[str]:
     """The strings that a function holds, but not its docstring."""
     found = {value for code in _codes(function.__code__) for value in _flat(code.co_consts) if isinstance(value, str)}
     return frozenset(found - {function.__doc__})
+
+
+def mentioned_by(function: FunctionType) -> set[str]:
+    """Names that a function mentions, those in the parts of strings such as ``"encoder.norm"`` included."""
+    return {*names_of(function), *(part for text in strings_of(function) for part in text.split("."))}
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -169,19 +181,20 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _enclosed(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
+def enclosed(function: FunctionType) -> dict[str, Any]:
+    """The values that a function has from the functions around it, by name; those that are set already."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # not filled yet
+            found[name] = cell.cell_contents
+    return found
 
 
 @cache
 def called_by(function: FunctionType) -> tuple[FunctionType, ...]:
     """The functions that names of a function stand for in its module, and those that the function encloses."""
-    names = {name for code in _codes(function.__code__) for name in code.co_names}
-    values = [*(function.__globals__.get(name) for name in sorted(names)), *_enclosed(function)]
+    names = sorted(names_in(function.__code__))
+    values = [*(function.__globals__.get(name) for name in names), *enclosed(function).values()]
     return tuple(dict.fromkeys(one for value in values for one in _followed(value)))
 
 
@@ -190,7 +203,7 @@ def _followed(value: Any) -> Iterator[FunctionType]:
     if isinstance(value, FunctionType) and registry is not None:
         yield from (f for one in registry.values() for f in _functions_of(one))
     for function in _functions_of(value):
-        if str(function.__globals__.get("__name__", "")).partition(".")[0] != "torch":
+        if home_of(function).partition(".")[0] != "torch":
             yield function
 
 
@@ -206,36 +219,29 @@ def _functions_of(value: Any) -> Iterator[FunctionType]:
 
 def _own_functions(module: nn.Module) -> Iterator[FunctionType]:
     """Functions that a module itself holds, among them a ``forward`` of its own, and its hooks."""
-    for value in vars(module).values():
-        for one in _inside(value):
-            if isinstance(one, (FunctionType, MethodType, functools.partial)):
-                yield from (f for f in _functions_of(one) if not _is_of_torch_alone(f))
+    for one in _held(module):
+        if isinstance(one, (FunctionType, MethodType, functools.partial)):
+            yield from (f for f in _functions_of(one) if not home_of(f).startswith("torch."))
     for hooks in _HOOKS:
         for hook in vars(module).get(hooks, {}).values():
             yield from _functions_of(hook)
 
 
 def _own_objects(module: nn.Module) -> Iterator[Any]:
-    """Objects of classes of one's own that a module holds, which may hold its layers and call them."""
+    """Objects of a model's own classes that a module holds, which may hold its layers and call them."""
+    for one in _held(module):
+        known = type(one).__module__.partition(".")[0] in _KNOWN
+        if not known and not isinstance(one, (nn.Module, Tensor, type)) and hasattr(one, "__dict__"):
+            yield one
+
+
+def _held(module: nn.Module) -> Iterator[Any]:
+    """A module's attributes, and what lists, tuples and dicts among them hold."""
     for value in vars(module).values():
-        for one in _inside(value):
-            known = type(one).__module__.partition(".")[0] in _KNOWN
-            if not known and not isinstance(one, (nn.Module, Tensor, type)) and hasattr(one, "__dict__"):
-                yield one
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _is_of_torch_alone(function: FunctionType) -> bool:
-    return str(function.__globals__.get("__name__", "")).startswith("torch.")
-
-
-def _process_hooks() -> Iterable[dict[int, Callable[..., Any]]]:
-    return torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+        if isinstance(value, (dict, list, tuple)):
+            yield from value.values() if isinstance(value, dict) else value
+        else:
+            yield value
 
 
 def _closure(functions: list[FunctionType], calls: dict[FunctionType, list[FunctionType]]) -> list[FunctionType]:

@@ -1,0 +1,304 @@
+"""Finds layers whose weight or bias other code reads, and layers whose class it checks.
+
+``nn.MultiheadAttention`` and Mamba, for example, pass ``self.out_proj.weight`` to a function; a quantized layer has no
+float weight to give them. ``isinstance(self.proj, nn.Linear)`` in a forward holds only for the float layer: with
+another the code goes on without an error, and computes something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from qcut.models.modules import Quantized
+from qcut.models.weight_sharing.functions import (
+    enclosed,
+    functions_in,
+    is_library_code,
+    methods_of,
+    names_of,
+    reached,
+    strings_of,
+)
+from qcut.models.weight_sharing.syntax import ClassCheck, Conditions, Path, code_of
+
+_SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
+"""What float and quantized layers have besides what every module has."""
+_UNKNOWN: Any = object()
+
+
+def layers_read(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
+    """The layers, by id, whose tensors other modules read, and the class that reads them.
+
+    Args:
+        model: the model; its code is read, not run.
+        layers: linear layers in it.
+    """
+    candidates = {id(layer): layer for layer in layers}
+    found: dict[int, str] = {}
+    for module, functions in reached(model):
+        for function in functions if id(module) not in candidates else ():
+            for layer in (*_read_by(module, function), *_all_read_by(model, module, function)):
+                if id(layer) in candidates:
+                    found.setdefault(id(layer), type(module).__name__)
+    return found
+
+
+def _read_by(module: nn.Module, function: FunctionType) -> Iterator[nn.Module]:
+    """The modules whose weight or bias a function reads."""
+    code = code_of(function.__code__)
+    read = [
+        (part, tensor)
+        for path, container, tensor, conditions in code.reads
+        if may_run(module, conditions)
+        for part in modules_at(module, path, container)
+    ]
+    for name, position, path in code.passed:
+        target = _follow(module, path)
+        for callee in functions_in(function.__globals__.get(name)) if isinstance(target, nn.Module) else ():
+            read += [(target, tensor) for at, tensor in code_of(callee.__code__).parameters if at == position]
+    yield from (part for part, tensor in read if part._parameters.get(tensor) is not None)
+
+
+def _all_read_by(model: nn.Module, module: nn.Module, function: FunctionType) -> Iterator[nn.Module]:
+    """The modules whose parameters a function takes all, whatever their names.
+
+    An object that the function is given may be any module of the model.
+    """
+    known, method = not is_library_code(function), _is_method(function, module)
+    for paths, conditions in code_of(function.__code__).reads_all:
+        if may_run(module, conditions):
+            tops = [top for path, container in paths if path for top in modules_at(module, path, container)]
+            if not tops and known and (method or not paths):
+                tops = [module if paths else model]
+            for top in tops:
+                yield from top.modules()
+
+
+def class_checked(
+    model: nn.Module, modules: Iterable[nn.Module], replacement: type[nn.Module] = Quantized
+) -> dict[int, str]:
+    """The modules, by id, whose class other code checks, and the class or function that does.
+
+    A check with the same result for both classes, such as ``isinstance(layer, nn.Module)`` or ``hasattr(layer,
+    "weight")``, does not count.
+
+    Args:
+        model: the model; its code is read, not run.
+        modules: linear layers in it, or others that a module of another class may replace.
+        replacement: that class, or a base of the classes.
+    """
+    candidates = {id(layer) for layer in modules}
+    found: dict[int, str] = {}
+    for module, functions in reached(model):
+        below = [part for part in module.modules() if id(part) in candidates]
+        for function in functions if below else ():
+            method = _is_method(function, module)
+            if method and id(module) in candidates:
+                continue  # a layer knows its own class
+            dispatched = _dispatched(function)
+            checked = [layer for layer in below if _differs(layer, dispatched, replacement)]
+            for check in code_of(function.__code__).checks:
+                if may_run(module, check.conditions):
+                    named = list(_checked(module, check, method))
+                    for layer in named or below:
+                        if id(layer) in candidates and _matters(check, layer, function, bool(named), replacement):
+                            checked.append(layer)
+            for layer in checked:
+                found.setdefault(id(layer), type(module).__name__ if method else function.__qualname__)
+    return found
+
+
+def _is_method(function: FunctionType, module: nn.Module) -> bool:
+    cls: Any = type(module)
+    return function in _methods(cls)
+
+
+@cache
+def _methods(cls: Any) -> frozenset[FunctionType]:
+    return frozenset(function for _, function in methods_of(cls))
+
+
+def _checked(module: nn.Module, check: ClassCheck, method: bool) -> Iterator[nn.Module]:
+    for path, container in check.paths:
+        if path:
+            yield from modules_at(module, path, container)
+        elif container or method:
+            yield module
+
+
+def _matters(check: ClassCheck, layer: nn.Module, function: FunctionType, known: bool, replacement: Any) -> bool:
+    """Whether the replacement may give a check another result."""
+    if check.attribute:
+        shared = check.attribute in _SHARED or hasattr(nn.Module, check.attribute)
+        return not check.tensor and known and not shared
+    if check.classes is None:
+        return not check.tensor and (known or _mentions_class(function, layer, replacement))
+    classes = [cls for expression in check.classes for cls in _values(expression, function)]
+    if any(cls is _UNKNOWN for cls in classes):
+        mentioned = known or (not is_library_code(function) and _mentions_class(function, layer, replacement))
+        return not check.tensor and mentioned
+    if check.tensor:
+        tensor, types = layer._parameters.get(check.tensor), [cls for cls in classes if isinstance(cls, type)]
+        return tensor is not None and any(isinstance(tensor, c) and not issubclass(Tensor, c) for c in types)
+    return _differs(layer, classes, replacement, check.exact)
+
+
+def _differs(layer: nn.Module, classes: Iterable[Any], replacement: Any, exact: bool = False) -> bool:
+    """Whether a layer is of a class, or has a class's name, that the replacement has not."""
+    names = {cls.__name__ for cls in type(layer).__mro__ if cls not in (nn.Module, object)}
+    for cls in classes:
+        if isinstance(cls, str) and any(name in cls for name in names):
+            return True
+        if isinstance(cls, type):
+            try:
+                if (exact and type(layer) is cls) or (isinstance(layer, cls) and not issubclass(replacement, cls)):
+                    return True
+            except TypeError:  # a protocol, or another class that is no set of classes
+                return True
+    return False
+
+
+def _mentions_class(function: FunctionType, layer: nn.Module, replacement: Any) -> bool:
+    """Whether a function mentions a class of the layer, by itself, in a table or by its name."""
+    inside: list[Any] = []
+    for value in _values_named(function):
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        if isinstance(value, (list, tuple, set, frozenset)):
+            inside += [one for one in value if isinstance(one, (type, str))]
+        elif isinstance(value, type):
+            inside.append(value)
+    return _differs(layer, [*inside, *strings_of(function)], replacement, exact=True)
+
+
+def _values_named(function: FunctionType) -> list[Any]:
+    """The values that names of a function may stand for, as globals or as classes of torch."""
+    names = names_of(function)
+    return [*(_global(function, name) for name in names), *(getattr(nn, name, None) for name in names)]
+
+
+def _dispatched(function: FunctionType) -> list[Any]:
+    """Classes by which functions that this one calls choose what they do (``functools.singledispatch``)."""
+    called = (_global(function, name) for name in function.__code__.co_names)
+    return [cls for one in called if isinstance(one, FunctionType) for cls in getattr(one, "registry", ())]
+
+
+def _global(function: FunctionType, name: str) -> Any:
+    if name in function.__code__.co_freevars:
+        return enclosed(function).get(name, _UNKNOWN)
+    return function.__globals__.get(name, getattr(builtins, name, _UNKNOWN))
+
+
+def _values(expression: ast.expr, function: FunctionType) -> list[Any]:
+    """The classes and strings that an expression may stand for, with `_UNKNOWN` for every other value."""
+    match expression:
+        case ast.Constant(value=value):
+            return [value]
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            return [value for part in parts for value in _values(part, function)]
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _values(left, function) + _values(right, function)
+        case ast.Name(id=name):
+            value = _global(function, name)
+            if isinstance(value, (list, tuple, set, frozenset, dict)):
+                return list(value)
+            return [value] if isinstance(value, (type, str)) or value is None else [_UNKNOWN]
+        case ast.Attribute():
+            value = _attribute(expression, function)
+            return [value] if isinstance(value, type) else [_UNKNOWN]
+    return [_UNKNOWN]
+
+
+def _attribute(expression: ast.expr, function: FunctionType) -> Any:
+    """The value of a name with dots, or `_UNKNOWN`."""
+    match expression:
+        case ast.Name(id=name) if name != "self":
+            return _global(function, name)
+        case ast.Attribute(value=value, attr=attribute):
+            owner = _attribute(value, function)
+            return _UNKNOWN if owner is _UNKNOWN else getattr(owner, attribute, _UNKNOWN)
+    return _UNKNOWN
+
+
+def modules_at(module: nn.Module, path: Path, container: bool) -> Iterator[nn.Module]:
+    """The modules that a path below a module may stand for; with ``container``, the children of the module there."""
+    target = _follow(module, path)
+    if target is None and path:
+        # The path goes through a property or an index: every module below with the last name may be meant.
+        named = module.named_modules(remove_duplicate=False)
+        yield from (part for name, part in named if name.rpartition(".")[2] == path[-1])
+    elif isinstance(target, nn.Module):
+        yield from target.children() if container else [target]
+
+
+def _follow(module: nn.Module, path: Path) -> Any:
+    target: Any = module
+    for name in path:
+        target = target._modules.get(name) if isinstance(target, nn.Module) else None
+    return target
+
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+
+
+def may_run(module: nn.Module, conditions: Conditions) -> bool:
+    """Whether code under these conditions may run, as far as the module's plain attributes decide."""
+    values = ((_value(module, test), taken) for test, taken in conditions)
+    return all(value is _UNKNOWN or bool(value) is taken for value, taken in values)
+
+
+def _value(module: nn.Module, node: ast.expr) -> Any:
+    """The value of an expression of constants and of plain attributes below ``self``, or `_UNKNOWN`."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Attribute():
+            return _plain_attribute(module, node)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            value = _value(module, operand)
+            return _UNKNOWN if value is _UNKNOWN else not value
+        case ast.BoolOp(op=op, values=parts):
+            values, decisive = [_value(module, part) for part in parts], isinstance(op, ast.Or)
+            if any(value is not _UNKNOWN and bool(value) is decisive for value in values):
+                return decisive
+            return _UNKNOWN if _UNKNOWN in values else not decisive
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            sides = [_value(module, side) for side in (left, right)]
+            if _UNKNOWN not in sides:
+                try:
+                    return _COMPARE[type(op)](*sides)
+                except TypeError:
+                    pass
+    return _UNKNOWN
+
+
+def _plain_attribute(module: nn.Module, node: ast.Attribute) -> Any:
+    """``self.a`` or ``self.config.a`` that is a number, a truth value, a string or None; a mode may still change."""
+    names: list[str] = []
+    at: ast.expr = node
+    while isinstance(at, ast.Attribute):
+        names.insert(0, at.attr)
+        at = at.value
+    if not isinstance(at, ast.Name) or at.id != "self" or names[-1] == "training":
+        return _UNKNOWN
+    value: Any = module
+    for name in names:
+        value = vars(value).get(name, _UNKNOWN) if hasattr(value, "__dict__") else _UNKNOWN
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
