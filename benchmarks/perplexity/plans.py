@@ -26,9 +26,10 @@ from benchmarks.perplexity.codebooks import as_float, on
 from benchmarks.perplexity.models import Evaluated, Processes, fit_option, own_text
 from benchmarks.publish import plots
 from benchmarks.publish.markdown import markdown
-from qcut.conversion.planning.budget import WITHIN_COST, Goal
+from qcut.conversion.planning.budget import WITHIN_COST, Budget
 from qcut.conversion.planning.costs import LayerSize, stored_cost
-from qcut.conversion.planning.measurements import Survey
+from qcut.conversion.planning.measure import SearchSpace
+from qcut.conversion.planning.planner import plan_within
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
 from qcut.numerics.codebook.passes import quantize_weight
@@ -70,9 +71,9 @@ class Subject(Evaluated):
             self.moments = qcut.collect_curvature(self.model, own.split(8), progress=self.progress)
         self.baseline = self.perplexity(batch_size=32)
 
-    def survey(self, weights: str) -> tuple[Survey, dict[tuple[str, str], Tensor]]:
+    def search_space(self, weights: str) -> tuple[SearchSpace, dict[tuple[str, str], Tensor]]:
         """All layers under all candidates, as float layers of dequantized weights; and these by scheme and name."""
-        survey = Survey(
+        space = SearchSpace(
             self.model,
             self.tried,
             [parse_scheme(name) for name in WITHIN_COST],
@@ -86,16 +87,16 @@ class Subject(Evaluated):
             progress=self.progress,
             passes=self.passes if weights == "fitted" else None,
         )
-        survey.check(Goal.of(None, max(self.options.bits), None, None, None))
-        survey.quantize()
+        space.check(Budget.of(None, max(self.options.bits), None, None, None))
+        space.quantize()
         made = {}
-        for group in survey.groups:
+        for group in space.groups:
             for scheme, layers in group.layers.items():
                 for name in layers:
                     stand_in: Any = as_float(layers[name])
                     layers[name] = stand_in
                     made[scheme, name] = stand_in.weight
-        return survey, made
+        return space, made
 
     def weight(self, name: str, scheme: str, weights: str) -> Tensor:
         """A layer's dequantized weight under a scheme."""
@@ -107,7 +108,7 @@ class Subject(Evaluated):
         return layer.dequantized_weight()
 
     def fit(self, schemes: Iterable[str], processes: Processes) -> None:
-        """Fit all layers under schemes, which `Subject.survey` and `Subject.weight` then take."""
+        """Fit all layers under schemes, which `Subject.search_space` and `Subject.weight` then take."""
         wanted = [parse_scheme(scheme) for scheme in schemes]
         moments = self.moments or {}
         keys = [(s, name) for s in wanted if s.takes_second_moments for name in moments]
@@ -147,7 +148,7 @@ def measure(subject: Subject, weights: str, processes: Processes) -> None:
     ahead = weights == "fitted" and args.fit_processes > 0
     if ahead:
         subject.fit(WITHIN_COST, processes)
-    survey, made = subject.survey(weights)
+    space, made = subject.search_space(weights)
     sizes = {name: LayerSize(name, len(w), w.shape[1], False, w.nbytes) for name, w in subject.float.items()}
     total = sum(weight.numel() for weight in subject.float.values())
 
@@ -161,10 +162,10 @@ def measure(subject: Subject, weights: str, processes: Processes) -> None:
     candidates = [scheme for scheme in args.uniform if scheme in WITHIN_COST]
     for scheme in candidates:
         uniform(scheme)
-    survey.measure()
+    space.measure()
     for bits in args.bits:
         start = time.perf_counter()
-        plan = survey.plan(Goal.of(None, bits, None, None, None))
+        plan = plan_within(space, Budget.of(None, bits, None, None, None))
         seconds = time.perf_counter() - start
         subject.put({name: made[scheme, name] for name, scheme in plan.schemes.items()})
         counts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(plan.counts.items()))

@@ -14,7 +14,9 @@ from qcut.models.modules import forward, weight_of
 
 
 @torch.no_grad()
-def siblings(model: nn.Module, batches: Iterable[Any], layers: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
+def fused_projections(
+    model: nn.Module, batches: Iterable[Any], layers: Mapping[str, nn.Module]
+) -> list[tuple[str, ...]]:
     """Sets of layers of one parent that are called one after the other with the same tensor: q, k, v, or gate, up.
 
     Only layers that `qcut.layers.stacking.Stacker` could stack under one scheme are in one set: those that all have a
@@ -48,7 +50,7 @@ def siblings(model: nn.Module, batches: Iterable[Any], layers: Mapping[str, nn.M
         last.clear()
 
     hooks = (partial(module.register_forward_pre_hook, hook(n), with_kwargs=True) for n, module in layers.items())
-    run_observed(model, batches, hooks, run, "siblings", progress=False)
+    run_observed(model, batches, hooks, run, "fused projections", progress=False)
     sets = dict.fromkeys(tuple(names) for names in calls)
     often = [name for names in sets for name in names]
     return [names for names in sets if len(names) > 1 and all(often.count(name) == 1 for name in names)]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.common.progress import with_progress
+from qcut.conversion.calibration.curvature import frozen
 from qcut.conversion.planning.sensitivity import Metric, kept_positions
 from qcut.errors import CalibrationError
 from qcut.models.modules import (
@@ -71,12 +72,9 @@ def channel_weights(
         return probe
 
     handles = [module.register_forward_hook(hook(name)) for name, module in layers.items()]
-    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
     total = 0.0
     try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        with evaluating(model), torch.enable_grad():
+        with evaluating(model), frozen(model), torch.enable_grad():
             for batch in with_progress(batches, "gradients", "batch", shown=progress):
                 batch = to_device(batch, device)
                 y = output_tensor(forward(model, batch))
@@ -92,8 +90,6 @@ def channel_weights(
     finally:
         for handle in handles:
             handle.remove()
-        for parameter in frozen:
-            parameter.requires_grad_(True)
     for name in layers:
         if name not in found or not bool(found[name].isfinite().all()):
             what = "NaN or Inf" if name in found else "none"

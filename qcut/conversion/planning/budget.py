@@ -1,4 +1,4 @@
-"""What `qcut.plan` is asked for: the least cost within a loss, or the least loss within a cost."""
+"""What limits a plan: the least cost within a loss, or the least loss within a cost."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _LOSS = 0.003
 
 
 @dataclass(frozen=True)
-class Goal:
-    """A limit, and what is to be least within it.
+class Budget:
+    """A limit, and the quantity to minimize within it.
 
     Attributes:
         objective: the meaning of costs; see `qcut.Plan`.
@@ -45,11 +45,11 @@ class Goal:
         step_us: float | None,
         objective: Literal["time", "memory"] | None,
         cost: CostModel | None,
-    ) -> Goal:
-        """The goal that arguments of `qcut.plan` state.
+    ) -> Budget:
+        """The budget that arguments of `qcut.plan` state.
 
         Raises:
-            ConfigError: two limits, a limit out of range, an unknown objective, or one beside a limit of cost.
+            ConfigError: two limits, a limit out of range, an unknown objective, or one with a limit of cost.
         """
         given = {"budget": budget, "bits": bits, "step_us": step_us}
         limits = {name: value for name, value in given.items() if value is not None}
@@ -83,7 +83,7 @@ class Goal:
         return cls("step", cost or StepCost(), step_us=step_us)
 
     def schemes(self, candidates: Sequence[str | Scheme] | None) -> list[Scheme]:
-        """The candidates, each once; the goal's own where none are given.
+        """The candidates, each once; if None, the usual ones of the budget.
 
         Raises:
             ConfigError: an unknown scheme, or an empty list.
@@ -95,13 +95,13 @@ class Goal:
         return schemes
 
     def limit(self, weights: int) -> float | None:
-        """The cost allowed, in the cost model's unit; None where the loss is limited."""
+        """The cost allowed, in the cost model's unit; None if the loss is limited."""
         if self.bits is not None:
             return float(math.floor(self.bits * weights / 8 + 1e-6))  # whole bytes; bits are seldom a whole number
         return self.step_us
 
     def impossible(self, least: float, weights: int) -> PlanError:
-        """The error where the least possible cost is above the limit."""
+        """The error if the least possible cost is above the limit."""
         if self.bits is not None:
             bits = math.ceil(8 * least / weights * 1e4) / 1e4
             return PlanError(

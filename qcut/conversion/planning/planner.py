@@ -8,11 +8,13 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from qcut.conversion.calibration.calibrate import Calibration
-from qcut.conversion.planning.budget import Goal
+from qcut.conversion.planning.assign import curve, predicted, within_cost, within_loss
+from qcut.conversion.planning.budget import Budget
 from qcut.conversion.planning.costs import CostModel
-from qcut.conversion.planning.measurements import Measure, Survey
-from qcut.conversion.planning.plan import Plan
+from qcut.conversion.planning.measure import Group, Measure, SearchSpace
+from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.errors import ConfigError
+from qcut.models.modules import weight_nk
 from qcut.models.selection import DEFAULT_SKIP
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
@@ -114,24 +116,68 @@ def plan(
     """
     if measure not in ("model", "layer", "gradient"):
         raise ConfigError(f"measure: found {measure!r}; allowed are 'model', 'layer' and 'gradient'")
-    goal = Goal.of(budget, bits, step_us, objective, cost)
-    schemes = goal.schemes(candidates)
+    limit = Budget.of(budget, bits, step_us, objective, cost)
+    schemes = limit.schemes(candidates)
     if sensitivity_batches is not None and sensitivity_batches < 1:
         raise ConfigError(f"sensitivity_batches: found {sensitivity_batches}; at least 1 is allowed, or None for all")
-    survey = Survey(
+    space = SearchSpace(
         model,
         batches,
         schemes,
         calibration=calibration,
         second_moments=second_moments,
         measure=measure,
-        together=goal.loss is None if together is None else together,
+        together=limit.loss is None if together is None else together,
         sensitivity_batches=sensitivity_batches,
         include=include,
         skip=skip,
         progress=progress,
     )
-    survey.check(goal)
-    survey.quantize()
-    survey.measure()
-    return survey.plan(goal)
+    space.check(limit)
+    space.quantize()
+    space.measure()
+    return plan_within(space, limit)
+
+
+def plan_within(space: SearchSpace, budget: Budget) -> Plan:
+    """The plan for a budget, from measured layers.
+
+    Raises:
+        PlanError: no combination of the candidates meets the budget.
+    """
+    space.check(budget)
+    groups, metric = space.groups, space.judge.metric
+    found = within_cost(space, budget) if budget.loss is None else within_loss(space, budget.loss)
+    layers: dict[str, LayerPlan] = {}
+    for group, scheme in zip(groups, found.choice, strict=True):
+        reason = _reason(group, scheme, metric if space.additive else "its output error")
+        for name in group.names:
+            n, k = weight_nk(space.modules[name]).shape
+            static_range, method = space.ranges.get(name, (None, ""))
+            costs = dict(space.costs[name])
+            layers[name] = LayerPlan(scheme, k, n, static_range, method, dict(group.sensitivity), costs, reason)
+    return Plan(
+        {name: layers[name] for name in space.modules},
+        budget.loss,
+        metric,
+        budget.objective,
+        predicted(groups, found.choice, metric) if space.additive else None,
+        found.measured,
+        found.start,
+        space.judge.tokens,
+        found.limit,
+        found.gap,
+        curve(groups, metric) if space.additive else [],
+        found.uniform,
+        [list(names) for names in space.projections],
+        space.fitted,
+    )
+
+
+def _reason(group: Group, scheme: str, metric: str) -> str:
+    """Why a group is not on its cheapest scheme; empty if it is."""
+    cheapest = group.cheapest
+    if scheme == cheapest:
+        return ""
+    alone, chosen = group.sensitivity[cheapest], group.sensitivity[scheme]
+    return f"{metric} +{alone:.3%} with {cheapest} alone, +{chosen:.3%} with {scheme}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.fused_projections import siblings
+from qcut.conversion.calibration.fused_projections import fused_projections
 from qcut.models.selection import find_layers
 from tests.support.decoders import small
 
@@ -16,14 +16,14 @@ def test_they_are_the_engines_projections() -> None:
         ("gpt2", []),
     ):
         model = small(kind)
-        found = siblings(model, [torch.arange(8)[None]], find_layers(model))
+        found = fused_projections(model, [torch.arange(8)[None]], find_layers(model))
         names = [tuple(name.rpartition(".")[2] for name in names) for names in found]
         assert names == want * (len(names) // max(1, len(want)))
         assert len(names) == len(want) * model.config.num_hidden_layers
 
 
 class Odd(nn.Module):
-    """Layers that are called with one tensor, and yet are no siblings."""
+    """Layers that are called with one tensor, and yet are no fused projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Odd(nn.Module):
 
 def test_biases_parents_and_second_calls_part_them() -> None:
     model = Odd()
-    assert siblings(model, [torch.randn(2, 8)], find_layers(model)) == []
+    assert fused_projections(model, [torch.randn(2, 8)], find_layers(model)) == []
     handles = [len(module._forward_pre_hooks) for module in model.modules()]
     assert not any(handles)
 
@@ -58,5 +58,5 @@ class Gated(nn.Module):
 
 def test_any_batch_may_part_them() -> None:
     model, x = Gated(), torch.ones(2, 8)
-    assert siblings(model, [x, x], find_layers(model)) == [("a", "b")]
-    assert siblings(model, [x, -x], find_layers(model)) == []
+    assert fused_projections(model, [x, x], find_layers(model)) == [("a", "b")]
+    assert fused_projections(model, [x, -x], find_layers(model)) == []

@@ -17,11 +17,11 @@ from torch import nn
 
 import qcut
 from qcut.checkpoints.contents import contents
-from qcut.conversion.planning.budget import WITHIN_COST, Goal
+from qcut.conversion.planning.budget import WITHIN_COST, Budget
 from qcut.conversion.planning.costs import LayerSize, StepCost, stored_cost
-from qcut.conversion.planning.measurements import Survey
+from qcut.conversion.planning.measure import SearchSpace
 from qcut.conversion.planning.plan import Plan
-from qcut.conversion.planning.planner import plan
+from qcut.conversion.planning.planner import plan, plan_within
 from qcut.engine.engine import Engine
 from qcut.errors import CalibrationError, ConfigError, PlanError, UnsupportedError
 from qcut.layers.linear import Linear
@@ -51,9 +51,9 @@ def inputs() -> list[torch.Tensor]:
 
 
 @cache
-def survey(measure: Any = "model") -> Survey:
+def space(measure: Any = "model") -> SearchSpace:
     """The chain's layers under four schemes, measured once for all tests."""
-    found = Survey(
+    found = SearchSpace(
         chain(),
         inputs(),
         [parse_scheme(name) for name in SCHEMES],
@@ -66,7 +66,7 @@ def survey(measure: Any = "model") -> Survey:
         skip=(),
         progress=False,
     )
-    found.check(Goal.of(None, 9.0, None, None, None))
+    found.check(Budget.of(None, 9.0, None, None, None))
     found.quantize()
     found.measure()
     return found
@@ -78,7 +78,7 @@ def test_passes_that_are_made_already_are_taken() -> None:
     made["codebook2", "2"] = [replace(q, norms=q.norms * 2) for q in made["codebook2", "2"]]  # unlike what is made here
     options = {"calibration": None, "second_moments": None, "measure": "model", "together": True, "include": None}
     options |= {"sensitivity_batches": None, "skip": (), "progress": False}
-    found = Survey(model, inputs(), [parse_scheme("codebook2")], passes=made, **options)
+    found = SearchSpace(model, inputs(), [parse_scheme("codebook2")], passes=made, **options)
     found.quantize()
     layers = {group.names[0]: group.layers["codebook2"][group.names[0]] for group in found.groups}
     assert layers["2"].scheme.name == "codebook2"
@@ -86,7 +86,7 @@ def test_passes_that_are_made_already_are_taken() -> None:
     assert torch.equal(layers["2"].bias, model.get_submodule("2").bias)
     rounded = quantize_weight(model.get_submodule("4").weight, parse_scheme("codebook2"))
     assert torch.equal(layers["4"].dequantized_weight(), dequantize(rounded))
-    wrong = Survey(model, inputs(), [parse_scheme("codebook2")], passes={("codebook2", "4"): wider()}, **options)
+    wrong = SearchSpace(model, inputs(), [parse_scheme("codebook2")], passes={("codebook2", "4"): wider()}, **options)
     with pytest.raises(ConfigError, match="layer '4': passes are of codebook3; codebook2 is needed"):
         wrong.quantize()
 
@@ -97,7 +97,7 @@ def wider() -> list[RotatedCodebook]:
 
 
 def within(bits: float, measure: Any = "model") -> Plan:
-    return survey(measure).plan(Goal.of(None, bits, None, None, None))
+    return plan_within(space(measure), Budget.of(None, bits, None, None, None))
 
 
 def test_bits_are_kept_and_losses_fall() -> None:
@@ -299,5 +299,5 @@ def test_transformers_loads_by_a_plan(tmp_path: Path) -> None:
 
 
 def test_the_default_candidates_are_those_of_the_cost() -> None:
-    assert [s.name for s in Goal.of(None, 3.5, None, None, None).schemes(None)] == list(WITHIN_COST)
-    assert "fp16" in [s.name for s in Goal.of(None, None, None, None, None).schemes(None)]
+    assert [s.name for s in Budget.of(None, 3.5, None, None, None).schemes(None)] == list(WITHIN_COST)
+    assert "fp16" in [s.name for s in Budget.of(None, None, None, None, None).schemes(None)]
