@@ -15,7 +15,7 @@ from qcut.schemes import Codebook, Scheme
 
 
 class Fit(NamedTuple):
-    """The scheme that a layer gets, or None where it stays, and why it is not the one that was asked for."""
+    """The scheme that a layer gets, or None if it stays, and why this is not the requested one."""
 
     scheme: Scheme | None
     reason: str = ""

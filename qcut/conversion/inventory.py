@@ -1,4 +1,4 @@
-"""Counts a model's parameters by what they are, so that a report can say what stays in float."""
+"""Counts a model's parameters by what they are, for reports of what stays in float."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def count_parameters(model: nn.Module, chosen: Container[int]) -> dict[str, int]
 
 
 EXPECTED_SHARE = 0.9
-"""Of the parameters that a user expects to be quantized, the share from which on nothing is said."""
+"""Of the parameters that a user expects to be quantized, the share from which on no warning is given."""
 _BY_CHOICE = ("matched by skip", "not in include", "not in the plan")
 _NAMED = 3  # names shown for a reason
 

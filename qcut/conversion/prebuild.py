@@ -49,10 +49,10 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
             of_device.update(
                 describe(scheme, dtype=weight.dtype, rows=m, n=n, k=k, bias=bias, activation=task.activation)
             )
-    for index, wanted in calls.items():
+    for index, required in calls.items():
         from qcut.backends.cuda.launch.prebuild import prebuild
 
-        prebuild(sorted(wanted, key=str), index, progress)
+        prebuild(sorted(required, key=str), index, progress)
 
 
 def prebuild_layer(layer: Linear, dtype: torch.dtype, rows: Sequence[int]) -> None:
@@ -74,10 +74,10 @@ def prebuild_layer(layer: Linear, dtype: torch.dtype, rows: Sequence[int]) -> No
     from qcut.backends.cuda.launch.prebuild import prebuild
     from qcut.jit.waiting import no_fallbacks
 
-    n, k, bias, wanted = layer.out_features, layer.in_features, layer.bias is not None, set[LayerCall]()
+    n, k, bias, required = layer.out_features, layer.in_features, layer.bias is not None, set[LayerCall]()
     for m in rows:
-        wanted.update(
+        required.update(
             layer.cuda_calls(layer.scheme, dtype=dtype, rows=m, n=n, k=k, bias=bias, activation=layer.activation)
         )
     with no_fallbacks():
-        prebuild(sorted(wanted, key=str), device.index)
+        prebuild(sorted(required, key=str), device.index)

@@ -57,21 +57,21 @@ def quantize(
 ) -> Report:
     """Replace linear layers (``nn.Linear``, transformers' ``Conv1D``) by `qcut.Linear`, in place.
 
-    All or nothing: every new layer and every changed parameter is made first, then they are put in by assignments
-    alone. If anything raises, the model is as it was, its modes and its ties included. The price is memory: until the
-    end the float weights and their quantized copy (an eighth to a half more) exist together, on the model's device;
-    with ``device`` given, the float weights stay where they are, one layer at a time visits the device, and only the
+    All or nothing: every new layer and every changed parameter is made first; then only assignments put them in. If
+    anything raises, the model is as it was, its modes and its ties included. The price is memory: until the end the
+    float weights and their quantized copy (an eighth to a half more) exist together, on the model's device; with
+    ``device`` given, the float weights stay where they are, one layer at a time visits the device, and only the
     quantized copy lives there. Afterwards the replaced float weights are freed, unless the caller holds them.
 
-    A layer stays in float, and the report says why, where other code reads its weight without calling it
+    A layer stays in float, and the report gives the reason, where other code reads its weight without calling it
     (``nn.MultiheadAttention``), where it is a subclass with a forward of its own that is not proved to be
     ``x @ W.T + b``, where it is part of an adapter, where its quantized form would not be smaller, and where K is
     beyond the exact range. A codebook whose Hadamard rotation does not take a layer's K gets the rotation ``qr`` there.
     Forward hooks of replaced layers move to the new ones.
 
     Tied weights stay tied: layers that share one weight share one quantized copy of it. A layer whose weight is also
-    used by something else, such as an embedding, is left as it is and the report says so, unless ``embeddings`` is
-    given: then table and classifier share one quantized copy.
+    used by something else, such as an embedding, is left as it is and reported, unless ``embeddings`` is given: then
+    table and classifier share one quantized copy.
 
     Args:
         model: any module that holds linear layers.
@@ -88,7 +88,7 @@ def quantize(
         skip: globs of layers to leave in float; None means ``("lm_head",)``, or nothing with a plan. A glob matches
             the whole dotted name or the end of it.
         embeddings: scheme of the tables of tokens (`qcut.layers.embedding.token_tables`), which become
-            `qcut.Embedding`, and of the classifier, tied to one or not, whatever ``include`` and ``skip`` say; None
+            `qcut.Embedding`, and of the classifier, tied to one or not, whatever ``include`` and ``skip`` are; None
             leaves them as they are otherwise. Tables of positions stay.
         device: device of the model afterwards; None leaves the model where it is.
         fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
@@ -98,10 +98,10 @@ def quantize(
         prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel; those that take nvcc
             half a minute each are built in the background, unless ``QCUT_BUILD`` is ``wait``, and others serve until
             then. Other kernels are built at their first use. Of no effect on the CPU.
-        verify: a batch, as `qcut.calibrate` takes them, on which the quantized model is held to the float one; see
+        verify: a batch, as `qcut.calibrate` takes them, on which the quantized and the float model are compared; see
             `qcut.conversion.verification`. None takes a small one that the calibration has seen, if there is one; True
             takes that, or else 16 tokens of the vocabulary where the model is one of transformers that reads token ids,
-            and otherwise shows each layer alone, which the report says; False leaves the proof out. Costs two forward
+            and otherwise checks each layer only, which is reported; False leaves verification out. Costs two forward
             passes, and the memory of all layers' results on the batch.
         progress: show a progress bar.
 
@@ -113,7 +113,7 @@ def quantize(
             contradicting a plan, a group that the rotation cannot take, a scheme that tables cannot have, or float32
             weights where kernels take 16-bit tokens (layer named).
         QuantizationError: no layer to quantize, or a weight that cannot be (layer named), or no table of tokens; or
-            the quantized model fails the proof of ``verify`` (layer named). The model is then as it was.
+            the quantized model fails ``verify`` (layer named). The model is then as it was.
         UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
             not (named).
         DtypeError: the model is no ``nn.Module``, or a weight is of another dtype than float16, bfloat16, float32 and
@@ -306,7 +306,7 @@ def _float_updates(
 
 
 def _source(task: Task, device: torch.device | None) -> nn.Module:
-    """The layer to quantize: the module itself, or a stand-in with its columns scaled, on the target device."""
+    """The layer to quantize: the module itself, or a copy with its columns scaled, on the target device."""
     module, scale = task.module, task.scale
     if scale is None and (device is None or device == weight_of(module).device):
         return module

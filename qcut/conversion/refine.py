@@ -13,7 +13,7 @@ through); Hinton et al., "Distilling the knowledge in a neural network" (2015), 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -113,8 +113,8 @@ def refine(
         code_rate: of codes, in units of the least distance of two codebook values; 0 leaves them.
         seed: of the order of batches.
         verify: a batch on which the loss of the refined model may be at most twice that of the model before; None takes
-            a short part of the first of ``batches``. Each tuned layer is held to the reference's weight and to its own,
-            as `qcut.quantize` does; how the layers are put together stays as it was. False leaves the proof out.
+            a short part of the first of ``batches``. As in `qcut.quantize`, each tuned layer is compared with the
+            reference's weight and with its own; how layers are connected stays as it was. False verifies nothing.
         progress: show a progress bar.
 
     Returns:
@@ -124,7 +124,7 @@ def refine(
         CalibrationError: no batch, or a loss that is NaN or infinite.
         ConfigError: no such layer, a rate or number of steps out of range, or a model that cannot be differentiated.
         ShapeError: the outputs of the two models differ in shape.
-        QuantizationError: a norm grows beyond float16, or the refined model fails the proof of ``verify`` (layer named,
+        QuantizationError: a norm grows beyond float16, or the refined model fails ``verify`` (layer named,
             where it is one's).
 
     Exactness: float32 weights; products and activations in the models' types, without int8 products. Not deterministic
@@ -150,38 +150,8 @@ def refine(
     floats = {name: weight_nk(module).to(device) for name, module in sources.items()}
     tuned = {name: RefinedLayer(layer, floats.get(name), code_rate > 0) for name, layer in chosen.items()}
     vectors = Vectors(model)
-    by_rate: dict[float, list[Tensor]] = {rate: list(vectors.masters)}
-    for one in tuned.values():
-        by_rate[rate] += one.scales_and_bias
-        if one.numbers is not None:
-            by_rate.setdefault(code_rate * one.spacing, []).append(one.numbers)
-    rates = list(by_rate)
-    optimizer = torch.optim.Adam(
-        [{"params": parameters, "lr": largest} for largest, parameters in by_rate.items()], betas=_BETAS, eps=_EPSILON
-    )
-    # Derivatives of float16 activations are lost below its range: the loss is scaled up, and back where they overflow.
-    scaler = torch.amp.GradScaler(device.type, init_scale=_LOSS_SCALE, enabled=_computes_in_float16(model))
     order = _order(len(held), steps, seed)
-    losses: list[float] = []
-    pending: list[Tensor] = []
-    with evaluating(model), evaluating(reference), frozen(model), torch.enable_grad(), _computed_by(model, tuned):
-        for step, i in enumerate(with_progress(order, "refine", "step", shown=progress)):
-            share = min(1.0, (step + 1) / _WARM_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
-            for group, largest in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = largest * share
-            batch = to_device(held[i], device)
-            with torch.no_grad():
-                wanted = forward(reference, batch)
-            with vectors.in_place():
-                loss = _loss(forward(model, batch), wanted)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            pending.append(loss.detach())
-            if len(pending) == _AT_ONCE or step + 1 == steps:
-                losses += _finite(pending, order[len(losses) :])
-                pending = []
+    losses = _train(model, reference, held, order, tuned, vectors, rate, code_rate, progress)
     results = {name: layer.result(name) for name, layer in tuned.items()}
     changed = total = 0
     changes = [vectors.change()]
@@ -211,6 +181,56 @@ def refine(
     return Refinement(tuple(losses), changed / total)
 
 
+def _train(
+    model: nn.Module,
+    reference: nn.Module,
+    batches: Sequence[Any],
+    order: Sequence[int],
+    tuned: Mapping[str, RefinedLayer],
+    vectors: Vectors,
+    rate: float,
+    code_rate: float,
+    progress: bool,
+) -> list[float]:
+    """Take a step of Adam for each batch in the given order, and return the loss before each step."""
+    device = model_device(model)
+    by_rate: dict[float, list[Tensor]] = {rate: list(vectors.masters)}
+    for one in tuned.values():
+        by_rate[rate] += one.scales_and_bias
+        if one.numbers is not None:
+            by_rate.setdefault(code_rate * one.spacing, []).append(one.numbers)
+    rates = list(by_rate)
+    optimizer = torch.optim.Adam(
+        [{"params": parameters, "lr": largest} for largest, parameters in by_rate.items()], betas=_BETAS, eps=_EPSILON
+    )
+    half = any(p.dtype is torch.float16 for p in model.parameters())
+    # Derivatives of float16 activations are lost below its range: the loss is scaled up, and back if they overflow.
+    scaler = torch.amp.GradScaler(device.type, init_scale=_LOSS_SCALE, enabled=half)
+    losses: list[float] = []
+    pending: list[Tensor] = []
+    with evaluating(model), evaluating(reference), frozen(model), torch.enable_grad(), _computed_by(model, tuned):
+        for step, i in enumerate(with_progress(order, "refine", "step", shown=progress)):
+            share = min(1.0, (step + 1) / _WARM_STEPS) * 0.5 * (1 + math.cos(math.pi * step / len(order)))
+            for group, largest in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = largest * share
+            batch = to_device(batches[i], device)
+            with torch.no_grad():
+                wanted = forward(reference, batch)
+            with vectors.in_place():
+                loss = _distance(forward(model, batch), wanted)
+            if not loss.requires_grad:
+                raise ConfigError("the model cannot be differentiated: its output depends on no layer that is tuned")
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            pending.append(loss.detach())
+            if len(pending) == _AT_ONCE or step + 1 == len(order):
+                losses += _finite(pending, order[len(losses) :])
+                pending = []
+    return losses
+
+
 @torch.no_grad()
 def _loss_on(model: nn.Module, reference: nn.Module, batch: Any) -> float:
     """The loss of a model as it is, in evaluation mode."""
@@ -219,7 +239,7 @@ def _loss_on(model: nn.Module, reference: nn.Module, batch: Any) -> float:
         return _distance(forward(model, given), forward(reference, given)).item()
 
 
-def _finite(losses: list[Tensor], batches: list[int]) -> list[float]:
+def _finite(losses: list[Tensor], batches: Sequence[int]) -> list[float]:
     found: list[float] = torch.stack(losses).tolist()
     for i, loss in zip(batches, found, strict=False):
         if not math.isfinite(loss):
@@ -250,10 +270,6 @@ def _layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, Codeboo
     return chosen
 
 
-def _computes_in_float16(model: nn.Module) -> bool:
-    return any(p.dtype is torch.float16 for p in model.parameters())
-
-
 def _order(count: int, steps: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     rounds = [
@@ -264,7 +280,7 @@ def _order(count: int, steps: int, seed: int) -> list[int]:
 
 
 @contextmanager
-def _computed_by(model: nn.Module, tuned: dict[str, RefinedLayer]) -> Iterator[None]:
+def _computed_by(model: nn.Module, tuned: Mapping[str, RefinedLayer]) -> Iterator[None]:
     """Let layers compute with the weights that are tuned, and derivatives pass through the other quantized layers."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     before = {name: layer.input_gradients for name, layer in layers.items()}
@@ -278,14 +294,6 @@ def _computed_by(model: nn.Module, tuned: dict[str, RefinedLayer]) -> Iterator[N
         for name, layer in layers.items():
             layer.input_gradients = before[name]
             layer.__dict__.pop("forward", None)
-
-
-def _loss(output: Any, wanted: Any) -> Tensor:
-    """See `_distance`."""
-    loss = _distance(output, wanted)
-    if not loss.requires_grad:
-        raise ConfigError("the model cannot be differentiated: its output depends on no layer that is tuned")
-    return loss
 
 
 def _distance(output: Any, wanted: Any) -> Tensor:

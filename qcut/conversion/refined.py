@@ -33,12 +33,12 @@ class RefinedLayer:
 
     Args:
         layer: left as it is.
-        weight: the float weight ``[N, K]`` that the layer stands for, or None where it is unknown.
+        weight: the float weight ``[N, K]`` that the layer stands for, or None if it is unknown.
         codes: tune the codes too.
 
     Attributes:
         growth: float32 ``[N, G]``: norms are multiplied by 1 + growth.
-        bias: float32 ``[N]``, or None where the layer has none.
+        bias: float32 ``[N]``, or None if the layer has none.
         spacing: the least distance of two codebook values, or of two pairs.
         numbers: float32 ``[N, K]``, in units of their scale: the nearest codebook values count. None without codes.
     """
@@ -64,7 +64,7 @@ class RefinedLayer:
 
     @property
     def scales_and_bias(self) -> list[Tensor]:
-        """What is tuned besides numbers."""
+        """The tuned tensors except ``numbers``."""
         return [self.growth] if self.bias is None else [self.growth, self.bias]
 
     def product(self, x: Tensor) -> Tensor:

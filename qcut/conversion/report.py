@@ -28,7 +28,7 @@ class LayerReport:
         weight_error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius).
         output_sqnr_db: signal over quantization noise of its output on calibration tokens, or None without calibration.
         tied_to: the layer whose quantized weight it shares, or None.
-        note: why its scheme is not the one that was asked for; empty where it is.
+        note: why its scheme is not the requested one; empty if it is.
     """
 
     name: str
@@ -61,9 +61,9 @@ class Report:
             were quantized, those that had been before, and by what they are all that stay in floating point.
         already: layers that were quantized before.
         smoothing: the smoothing that was applied, or None.
-        verified: calls of layers on which the model was held to the float one; 0 without that proof.
-        held: layers that were held to their float weights; see `qcut.conversion.verification`.
-        unseen: why the model as a whole was not held to the float one, where that was asked for; else empty.
+        verified: calls of layers on which the model was compared with the float one; 0 without verification.
+        held: layers that were compared with their float weights; see `qcut.conversion.verification`.
+        unseen: why the whole model was not compared with the float one although requested; else empty.
     """
 
     layers: tuple[LayerReport, ...]

@@ -34,7 +34,7 @@ class Task:
         second_moment: ``E[x x^T]`` of its input ``[K, K]``, or the loss's curvature by its weight, which a codebook is
             fitted to.
         scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
-        note: why the scheme is not the one that was asked for; empty where it is.
+        note: why the scheme is not the requested one; empty if it is.
     """
 
     module: nn.Module
@@ -182,21 +182,11 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
         raise CalibrationError(
             f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for each"
         )
-    _check_moment(moment, weight_nk(module), name)
-    return moment
-
-
-def _check_moment(moment: Tensor | Curvature, weight: Tensor, name: str) -> None:
-    n, k = weight.shape
     from qcut.numerics.codebook.fitting.curvature import as_curvature
 
-    curvature = as_curvature(moment)
-    if curvature.inputs.shape != (k, k):
-        raise CalibrationError(
-            f"layer {name!r}: its second moment has shape {list(curvature.inputs.shape)}; allowed: {[k, k]}"
-        )
-    if curvature.outputs is not None and curvature.outputs.shape != (n, n):
-        raise CalibrationError(
-            f"layer {name!r}: the second moment of the derivatives by its outputs has shape "
-            f"{list(curvature.outputs.shape)}; allowed: {[n, n]}"
-        )
+    (n, k), curvature = weight_nk(module).shape, as_curvature(moment)
+    of_outputs = "the second moment of the derivatives by its outputs"
+    for what, held, size in (("its second moment", curvature.inputs, k), (of_outputs, curvature.outputs, n)):
+        if held is not None and held.shape != (size, size):
+            raise CalibrationError(f"layer {name!r}: {what} has shape {list(held.shape)}; allowed: {[size, size]}")
+    return moment

@@ -1,15 +1,15 @@
-"""Holds a quantized model to the float one on a batch: what each layer computes, and how the layers are put together.
+"""Compares a quantized model with the float one on a batch: what each layer computes, and how layers are connected.
 
-Two proofs, each with a bound that no scheme's own error comes near:
+Two checks, each with a bound far above any scheme's own error:
 
 1. **Each layer.** The float layer's result on tokens of the batch is ``x @ W.T + b``, to rounding; the quantized
    layer's is that of the weight and the tokens that its scheme stands for; and that weight is as near to the float one
    as its bits allow. See `check_layer`.
 2. **The model.** The float model runs once, and the result of every layer that will be quantized is kept. In the
-   quantized model each layer then answers with the result that it had in the float model: whatever the scheme costs is
-   gone, and the calls, their order, their inputs and the model's output must be those of the float model, to rounding.
-   An activation that was lost, a norm rescaled for only one reader or a branch that another class takes is none of
-   that, under 2 bits as under 16. See `Recording`.
+   quantized model each layer then returns the result that it had in the float model. That removes the scheme's error:
+   the calls, their order, their inputs and the model's output must be those of the float model, to rounding. A lost
+   activation, a norm rescaled for only one reader or a branch that another class takes fails under 2 bits as under 16.
+   See `Recording`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from qcut.models.modules import (
     as_given,
     eagerly,
     evaluating,
+    first_input,
     forward,
     input_ids_of,
     is_conv1d,
@@ -47,7 +48,7 @@ SAMPLE_ROWS = 16
 MOST_TOKENS = 64
 """Tokens of a sequence that `excerpt` keeps."""
 MOST_BYTES = 1 << 30
-"""Bytes of layers' results that a proof nobody asked for may take."""
+"""Bytes of layers' results that a verification by default may take."""
 _INPUT_VALUES = 256
 _ROTATED_INT8 = 0.15
 """What int8 tokens that are quantized after a rotation may add, of a result of that size; 0.8 % is usual."""
@@ -68,14 +69,14 @@ def _copied(batch: Any) -> Any:
 
 
 def vocabulary_tokens(model: nn.Module) -> Any:
-    """A batch for a proof of a model of transformers that reads text: one token of each sixteenth of its vocabulary.
+    """A batch for a model of transformers that reads text: one token of each sixteenth of its vocabulary.
 
     Returns:
-        What the model is called on, its decoder included; or None where it reads anything else than token ids.
+        What the model is called on, its decoder included; or None if it reads anything else than token ids.
     """
     config, table = getattr(model, "config", None), None
     if getattr(model, "main_input_name", None) == "input_ids":
-        with suppress(NotImplementedError):  # models that read token ids beside something else
+        with suppress(NotImplementedError):  # models that read token ids and something else
             table = model.get_input_embeddings()  # type: ignore[operator]
     if not isinstance(table, (nn.Embedding, Embedding)):
         return None
@@ -87,18 +88,18 @@ def vocabulary_tokens(model: nn.Module) -> Any:
 
 
 class Proof:
-    """The proof of one quantization, as far as there is something to hold the model to.
+    """The verification of one quantization, as far as there is a batch for it.
 
     Args:
         verify: a batch; None takes the calibration's, if there is one; True takes that, or else tokens of the
-            vocabulary (`vocabulary_tokens`); False leaves the proof out.
+            vocabulary (`vocabulary_tokens`); False leaves verification out.
         calibrated: the calibration's small batch, or None.
 
     Attributes:
         batch: what models are called on, or None.
-        wanted: whether anything is to be shown.
-        held: how many layers were held to their float weights.
-        unseen: why there is none; empty where nothing was asked for.
+        wanted: whether anything is to be verified.
+        held: how many layers were compared with their float weights.
+        unseen: why the whole model was not verified; empty if that was not requested.
     """
 
     def __init__(self, verify: Any, calibrated: Any) -> None:
@@ -116,7 +117,7 @@ class Proof:
         return 0 if self._recording is None else len(self._recording)
 
     def record(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        """Run the float model; arguments and errors are those of `Recording`, but for made-up tokens."""
+        """Run the float model; arguments and errors are those of `Recording`, except for made-up tokens."""
         if not self.wanted:
             return
         batch = vocabulary_tokens(model) if self._made_up else self.batch
@@ -139,7 +140,7 @@ class Proof:
     def layer(
         self, name: str, source: nn.Module, layer: Linear, error: float, fitted: bool, sample: Tensor | None = None
     ) -> None:
-        """Hold a layer to its float weight, see `check_layer`, on ``sample``, or else on normal random tokens."""
+        """Compare a layer with its float weight, see `check_layer`, on ``sample`` or on normal random tokens."""
         if not self.wanted:
             return
         if sample is None:
@@ -153,7 +154,7 @@ class Proof:
         return None if self._recording is None else self._recording.samples.get(name)
 
     def check(self, model: nn.Module, layers: Mapping[str, nn.Module], scales: Mapping[str, Tensor]) -> None:
-        """Hold the quantized model to the recorded one; see `Recording.check`."""
+        """Compare the quantized model with the recorded one; see `Recording.check`."""
         if self._recording is None:
             return
         try:
@@ -168,8 +169,7 @@ class Proof:
 def lent_weights(modules: Mapping[nn.Module, Linear | Embedding]) -> Iterator[None]:
     """Let float modules without weights compute with those of their quantized layers, one module at a time.
 
-    For a proof after the float weights are gone: how the layers are put together, which `Recording` shows, does not
-    depend on the weights.
+    For a verification after the float weights are gone: how layers are connected does not depend on the weights.
 
     Args:
         modules: linear layers and embeddings, whose weights are on the meta device before and after, with what replaces
@@ -187,7 +187,7 @@ def lent_weights(modules: Mapping[nn.Module, Linear | Embedding]) -> Iterator[No
         put(module, weight.t() if is_conv1d(module) else weight)
 
     def empty(module: nn.Module) -> None:
-        """A weight of its shape on the layer's device, of one element of memory, for code that asks for these."""
+        """A weight of one element of memory that has the shape and the layer's device."""
         layer = modules[module]
         device = next((layer.linear if isinstance(layer, Embedding) else layer).buffers()).device
         put(module, torch.zeros((), dtype=before[module].dtype, device=device).expand(before[module].shape))
@@ -206,7 +206,7 @@ def lent_weights(modules: Mapping[nn.Module, Linear | Embedding]) -> Iterator[No
 
 
 def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: float, fitted: bool = False) -> None:
-    """Hold a quantized layer to its own weight, and that weight to the float one.
+    """Compare a quantized layer with its own weight, and that weight with the float one.
 
     With W the float weight, Ŵ the dequantized one and x̂ the tokens as the scheme rounds them, the layer's result must
     be ``act(x̂ @ Ŵ.T + b)`` to 0.1 % of ``max(‖x̂ @ Ŵ.T‖, ‖x̂‖ ‖Ŵ‖ / sqrt(K))``, 3 % where tokens or results have 16
@@ -251,7 +251,7 @@ def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: f
 
 
 def _check_float(name: str, module: nn.Module, x: Tensor, output: Any) -> None:
-    """Hold a float layer's result to ``x @ W.T + b``."""
+    """Compare a float layer's result with ``x @ W.T + b``."""
     weight, bias = weight_nk(module).float(), module._parameters.get("bias")
     wanted = nn.functional.linear(x, weight, None if bias is None else bias.float())
     rows = isinstance(output, Tensor) and output.shape[-1:] == wanted.shape[-1:]
@@ -267,7 +267,7 @@ def _check_float(name: str, module: nn.Module, x: Tensor, output: Any) -> None:
 
 
 def _weight_bound(source: nn.Module, layer: Linear, fitted: bool) -> float:
-    """The most that a weight may be off."""
+    """Largest relative error allowed of a weight."""
     if isinstance(layer.scheme, Codebook):
         bits = layer.scheme.bits + (layer.scheme.residual_bits or 0)
         return min(1.2, (24 if fitted else 8) * 2.0**-bits + 0.01)
@@ -295,7 +295,7 @@ class Recording:
 
     Attributes:
         samples: some tokens of each layer's first input, float32 ``[M, K]``.
-        complete: whether all results fit; else there is nothing to hold a model to.
+        complete: whether all results fit; else no model can be compared.
 
     Raises:
         ConfigError: the model fails on the batch.
@@ -315,7 +315,7 @@ class Recording:
 
     def _note(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            x = _input(args, kwargs)
+            x = first_input(args, kwargs)
             if isinstance(x, Tensor) and x.is_floating_point() and name not in self.samples and x.numel():
                 self.samples[name] = x.detach().reshape(-1, x.shape[-1])[:SAMPLE_ROWS].float().clone()
                 if len(module._forward_hooks) == 1 and looks_linear(module):  # no other hook has changed the result
@@ -331,7 +331,7 @@ class Recording:
         return hook
 
     def check(self, model: nn.Module, layers: Mapping[str, nn.Module], scales: Mapping[str, Tensor]) -> None:
-        """Run the quantized model while its layers answer with the float model's results.
+        """Run the quantized model while its layers return the float model's results.
 
         Args:
             model: the quantized model, run once in evaluation mode; state as above.
@@ -339,7 +339,7 @@ class Recording:
             scales: per layer, what smoothing divided its input's channels by.
 
         Raises:
-            QuantizationError: the model is put together in another way than the float one (layer named).
+            QuantizationError: layers are connected in another way than in the float model (layer named).
         """
         done = [0]
         moved = model_device(model)
@@ -356,7 +356,7 @@ class Recording:
                         name,
                     )
                 call = self._calls[at]
-                found, wanted = _values(_input(args, kwargs), scales.get(name)), call.values
+                found, wanted = _values(first_input(args, kwargs), scales.get(name)), call.values
                 if _distance(found, wanted) > self._tolerance(found, moved):
                     raise QuantizationError(
                         f"verify: its input in call {at} is {_distance(found, wanted):.1%} off the float model's, "
@@ -432,10 +432,6 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(copied)
         for state, key, value in values:
             state[key] = value
-
-
-def _input(args: Any, kwargs: Any) -> Any:
-    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _values(x: Any, scale: Tensor | None) -> Tensor:

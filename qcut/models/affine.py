@@ -48,7 +48,7 @@ def is_affine(module: nn.Linear) -> bool:
 
 
 def _meaning(node: fx.Node, known: dict[fx.Node, str]) -> str | None:
-    """What a node computes, or None where that is no part of the formula."""
+    """The part of the formula that a node computes, or None."""
     if node.op == "placeholder":
         return _INPUT
     if node.op == "get_attr":

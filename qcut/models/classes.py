@@ -23,7 +23,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def library_class(place: str, name: str) -> type[nn.Module] | None:
-    """A class of a library's module that has been imported; None where it has not been.
+    """A class of a library's module that has been imported; None if it has not been.
 
     No model can hold an object of a class that nobody has imported.
     """

@@ -93,7 +93,7 @@ def perplexity(
         max_windows: evaluate at most this many windows, from the start.
 
     Returns:
-        The perplexity; NaN or infinite where logits are NaN or infinite.
+        The perplexity; NaN or infinite if logits are NaN or infinite.
 
     Raises:
         DtypeError: the model is no ``nn.Module``, or the ids are not integers.

@@ -2,7 +2,7 @@
 
 Nobody else may read what lies between the two. In an ``nn.Sequential`` that holds by construction: the container takes
 the class `FusedSequential`, whose own ``forward`` calls the pair as one, and whoever calls the layer without the
-container gets the layer without the activation. In transformers' GPT-2 the code says so: nothing that a forward call
+container gets the layer without the activation. In transformers' GPT-2 the code shows it: nothing that a forward call
 reaches mentions ``c_fc`` but the MLP itself.
 """
 
@@ -187,5 +187,5 @@ def _pairs_of(module: nn.Module, model: nn.Module) -> list[tuple[str, str]]:
         return list(pairwise(keys))
     if is_exactly(module, library_class("transformers.models.gpt2.modeling_gpt2", "GPT2MLP")):
         pair = ("c_fc", "act")
-        return [] if mentions(model, pair, besides=type(module)) else [pair]
+        return [] if mentions(model, pair, known=type(module)) else [pair]
     return []

@@ -1,4 +1,4 @@
-"""What a quantized layer does not give away: weights for others to multiply by, and a state for formats not its own."""
+"""Errors for code that reads a quantized layer's float weight, or saves its state in a format of float layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DESCRIPTIONS = frozenset(
         *("untyped_storage", "nelement", "ndimension", "is_same_size", "is_shared", "_version", "__class__"),
     }
 )
-"""Attributes and methods of a tensor that say what it is, not what it holds."""
+"""Attributes and methods of a tensor that describe it and read no values."""
 
 _SAVERS = frozenset({"save_pretrained", "_save_pretrained"})
 
@@ -66,7 +66,7 @@ class _Described(Tensor):
 
 
 def described(tensor: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
-    """What model code may ask of a weight: shape and device of this tensor, and the dtype of the float weight.
+    """A weight without values: shape and device of this tensor, and the dtype of the float weight.
 
     Model code casts its inputs to that dtype.
 
@@ -76,7 +76,7 @@ def described(tensor: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
         name: of the layer, for error messages.
 
     Returns:
-        A tensor that raises UnsupportedError, which names the layer, where its values are read. In compiled code, which
+        A tensor that raises UnsupportedError, which names the layer, when its values are read. In compiled code, which
         knows no such tensors, one of NaN.
     """
     if torch.compiler.is_compiling():
@@ -92,11 +92,11 @@ def is_described(tensor: Any, memory: Tensor) -> bool:
 
 
 def refuse_foreign_saving(name: str | None) -> None:
-    """Raise where a layer's state is being collected for somebody's ``save_pretrained``.
+    """Raise if a layer's state is being collected for a ``save_pretrained``.
 
     The class that such a folder names has float layers: it would load with their weights drawn at random. Whether it is
-    the model's own method, a part's, a pipeline's or a wrapper's, it asks the layer for its state while it runs. PEFT's
-    asks too, and keeps the adapters alone.
+    the model's own method, a part's, a pipeline's or a wrapper's, it reads the layer's state while it runs. PEFT's does
+    too, and keeps only the adapters.
 
     Raises:
         UnsupportedError: a function of that name is running.

@@ -1,4 +1,4 @@
-"""Walks a model: tells linear layers, calls the model, reads its output, replaces modules."""
+"""Recognizes linear layers, calls a model, reads its output and replaces modules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def looks_linear(module: nn.Module) -> bool:
 
 
 def own_ways(module: nn.Module) -> str | None:
-    """Why a module that looks linear is none that qcut can replace, or None where it can."""
+    """Why qcut cannot replace a module that looks linear, or None if it can."""
     cls = type(module)
     weight = module._parameters.get("weight")
     if weight is None:
@@ -95,7 +95,7 @@ def own_ways(module: nn.Module) -> str | None:
 
 
 def own_forward(module: nn.Module) -> str | None:
-    """Why a module that looks linear may compute something else than ``x @ W.T + b``, or None where it does not."""
+    """Why a module that looks linear may compute anything but ``x @ W.T + b``, or None if it does not."""
     cls = type(module)
     if "forward" in vars(module):
         return "a forward of its own was set on the layer itself"
@@ -111,7 +111,7 @@ def own_forward(module: nn.Module) -> str | None:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether a module has a state of its own besides tensors, as ``get_extra_state`` gives it."""
+    """Whether a module has state that is no tensor, as ``get_extra_state`` returns it."""
     return "get_extra_state" in vars(module) or type(module).get_extra_state is not nn.Module.get_extra_state
 
 
@@ -179,7 +179,7 @@ def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     """
     try:
         pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # torch's way to say that there is no storage, or no memory behind it
+    except RuntimeError:  # torch's error for a tensor without storage or memory
         pointer = 0
     if pointer == 0:
         return (id(tensor),)
@@ -206,7 +206,7 @@ def weight_of(module: nn.Module) -> nn.Parameter:
 def tied_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """The layers whose weight a module outside ``layers`` holds too, with that module's name.
 
-    Such a layer stays in float: a quantized copy beside the embedding of the same weight would cost memory.
+    Such a layer stays in float: a quantized copy in addition to the embedding's weight would cost memory.
     """
     holders = weight_holders(model)
     outside = {name: set(holders[tensor_key(weight_of(module))]) - set(layers) for name, module in layers.items()}
@@ -319,7 +319,7 @@ def _check_batch(model: nn.Module, batch: Any, args: tuple[Any, ...], keywords: 
 
 
 def _check_ids(model: nn.Module, ids: Any) -> None:
-    """Check token ids where the model says which table they index."""
+    """Check token ids of a model whose token embeddings are known."""
     given: Any = getattr(model, "get_input_embeddings", None)
     try:
         table = given() if callable(given) and getattr(model, "main_input_name", "") == "input_ids" else None
@@ -351,13 +351,18 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def input_ids_of(batch: Any) -> Tensor | None:
-    """The token ids of a batch, an integer tensor ``[B, T]``, or None where the batch has none."""
+    """The token ids of a batch, an integer tensor ``[B, T]``, or None if the batch has none."""
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
     else:
         ids = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     ok = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point() and not ids.is_complex()
     return ids if ok else None
+
+
+def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The first argument of a module's call, as its hooks get the arguments; None without any."""
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def as_given(x: Tensor, module: nn.Module) -> Tensor:

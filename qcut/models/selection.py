@@ -1,4 +1,4 @@
-"""Chooses the linear layers of a model to quantize, and says of every other why it stays."""
+"""Chooses the linear layers of a model to quantize, with a reason for every other one that stays in float."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_model(model: Any) -> None:
     """Check that this is a model whose parameters exist.
 
     Raises:
-        DtypeError: it is something else; the message says what to pass.
+        DtypeError: it is something else; the message names what to pass.
         UnsupportedError: a parameter has no size yet, or a module is TorchScript (named).
     """
     if isinstance(model, nn.Module):
@@ -76,7 +76,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def globs(patterns: Any, what: str) -> tuple[str, ...]:
-    """Globs of module names; one alone may be given as a string.
+    """Globs of module names; a single one may be a string.
 
     Args:
         patterns: as the caller of a public function gave them.
@@ -146,7 +146,7 @@ def find_layers(
         DtypeError: the model is no ``nn.Module``.
         UnsupportedError: a parameter has no size yet.
         ConfigError: a glob is no string.
-        QuantizationError: a glob of ``include`` matches nothing, or no layer is left; the message says why.
+        QuantizationError: a glob of ``include`` matches nothing, or no layer is left; the message gives the reason.
     """
     check_model(model)
     include, skip = None if include is None else globs(include, "include"), globs(skip, "skip")
@@ -175,10 +175,10 @@ def summary_of(reasons: Mapping[str, str]) -> str:
 
 
 def _adapters(model: nn.Module) -> dict[int, str]:
-    """Modules that adapt a layer beside them, by id, with the class of the adapter.
+    """Modules that adapt a layer next to them, by id, with the class of the adapter.
 
     An adapter is a module that holds the layer it wraps as ``base_layer`` or ``original_module``, as PEFT's do, or that
-    PEFT defines; all that it holds besides is trained for that layer, and small.
+    PEFT defines; everything else that it holds is trained for that layer, and small.
     """
     found: dict[int, str] = {}
     for module in model.modules():

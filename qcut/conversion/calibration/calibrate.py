@@ -7,7 +7,7 @@ needs, and the layer errors that reports and plans print. All of it is rescaled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from qcut.common import schema
 from qcut.common.safetensors import read_index
 from qcut.common.safetensors_writer import TensorFiles
-from qcut.conversion.calibration.observers import run_observed
+from qcut.conversion.calibration.observers import input_hooks, run_observed
 from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import forward, weight_nk
@@ -75,7 +75,7 @@ class LayerStats:
     tokens: int
 
     def problem(self) -> tuple[str, str] | None:
-        """The first part that no observation gives, and what was found and is allowed; None where all can be."""
+        """The first part that no observation gives, and what was found and is allowed; None if all can be."""
         for part in _PARTS:
             if found := out_of_range(getattr(self, part)):
                 return part, f"found {found}; finite values are allowed"
@@ -330,7 +330,7 @@ class _Observer:
     """Running statistics of one layer.
 
     The sample is exact: every token gets a random key, and the rows with the least keys are kept. Which tokens those
-    are depends on the seed and the number of tokens alone.
+    are depends only on the seed and the number of tokens.
     """
 
     def __init__(self, name: str, rows: int, columns: int, seed: int) -> None:
@@ -367,14 +367,6 @@ class _Observer:
 
     def stats(self) -> LayerStats:
         return LayerStats(self.lo, self.hi, self.sample[self.keys.isfinite()], self.tokens)
-
-
-def _observe(observer: _Observer, counter: list[int]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        with torch._C.DisableTorchFunction():  # statistics are none of the reads that are traced
-            observer(args[0] if args else next(iter(kwargs.values())), counter[0])
-
-    return hook
 
 
 @in_plain_state
@@ -425,32 +417,32 @@ def calibrate(
     chosen = find_layers(model, layers, skip)
     columns = {name: weight_nk(module).shape[1] for name, module in chosen.items()}
     observers = {name: _Observer(name, max(1, sample_size // k), k, seed) for name, k in columns.items()}
-    counter = [0]
-    hooks = (
-        partial(module.register_forward_pre_hook, _observe(observers[name], counter), with_kwargs=True)
-        for name, module in chosen.items()
-    )
+    excerpts: list[Any] = []
+    done = 0
     tracer = NormTracer(model)
 
-    shown: list[Any] = []
+    def observe(name: str, x: Tensor) -> None:
+        with torch._C.DisableTorchFunction():  # statistics are none of the reads that are traced
+            observers[name](x, done)
 
     def run(batch: Any) -> None:
-        if not shown:
-            shown.append(excerpt(batch))
+        nonlocal done
+        if not done:
+            excerpts.append(excerpt(batch))
         tracer.run(partial(forward, model, batch))
-        counter[0] += 1
+        done += 1
 
     try:
         with torch.no_grad():
-            run_observed(model, batches, hooks, run, "calibrate", progress)
+            run_observed(model, batches, input_hooks(chosen, observe), run, "calibrate", progress)
     finally:
         tracer.remove()
     pairs, refused = tracer.verdict()
     idle = [name for name, observer in observers.items() if observer.tokens == 0]
     if idle:
         raise CalibrationError(
-            f"layer {idle[0]!r} saw no token in {counter[0]} batches (nor did {len(idle) - 1} others); "
+            f"layer {idle[0]!r} saw no token in {done} batches (nor did {len(idle) - 1} others); "
             "pass data that reaches it, or leave it out with skip=[...]"
         )
     stats = {name: observer.stats() for name, observer in observers.items()}
-    return Calibration(stats, method, quantile, pairs, refused, shown[0])
+    return Calibration(stats, method, quantile, pairs, refused, excerpts[0])

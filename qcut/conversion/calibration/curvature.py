@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qcut.conversion.calibration.observers import run_observed
 from qcut.errors import CalibrationError, ConfigError
-from qcut.models.modules import forward, model_device, output_tensor, weight_nk
+from qcut.models.modules import first_input, forward, model_device, output_tensor, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
@@ -46,7 +46,7 @@ def collect_curvature(
     ``layers`` takes the layers of a large model in turns.
 
     Args:
-        model: run in evaluation mode; modes and ``requires_grad`` are restored, gradients are left alone.
+        model: run in evaluation mode; modes and ``requires_grad`` are restored, gradients are left as they are.
         batches: what the model is called on; see `qcut.calibrate`.
         layers: globs of layer names; None takes every ``nn.Linear`` and ``Conv1D``.
         skip: globs of layers to leave out.
@@ -73,11 +73,8 @@ def collect_curvature(
     if loss not in ("tokens", "outputs", None):
         raise ConfigError(f"loss: found {loss!r}; allowed: tokens, outputs or None")
     chosen = find_layers(model, layers, skip)
-    generator, anchor = (
-        torch.Generator().manual_seed(seed),
-        torch.zeros((), device=model_device(model), dtype=torch.float32),
-    )
-    anchor.requires_grad_(True)
+    generator = torch.Generator().manual_seed(seed)
+    anchor = torch.zeros((), device=model_device(model), dtype=torch.float32, requires_grad=True)
     sums = {name: _Sums(name, *weight_nk(module).shape) for name, module in chosen.items()}
     hooks = (
         partial(module.register_forward_hook, _observe(sums[name], anchor), with_kwargs=True)
@@ -130,7 +127,7 @@ class _Sums:
 
 def _observe(sums: _Sums, anchor: Tensor) -> Callable[..., Tensor]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> Tensor:
-        x = (args[0] if args else next(iter(kwargs.values()))).detach()
+        x = first_input(args, kwargs).detach()
         # No parameter has a gradient: the first layer's output depends on a zero that has one.
         output = output if output.requires_grad else output + anchor.to(output.dtype)
         output.register_hook(lambda g: sums.add(x, g))
@@ -148,9 +145,8 @@ def _differentiate(output: Any, loss: Loss | None, generator: torch.Generator) -
     with torch.no_grad():
         if loss == "tokens":
             slope = result.float().softmax(-1)
-            drawn = torch.rand(slope.shape[:-1], generator=generator, dtype=torch.float32, device="cpu").to(
-                slope.device
-            )
+            drawn = torch.rand(slope.shape[:-1], generator=generator, dtype=torch.float32, device="cpu")
+            drawn = drawn.to(slope.device)
             labels = torch.searchsorted(slope.cumsum(-1), drawn[..., None]).clamp_(max=slope.shape[-1] - 1)
             slope.scatter_add_(-1, labels, torch.full_like(drawn, -1.0)[..., None])
         else:
@@ -166,12 +162,12 @@ def _differentiate(output: Any, loss: Loss | None, generator: torch.Generator) -
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Stop derivatives by parameters, which nothing here needs, and allow them again afterwards."""
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    for p in wanted:
+    """Switch ``requires_grad`` of all parameters off for a while."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
         p.requires_grad_(False)
     try:
         yield
     finally:
-        for p in wanted:
+        for p in parameters:
             p.requires_grad_(True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.observers import run_observed
+from qcut.conversion.calibration.observers import input_hooks, run_observed
 from qcut.models.modules import forward, weight_of
 
 
@@ -34,23 +33,18 @@ def fused_projections(
     calls: list[list[str]] = []
     last: list[Tensor] = []
 
-    def hook(name: str) -> Callable[..., None]:
-        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            if last and last[0] is x and _alike(calls[-1][0], name, layers):
-                calls[-1].append(name)
-            else:
-                calls.append([name])
-            last[:] = [x]
-
-        return observe
+    def observe(name: str, x: Tensor) -> None:
+        if last and last[0] is x and _alike(calls[-1][0], name, layers):
+            calls[-1].append(name)
+        else:
+            calls.append([name])
+        last[:] = [x]
 
     def run(batch: Any) -> None:
         forward(model, batch)
         last.clear()
 
-    hooks = (partial(module.register_forward_pre_hook, hook(n), with_kwargs=True) for n, module in layers.items())
-    run_observed(model, batches, hooks, run, "fused projections", progress=False)
+    run_observed(model, batches, input_hooks(layers, observe), run, "fused projections", progress=False)
     sets = dict.fromkeys(tuple(names) for names in calls)
     often = [name for names in sets for name in names]
     return [names for names in sets if len(names) > 1 and all(often.count(name) == 1 for name in names)]

@@ -1,32 +1,45 @@
-"""Runs calibration batches through a model while hooks look at its layers."""
+"""Runs calibration batches through a model while hooks observe its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from qcut.common.progress import with_progress
 from qcut.errors import CalibrationError
-from qcut.models.modules import check_batches, eagerly, evaluating, model_device, to_device
+from qcut.models.modules import check_batches, eagerly, evaluating, first_input, model_device, to_device
+
+Place = Callable[[], RemovableHandle]
+"""Registers one hook."""
+
+
+def input_hooks(layers: Mapping[str, nn.Module], observe: Callable[[str, Tensor], None]) -> Iterator[Place]:
+    """Hooks for `run_observed` that call a function with each layer's name and input."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda module, args, kwargs: observe(name, first_input(args, kwargs))
+
+    return (partial(module.register_forward_pre_hook, hook(n), with_kwargs=True) for n, module in layers.items())
 
 
 def run_observed(
     model: nn.Module,
     batches: Iterable[Any],
-    hooks: Iterable[Callable[[], RemovableHandle]],
+    hooks: Iterable[Place],
     run: Callable[[Any], object],
     what: str,
     progress: bool,
 ) -> int:
-    """Run every batch with hooks in place, which are gone afterwards.
+    """Run every batch with hooks in place, and remove the hooks afterwards.
 
     Args:
         model: in evaluation mode meanwhile.
         batches: moved to the model's device, one after the other.
-        hooks: each places one.
+        hooks: each registers one.
         run: is called with each batch.
         what: title of the progress bar.
         progress: show it.
@@ -35,8 +48,8 @@ def run_observed(
         The number of batches.
 
     Raises:
-        CalibrationError: there is none.
-        DtypeError: what is no iterable of batches.
+        CalibrationError: there is no batch.
+        DtypeError: the batches are no iterable, or a single batch.
     """
     check_batches(batches)
     device, count = model_device(model), 0

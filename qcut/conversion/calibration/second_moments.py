@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.observers import run_observed
+from qcut.conversion.calibration.observers import input_hooks, run_observed
 from qcut.errors import CalibrationError
 from qcut.models.modules import forward
 from qcut.models.selection import DEFAULT_SKIP, find_layers
@@ -50,16 +49,12 @@ def collect_second_moments(
     """
     chosen = find_layers(model, layers, skip)
     collector = _Collector()
-    hooks = (
-        partial(module.register_forward_pre_hook, collector.hook(name), with_kwargs=True)
-        for name, module in chosen.items()
-    )
 
     def run(batch: Any) -> None:
         forward(model, batch)
         collector.release()
 
-    count = run_observed(model, batches, hooks, run, "second moments", progress)
+    count = run_observed(model, batches, input_hooks(chosen, collector.add), run, "second moments", progress)
     for name in chosen:
         if not collector.tokens.get(collector.owner.get(name, "")):
             raise CalibrationError(
@@ -78,12 +73,6 @@ class _Collector:
         self.tokens: dict[str, int] = {}
         # The tensor itself, not its id: an id may come back for another tensor.
         self.last: tuple[Tensor, str] | None = None
-
-    def hook(self, name: str) -> Callable[..., None]:
-        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            self.add(name, args[0] if args else next(iter(kwargs.values())))
-
-        return observe
 
     def add(self, name: str, x: Tensor) -> None:
         reader = self.last[1] if self.last is not None and self.last[0] is x else name

@@ -71,15 +71,15 @@ def within_cost(space: SearchSpace, budget: Budget) -> Assignment:
     groups, limit = space.groups, budget.limit(space.weights)
     assert limit is not None
     unit = space.judge.metric if space.additive else "output error"
-    schemes, costs, alone = _tables(groups, unit)
+    schemes, costs, losses = _tables(groups, unit)
     most = math.floor(Fraction(limit) * _FINE)
 
     def named(options: Sequence[int]) -> Choice:
         return tuple(names[option] for names, option in zip(schemes, options, strict=True))
 
-    first = select(costs, alone, most)
+    first = select(costs, losses, most)
     assert first is not None, "the limit allows a choice"
-    cheapest = named(frontier(costs, alone)[0].options)
+    cheapest = named(frontier(costs, losses)[0].options)
     choice = named(first.options)
     tried = {choice: None}
     for number in range(_ROUNDS):
@@ -91,8 +91,8 @@ def within_cost(space: SearchSpace, budget: Budget) -> Assignment:
         tried[choice] = None
     uniform = space.uniform()
     every = list(dict.fromkeys([*tried, *uniform.values(), cheapest]))
-    losses = space.judge.losses([_layers(groups, c) for c in every], "measure plans")
-    measured = dict(zip(every, losses, strict=True))
+    found = space.judge.losses([_layers(groups, c) for c in every], "measure plans")
+    measured = dict(zip(every, found, strict=True))
     within = [c for c in (*tried, *uniform.values()) if sum(map(_fine, groups, c)) <= most]
     best = min(within, key=lambda c: (measured[c], _cost(groups, c)))
     gap = max(0.0, predicted(groups, best, unit) - as_loss(first.bound, unit)) if space.additive else None
@@ -107,8 +107,8 @@ def predicted(groups: Sequence[Group], choice: Choice, metric: str) -> float:
 
 def curve(groups: Sequence[Group], metric: str) -> list[Point]:
     """Choices that are predicted to be best for their cost, by rising cost; 64 of them if there are more."""
-    schemes, costs, alone = _tables(groups, metric)
-    found = frontier(costs, alone)
+    schemes, costs, losses = _tables(groups, metric)
+    found = frontier(costs, losses)
     kept = [found[i * (len(found) - 1) // (_POINTS - 1)] for i in range(_POINTS)] if len(found) > _POINTS else found
 
     def point(one: Selection) -> Point:

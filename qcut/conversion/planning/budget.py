@@ -73,12 +73,10 @@ class Budget:
             known = model is memory_cost or isinstance(model, TimeCost)
             return cls(what if known else "custom", model, loss=_LOSS if budget is None else budget)
         if objective is not None:
-            raise ConfigError(
-                f"objective: found {objective!r} beside {', '.join(limits)}, which limits the cost itself"
-            )
+            raise ConfigError(f"objective: found {objective!r} with {', '.join(limits)}, which limits the cost itself")
         if bits is not None:
             if cost is not None:
-                raise ConfigError("cost: found a cost model beside bits, which are bits; limit step_us or budget")
+                raise ConfigError("cost: found a cost model with bits, which are bits; limit step_us or budget")
             return cls("stored", stored_cost, bits=bits)
         return cls("step", cost or StepCost(), step_us=step_us)
 

@@ -19,8 +19,8 @@ class LayerSize:
         in_features: K.
         bias: whether the layer has a bias.
         float_bytes: bytes of the layer's parameters as they are now.
-        rows: N of the product that the engine computes the layer in: with siblings of its scheme, the sum of all their
-            N (`qcut.conversion.calibration.fused_projections`); 0 means ``out_features``.
+        rows: N of the product that the engine computes the layer in: the sum of all N of fused projections of one
+            scheme (`qcut.conversion.calibration.fused_projections`); 0 means ``out_features``.
     """
 
     name: str
@@ -95,10 +95,10 @@ class TimeCost:
 class StepCost:
     """Time in µs of a layer in a step of few tokens: ``start + bytes / rate``, an estimate.
 
-    A start is paid for each product: siblings of one scheme that the engine computes in one share it. Start and rate
-    are lines through times of whole layers, rotation included, measured on an H200 with one token
-    (benchmarks/perplexity/sizes.py), which they meet within 15 %; on another GPU the rate goes with the memory's
-    bandwidth, and the start to the clock. Attention, norms and the classifier are not counted.
+    A start is paid for each product: fused projections of one scheme share it. Start and rate are lines through times
+    of whole layers, rotation included, measured on an H200 with one token (benchmarks/perplexity/sizes.py), which they
+    meet within 15 %; on another GPU the rate goes with the memory's bandwidth, and the start to the clock. Attention,
+    norms and the classifier are not counted.
 
     Attributes:
         gpu: a GPU's name, or an architecture, as `qcut.dispatch.gpus.target_named` knows it.
@@ -107,7 +107,7 @@ class StepCost:
     gpu: str = "NVIDIA H200"
 
     def __call__(self, layer: LayerSize, scheme: str) -> float:
-        """The time of the layer under the scheme: of siblings' product, the share of the layer's rows."""
+        """The time of the layer under the scheme: of fused projections, the share of the layer's rows."""
         from qcut.dispatch.gpus import target_named
 
         parsed, n, k = parse_scheme(scheme), layer.out_features, layer.in_features

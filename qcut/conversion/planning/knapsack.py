@@ -3,7 +3,7 @@
 Lagrange's multiplier gives the options of the lower convex hull, of each group and of all: points that no choice of
 their cost betters, and a bound for what lies between. Dynamic programming over the groups then keeps choices that no
 other choice equals at less cost, and drops those that the bound shows to be worse than one that is known. Where more
-remain than memory should hold, those with the worst bounds are dropped, and the result says how far it may be from the
+remain than memory should hold, those with the worst bounds are dropped, and the result bounds its distance from the
 least.
 
 Source: Kellerer, Pferschy, Pisinger, "Knapsack Problems" (2004), chapter 11.
@@ -45,7 +45,7 @@ class Selection:
 
     @property
     def gap(self) -> float:
-        """How much more this choice may lose than the best; 0 where it is proven best, but for rounding of sums."""
+        """How much more this choice may lose than the best; 0 if it is proven best, except for rounding of sums."""
         return max(0.0, self.loss - self.bound)
 
 
@@ -80,7 +80,7 @@ def select(costs: Costs, losses: Losses, limit: int, *, states: int = _STATES) -
         states: choices that are kept at once.
 
     Returns:
-        The choice, or None where even the cheapest costs more than the limit.
+        The choice, or None if even the cheapest costs more than the limit.
 
     Exactness: the least sum of losses, as float64 adds them, unless more choices than ``states`` had to be kept; see
     `Selection.gap`. Deterministic: of equal losses the one of less cost, then the one found first.

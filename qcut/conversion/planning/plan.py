@@ -65,7 +65,7 @@ class LayerPlan:
         range_method: the method that derived ``static_range``.
         sensitivity: by scheme, the loss with only this layer quantized, in the unit of `Plan.metric`.
         cost: by scheme, the cost in the unit of `Plan.objective`: µs or bytes.
-        reason: why the layer does not have the cheapest scheme; empty where it has.
+        reason: why the layer does not have the cheapest scheme; empty if it has.
     """
 
     scheme: str
@@ -83,7 +83,7 @@ class Point:
     """A cost and its loss.
 
     Attributes:
-        scheme: that of all layers; empty where layers have their own.
+        scheme: that of all layers; empty if layers have their own.
         cost: in the unit of `Plan.objective`.
         loss: in the unit of `Plan.metric`.
     """
@@ -99,16 +99,16 @@ class Plan:
 
     Attributes:
         layers: `LayerPlan` by layer name. Layers without an entry stay as they are.
-        budget: the loss that was allowed, in the unit of `metric`; None where the cost was limited.
+        budget: the loss that was allowed, in the unit of `metric`; None if the cost was limited.
         metric: the meaning of the loss; see `qcut.plan`.
         objective: the meaning of the costs: ``stored`` (bytes in a file), ``step`` (µs of a step of few tokens),
             ``time`` (µs), ``memory`` (bytes) or ``custom``; see `qcut.conversion.planning.costs`.
-        predicted: what the layers' sensitivities add up to; None where they have another unit than the metric.
+        predicted: what the layers' sensitivities add up to; None if they have another unit than the metric.
         measured: the loss of the whole plan, measured on the model.
         start: the measured loss with every layer on its cheapest scheme.
         tokens: number of tokens that the losses were measured on.
-        limit: the cost that was allowed; None where the loss was limited.
-        gap: no choice within the limit is predicted to lose less than ``predicted - gap``; None where the loss was
+        limit: the cost that was allowed; None if the loss was limited.
+        gap: no choice within the limit is predicted to lose less than ``predicted - gap``; None if the loss was
             limited.
         curve: `Point` by rising cost, the predictions of choices that are best for their cost; empty where
             sensitivities have another unit than the metric.
@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Sum of the layers' costs; 0 where costs are not known."""
+        """Sum of the layers' costs; 0 if costs are not known."""
         return sum(layer.cost.get(layer.scheme, 0.0) for layer in self.layers.values())
 
     @property
@@ -179,13 +179,13 @@ class Plan:
             f"Plan: {len(self.layers)} layers ({counts}), {len(self.off_int8)} off the int8 path",
             f"  loss ({self.metric}, {self.tokens} tokens): {budget}measured {self.measured:.3%}, "
             f"{predicted}all on the cheapest scheme {self.start:.3%}",
-            f"  cost ({self.objective}): {self.said(self.cost)}"
-            + ("" if self.limit is None else f"; allowed: {self.said(self.limit)}"),
+            f"  cost ({self.objective}): {self.cost_text(self.cost)}"
+            + ("" if self.limit is None else f"; allowed: {self.cost_text(self.limit)}"),
         ]
         if self.gap is not None and self.predicted is not None:
             lines.append(f"  least predicted loss within this cost: {self.predicted - self.gap:.3%}")
         for point in self.uniform:
-            lines.append(f"  all {point.scheme}: {self.said(point.cost)}, measured {point.loss:.3%}")
+            lines.append(f"  all {point.scheme}: {self.cost_text(point.cost)}, measured {point.loss:.3%}")
         if self.objective == "stored":
             lines.append("  bits count indices or integers, norms, and scales of rows")
         if self.parted:
@@ -202,7 +202,7 @@ class Plan:
             lines += [f"  {name:<{width}}  {layer.scheme:<{wide}}  {layer.reason}" for name, layer in moved.items()]
         return "\n".join(lines)
 
-    def said(self, cost: float) -> str:
+    def cost_text(self, cost: float) -> str:
         """A cost with its unit."""
         if self.objective == "stored":
             return f"{self.bits_of(cost):.3f} bits a weight"

@@ -49,7 +49,7 @@ def plan(
 
     1. Every layer is quantized under every candidate; static ranges are the calibrated range (minmax, quantile or
        mse) that disturbs the layer's output least.
-    2. Sensitivity: with ``measure="model"`` the model's loss with that layer alone quantized. Where a forward call per
+    2. Sensitivity: with ``measure="model"`` the model's loss with only that layer quantized. Where a forward call per
        layer and scheme is too much, ``"gradient"`` estimates this loss from the error of the layer's own output and one
        backward pass for all layers (`qcut.conversion.calibration.second_order`), and ``"layer"`` takes the relative
        squared error of the layer's own output.
@@ -61,9 +61,9 @@ def plan(
     within the budget. Moves whose own sensitivity is more than twice the rest of the budget are not tried.
 
     Within a cost, the schemes whose sensitivities add up to the least are found exactly
-    (`qcut.conversion.planning.knapsack`; `Plan.gap` says so). Around them each layer is measured again under each
-    scheme, which shows what adding up missed, and the choice is made anew. Whole choices are measured, uniform ones
-    among them; the best within the limit is taken.
+    (`qcut.conversion.planning.knapsack`; see `Plan.gap`). Around them each layer is measured again under each scheme,
+    which shows what adding up missed, and the choice is made anew. Whole choices are measured, uniform ones among them;
+    the best within the limit is taken.
 
     The loss is the relative increase of perplexity for language models, and the relative squared error of the output
     for others; see `qcut.conversion.planning.sensitivity.Judge`. To use smoothing, call `qcut.smooth(model,
@@ -87,7 +87,7 @@ def plan(
             Hadamard rotation does not take a layer's K is tried with the rotation ``qr`` there, and a layer that would
             grow under all candidates stays in float. None: w8a8_static, w8a8, w8a16 and fp16 within a loss; codebooks
             of 2, 3, 4 and 4+4 bits and w8a16 within a cost.
-        calibration: of this model as it is now; by default the batches are used for it, where it is needed.
+        calibration: of this model as it is now; by default the batches are used for it, if it is needed.
         second_moments: `qcut.collect_curvature` or `qcut.collect_second_moments` of this model: codebooks are fitted to
             them, here and, with the same argument, in `qcut.quantize`.
         measure: the sensitivity of step 2: ``model``, ``gradient`` or ``layer``.

@@ -2,7 +2,7 @@
 
 Beginning with the ``forward`` of every class in the model, with functions that single modules hold and with hooks, the
 names that a function mentions are followed: to methods of the model's classes, and to functions that the name stands
-for in its module. Functions of torch itself are not followed, apart from the methods of its modules.
+for in its module. Of torch's own functions only the methods of its modules are followed.
 """
 
 from __future__ import annotations
@@ -74,16 +74,15 @@ def reached(model: nn.Module) -> Iterator[tuple[nn.Module, list[FunctionType]]]:
         yield module, [*dict.fromkeys([*by_class[type(module)], *extra])]
 
 
-def mentions(model: nn.Module, names: Sequence[str], besides: type) -> bool:
+def mentions(model: nn.Module, names: Sequence[str], known: type) -> bool:
     """Whether code that the model reaches mentions a child by one of these names, or walks its modules without names.
 
     Args:
         model: its code is read, not run.
         names: of children; only the first of them decides in libraries, which have the others in many places.
-        besides: the class whose own ``forward`` calls them.
+        known: the class whose own ``forward`` calls them.
     """
-    known = vars(besides)["forward"]
-    for function in {f for _, functions in reached(model) for f in functions} - {known}:
+    for function in {f for _, functions in reached(model) for f in functions} - {vars(known)["forward"]}:
         found = mentioned_by(function)
         if names[0] in found or (not is_library_code(function) and not found.isdisjoint((*names, *WALKS))):
             return True

@@ -30,7 +30,7 @@ from qcut.models.weight_sharing.functions import (
 from qcut.models.weight_sharing.syntax import ClassCheck, Conditions, Path, code_of
 
 _SHARED = frozenset({"weight", "bias", "in_features", "out_features"})
-"""What float and quantized layers have besides what every module has."""
+"""Attributes of float and quantized layers that not every module has."""
 _UNKNOWN: Any = object()
 
 

@@ -125,7 +125,7 @@ class Place(NamedTuple):
     Attributes:
         node: the node.
         conditions: under which the node is evaluated.
-        statement: the smallest statement around the node; the head alone of an ``if``, ``while`` or ``with``.
+        statement: the smallest statement around the node; only the head of an ``if``, ``while`` or ``with``.
     """
 
     node: ast.AST
@@ -270,7 +270,7 @@ class _Reader:
         elif called in SHOWS and len(node.args) == 1:
             self._note_check(conditions, node.args[0], None, "*")
         if called == "next" and node.args:
-            # The first parameter says which dtype or device a module has.
+            # The first parameter is read for its dtype or device.
             self.quiet.update(part for part in ast.walk(node.args[0]) if isinstance(part, ast.Attribute))
         if called in LOOKS:
             self.quiet.update(node.args)

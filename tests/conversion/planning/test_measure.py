@@ -114,7 +114,7 @@ def test_bits_are_kept_and_losses_fall() -> None:
     assert plans[-1].measured <= min(point.loss for point in plans[-1].uniform)
 
 
-def test_a_plan_is_no_worse_than_one_scheme_of_its_size() -> None:
+def test_plan_is_no_worse_than_uniform_scheme() -> None:
     for scheme in SCHEMES:
         bits = within(9.0).bits_of(next(p.cost for p in within(9.0).uniform if p.scheme == scheme))
         made = within(bits)
@@ -126,7 +126,7 @@ def test_a_plan_is_no_worse_than_one_scheme_of_its_size() -> None:
     assert mixed.measured < next(p.loss for p in mixed.uniform if p.scheme == "codebook3")
 
 
-def test_no_choice_of_schemes_is_predicted_to_be_better() -> None:
+def test_predicted_loss_is_least_of_all_choices() -> None:
     made = within(3.4)
     assert made.limit is not None
     names, best = list(made.layers), math.inf
@@ -140,7 +140,7 @@ def test_no_choice_of_schemes_is_predicted_to_be_better() -> None:
     assert made.predicted - made.gap == pytest.approx(best, rel=1e-9)
 
 
-def test_the_curve_falls_from_the_cheapest_to_the_most_exact() -> None:
+def test_curve_falls_from_cheapest_to_most_exact() -> None:
     made = within(3.5)
     costs, losses = [p.cost for p in made.curve], [p.loss for p in made.curve]
     assert costs == sorted(set(costs))
@@ -180,7 +180,7 @@ def test_quantizing_gives_what_was_planned_and_measured(tmp_path: Path) -> None:
         assert stored[name] - shared[layer.scheme] - 4 * layer.out_features == layer.cost[layer.scheme]
 
 
-def test_fitted_plans_say_so_and_need_every_second_moment() -> None:
+def test_fitted_plans_need_every_second_moment() -> None:
     model, batches = chain(), inputs()
     moments = qcut.collect_second_moments(model, batches, skip=(), progress=False)
     options: dict[str, Any] = {"bits": 2.6, "candidates": ("codebook2", "codebook3"), "skip": (), "progress": False}
@@ -203,8 +203,8 @@ def test_fitted_plans_say_so_and_need_every_second_moment() -> None:
         ({"bits": math.nan}, ConfigError, "bits: found nan; a finite number above 0"),
         ({"bits": 0.0}, ConfigError, "bits: found 0"),
         ({"step_us": math.inf}, ConfigError, "step_us: found inf"),
-        ({"bits": 3.0, "objective": "time"}, ConfigError, "found 'time' beside bits"),
-        ({"bits": 3.0, "cost": StepCost()}, ConfigError, "cost: found a cost model beside bits"),
+        ({"bits": 3.0, "objective": "time"}, ConfigError, "found 'time' with bits"),
+        ({"bits": 3.0, "cost": StepCost()}, ConfigError, "cost: found a cost model with bits"),
         ({"step_us": 9.0, "cost": StepCost("abacus")}, UnsupportedError, "abacus"),
     ],
 )
@@ -259,7 +259,7 @@ def llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def test_siblings_have_one_scheme_and_the_engine_one_product() -> None:
+def test_fused_projections_get_one_scheme() -> None:
     batches = [torch.tensor(prompts_of(VOCABULARY, 12))]
     made = plan(llama(), batches, bits=3.3, candidates=SCHEMES, measure="gradient", progress=False)
     assert [[name.rpartition(".")[2] for name in names] for names in made.siblings] == [
