@@ -154,7 +154,7 @@ def test_layer_of_two_sequentials_has_both_activations():
 
 
 @torch.no_grad()
-def test_calls_from_outside_and_later_hooks_see_the_layer_alone():
+def test_outside_calls_and_later_hooks_get_unfused_layer():
     model = sequential(nn.SiLU())
     x = torch.randn(5, 32)
     want, between = model(x), model[0](x)
@@ -198,7 +198,7 @@ def test_class_whose_forward_was_replaced_is_not_fused(monkeypatch):
     assert not fusible_activations(sequential(nn.ReLU()))
 
 
-def test_gpt2_whose_code_reads_the_projection_is_not_fused():
+def test_gpt2_that_reads_projection_is_not_fused():
     class Block(transformers.models.gpt2.modeling_gpt2.GPT2Block):
         def forward(self, hidden_states, *args, **kwargs):
             return super().forward(hidden_states, *args, **kwargs) + self.mlp.c_fc(hidden_states)[..., :32]

@@ -14,7 +14,7 @@ from qcut.conversion.quantize import quantize
 from tests.support.zoo import inject_outliers, tiny_lm, token_batches
 
 
-def test_a_plan_moves_the_layer_with_outliers_to_int16() -> None:
+def test_plan_moves_outlier_layer_to_int16() -> None:
     model, batches = tiny_lm(), token_batches()
     inject_outliers(model.blocks[0].ln2, [model.blocks[0].up])
     candidates = ("w8a8_static", "int16x8_static", "int16x8")
@@ -30,7 +30,7 @@ def test_a_plan_moves_the_layer_with_outliers_to_int16() -> None:
         assert copied(batches[0]).isfinite().all()
 
 
-def test_int16_costs_two_products_of_int8_and_the_same_bytes() -> None:
+def test_int16_costs_two_int8_products() -> None:
     layer = LayerSize("x", 14336, 4096, False, 2 * 14336 * 4096)
     prompt, decode = TimeCost(tokens=4096), TimeCost(tokens=1)
     assert prompt(layer, "w8a8") < 0.6 * prompt(layer, "int16x8") < 0.6 * prompt(layer, "fp16")

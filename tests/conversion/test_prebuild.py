@@ -13,7 +13,7 @@ from qcut.ops import paths
 from qcut.schemes import parse_scheme
 
 
-def test_a_gpu_on_the_portable_path_is_left_out(monkeypatch):
+def test_gpu_on_triton_path_is_left_out(monkeypatch):
     built = []
     monkeypatch.setattr(prebuild, "prebuild", lambda calls, device, progress: built.append(device))
     monkeypatch.setattr(paths, "_refusals", {1: "GPU Thor has compute capability 11.0"})
@@ -23,7 +23,7 @@ def test_a_gpu_on_the_portable_path_is_left_out(monkeypatch):
     assert built == [0, 2]
 
 
-def test_float32_weights_of_16_bit_products_are_refused_on_each_path(monkeypatch):
+def test_float32_weights_of_16_bit_products_are_refused(monkeypatch):
     monkeypatch.setattr(paths, "_refusals", {0: "GPU Thor has compute capability 11.0"})
     tasks = {"layer": Task(torch.nn.Linear(64, 32), parse_scheme("codebook4"))}
     with pytest.raises(ConfigError, match="its weight is float32"):

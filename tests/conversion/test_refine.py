@@ -73,7 +73,7 @@ def test_float16_keeps_its_dtypes():
     assert {p.dtype for p in model.parameters()} == {torch.float16}
 
 
-def test_the_loss_is_that_of_the_model_that_comes_out():
+def test_loss_is_that_of_refined_model():
     model, reference = pair("codebook3", "gpt2")
     batches = texts(1)
     again = copy.deepcopy(model)
@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_the_model_that_comes_out():
     assert now.losses[0] == pytest.approx(stored, rel=1e-4)
 
 
-def test_only_the_second_pass_and_the_named_layers_change():
+def test_only_second_pass_of_named_layers_changes():
     model, reference = pair("codebook2+2")
     before = {name: m.passes for name, m in model.named_modules() if isinstance(m, qcut.Linear)}
     qcut.refine(model, reference, texts(4), layers=["*.down_proj"], **RATES, progress=False)

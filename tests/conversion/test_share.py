@@ -39,7 +39,7 @@ def test_mixture_names_its_experts(tmp_path: Path) -> None:
     assert "%" in made
 
 
-def test_what_is_left_out_on_purpose_is_not_told() -> None:
+def test_layers_skipped_on_purpose_give_no_warning() -> None:
     skip = ["lm_head", "*.experts", "*.gate"]
     assert not told(lambda: qcut.quantize(mixture(), "w8a8", skip=skip, progress=False))
     assert not told(lambda: qcut.quantize(mixture(), "w8a8", include=["*.q_proj"], progress=False))

@@ -54,7 +54,7 @@ def pairs_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {pair.norm: pair.layers for pair in trace(model, token_batches()[0])[0]}
 
 
-def test_pairs_are_found_in_gpt2_llama_and_plain_models() -> None:
+def test_pairs_of_gpt2_llama_and_plain_models() -> None:
     assert pairs_of(tiny_hf("gpt2")) == {
         f"transformer.h.{i}.{norm}": (f"transformer.h.{i}.{layer}",)
         for i in range(2)
@@ -293,6 +293,15 @@ class Branches(Routed):
         return y
 
 
+class Changed(Routed):
+    def forward(self, x: Tensor, kind: Tensor) -> Tensor:
+        h = self.norm(x)
+        if int(kind):
+            h += x
+        y: Tensor = self.experts[0](h)
+        return y
+
+
 class Early(Routed):
     def forward(self, x: Tensor, kind: Tensor) -> Tensor:
         h = self.norm(x)
@@ -462,7 +471,7 @@ class Fitting(Routed):
 
 
 KEEPING = (
-    *(Branches, Early, Helper, Child, Chain, Counted, Packed, Kept, Lambdas),
+    *(Branches, Changed, Early, Helper, Child, Chain, Counted, Packed, Kept, Lambdas),
     *(Weighs, ByName, Indexed, Chosen, Listed, OwnNorm),
 )
 

@@ -64,7 +64,7 @@ READS: dict[str, Any] = {
 }
 
 
-def test_the_weight_has_the_dtype_of_the_float_weight(tmp_path: Path) -> None:
+def test_weight_has_dtype_of_float_weight(tmp_path: Path) -> None:
     half = qcut.Linear.from_float(nn.Linear(32, 16).half())
     assert half.weight.dtype is copy.deepcopy(half).weight.dtype is torch.float16
     assert half.bfloat16().weight.dtype is half.to("cpu").weight.dtype is torch.bfloat16

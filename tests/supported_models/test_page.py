@@ -21,7 +21,7 @@ NUMBERS = slice(5, 7)
 """Cells with cosines, whose last digits depend on the processor."""
 
 
-def test_the_page_is_of_the_versions_that_are_pinned() -> None:
+def test_page_is_of_pinned_versions() -> None:
     pinned = (ROOT / "constraints-dev.txt").read_text()
     torch, newest = (re.search(rf"^{name}==([\w.]+)", pinned, re.MULTILINE) for name in ("torch", "transformers"))
     assert torch is not None
@@ -57,7 +57,7 @@ def test_no_row_hides_a_failure(name: str) -> None:
     assert engine == NONE or (engine == YES) == (kind in FAMILIES)
 
 
-def test_a_page_is_read_back_with_its_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_read_back_with_its_failures() -> None:
     def finding(name: str) -> Finding:
         one = Finding("kind", name, 3, 12.345, "norms", dict.fromkeys(COSINES, 0.99999), YES, YES, YES, NONE, NONE)
         if name == "BertForMaskedLM":

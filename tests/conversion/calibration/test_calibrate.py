@@ -148,7 +148,7 @@ def test_keyword_input_is_observed() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_and_inf_name_layer_and_batch_and_leave_the_model_alone(bad: float) -> None:
+def test_nan_names_layer_and_batch_and_keeps_model(bad: float) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 2)).train()
     x = torch.ones(3, 4)
     x[1, 2] = bad

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.conversion.calibration import curvature as module
-from qcut.conversion.calibration.curvature import collect_curvature
+from qcut.conversion.calibration.curvature import OUTPUT_LIMIT, collect_curvature
 from qcut.errors import CalibrationError, ConfigError
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from tests.support.oracles import normal
@@ -97,11 +97,11 @@ def test_the_model_is_left_as_it_was():
     assert not torch.equal(first["up"].inputs, other["up"].inputs)
 
 
-def test_large_layers_have_no_outputs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "OUTPUT_LIMIT", 10)
-    found = collect_curvature(net(), [normal(9, 12)], progress=False)
-    assert found["up"].outputs is None
-    assert found["down"].outputs is not None
+def test_large_layers_have_no_outputs():
+    model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, OUTPUT_LIMIT + 1))
+    found = collect_curvature(model, [normal(9, 12)], progress=False)
+    assert found["0"].outputs is not None
+    assert found["1"].outputs is None
 
 
 def test_what_is_refused():

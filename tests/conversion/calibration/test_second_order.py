@@ -35,7 +35,7 @@ def test_estimates_order_layers_as_measurements_do() -> None:
     assert estimates[worst] > 0.5 * max(estimates)
 
 
-def test_errors_of_outputs_are_foretold_where_there_are_no_tokens() -> None:
+def test_output_errors_are_predicted_without_tokens() -> None:
     """The last layer's own squared error is the loss itself, whatever is drawn."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))

@@ -21,7 +21,7 @@ def instance(seed: int, groups: int, options: int = 4) -> tuple[list[list[int]],
 
 
 def best_of_all(costs: list[list[int]], losses: list[list[float]], limit: int) -> float | None:
-    """The least loss of every choice within the limit; None where there is none."""
+    """The least loss of every choice within the limit; None if there is none."""
     found = None
     for options in itertools.product(*(range(len(group)) for group in costs)):
         if sum(group[o] for group, o in zip(costs, options, strict=True)) <= limit:

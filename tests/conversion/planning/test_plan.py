@@ -69,7 +69,7 @@ def test_values_that_cannot_be_are_refused(tmp_path: Path, text: str, message: s
     assert str(caught.value).startswith(f"{path}: ")
 
 
-def test_plans_that_die_or_find_the_disk_full_leave_the_old_one(tmp_path: Path) -> None:
+def test_failed_save_keeps_old_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     found = []
     made(1).save(path)

@@ -166,7 +166,7 @@ def test_attention_mask_and_ties() -> None:
         assert model.extra.qweight is model.more.qweight
 
 
-def test_a_scheme_that_breaks_the_model_is_infinitely_bad() -> None:
+def test_loss_of_broken_model_is_infinite() -> None:
     model, batches = tiny_lm(), token_batches()
     layer = Linear.from_float(model.blocks[0].up)
     layer.weight_scale.fill_(math.nan)

@@ -1,4 +1,4 @@
-"""Code that asks for the class of its layers keeps them in float."""
+"""Code that checks the class of its layers keeps them in float."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ ALL = {"a", "b", "list.0", "list.1"}
         (Harmless, set()),
     ],
 )
-def test_layers_whose_class_code_asks_for_stay(cls: Callable[[], nn.Module], names: set[str]) -> None:
+def test_layers_whose_class_is_checked_stay(cls: Callable[[], nn.Module], names: set[str]) -> None:
     layers, left = linear_layers(cls())
     assert set(left) == names
     assert set(layers) == ALL - names
@@ -234,7 +234,7 @@ class Conv1D(nn.Module):
         return (x @ self.weight + self.bias).relu()
 
 
-def test_own_class_of_a_known_name_is_none_of_the_layers() -> None:
+def test_own_class_of_known_name_is_no_layer() -> None:
     layers, left = linear_layers(nn.Sequential(Conv1D(), nn.Linear(16, 16)))
     assert set(layers) == {"1"}
     assert not left

@@ -248,7 +248,7 @@ def test_code_without_source() -> None:
     assert {"a"} <= left(space["Hidden"]())  # type: ignore[operator]
 
 
-def test_a_layer_without_a_bias_has_none_to_read() -> None:
+def test_layer_without_bias_is_not_read() -> None:
     model = Bias()
     model.a = nn.Linear(16, 16, bias=False)
     assert left(model) == set()
