@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from qcut.backends.cuda.explanation import explain as explain
     from qcut.backends.cuda.launch.waiting import wait_for_kernels as wait_for_kernels
     from qcut.checkpoints.detect import load as load
-    from qcut.checkpoints.formats.compressed_tensors_writer import save_compressed_tensors as save_compressed_tensors
+    from qcut.checkpoints.formats.compressed_tensors.writer import save_compressed_tensors as save_compressed_tensors
     from qcut.checkpoints.formats.llama2c.files import load_llama2c as load_llama2c
     from qcut.checkpoints.formats.llama2c.files import save_llama2c as save_llama2c
     from qcut.checkpoints.formats.qcut_writer import save as save
@@ -101,7 +101,7 @@ _HOME = {
     "explain": "backends.cuda.explanation",
     "wait_for_kernels": "backends.cuda.launch.waiting",
     "save": "checkpoints.formats.qcut_writer",
-    "save_compressed_tensors": "checkpoints.formats.compressed_tensors_writer",
+    "save_compressed_tensors": "checkpoints.formats.compressed_tensors.writer",
     "save_turboquant": "checkpoints.formats.turboquant.writer",
     "load": "checkpoints.detect",
 }

@@ -6,7 +6,7 @@ Importing this module imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,19 +31,19 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _INDEX_FIELDS = schema.record({"weight_map": schema.table(schema.text())}, more=True)
 PRETRAINED, GGUF, TURBOQUANT, QCUT = "pretrained", "gguf", "turboquant-model", "qcut"
 METHODS = {
-    "compressed-tensors": "qcut.checkpoints.formats.compressed_tensors.CompressedTensors",
+    "compressed-tensors": "qcut.checkpoints.formats.compressed_tensors.reader.CompressedTensors",
     "gptq": "qcut.checkpoints.formats.gptq.Gptq",
     "awq": "qcut.checkpoints.formats.awq.Awq",
     "bitsandbytes": "qcut.checkpoints.formats.bitsandbytes.BitsAndBytes",
 }
 """By ``quant_method`` of another library, the `qcut.checkpoints.formats.parts.Format` that reads its layers."""
 READERS = {
-    QCUT: "qcut.checkpoints.formats.qcut",
-    PRETRAINED: "qcut.checkpoints.pretrained_format",
-    TURBOQUANT: "qcut.checkpoints.formats.turboquant.reader",
-    **dict.fromkeys((GGUF, *METHODS), "qcut.checkpoints.formats.reader"),
+    QCUT: "qcut.checkpoints.formats.qcut.load",
+    PRETRAINED: "qcut.checkpoints.pretrained_format.load",
+    TURBOQUANT: "qcut.checkpoints.formats.turboquant.reader.load",
+    **dict.fromkeys((GGUF, *METHODS), "qcut.checkpoints.formats.reader.load"),
 }
-"""By format, the module whose ``load`` takes what was detected, and `Options`."""
+"""By format, the function that loads what was detected, with `Options`."""
 GGUF_MAGIC = b"GGUF"
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files that older writers put their configuration in, beside config.json."""
@@ -136,7 +136,7 @@ def load(
         found = Detected(QCUT, path, {})
     if found.format not in READERS:
         require_method(found.config, str(path / "config.json"))
-    read: Callable[[Detected, Options], nn.Module] = import_module(READERS[found.format]).load
+    read: Callable[[Detected, Options], nn.Module] = imported(READERS[found.format])
     with outside_modes():
         return read(found, Options(model, torch.device(device), dtype, progress, verify)).eval()
 
@@ -176,6 +176,12 @@ def stated_quantization(config: Mapping[str, Any], where: str) -> dict[str, Any]
     if method is None and ("load_in_4bit" in found or "load_in_8bit" in found):
         method = "bitsandbytes"
     return {**found, "quant_method": method}
+
+
+def imported(place: str) -> Any:
+    """What a dotted name of a registry stands for; its module is imported when it is first asked for."""
+    module, _, name = place.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 def require_method(config: Mapping[str, Any], where: str) -> str:
@@ -306,6 +312,19 @@ def safetensors_files(folder: Path) -> list[Path]:
     if not names:
         raise CheckpointError(f"{folder}: there are no safetensors files; pickles are not read")
     return [folder / name for name in sorted(names)]
+
+
+def headers_of(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """The headers of all tensors in safetensors files.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for path in files:
+        with TensorFile(path, CheckpointError) as file:
+            headers |= file.headers
+    return headers
 
 
 def check_layer_sizes(layers: Mapping[str, Mapping[str, Any]], stored_bytes: int, path: Path) -> None:

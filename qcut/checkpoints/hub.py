@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.common import versions
+from qcut.common.failures import line_of
 from qcut.errors import CheckpointError
 
 ASK_S = 4.0
@@ -80,7 +81,7 @@ def _ask(url: str, token: str | bool | None) -> str:
             hub.get_hf_file_metadata(url, token=token, timeout=ASK_S)
             found.append("")
         except Exception as error:  # of dozens of kinds
-            found.append(" ".join(str(error).split())[:300] or type(error).__name__)
+            found.append(line_of(error))
 
     # A look-up of the host's name has no limit of time of its own.
     thread = threading.Thread(target=ask, name="qcut-hub", daemon=True)

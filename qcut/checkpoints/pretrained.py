@@ -19,9 +19,9 @@ from qcut.checkpoints.detect import detect, load, read_config, refuse_adapter
 from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.common import versions
-from qcut.common.failures import is_interrupt
+from qcut.common.failures import failures_as, line_of
 from qcut.common.schema import JSON_BYTES, check_extent, open_regular, read_bytes
-from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 from qcut.text.tokenization import check_decoder, start_process, text_ids
 
 _Stored = dict[str, tuple[str, list[int]]]
@@ -235,17 +235,12 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json")
 
 @contextlib.contextmanager
 def _as_checkpoint_errors(what: str) -> Iterator[None]:
-    """Turn whatever other libraries raise in a block into a CheckpointError of one line."""
-    try:
-        yield
-    except BaseException as error:  # transformers, tokenizers, safetensors and the hub have dozens of kinds
-        if is_interrupt(error) or (isinstance(error, QcutError) and not isinstance(error, ConfigError)):
-            raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{what}: {text[:_MOST_CHARACTERS]}") from error
-
-
-_MOST_CHARACTERS = 600
+    """Turn what other libraries raise in a block, and what is wrong in a configuration, into a CheckpointError."""
+    with failures_as(CheckpointError, what):
+        try:
+            yield
+        except ConfigError as error:
+            raise CheckpointError(f"{what}: {line_of(error, 600)}") from error
 
 
 def token_ids(tokenizer: Any, text: str, what: str) -> list[int]:

@@ -9,20 +9,11 @@ import torch
 from torch import nn
 
 from qcut.checkpoints import hub
-from qcut.checkpoints.detect import QCUT, Detected, Options, read_config, safetensors_files
+from qcut.checkpoints.detect import QCUT, Detected, Options, headers_of, read_config, safetensors_files
 from qcut.checkpoints.huggingface import check_class, model_of, plain_config
 from qcut.common import versions
-from qcut.common.safetensors import TensorFile
-from qcut.errors import CheckpointError, QcutError
-
-
-def _stored_tensors(folder: Path) -> int:
-    """Number of tensors in a folder's safetensors files."""
-    count = 0
-    for path in safetensors_files(folder):
-        with TensorFile(path, CheckpointError) as file:
-            count += len(file.headers)
-    return count
+from qcut.common.failures import failures_as
+from qcut.errors import CheckpointError
 
 
 def load(found: Detected, options: Options) -> nn.Module:
@@ -36,7 +27,7 @@ def load(found: Detected, options: Options) -> nn.Module:
     on_disk = local or not hub.answers(name)
     transformers = versions.transformers()
     where = str(Path(name) / "config.json") if local else f"{name}: config.json"
-    try:
+    with failures_as(CheckpointError, f"{name}: cannot be read"):
         config = (
             read_config(Path(where))
             if local
@@ -51,7 +42,7 @@ def load(found: Detected, options: Options) -> nn.Module:
         cls = check_class(class_name, where)
         if local:
             with torch.device("meta"):  # within bounds that the files bear out
-                model_of(class_name, config, where, tensors=_stored_tensors(Path(name)))
+                model_of(class_name, config, where, tensors=len(headers_of(safetensors_files(found.path))))
         made: Any = cls.from_pretrained(
             name,
             dtype=dtype or "auto",
@@ -60,9 +51,4 @@ def load(found: Detected, options: Options) -> nn.Module:
             use_safetensors=True,
             trust_remote_code=False,
         )
-    except QcutError:
-        raise
-    except Exception as error:  # transformers, safetensors and the hub have dozens of kinds
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{name}: cannot be read: {text[:600]}") from error
     return cast(nn.Module, made)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
+from qcut.checkpoints.detect import GGUF, PRETRAINED, QCUT, READERS, TURBOQUANT
 from qcut.checkpoints.formats.llama2c.files import load_llama2c
 from qcut.checkpoints.formats.llama2c.tokenizer import Llama2cTokenizer
 from qcut.checkpoints.formats.turboquant.format import Config as TurboquantConfig
@@ -35,6 +36,7 @@ from qcut.layers.codebook import CodebookLinear
 from qcut.layers.frozen import FrozenWeight
 from qcut.layers.linear import Linear
 from qcut.tuning.journal import Journal
+from tests.checkpoints.formats import samples
 from tests.fuzz import readers
 from tests.support import llama2c_oracle
 from tests.support.zoo import tiny_lm, token_batches
@@ -254,6 +256,13 @@ def turboquant_agrees(folder: Path, state: State) -> bool:
     return config_agrees(folder, state)
 
 
+def float_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and a digest of each float tensor of ``model.safetensors``, in float32."""
+    tensors = readers.safetensors(folder / "model.safetensors")
+    floats = {name: entry for name, entry in tensors.items() if entry[0] in ("F32", "F16", "BF16", "F64")}
+    return {name: (entry[1], readers.digest(_floats(entry).tobytes())) for name, entry in floats.items()}
+
+
 def config_agrees(folder: Path, state: State) -> bool:
     """Whether the fields of ``config.json`` that transformers kept are as the file has them."""
     stated = readers.document(folder / "config.json")
@@ -263,6 +272,70 @@ def config_agrees(folder: Path, state: State) -> bool:
 
 PLAIN = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
 PLAIN += ("vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "head_dim")
+
+
+# ── what other libraries, and transformers, write of quantized models ────────────────────────────
+
+
+def build_pretrained(folder: Path) -> None:
+    model = _llama()
+    qcut.quantize(model, "w8a16", allow_growth=True, progress=False)
+    model.save_pretrained(folder)
+
+
+def read_foreign(folder: Path) -> Read:
+    model: Any = qcut.load(next(folder.glob("*.gguf"), folder), dtype=torch.float32, progress=False)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    rest = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, FrozenWeight)}
+    return Read(
+        {
+            "layers": {n: (m.extra_repr(), *(tensor_state(b) for b in m.buffers())) for n, m in layers.items()},
+            "rest": {name: tensor_state(p)[1:] for name, p in rest.items()},
+            "config": json.loads(json.dumps(model.config.to_dict(), default=str)),
+            "generation": model.generation_config.to_json_string(),
+        }
+    )
+
+
+def foreign_agrees(folder: Path, state: State) -> bool:
+    """Whether configuration and float tensors are as stated; the formats' own tests hold the layers."""
+    if any(folder.glob("*.gguf")):
+        return True
+    stored = float_tensors(folder)
+    tied = {"lm_head.weight"} if readers.document(folder / "config.json").get("tie_word_embeddings") else set()
+    same = all(stored.get(name) == value for name, value in state["rest"].items() if name not in tied)
+    return same and config_agrees(folder, state)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A right checkpoint of a reader of `qcut.load`, and which JSON files to break; see `Format`."""
+
+    build: Callable[[Path], Any]
+    read: Callable[[Path], Read] = read_foreign
+    agrees: Callable[[Path, State], bool] | None = foreign_agrees
+    folder_is_enough: bool = True
+    json: str = "*.json"
+
+
+CHECKPOINTS = {
+    QCUT: Checkpoint(build_checkpoint, read_checkpoint, None, False, "qcut_config.json"),
+    PRETRAINED: Checkpoint(build_pretrained),
+    TURBOQUANT: Checkpoint(build_turboquant, read_turboquant, turboquant_agrees, False),
+    **{name: Checkpoint(build) for name, build in samples.CHECKPOINTS.items()},
+}
+"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here."""
+
+
+def checkpoint_formats() -> Iterator[Format]:
+    """Two formats for each reader: its JSON files and its tensors; GGUF files are both in one."""
+    for name in READERS:
+        one = CHECKPOINTS[name]
+        kinds = {"json": {one.json: "json"}, "tensors": {"*.safetensors": "safetensors"}}
+        for what, files in kinds.items() if name != GGUF else [("file", {"*.gguf": "binary"})]:
+            yield Format(
+                f"{name}-{what}", files, one.build, one.read, one.agrees, folder_is_enough=one.folder_is_enough
+            )
 
 
 # ── a folder of Hugging Face ─────────────────────────────────────────────────────────────────────
@@ -282,12 +355,7 @@ def read_huggingface(folder: Path) -> Read:
 
 
 def huggingface_agrees(folder: Path, state: State) -> bool:
-    tensors = readers.safetensors(folder / "model.safetensors")
-    stored = {
-        n: (e[1], readers.digest(_floats(e).tobytes()))
-        for n, e in tensors.items()
-        if e[0] in ("F32", "F16", "BF16", "F64")
-    }
+    stored = float_tensors(folder)
     held = dict(state["tensors"])
     if readers.document(folder / "config.json").get("tie_word_embeddings"):
         held.pop("lm_head.weight", None)
@@ -573,24 +641,13 @@ def mend_kernel(folder: Path) -> None:
 FORMATS = {
     one.name: one
     for one in (
-        Format("qcut-json", {"**/qcut_config.json": "json"}, build_checkpoint, read_checkpoint),
-        Format("qcut-tensors", {"**/model-*.safetensors": "safetensors"}, build_checkpoint, read_checkpoint),
+        *checkpoint_formats(),
         Format(
             "qcut-folder",
             {"**/config.json": "json", "**/generation_config.json": "json", "token*.json": "json"},
             build_with_tokenizer,
             read_pretrained,
             folder_is_enough=True,
-        ),
-        Format(
-            "turboquant-json",
-            {"turboquant_config.json": "json", "config.json": "json"},
-            build_turboquant,
-            read_turboquant,
-            turboquant_agrees,
-        ),
-        Format(
-            "turboquant-tensors", {"*.safetensors": "safetensors"}, build_turboquant, read_turboquant, turboquant_agrees
         ),
         Format(
             "huggingface-json",

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+import qcut
 from tests.kills.harness import run
 from tests.kills.writers import WRITERS
 
 KILLS, SEED = 10, 1
 
 pytest.importorskip("transformers")
+
+
+def test_every_public_writer_is_killed() -> None:
+    assert {name for name in qcut.__all__ if name.startswith("save")} <= WRITERS.keys()
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -108,6 +108,24 @@ def _save_turboquant(folder: Path, i: int) -> None:
 
 
 @remembered
+def _w8a8_model(version: int) -> Any:
+    model = tiny_hf("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(version)
+    qcut.quantize(model, allow_growth=True, progress=False)
+    return model
+
+
+def _save_compressed_tensors(folder: Path, i: int) -> None:
+    qcut.save_compressed_tensors(_w8a8_model(_version(i)), folder)
+
+
+def _load_tensors(folder: Path) -> Any:
+    return _load(folder)["tensors"]
+
+
+@remembered
 def _llama(version: int) -> Any:
     model = llama()
     with torch.no_grad():
@@ -249,6 +267,12 @@ WRITERS = {
     for one in (
         Writer("save", _save, _load, lambda i: model_state(_model(_version(i)))),
         Writer("save_turboquant", _save_turboquant, _load, lambda i: model_state(_turboquant_model(_version(i)))),
+        Writer(
+            "save_compressed_tensors",
+            _save_compressed_tensors,
+            _load_tensors,
+            lambda i: model_state(_w8a8_model(_version(i)))["tensors"],
+        ),
         Writer("save_llama2c", _save_llama2c, _load_llama2c, lambda i: model_state(_llama(_version(i)))["tensors"]),
         Writer(
             "calibration",

@@ -1,7 +1,8 @@
 """AWQ checkpoints in the ``gemm`` version.
 
-``qweight`` int32 ``[K, N / 8]`` and ``qzeros`` int32 ``[G, N / 8]``: 4 bits i of a word belong to the output channel
-``[0, 2, 4, 6, 1, 3, 5, 7][i]`` of eight; ``scales`` ``[G, N]``: ``w[k, n] = scales[g, n] * (q[k, n] - z[g, n])``.
+``qweight`` int32 ``[K, N / 8]`` and ``qzeros`` int32 ``[G, N / 8]``: bits 4i to 4i + 3 of an int32 belong to the output
+channel ``[0, 2, 4, 6, 1, 3, 5, 7][i]`` of eight; ``scales`` ``[G, N]``:
+``w[k, n] = scales[g, n] * (q[k, n] - z[g, n])``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.formats.fields import GPTQ_HISTORY, refuse_others
-from qcut.checkpoints.formats.packed_int32 import Words
-from qcut.checkpoints.formats.packing import unpack_words
+from qcut.checkpoints.formats.build import unpack_int32
+from qcut.checkpoints.formats.packed_int32 import HISTORY, PackedInt32
+from qcut.checkpoints.formats.parts import refuse_others
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 
 _CHANNELS = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output channel, of eight, of each place in a word."""
+"""The output channel, of eight, of each nibble of an int32."""
 _PLACES = [_CHANNELS.index(channel) for channel in range(8)]
 _CONFIG = schema.record(
     {},
@@ -40,13 +41,13 @@ _FIELDS = (
 )
 
 
-class Awq(Words):
+class Awq(PackedInt32):
     """AWQ's, as `Format` says."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"
         data = schema.conform(config, _CONFIG, where, CheckpointError)
-        refuse_others(config, {*_FIELDS, *GPTQ_HISTORY}, where)
+        refuse_others(config, {*_FIELDS, *HISTORY}, where)
         bits = data["bits"] or data["w_bit"] or 4
         size = data["group_size"] if data["group_size"] is not None else data["q_group_size"]
         size = 128 if size is None else size
@@ -56,7 +57,7 @@ class Awq(Words):
         super().__init__(bits, (4,), size, False, where)
 
     def _integers(self, qweight: Tensor) -> Tensor:
-        stored = unpack_words(qweight, 4, 1).view(len(qweight), -1, 8)
+        stored = unpack_int32(qweight, 4, 1).view(len(qweight), -1, 8)
         return stored.index_select(2, torch.tensor(_PLACES, dtype=torch.int64, device="cpu")).flatten(1)
 
     def _zero_points(self, qzeros: Tensor) -> Tensor:

@@ -15,17 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.formats.build import codebook_layer, int8_layer, stored_scales
-from qcut.checkpoints.formats.fields import refuse_others
-from qcut.checkpoints.formats.parts import Parts, Stored
+from qcut.checkpoints.formats.build import int8_layer, levels_layer
+from qcut.checkpoints.formats.parts import Parts, Stored, refuse_others
 from qcut.common import schema
 from qcut.common.safetensors import DTYPES
 from qcut.common.schema import parse_json
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
-from qcut.numerics.codebook.quantizer import RotatedCodebook
-from qcut.numerics.codebook.rotation import NO_ROTATION
-from qcut.schemes import W8A8, W8A16, Codebook
+from qcut.schemes import W8A8, W8A16
 
 _CONFIG = schema.record(
     {},
@@ -136,24 +133,8 @@ def _four_bits(parts: Parts) -> Linear:
     scales = _scales(parts, state, n * k // size).view(n, k // size)
     packed = parts.read("weight").reshape(-1).view(torch.uint8)
     indices = torch.stack((packed >> 4, packed & 15), 1).view(n, k)
-    values = parts.read_scales("weight.quant_map")
-    levels, place = values.unique(return_inverse=True)  # ascending; fp4 has 0 twice
-    unused = levels[-1] + torch.arange(1.0, 17.0 - len(levels), dtype=torch.float32, device="cpu")
-    indices = place.to(torch.uint8)[indices.int()]
-    levels = torch.cat((levels, unused))
-    negative = scales < 0
-    if bool(negative.any()):
-        # A block of zeros is what rounding of nested scales makes negative.
-        zero = (levels[indices.int()].view(n, k // size, size) == 0).all(2)
-        if bool((negative & ~zero).any()):
-            at = (negative & ~zero).nonzero()[0].tolist()
-            found = f"{float(scales[tuple(at)])} at {at}"
-            raise UnsupportedError(
-                f"{parts.where}: tensor '{parts.name}.weight.absmax': found the scale {found}; scales from 0 are served"
-            )
-        scales = scales.abs()
-    book = RotatedCodebook(indices, stored_scales(scales), levels, size, NO_ROTATION, 0)
-    return codebook_layer(parts, [book], Codebook(group_size=size, rotation="none"))
+    levels = parts.read_scales("weight.quant_map")
+    return levels_layer(parts, indices, levels, scales, size, "weight.absmax")
 
 
 def _state(parts: Parts, key: str) -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Makes qcut layers of the integers, scales and zero points that all formats come down to."""
+"""Builds qcut layers of the integers, levels, scales and zero points that all formats come down to."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.formats.packing import centred
 from qcut.checkpoints.formats.parts import Parts
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
@@ -14,6 +13,27 @@ from qcut.layers.shifted import ShiftedCodebookLinear
 from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.numerics.codebook.rotation import NO_ROTATION
 from qcut.schemes import W8A8, W8A16, Codebook, ShiftedCodebook, padded_k
+
+
+def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Unpack integers of 4 or 8 bits from int32, the lowest bits first.
+
+    Args:
+        packed: int32 ``[A, B]``.
+        bits: 4 or 8.
+        dim: along which integers are packed: 0 or 1.
+
+    Returns:
+        uint8 ``[A * 32 / bits, B]`` or ``[A, B * 32 / bits]``.
+    """
+    rows = (packed.t() if dim == 0 else packed).contiguous().view(torch.uint8)  # little-endian
+    q = rows if bits == 8 else torch.stack((rows & 15, rows >> 4), -1).flatten(-2)
+    return q.t() if dim == 0 else q
+
+
+def centred(q: Tensor) -> Tensor:
+    """int8 of unsigned bytes: ``q - 128``."""
+    return (q ^ 0x80).view(torch.int8)
 
 
 def int8_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: W8A8 | W8A16) -> Linear:
@@ -109,8 +129,8 @@ def integer_layer(
         q = torch.where(columns, 15 - q, q)
         zeros = torch.where(negative, 15 - zeros, zeros)
         norms = norms.abs()
-    centred = bool(((zeros == 8) | (norms == 0)).all())
-    offsets = None if centred else torch.where(norms == 0, 0, 8 - zeros).half()
+    symmetric = bool(((zeros == 8) | (norms == 0)).all())
+    offsets = None if symmetric else torch.where(norms == 0, 0, 8 - zeros).half()
     book = RotatedCodebook(
         q, norms, torch.arange(-8.0, 8.0, dtype=torch.float32, device="cpu"), group_size or parts.k, NO_ROTATION, 0
     )
@@ -196,6 +216,41 @@ def codebook_layer(
         return ShiftedCodebookLinear.from_parts(passes, bias, own, offsets=offsets, order=order, name=parts.name)
     except QcutError as exc:
         raise _placed(exc, parts) from exc
+
+
+def levels_layer(parts: Parts, indices: Tensor, levels: Tensor, scales: Tensor, group_size: int, key: str) -> Linear:
+    """A layer of 4-bit indices into any 16 levels: ``w = scale * levels[index]``, as nf4 and fp4 have them.
+
+    Args:
+        parts: name, sizes and bias of the layer.
+        indices: uint8 ``[N, K]``, 0 to 15.
+        levels: float32 ``[16]``, finite, in any order; some may be equal.
+        scales: floating ``[N, G]``, finite.
+        group_size: columns of a group, which divides K.
+        key: of the tensor with the scales, for messages.
+
+    Raises:
+        UnsupportedError: a scale below 0 of a group that is not all 0.
+
+    Exactness: that of `integer_layer`.
+    """
+    ascending, place = levels.unique(return_inverse=True)
+    unused = ascending[-1] + torch.arange(1.0, 17.0 - len(ascending), dtype=torch.float32, device="cpu")
+    indices = place.to(torch.uint8)[indices.int()]
+    levels = torch.cat((ascending, unused))
+    negative = scales < 0
+    if bool(negative.any()):
+        # A group of zeros is what rounding of nested scales makes negative.
+        zero = (levels[indices.int()].view(*scales.shape, group_size) == 0).all(2)
+        if bool((negative & ~zero).any()):
+            at = (negative & ~zero).nonzero()[0].tolist()
+            raise UnsupportedError(
+                f"{parts.where}: tensor '{parts.name}.{key}': found the scale {float(scales[tuple(at)])} at {at}; "
+                "scales from 0 are served"
+            )
+        scales = scales.abs()
+    book = RotatedCodebook(indices, stored_scales(scales), levels, group_size, NO_ROTATION, 0)
+    return codebook_layer(parts, [book], Codebook(group_size=group_size, rotation="none"))
 
 
 def stored_scales(scales: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qcut.checkpoints.formats.fields import GPTQ_HISTORY, refuse_others
-from qcut.checkpoints.formats.packed_int32 import Words
-from qcut.checkpoints.formats.packing import unpack_words
-from qcut.checkpoints.formats.parts import Parts
+from qcut.checkpoints.formats.build import unpack_int32
+from qcut.checkpoints.formats.packed_int32 import HISTORY, PackedInt32
+from qcut.checkpoints.formats.parts import Parts, refuse_others
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 
@@ -34,13 +33,13 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 """What is added to stored zero points, by ``checkpoint_format``."""
 
 
-class Gptq(Words):
+class Gptq(PackedInt32):
     """GPTQ's, as `Format` says."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"
         data = schema.conform(config, _CONFIG, where, CheckpointError)
-        refuse_others(config, {"bits", *_OPTIONAL, *GPTQ_HISTORY}, where)
+        refuse_others(config, {"bits", *_OPTIONAL, *HISTORY}, where)
         version = data["checkpoint_format"] or data["format"] or "gptq"
         if version not in _VERSIONS or data["is_marlin_format"]:
             found = "marlin" if data["is_marlin_format"] else version
@@ -63,10 +62,10 @@ class Gptq(Words):
             raise parts.error("g_idx", "is missing; needed: the group of each column, since desc_act is true")
 
     def _integers(self, qweight: Tensor) -> Tensor:
-        return unpack_words(qweight, self._bits, 0)
+        return unpack_int32(qweight, self._bits, 0)
 
     def _zero_points(self, qzeros: Tensor) -> Tensor:
-        stored = unpack_words(qzeros, self._bits, 1).int()
+        stored = unpack_int32(qzeros, self._bits, 1).int()
         if self._symmetric and bool((stored == 1 << self._bits - 1).all()):
             return stored
         # Zero points are below 2**bits: one of 0, less 1, is stored as all bits.

@@ -1,4 +1,4 @@
-"""What GPTQ and AWQ have in common: ``qweight`` and ``qzeros`` in words of 32 bits, ``scales`` of groups."""
+"""What GPTQ and AWQ share: ``qweight`` and ``qzeros`` packed in int32, and ``scales`` of groups."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
 
+HISTORY = frozenset(
+    {
+        *("act_group_aware", "autoround_version", "awq_version", "backend", "batch_size", "block_name_to_quantize"),
+        *("cache_block_outputs", "calib_data", "calibration", "damp_auto_increment", "damp_percent", "data_type"),
+        *("dataset", "device", "disable_exllama", "do_fuse", "enable_quanted_input", "exllama_config", "failsafe"),
+        *("fail_safe", "fuse_max_seq_len", "hyb_act", "iters", "lm_head", "low_gpu_mem_usage", "lr"),
+        *("max_input_length", "meta", "minmax_lr", "model_file_base_name", "model_name_or_path", "model_seqlen"),
+        *("module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse"),
+        *("modules_to_not_convert", "mse", "nsamples", "offload_to_disk", "offload_to_disk_path", "pad_token_id"),
+        *("process", "quant_method", "quantizer", "seqlen", "static_groups", "tokenizer", "true_sequential"),
+        *("use_cuda_fp16", "use_exllama", "uri", "version", "version_of_quantizer", "zero_point"),
+    }
+)
+"""Of GPTQ and AWQ: how weights were found, which layers were left out (the tensors tell), and which kernels to run."""
 
-class Words(Format):
-    """Layers of ``w[k, n] = scales[g, n] * (q[k, n] - z[g, n])``, all but how integers lie in words.
+
+class PackedInt32(Format):
+    """Layers of ``w[k, n] = scales[g, n] * (q[k, n] - z[g, n])``, except how integers are packed in int32.
 
     Args:
         bits: of an integer.
@@ -50,15 +65,15 @@ class Words(Format):
 
     def check(self, parts: Parts) -> None:
         """See `Format.check`."""
-        n, k, per_word = parts.n, parts.k, 32 // self._bits
+        n, k, per_int32 = parts.n, parts.k, 32 // self._bits
         parts.only(("qweight", "qzeros", "scales", *["g_idx"] * self._along_k, "bias"))
         parts.require_bias()
-        if n % per_word or (self._along_k and k % per_word):
+        if n % per_int32 or (self._along_k and k % per_int32):
             packed = "N and K are" if self._along_k else "N is"
-            raise parts.error("qweight", f"the layer is [N={n}, K={k}]; {packed} packed in multiples of {per_word}")
+            raise parts.error("qweight", f"the layer is [N={n}, K={k}]; {packed} packed in multiples of {per_int32}")
         groups = -(-k // (self._group_size or k))
-        parts.require("qweight", ("I32",), [k // per_word, n] if self._along_k else [k, n // per_word])
-        parts.require("qzeros", ("I32",), [groups, n // per_word])
+        parts.require("qweight", ("I32",), [k // per_int32, n] if self._along_k else [k, n // per_int32])
+        parts.require("qzeros", ("I32",), [groups, n // per_int32])
         parts.require("scales", FLOATS, [groups, n])
         if "g_idx" in parts.tensors:
             parts.require("g_idx", ("I32", "I64"), [k])

@@ -1,16 +1,16 @@
-"""The tensors of one layer in another library's checkpoint: their headers, checked before any is read."""
+"""What a reader of another library's format is made of: `Format`, the tensors of a layer, and checks of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from qcut.common.safetensors import TensorFile, dtype_code
-from qcut.errors import CheckpointError
+from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
 from qcut.numerics.checks import out_of_range
 
@@ -145,3 +145,22 @@ class Format(Protocol):
             CheckpointError: values that cannot be (named).
             UnsupportedError: the layer cannot be served exactly.
         """
+
+
+def refuse_others(data: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse unknown fields of a ``quantization_config`` that hold something: they may change what is computed.
+
+    Args:
+        data: the configuration.
+        known: fields that are read, or that say how the checkpoint came about.
+        where: for messages.
+
+    Raises:
+        UnsupportedError: there is such a field; named, with its value.
+    """
+    for key, value in data.items():
+        if key not in known and value not in (None, False, "", [], {}):
+            raise UnsupportedError(
+                f"{where}: found the field {key[:80]!r} with {str(value)[:80]!r}, which qcut does not know and which "
+                f"may change the weights; allowed: {', '.join(sorted(known))}"
+            )

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
 from qcut.checkpoints.builder import Builder, check_no_meta
-from qcut.checkpoints.detect import GGUF, METHODS, Detected, Options, read_config, require_method, safetensors_files
+from qcut.checkpoints.detect import (
+    GGUF,
+    METHODS,
+    Detected,
+    Options,
+    imported,
+    read_config,
+    require_method,
+    safetensors_files,
+)
 from qcut.checkpoints.formats.gguf.container import GgufModel
 from qcut.checkpoints.formats.gguf.llama import Gguf, tensors_of
 from qcut.checkpoints.formats.gguf.metadata import check_architecture, check_config, config_of
@@ -112,8 +120,7 @@ def format_of(config: dict[str, Any], where: str, method: str | None = None) -> 
         UnsupportedError: a method that qcut does not read, or what of it cannot be served exactly (named).
         CheckpointError: a field is missing, or holds what it cannot.
     """
-    module, _, name = METHODS[require_method({"quant_method": method, **config}, where)].rpartition(".")
-    form: Format = getattr(import_module(module), name)(config, where)
+    form: Format = imported(METHODS[require_method({"quant_method": method, **config}, where)])(config, where)
     return form
 
 

@@ -12,7 +12,8 @@ from qcut.checkpoints.detect import GGUF, PRETRAINED, QCUT, TURBOQUANT, detect, 
 from qcut.checkpoints.formats.reader import check, format_of
 from qcut.checkpoints.huggingface import causal_class, check_class, plain_config
 from qcut.common import versions
-from qcut.errors import CheckpointError, QcutError, UnsupportedError
+from qcut.common.failures import failures_as
+from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 
 
@@ -56,7 +57,7 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
         check(stored)
     elif not hub.answers(str(name), **options):
         options = {**options, "local_files_only": True}
-    try:
+    with failures_as(CheckpointError, f"{where}: transformers cannot read it"):
         data, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
         if not path.exists():
             stated = stated_quantization(data, where)
@@ -68,11 +69,6 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
         kind = names[0] if isinstance(names, list) and len(names) == 1 else causal_class(data, where)
         plain_config({key: value for key, value in data.items() if key not in _QUANTIZATION}, where)
         config = check_class(kind, where).config_class.from_pretrained(name, **options)
-    except QcutError:
-        raise
-    except Exception as error:  # whatever the hub, or wrong types in a configuration, make transformers do
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(f"{where}: transformers cannot read it: {text[:600]}") from error
     dtype = getattr(config, "dtype", None)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise CheckpointError(f"{where}: dtype is {dtype!r}; a floating dtype of torch is needed")

@@ -106,7 +106,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"tp_size={parallel.size} for a checkpoint of another library; allowed: one process, and what its "
                     "save_pretrained writes in several"
                 )
-            from qcut.integrations.transformers.foreign_loading import ForeignLoading
+            from qcut.integrations.transformers.stored import ForeignLoading
 
             self._loading = ForeignLoading(model, config.foreign, [Path(file) for file in checkpoint_files or ()])
         elif self.pre_quantized:
@@ -115,8 +115,8 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
             self._loading = StoredLoading(model, config.stored, checkpoint_paths(checkpoint_files), parallel)
         else:
             from qcut.checkpoints.builder import check_kinds
+            from qcut.checkpoints.detect import headers_of
             from qcut.integrations.transformers.online import OnlineLoading
-            from qcut.integrations.transformers.stored import headers_of
 
             paths = checkpoint_paths(checkpoint_files)
             codes = {name: header.code for name, header in headers_of(paths).items()}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from qcut.checkpoints.description import description_of
-from qcut.checkpoints.formats.compressed_tensors import CompressedTensors
+from qcut.checkpoints.formats.compressed_tensors.reader import CompressedTensors
 from qcut.conversion.fitting import fitting_scheme
 from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.errors import PlanError, UnsupportedError

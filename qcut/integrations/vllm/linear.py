@@ -19,7 +19,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from qcut.checkpoints.formats.compressed_tensors import CompressedTensors
+from qcut.checkpoints.formats.compressed_tensors.reader import CompressedTensors
 from qcut.checkpoints.formats.parts import Parts, Stored
 from qcut.checkpoints.marks import KEYS
 from qcut.conversion.prebuild import prebuild_layer

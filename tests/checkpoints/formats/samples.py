@@ -192,3 +192,34 @@ def awq(weight: Tensor, size: int) -> Packed:
 
     exact = scales.double().repeat_interleave(size, 1) * (q - zeros.repeat_interleave(size, 1)).double()
     return {"qweight": pack(q.t()), "qzeros": pack(zeros.t()), "scales": scales.t()}, exact
+
+
+def _bitsandbytes(folder: Path) -> None:
+    from tests.checkpoints.formats.test_bitsandbytes import FOUR, four
+
+    write(folder, FOUR, lambda _, weight: four(weight))
+
+
+def _compressed_tensors(folder: Path) -> None:
+    from tests.checkpoints.formats.test_compressed_tensors import compress, config, int4
+
+    write(folder, config("pack-quantized", int4(False, 32)), lambda _, weight: compress(weight, int4(False, 32)))
+
+
+def _gguf(folder: Path) -> None:
+    from tests.checkpoints.formats.gguf.test_llama import Type
+    from tests.checkpoints.formats.gguf.test_llama import write as write_gguf
+
+    write_gguf(folder / "model.gguf", Type.Q4_0)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
+    "gptq": lambda folder: write(folder, GPTQ, lambda _, weight: gptq(weight, size=32)),
+    "awq": lambda folder: write(folder, AWQ, lambda _, weight: awq(weight, 32)),
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "gguf": _gguf,
+}
+"""What writes a small checkpoint of each library into an empty folder."""

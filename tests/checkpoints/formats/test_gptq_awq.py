@@ -13,9 +13,8 @@ import qcut
 from qcut.checkpoints.formats.reader import format_of, layer_of
 from qcut.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.formats import samples
+from tests.checkpoints.formats.samples import AWQ, GPTQ
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 FIRST = "model.layers.0.self_attn.q_proj"
 
 
