@@ -46,7 +46,7 @@ def run_tests(python: Path, arguments: Sequence[str]) -> int:
         "LD_LIBRARY_PATH": str(below / "nvidia" / "cu13" / "lib"),  # NVRTC, which is looked for in one environment
     }
     options = ["-p", "xdist", "--numprocesses", "auto", "--quiet", "-p", "no:cacheprovider"]
-    command = [python, "-m", "pytest", *options, *arguments]
+    command = [str(python), "-m", "pytest", *options, *arguments]
     return subprocess.run(command, cwd=ROOT, env=os.environ | settings, check=False).returncode
 
 
@@ -59,7 +59,7 @@ def hide_compilers() -> None:
     for name in list(sys.modules):
         if name.startswith(tuple(f"{package}." for package in PACKAGES)):
             del sys.modules[name]
-    sys.modules.update(dict.fromkeys(PACKAGES))  # None: a module that is known not to be there
+    sys.modules.update(dict.fromkeys(PACKAGES))  # type: ignore[arg-type]  # None: a module that is known not to be there
     os.environ["PATH"] = ""
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         os.environ.pop(name, None)

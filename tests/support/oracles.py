@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -18,8 +20,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def to_bf16(v: np.ndarray) -> torch.Tensor:
     """Rounds finite float32 to bfloat16, half to even, by bits."""
     bits = v.astype(F32).view(np.uint32).astype(np.uint64)
-    bits = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
-    return torch.from_numpy(bits.astype(np.uint32).view(F32)).bfloat16()
+    even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+    return torch.from_numpy(even.astype(np.uint32).view(F32)).bfloat16()
 
 
 def rounded(v: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -48,7 +50,19 @@ def near_ties() -> torch.Tensor:
     return torch.cat([absmax[:, None], half, torch.nextafter(half, torch.tensor(0.0)), -half], 1)
 
 
-def epilogue_oracle(acc, zp, colsum, row, col, bias, act, residual, dtype, inv, out_zp):
+def epilogue_oracle(
+    acc: np.ndarray,
+    zp: Any,
+    colsum: Any,
+    row: torch.Tensor | None,
+    col: Any,
+    bias: torch.Tensor | None,
+    act: str,
+    residual: torch.Tensor | None,
+    dtype: torch.dtype,
+    inv: Any,
+    out_zp: Any,
+) -> torch.Tensor:
     """The formulas of emitters/core/epilogue.py on numpy float32: one rounding an operation."""
     if zp is not None:
         zp = zp.numpy().astype(np.int64)[:, None] if torch.is_tensor(zp) else zp

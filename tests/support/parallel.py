@@ -221,8 +221,8 @@ class _Watch:
                 self._note(tensor.untyped_storage())
             return tensor
 
-        TensorParallel.part = watching_part  # type: ignore[method-assign]
-        TensorFile.read = watching_read  # type: ignore[method-assign]
+        TensorParallel.part = watching_part  # type: ignore[assignment, method-assign]
+        TensorFile.read = watching_read  # type: ignore[assignment, method-assign]
 
     def _note(self, one: Any) -> None:
         self.most = max(self.most, sum(ref() is not None for ref in self._seen))

@@ -27,7 +27,9 @@ class FakeBench:
         self.pause_s = pause_s
         self.called_us = 0.0
         self.launched: list[str] = []
-        self.wrong, self.astray, self.dead = set(), set(), False
+        self.wrong: set[str] = set()
+        self.astray: set[str] = set()
+        self.dead = False
 
     def variant(self, task: Task, name: str, choice: object, source: KernelSource, binary: Binary) -> Variant:
         self.launched.append(name)

@@ -84,7 +84,7 @@ class Driver:
         host = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
         stream = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
         self.callbacks = kernel(self._launch_kernel), host(self._launch_host), stream(self._current_stream)
-        self.kernel, self.host, self.stream = (ctypes.cast(c, ctypes.c_void_p).value for c in self.callbacks)
+        self.kernel, self.host, self.stream = (ctypes.cast(c, ctypes.c_void_p).value or 0 for c in self.callbacks)
 
     def reset(self) -> None:
         self.records.clear()
