@@ -29,7 +29,7 @@ class Grid:
     most: int | None = None
 
     def __call__(self, m: int) -> tuple[int, int, int]:
-        """CTAs for m rows."""
+        """CTAs for m rows, or for the bound of a count that the kernel reads on the device."""
         x, y, z = self.one
         ctas = -(-m // self.rows) * x
         return (ctas if self.most is None else min(ctas, self.most), y, z)

@@ -14,7 +14,7 @@ from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, shared_memo
 from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 from qcut.emitters.gemm.tensor_core import operand_types
 
 MAX_THREADS = 1024
@@ -122,6 +122,7 @@ CONSTRAINTS = (
     ),
     Constraint("halves", "are the tensor cores': a row of A is a row of D", lambda p, t, arch: not p.epilogue.halves),
     Constraint("rescale", "is the tensor cores' too", lambda p, t, arch: not p.epilogue.rescale),
+    HOST_M,
     Constraint(
         "alignments",
         "are at least 1",

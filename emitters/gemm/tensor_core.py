@@ -150,7 +150,8 @@ def gemm_source(
     """Emit a kernel that fills the epilogue's arguments and calls ``qcut::{function}`` of ``gemm/{header}.cuh``.
 
     A column-major D is the row-major ``D^T = B^T A^T``: the kernel calls the same function with the operands and their
-    sizes swapped. The text ``first`` precedes the function's other template arguments.
+    sizes swapped. The text ``first`` precedes the function's other template arguments. Where M is read on the device,
+    CTAs that have no tile return first.
     """
     swapped = problem.layout_d == "column"
     (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
@@ -158,6 +159,10 @@ def gemm_source(
     operands, call = ("B, A", "b, a, d, n, m, k, ldb, lda") if swapped else ("A, B", "a, b, d, m, n, k, lda, ldb")
     align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
     params = problem.params()
+    counted = (
+        "m = qcut::device_count(m_count, m);",
+        f"if (!qcut::has_tile<Tile>({'n, m' if swapped else 'm, n'})) return;",
+    )
     extra = "integers" if problem.epilogue.rescale else "halves" if problem.epilogue.halves else ""
     return kernel_source(
         name,
@@ -166,6 +171,7 @@ def gemm_source(
         f"using Tile = qcut::Tile<{', '.join(map(str, shape))}, {tile.stages}, {tile.splits}>;",
         *operand_types(problem),
         *problem.epilogue.statements(params),
+        *(counted if problem.device_m else ()),
         f"qcut::{function}<{first}Tile, {operands}, Epilogue, {align_d}, {flag(swapped)}>({call}, ldd, args);",
         device_code=include(f"gemm/{header}.cuh") + (include(f"gemm/{extra}.cuh") if extra else ""),
         block=tile.threads,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 from qcut.emitters.stream.family import StreamFamily
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
@@ -40,6 +40,7 @@ def registers(tile: W8A16Tile) -> int:
 
 CONSTRAINTS = (
     *PROBLEM_CONSTRAINTS,
+    HOST_M,
     ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
     Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in TOKENS),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qcut.backends.cuda.gemm import Product
 from qcut.backends.cuda.launch.plans import LaunchSpec
 from qcut.backends.cuda.linear import linear_problem
@@ -17,6 +19,8 @@ from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
+from qcut.emitters.families import INT8_MMA
+from tests.emitters.conformance.gemm import INT8, SMALL
 from tests.support.binaries import build, listing
 from tests.support.fakes.launches import H200
 
@@ -45,6 +49,7 @@ def unpromised() -> list[KernelSource]:
         per_token_spec(F16, 1, 256, H200, aligned=True).source,
         per_tensor_spec(F16, 256, H200, aligned=True).source,
         stream("none").source,
+        INT8_MMA.emit(replace(INT8, device_m=True), SMALL, ARCH),
         emit_activation(ActivateRows("silu_mul", F16, ARCH, True)),
         emit_append(RotateAndAppend(F16, F16, 64, "half", ARCH, False, True)),
         emit_argmax(ArgmaxRows(F16, ARCH, True)),

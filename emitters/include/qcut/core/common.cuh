@@ -33,6 +33,13 @@ __device__ __forceinline__ void wait_for_dependencies() {
 #endif
 }
 
+// Waits for the previous kernel and reads a count that it wrote; from 0 to the bound that the grid was made for.
+__device__ __forceinline__ int device_count(const int* count, int bound) {
+  launch_dependents();
+  wait_for_dependencies();
+  return min(max(*count, 0), bound);
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
