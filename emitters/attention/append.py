@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import call_arguments, flag, include
 from qcut.emitters.decoder.cache import cache_params, guide_params
 
 FAMILY = "attention_append"
 
 
 @dataclass(frozen=True)
-class AttentionAppend:
+class AttentionAppend(Kernel):
     """``RotateAndAppend`` of a token of each sequence, and ``AttentionMma`` over the cache with it.
 
     Operands are those of the kernels, but q is not written. A new row goes to its slot of the cache and takes part
@@ -45,6 +46,16 @@ class AttentionAppend:
         arch = self.attention.arch.replace("_", "")
         flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled
         return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{flags}"
+
+    @property
+    def arch(self) -> str:  # type: ignore[override]
+        """Architecture of the attention."""
+        return self.attention.arch
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA."""
+        return self.attention.block
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
@@ -91,23 +102,17 @@ class AttentionAppend:
         """Arguments of a call that follow those of all kernels."""
         return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
 
-
-def emit_attention_append(desc: AttentionAppend) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. All but what is settled waits for the previous kernel."""
-    attention, params = desc.attention, desc.params()
-    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
-    compressed = ("key_scales", "value_scales", "guide")
-    given = call_arguments((*pointers, *compressed), params)
-    return kernel_source(
-        desc.name,
-        attention.arch,
-        params,
-        f"qcut::AppendAttention<{desc.template}>::run({given}, out,\n"
-        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
-        f"{desc.options});",
-        device_code=include("attention/append.cuh"),
-        block=attention.block,
-        ctas_per_sm=attention.resident,
-        waits=True,
-        cluster=attention.cluster,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. All but what is settled waits for the previous kernel."""
+        attention, params = self.attention, self.params()
+        pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
+        compressed = ("key_scales", "value_scales", "guide")
+        given = call_arguments((*pointers, *compressed), params)
+        return self._source(
+            f"qcut::AppendAttention<{self.template}>::run({given}, out,\n"
+            "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
+            f"{self.options});",
+            device_code=include("attention/append.cuh"),
+            ctas_per_sm=attention.resident,
+            cluster=attention.cluster,
+        )

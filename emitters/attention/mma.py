@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.attention.simt import attention_call, attention_params
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import include
 from qcut.emitters.decoder.cache import SCALED, cache_bits, cache_name, cache_template, serves_cache, value_type
 
 FAMILY = "attention_mma"
@@ -99,7 +100,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class AttentionMma:
+class AttentionMma(Kernel):
     """``out[b, h] = softmax_t(scale * q[b, h] . K[b, h / queries, t]) . V[b, h / queries, t]``, t to ``positions[b]``.
 
     Operands are those of `qcut.emitters.attention.simt.AttentionDecode`; out starts at a multiple of 8 bytes.
@@ -137,8 +138,7 @@ class AttentionMma:
     values: DType | None = None
     scores: Scores = PLAIN
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -247,18 +247,12 @@ class AttentionMma:
         """Arguments, in order: see `qcut.emitters.attention.simt.attention_params`."""
         return attention_params(self.x, self.cache, self.values, self.scores)
 
-
-def emit_attention_mma(desc: AttentionMma) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        attention_call(f"TensorAttention<{desc.template}{desc.scores.template()}>", params, desc.scores),
-        device_code=include("attention/mma.cuh"),
-        block=desc.block,
-        ctas_per_sm=desc.resident,
-        waits=True,
-        cluster=desc.cluster,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        return self._source(
+            attention_call(f"TensorAttention<{self.template}{self.scores.template()}>", params, self.scores),
+            device_code=include("attention/mma.cuh"),
+            ctas_per_sm=self.resident,
+            cluster=self.cluster,
+        )

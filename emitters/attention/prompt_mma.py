@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from qcut.emitters.attention.prompt import prompt_arguments, prompt_params, raw_bytes
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.core.arch import SMEM_LIMITS, architecture
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import include
 from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
 
 FAMILY = "prompt_mma"
@@ -42,7 +43,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class PromptMma:
+class PromptMma(Kernel):
     """Causal attention of chunks; see `qcut.emitters.attention.prompt`.
 
     Attributes:
@@ -63,8 +64,7 @@ class PromptMma:
     values: DType | None = None
     scores: Scores = PLAIN
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -134,20 +134,14 @@ class PromptMma:
         """Arguments, in order: see `qcut.emitters.attention.prompt.prompt_params`."""
         return prompt_params(self.x, self.cache, self.values, self.scores)
 
-
-def emit_prompt_mma(desc: PromptMma) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    types = f"{desc.x.cpp}, {cache_template(desc.cache, desc.values)}"
-    tile = f"qcut::PromptMmaTile<{types}, {desc.head}, {desc.columns}, {desc.keys}{desc.scores.template()}>"
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::prompt_attention_mma<{tile}>(\n      {{{prompt_arguments(params, desc.scores)}}});",
-        device_code=include("attention/prompt_mma.cuh"),
-        block=desc.block,
-        ctas_per_sm=2,
-        smem_bytes=desc.smem_bytes,
-        waits=True,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        types = f"{self.x.cpp}, {cache_template(self.cache, self.values)}"
+        tile = f"qcut::PromptMmaTile<{types}, {self.head}, {self.columns}, {self.keys}{self.scores.template()}>"
+        return self._source(
+            f"qcut::prompt_attention_mma<{tile}>(\n      {{{prompt_arguments(params, self.scores)}}});",
+            device_code=include("attention/prompt_mma.cuh"),
+            ctas_per_sm=2,
+            smem_bytes=self.smem_bytes,
+        )

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from qcut.emitters.attention.prompt import prompt_arguments, prompt_params, raw_bytes
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import include
 from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
 
 FAMILY = "prompt_wgmma"
@@ -83,7 +84,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class PromptWgmma:
+class PromptWgmma(Kernel):
     """Causal attention of chunks; see `qcut.emitters.attention.prompt`.
 
     Attributes:
@@ -108,8 +109,7 @@ class PromptWgmma:
     values: DType | None = None
     scores: Scores = PLAIN
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -172,21 +172,16 @@ class PromptWgmma:
         """Arguments, in order: see `qcut.emitters.attention.prompt.prompt_params`."""
         return prompt_params(self.x, self.cache, self.values, self.scores)
 
-
-def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    sizes = ", ".join(map(str, (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)))
-    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {sizes}{desc.scores.template()}>"
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params, desc.scores)}}});",
-        device_code=include("attention/prompt_wgmma.cuh"),
-        block=desc.block,
-        ctas_per_sm=1,
-        smem_bytes=desc.smem_bytes,
-        waits=True,
-        cluster=desc.parts,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        sizes = ", ".join(map(str, (self.head, _columns(self.head), self.groups, self.keys, _slots(self), self.parts)))
+        types = f"{self.x.cpp}, {cache_template(self.cache, self.values)}"
+        tile = f"qcut::PromptTile<{types}, {sizes}{self.scores.template()}>"
+        return self._source(
+            f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params, self.scores)}}});",
+            device_code=include("attention/prompt_wgmma.cuh"),
+            ctas_per_sm=1,
+            smem_bytes=self.smem_bytes,
+            cluster=self.parts,
+        )

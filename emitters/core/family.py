@@ -1,14 +1,16 @@
-"""A family of kernels for one kind of product, as dispatch, the tuner and the launch plans see it."""
+"""Families of kernels, as dispatch, the tuner and the launch plans see them: products with tiles, and other kernels."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from qcut.emitters.core.constraints import Constraint, check, holds
 from qcut.emitters.core.names import Named, procedural_name
-from qcut.emitters.core.source import KernelSource
+from qcut.emitters.core.source import KernelSource, Param
+from qcut.emitters.core.text import include, kernel_source
 
 Problem = TypeVar("Problem", bound=Named)
 Tile = TypeVar("Tile", bound=Named)
@@ -102,3 +104,51 @@ class Family(Generic[Problem, Tile]):
     def menu(self, problem: Problem, arch: str) -> list[Tile]:
         """Return the tiles of `default_tiles` that the family can build for a problem."""
         return [tile for tile in self.default_tiles(problem, arch) if self.is_legal(problem, tile, arch)]
+
+
+class Kernel(ABC):
+    """A kernel of a family without tiles, as data. A subclass is a frozen dataclass and checks itself when made.
+
+    Attributes:
+        arch: real architecture.
+        constraints: what the kernel can be, checked in order on the kernel.
+
+    Raises:
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
+    """
+
+    arch: str
+    constraints: ClassVar[tuple[Constraint, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check(self.name, self.constraints, self)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Procedural name."""
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Threads of a CTA."""
+
+    @abstractmethod
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order."""
+
+    @abstractmethod
+    def emit(self) -> KernelSource:
+        """Text of the kernel; arguments are `params`. Everything is read after the previous kernel's end."""
+
+    def _source(self, *statements: str, device_code: str, **options: Any) -> KernelSource:
+        """The text of these statements; ``options`` are those of `kernel_source`."""
+        return kernel_source(
+            self.name, self.arch, self.params(), *statements, device_code=device_code, block=self.block, waits=True,
+            **options,
+        )  # fmt: skip
+
+    def _call(self, function: str, header: str) -> KernelSource:
+        """The text of a call that passes all parameters on."""
+        arguments = ", ".join(param.name for param in self.params())
+        return self._source(f"qcut::{function}({arguments});", device_code=include(header))

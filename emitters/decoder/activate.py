@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import call_arguments, flag, include
 
 ACTIVATIONS = ("silu_mul", "gelu_tanh")
 """Kinds of `ActivateRows`."""
@@ -33,7 +34,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class ActivateRows:
+class ActivateRows(Kernel):
     """The activation between an MLP's projections, of rows ``[m, columns]``, in float32 and rounded to x's type::
 
         silu_mul   y = rne(rne(x / (1 + exp(-x))) * up)
@@ -60,8 +61,7 @@ class ActivateRows:
     threads: int = _THREADS
     vectors: int = 1
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def rotating(
@@ -118,29 +118,23 @@ class ActivateRows:
             *(self.rotation.params() if self.rotation else ()),
         )
 
-
-def emit_activation(desc: ActivateRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. A rotation's signs may be read before the last one ends."""
-    params, rotation = desc.params(), desc.rotation
-    up = call_arguments(("up",), params)
-    up_stride = call_arguments(("up_stride",), params, absent="0")
-    gated, aligned = flag(desc.kind == "silu_mul"), flag(desc.aligned)
-    statement = (
-        f"qcut::activate_rows<{desc.x.cpp}, {gated}, {desc.block}, {aligned}>"
-        f"(x, {up}, y, absmax, x_stride, {up_stride}, columns);"
-    )
-    if rotation:
+    def emit(self) -> KernelSource:
+        """Text of the kernel. A rotation's signs may be read before the last one ends."""
+        params, rotation = self.params(), self.rotation
+        up = call_arguments(("up",), params)
+        up_stride = call_arguments(("up_stride",), params, absent="0")
+        gated, aligned = flag(self.kind == "silu_mul"), flag(self.aligned)
         statement = (
-            f"qcut::activate_rotated<{desc.x.cpp}, {gated}, {desc.block}, {desc.vectors}, {aligned}>"
-            f"(x, {up}, y, {call_arguments(('scale',), params)}, x_stride, {up_stride}, columns, "
-            f"{rotation.argument(desc.x, desc.vectors, desc.threads)});"
+            f"qcut::activate_rows<{self.x.cpp}, {gated}, {self.block}, {aligned}>"
+            f"(x, {up}, y, absmax, x_stride, {up_stride}, columns);"
         )
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        statement,
-        device_code=(rotation.device_code if rotation else "") + include("decoder/activate.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+        if rotation:
+            statement = (
+                f"qcut::activate_rotated<{self.x.cpp}, {gated}, {self.block}, {self.vectors}, {aligned}>"
+                f"(x, {up}, y, {call_arguments(('scale',), params)}, x_stride, {up_stride}, columns, "
+                f"{rotation.argument(self.x, self.vectors, self.threads)});"
+            )
+        return self._source(
+            statement,
+            device_code=(rotation.device_code if rotation else "") + include("decoder/activate.cuh"),
+        )

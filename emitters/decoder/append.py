@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, include, kernel_source
+from qcut.emitters.core.text import call_arguments, include
 from qcut.emitters.decoder.cache import cache_name, cache_params, cache_template, guide_params, serves_cache
 
 Rotary = Literal["none", "half", "interleaved"]
@@ -34,7 +35,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class RotateAndAppend:
+class RotateAndAppend(Kernel):
     """Rotary positions for queries, in place, and keys; keys and values of new tokens into the cache.
 
     q ``[tokens, heads, head]``, k and v ``[tokens, kv_heads, head]``, with strides between tokens; cos and sin
@@ -68,8 +69,7 @@ class RotateAndAppend:
     values: DType | None = None
     ring: bool = False
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
@@ -144,21 +144,15 @@ class RotateAndAppend:
             *(Param("ring", "i32"),) * self.ring,
         )
 
-
-def emit_append(desc: RotateAndAppend) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    sizes = f"{desc.vector}, {desc.cta_tokens}, {desc.thread_heads}, {desc.block}{', true' * desc.ring}"
-    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
-    compressed = ("key_scales", "value_scales", "guide")
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::rotate_and_append<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {desc.head}, "
-        f"qcut::Pairs::{_PAIRS[desc.rotary]}, {sizes}>({call_arguments((*pointers, *compressed), params)}, "
-        f"q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length{', ring' * desc.ring});",
-        device_code=include("decoder/append.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        sizes = f"{self.vector}, {self.cta_tokens}, {self.thread_heads}, {self.block}{', true' * self.ring}"
+        pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
+        compressed = ("key_scales", "value_scales", "guide")
+        return self._source(
+            f"qcut::rotate_and_append<{self.x.cpp}, {cache_template(self.cache, self.values)}, {self.head}, "
+            f"qcut::Pairs::{_PAIRS[self.rotary]}, {sizes}>({call_arguments((*pointers, *compressed), params)}, "
+            f"q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length{', ring' * self.ring});",
+            device_code=include("decoder/append.cuh"),
+        )

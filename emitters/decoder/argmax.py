@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import call_arguments, flag, include
 
 _UNROLL = 4
 """Elements that a thread has on their way."""
@@ -30,7 +31,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class ArgmaxRows:
+class ArgmaxRows(Kernel):
     """The index of each row's largest element, as ``qcut.numerics.sampling.argmax`` chooses it.
 
     Attributes:
@@ -50,8 +51,7 @@ class ArgmaxRows:
     parts: int = 1
     tells: bool = False
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
@@ -87,22 +87,16 @@ class ArgmaxRows:
             *(Param("told", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32")) * self.tells,
         )
 
-
-def emit_argmax(desc: ArgmaxRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``."""
-    params = desc.params()
-    state = call_arguments(("positions", "slots"), params)
-    context = call_arguments(("context",), params, absent="0")
-    parts = f", {desc.parts}" if desc.parts > 1 else ""
-    told = ", told, turn, turns" if desc.tells else ""
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::argmax_rows<{desc.x.cpp}, {flag(desc.advances)}, {desc.block}, {_UNROLL}{parts}>"
-        f"(x, best, {state}, stride, columns, {context}{told});",
-        device_code=include("decoder/argmax.cuh"),
-        block=desc.block,
-        waits=True,
-        cluster=desc.parts,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel."""
+        params = self.params()
+        state = call_arguments(("positions", "slots"), params)
+        context = call_arguments(("context",), params, absent="0")
+        parts = f", {self.parts}" if self.parts > 1 else ""
+        told = ", told, turn, turns" if self.tells else ""
+        return self._source(
+            f"qcut::argmax_rows<{self.x.cpp}, {flag(self.advances)}, {self.block}, {_UNROLL}{parts}>"
+            f"(x, best, {state}, stride, columns, {context}{told});",
+            device_code=include("decoder/argmax.cuh"),
+            cluster=self.parts,
+        )

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import call_arguments, flag, include
 
 CONSTRAINTS = (
     Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
@@ -19,7 +20,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class EmbedRows:
+class EmbedRows(Kernel):
     """Rows ``[rows, k]`` of a table by int64 ids, and of a table of positions by int32 places::
 
         y[r] = x(table[ids[r]])                               a table in x
@@ -47,8 +48,7 @@ class EmbedRows:
     aligned: bool = True
     zeroes: bool = False
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
@@ -85,20 +85,14 @@ class EmbedRows:
             *(Param("zeroed", "ptr", "float*"), Param("zeros", "i32")) * self.zeroes,
         )
 
-
-def emit_embed(desc: EmbedRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    pointers = call_arguments(("ids", "table", "scale", "places", "place_table", "y"), params)
-    sizes = call_arguments(("stride", "place_stride", "count", "place_count", "rows", "k"), params, absent="0")
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::embed_rows<{desc.x.cpp}, {desc.table.cpp}, {flag(desc.places)}, {desc.block}, {flag(desc.aligned)}>"
-        f"({pointers}, {sizes});",
-        *[f"qcut::write_zeros<{desc.block}>(zeroed, zeros);"] * desc.zeroes,
-        device_code=include("decoder/embed.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        pointers = call_arguments(("ids", "table", "scale", "places", "place_table", "y"), params)
+        sizes = call_arguments(("stride", "place_stride", "count", "place_count", "rows", "k"), params, absent="0")
+        return self._source(
+            f"qcut::embed_rows<{self.x.cpp}, {self.table.cpp}, {flag(self.places)}, {self.block}, {flag(self.aligned)}>"
+            f"({pointers}, {sizes});",
+            *[f"qcut::write_zeros<{self.block}>(zeroed, zeros);"] * self.zeroes,
+            device_code=include("decoder/embed.cuh"),
+        )

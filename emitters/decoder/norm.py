@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import call_arguments, flag, include
 
 _MAX_VECTORS = 4
 
@@ -33,7 +34,7 @@ CONSTRAINTS = (
 
 
 @dataclass(frozen=True)
-class NormRows:
+class NormRows(Kernel):
     """RMSNorm or LayerNorm of rows ``[m, k]`` that a CTA's threads hold.
 
     ``s = x``, or ``rne(x + residual)``, which the kernel also writes. The kernel computes in float32 and rounds to x's
@@ -70,8 +71,7 @@ class NormRows:
     aligned: bool = True
     rotation: RowsRotation | None = None
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -147,24 +147,18 @@ class NormRows:
             *(self.rotation.params() if self.rotation else ()),
         )
 
+    def emit(self) -> KernelSource:
+        """Text of the kernel.
 
-def emit_norm(desc: NormRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``.
-
-    Weight, bias and a rotation's signs may be read before the previous kernel ends.
-    """
-    params, rotation = desc.params(), desc.rotation
-    flags = ", ".join(map(flag, (desc.layer, desc.residual, desc.quantized)))
-    pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
-    k_padded = "k_padded" if desc.quantized else "0"
-    turned = f", {rotation.argument(desc.x, desc.vectors, desc.threads)}" if rotation else ""
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::norm_rows<{desc.x.cpp}, {flags}, {desc.vectors}, {desc.threads}, {flag(desc.aligned)}>"
-        f"({pointers}, x_stride, k, {k_padded}, eps{turned});",
-        device_code=(rotation.device_code if rotation else "") + include("decoder/norm.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+        Weight, bias and a rotation's signs may be read before the previous kernel ends.
+        """
+        params, rotation = self.params(), self.rotation
+        flags = ", ".join(map(flag, (self.layer, self.residual, self.quantized)))
+        pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
+        k_padded = "k_padded" if self.quantized else "0"
+        turned = f", {rotation.argument(self.x, self.vectors, self.threads)}" if rotation else ""
+        return self._source(
+            f"qcut::norm_rows<{self.x.cpp}, {flags}, {self.vectors}, {self.threads}, {flag(self.aligned)}>"
+            f"({pointers}, x_stride, k, {k_padded}, eps{turned});",
+            device_code=(rotation.device_code if rotation else "") + include("decoder/norm.cuh"),
+        )
