@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.attention.simt import attention_call, attention_params
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import HALF_X, Constraint, can_make
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import include
-from qcut.emitters.decoder.cache import SCALED, cache_bits, cache_name, cache_template, serves_cache, value_type
+from qcut.emitters.decoder.cache import CACHE, SCALED, cache_bits, cache_name, cache_template, value_type
 
 FAMILY = "attention_mma"
 MAX_GROUP = 8
@@ -69,12 +69,8 @@ def _smem_bytes(kernel: AttentionMma) -> int:
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
+    HALF_X,
+    CACHE,
     Constraint(
         "head",
         "is 16 to 256 columns, in whole vectors of 16 bytes of the cache",
@@ -184,11 +180,7 @@ class AttentionMma(Kernel):
         values: DType | None = None,
     ) -> bool:
         """Whether there is such a kernel."""
-        try:
-            cls(x, cache, head, group, arch, tiles=tiles, cluster=cluster, values=values)
-        except EmitError:
-            return False
-        return True
+        return can_make(cls, x, cache, head, group, arch, tiles=tiles, cluster=cluster, values=values)
 
     @property
     def name(self) -> str:

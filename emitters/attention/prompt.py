@@ -9,9 +9,17 @@ tokens' queries for one head of keys.
 from __future__ import annotations
 
 from qcut.emitters.attention.scores import PLAIN, Scores
+from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.source import DType, Param
 from qcut.emitters.core.text import call_arguments
 from qcut.emitters.decoder.cache import cache_params, value_type
+
+HEAD = Constraint(
+    "head",
+    "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
+    lambda kernel: 8 <= kernel.head <= 256 and kernel.head % min(16, 128 // kernel.cache.bits) == 0,
+)
+"""Of all forms, on the kernel."""
 
 
 def prompt_params(x: DType, keys: DType, values: DType | None = None, scores: Scores = PLAIN) -> tuple[Param, ...]:

@@ -7,31 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.attention.prompt import HEAD, prompt_arguments, prompt_params, raw_bytes
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.core.arch import SMEM_LIMITS, architecture
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import HALF_X, Constraint, can_make
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import include
-from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
+from qcut.emitters.decoder.cache import CACHE, SCALED, cache_name, cache_template
 
 FAMILY = "prompt_mma"
 KEYS = (64, 32, 16)
 """Of a block."""
 
 CONSTRAINTS = (
-    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
-    Constraint(
-        "head",
-        "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
-        lambda k: 8 <= k.head <= 256 and k.head % min(16, 128 // k.cache.bits) == 0,
-    ),
+    HALF_X,
+    CACHE,
+    HEAD,
     Constraint("keys", "are 16, 32 or 64", lambda k: k.keys in KEYS),
     Constraint(
         "shared_memory",
@@ -76,25 +68,13 @@ class PromptMma(Kernel):
             EmitError: see `CONSTRAINTS`.
         """
         keys = [n for n in KEYS if n < 64 or head <= 128]
-        fitting = (n for n in keys[:-1] if cls._fits(x, cache, head, arch, n, values))
+        fitting = (n for n in keys[:-1] if can_make(cls, x, cache, head, arch, n, values))
         return cls(x, cache, head, arch, next(fitting, keys[-1]), values, scores)
-
-    @classmethod
-    def _fits(cls, x: DType, cache: DType, head: int, arch: str, keys: int, values: DType | None) -> bool:
-        try:
-            cls(x, cache, head, arch, keys, values)
-        except EmitError:
-            return False
-        return True
 
     @classmethod
     def is_legal(cls, x: DType, cache: DType, head: int, arch: str, values: DType | None = None) -> bool:
         """Whether `for_shape` has a kernel."""
-        try:
-            cls.for_shape(x, cache, head, arch, values)
-        except EmitError:
-            return False
-        return True
+        return can_make(cls.for_shape, x, cache, head, arch, values)
 
     @property
     def name(self) -> str:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.attention.prompt import HEAD, prompt_arguments, prompt_params, raw_bytes
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import HALF_X, Constraint, can_make
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import include
-from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
+from qcut.emitters.decoder.cache import CACHE, SCALED, cache_name, cache_template
 
 FAMILY = "prompt_wgmma"
 ARCH = "sm_90a"
@@ -58,17 +58,9 @@ def _slots(kernel: PromptWgmma) -> int:
 
 CONSTRAINTS = (
     Constraint("arch", f"is {ARCH}", lambda k: k.arch == ARCH),
-    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
-    Constraint(
-        "head",
-        "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
-        lambda k: 8 <= k.head <= 256 and k.head % min(16, 128 // k.cache.bits) == 0,
-    ),
+    HALF_X,
+    CACHE,
+    HEAD,
     Constraint("groups", "are 1 or 2 warpgroups", lambda k: k.groups in (1, 2)),
     Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
     Constraint("parts", "are 1, 2, 4 or 8: a portable cluster", lambda k: k.parts in PARTS),
@@ -136,11 +128,7 @@ class PromptWgmma(Kernel):
         cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2, values: DType | None = None
     ) -> bool:
         """Whether `for_shape` has a kernel."""
-        try:
-            cls.for_shape(x, cache, head, arch, groups, values=values)
-        except EmitError:
-            return False
-        return True
+        return can_make(cls.for_shape, x, cache, head, arch, groups, values=values)
 
     @property
     def name(self) -> str:

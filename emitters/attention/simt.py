@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from qcut.emitters.attention.scores import PLAIN, Scores
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, include
 from qcut.emitters.decoder.cache import cache_params
 
@@ -44,7 +44,7 @@ def _registers(kernel: AttentionDecode) -> int:
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
     Constraint(
         "head",

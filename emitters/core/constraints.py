@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcut.emitters.core.arch import ARCHITECTURES, CLUSTER_ARCHITECTURES, SMEM_LIMITS, architecture
-from qcut.emitters.core.source import EmitError
+from qcut.emitters.core.source import FLOATS, DType, EmitError
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,19 @@ def require(condition: bool, name: str, why: str) -> None:
         raise EmitError(f"{name}: {why}")
 
 
+def can_make(make: Callable[..., object], *arguments: Any, **options: Any) -> bool:
+    """Whether ``make`` describes a kernel of these arguments, and raises no `EmitError`."""
+    try:
+        make(*arguments, **options)
+    except EmitError:
+        return False
+    return True
+
+
+FLOAT_X = Constraint("x", "is f16, bf16 or f32", lambda kernel: kernel.x in FLOATS)
+"""Of kernels that read floats, on the kernel."""
+HALF_X = Constraint("x", "is f16 or bf16", lambda kernel: kernel.x in (DType.F16, DType.BF16))
+"""Of kernels whose floats tensor cores multiply, on the kernel."""
 ARCHITECTURE = Constraint(
     "architecture", f"allowed are {', '.join(ARCHITECTURES)}", lambda problem, tile, arch: arch in ARCHITECTURES
 )

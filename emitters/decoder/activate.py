@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 
 ACTIVATIONS = ("silu_mul", "gelu_tanh")
@@ -21,7 +21,7 @@ _MAX_VECTORS = 4
 
 CONSTRAINTS = (
     Constraint("kind", f"is {' or '.join(ACTIVATIONS)}", lambda k: k.kind in ACTIVATIONS),
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
     Constraint(
         "vectors",

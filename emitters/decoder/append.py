@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, include
-from qcut.emitters.decoder.cache import cache_name, cache_params, cache_template, guide_params, serves_cache
+from qcut.emitters.decoder.cache import CACHE, cache_name, cache_params, cache_template, guide_params
 
 Rotary = Literal["none", "half", "interleaved"]
 ROTARY: tuple[Rotary, ...] = ("none", "half", "interleaved")
@@ -21,12 +21,8 @@ _PAIRS = {"none": "kNone", "half": "kHalves", "interleaved": "kNeighbours"}
 MANY_TOKENS = 256
 """From so many on a thread has several heads of its token."""
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
+    FLOAT_X,
+    CACHE,
     Constraint("aligned", "is true of u4", lambda k: k.aligned or DType.U4 not in (k.cache, k.values)),
     Constraint("head", "is 2 to 256 columns, an even number", lambda k: 2 <= k.head <= 256 and k.head % 2 == 0),
     Constraint("rotary", f"is {', '.join(ROTARY)}", lambda k: k.rotary in ROTARY),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 
 _UNROLL = 4
@@ -20,7 +20,7 @@ PARTS = 8
 """CTAs of the cluster that divides a row."""
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint(
         "parts",
         f"are 1, or {PARTS} where there are thread-block clusters",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.source import DType, Param
 
 SCALED = (DType.S8, DType.U4)
@@ -27,6 +28,14 @@ def serves_cache(x: DType, keys: DType, values: DType | None, head: int) -> bool
     if DType.U4 in types and head not in TURNED_HEADS:
         return False
     return types == (x, x) or all(kind in SCALED for kind in types)
+
+
+CACHE = Constraint(
+    "cache",
+    "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
+    lambda kernel: serves_cache(kernel.x, kernel.cache, kernel.values, kernel.head),
+)
+"""Of kernels that read or write a cache, on the kernel."""
 
 
 def cache_bits(keys: DType, values: DType | None) -> int:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("table", "is x's type, or s8", lambda k: k.table in (k.x, DType.S8)),
 )
 """What `EmbedRows` can be."""

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate import group_factor
 from qcut.emitters.codebook.rotate_rows import GROUPS
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 
 _COLUMNS = 16  # of a thread
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("norms", "are f16 or f32", lambda k: k.norms in (DType.F16, DType.F32)),
     Constraint(
         "bits", "are 2, 3 or 4 of each of 1 or 2 passes", lambda k: len(k.bits) in (1, 2) and set(k.bits) <= {2, 3, 4}

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
-from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 
 _MAX_VECTORS = 4
@@ -20,7 +20,7 @@ _MANY_VECTORS = 5
 MANY_ROWS = 1024
 """From so many rows on an SM has several at once."""
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
     Constraint(
         "vectors",

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
-from qcut.emitters.core.constraints import require
+from qcut.emitters.core.constraints import can_make, require
 from qcut.emitters.core.family import Family
-from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
+from qcut.emitters.core.source import FLOATS, DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, multistage_space, sm90_space
 from qcut.emitters.gemm.problem import HOST_M, GemmProblem, TileConfig
@@ -82,11 +82,7 @@ class Int8Cutlass(Family[GemmProblem, TileConfig]):
 
     def is_legal(self, problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
         """Whether `validate` accepts them."""
-        try:
-            self.validate(problem, tile, arch)
-        except EmitError:
-            return False
-        return True
+        return can_make(self.validate, problem, tile, arch)
 
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
         """Return the menu of an architecture; `validate` tells which tiles suit a problem."""
