@@ -29,8 +29,8 @@ class AttentionAppend(Kernel):
         attention: the form of attention.
         rotary: whether there are rotary positions.
         norms: whether queries and keys are RMS-normalized first, each head by itself.
-        settled: whether kernels that may still run when this one begins write none of its operands but q, k and v, all
-            others of which are read before the kernel waits.
+        settled: whether only q, k and v may still be written when the kernel starts; all other operands are then read
+            before the kernel waits (programmatic dependent launch).
 
     Exactness: results and cache are bitwise those of the kernels.
     """
@@ -60,12 +60,12 @@ class AttentionAppend(Kernel):
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``q, k, v``; ``cos, sin`` (rotary alone); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 and u4); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
+        ``q, k, v``; ``cos, sin`` (rotary only); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
+        (s8 and u4); ``guide`` (u4 keys only), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
         counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
         of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
         ``scale * log2(e)``; what `qcut.emitters.attention.scores.Scores` adds; and ``query_norm, key_norm``,
-        weights of a head, and ``eps`` (norms alone).
+        weights of a head, and ``eps`` (norms only).
         """
         x = f"const {self.attention.x.cpp}*"
         rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
@@ -99,11 +99,11 @@ class AttentionAppend(Kernel):
 
     @property
     def options(self) -> str:
-        """Arguments of a call that follow those of all kernels."""
+        """Optional arguments of the call, which follow the fixed ones."""
         return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
 
     def emit(self) -> KernelSource:
-        """Text of the kernel. All but what is settled waits for the previous kernel."""
+        """Text of the kernel. Only settled operands are read before the previous kernel's end."""
         attention, params = self.attention, self.params()
         pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
         compressed = ("key_scales", "value_scales", "guide")

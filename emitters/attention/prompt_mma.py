@@ -1,4 +1,4 @@
-"""Attention of chunks of prompts to the keys and values in a cache, with ``mma.sync``, on every architecture.
+"""Prefill attention to the keys and values in a cache, with ``mma.sync``, on every architecture.
 
 Device code: ``include/qcut/attention/prompt_mma.cuh``.
 """
@@ -18,7 +18,7 @@ from qcut.emitters.decoder.cache import CACHE, SCALED, cache_name, cache_templat
 
 FAMILY = "prompt_mma"
 KEYS = (64, 32, 16)
-"""Of a block."""
+"""Keys of a block."""
 
 CONSTRAINTS = (
     HALF_X,
@@ -31,7 +31,7 @@ CONSTRAINTS = (
         lambda k: k.smem_bytes <= architecture(k.arch).smem_bytes,
     ),
 )
-"""What `PromptMma` can be."""
+"""Constraints of `PromptMma`."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class PromptMma(Kernel):
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys: x, s8 or u4, with which queries are turned.
+        cache: of keys: x, s8 or u4 (queries are then rotated).
         head: columns of a head.
         arch: real architecture.
-        keys: of a block.
+        keys: keys of a block.
         values: type of values; None: that of keys.
         scores: a window, a softcap.
     """
@@ -100,7 +100,7 @@ class PromptMma(Kernel):
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory: queries, two stages of keys, values and scales, and int8 rows on their way to a stage."""
+        """Shared memory: queries, two stages of keys, values and scales, and int8 rows before they are converted."""
         row = 128 * -(-self.columns // 64)
         raw = raw_bytes(self.cache, self.values, self.columns, self.keys)
         scales, raw = (12 * self.keys, 2 * raw) if self.cache in SCALED else (0, 0)

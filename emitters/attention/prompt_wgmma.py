@@ -1,4 +1,4 @@
-"""Attention of chunks of prompts to the keys and values in a cache, with Hopper's products of warpgroups.
+"""Prefill attention to the keys and values in a cache, with ``wgmma`` on Hopper.
 
 Device code: ``include/qcut/attention/prompt_wgmma.cuh``.
 """
@@ -21,12 +21,12 @@ ARCH = "sm_90a"
 COLUMNS = (64, 80, 96, 128, 160, 192, 256)
 """Columns of a product: a head and zeros."""
 MIN_SLOTS, MAX_SLOTS = 3, 8
-"""Keys and values of a block and the keys of the next lie in slots between two waits."""
+"""Slots in shared memory: keys and values of a block, and the keys of the next block."""
 PARTS = (1, 2, 4, 8)
 REGISTERS = 216
-"""Of a thread that multiplies."""
+"""Registers of a thread that multiplies."""
 RAW_TILES = 3
-"""Tiles of int8 rows that are fetched before the first of them is converted, and that one."""
+"""Tiles of int8 rows in flight, including the one that is converted."""
 
 
 def _columns(head: int) -> int:
@@ -39,7 +39,7 @@ def _row_bytes(head: int) -> int:
 
 
 def _fixed_bytes(kernel: PromptWgmma) -> int:
-    """Shared memory beside slots: queries, two barriers, and int8 rows on their way to a slot."""
+    """Shared memory without slots: queries, two barriers, and int8 rows before they are converted."""
     tile = raw_bytes(kernel.cache, kernel.values, _columns(kernel.head), kernel.keys)
     raw = RAW_TILES * tile if kernel.cache in SCALED else 0
     return kernel.rows * _row_bytes(kernel.head) + raw + 16
@@ -72,7 +72,7 @@ CONSTRAINTS = (
     ),
     Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
 )
-"""What `PromptWgmma` can be."""
+"""Constraints of `PromptWgmma`."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class PromptWgmma(Kernel):
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys: x, s8 or u4, with which queries are turned.
+        cache: of keys: x, s8 or u4 (queries are then rotated).
         head: columns of a head.
         arch: sm_90a.
         groups: warpgroups that multiply, 64 rows each.
-        keys: of a block.
-        parts: CTAs of a cluster, which share the places of a tile.
+        keys: keys of a block.
+        parts: CTAs of a cluster, which divide the positions of a tile.
         values: type of values; None: that of keys.
         scores: a window, a softcap.
     """

@@ -39,8 +39,8 @@ def _elements(kernel: AttentionDecode) -> int:
 def _registers(kernel: AttentionDecode) -> int:
     """Estimate a thread's registers: a query, its values, keys and values in flight, one widened, and the rest."""
     elements = _elements(kernel)
-    on_their_way = 2 * kernel.unroll * elements * kernel.cache.bits // 32
-    return 2 * kernel.group * elements + on_their_way + elements + kernel.unroll * kernel.group + 40
+    in_flight = 2 * kernel.unroll * elements * kernel.cache.bits // 32
+    return 2 * kernel.group * elements + in_flight + elements + kernel.unroll * kernel.group + 40
 
 
 CONSTRAINTS = (
@@ -65,7 +65,7 @@ CONSTRAINTS = (
         lambda k: 4 * k.warps * k.group * (k.head + 2) < _SMEM_STATIC,
     ),
 )
-"""What `AttentionDecode` can be."""
+"""Constraints of `AttentionDecode`."""
 
 
 @dataclass(frozen=True)

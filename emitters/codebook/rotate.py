@@ -89,7 +89,7 @@ CONSTRAINTS = (
         lambda t: not t.aligned or groups_aligned(t.group, t.x),
     ),
 )
-"""What `RotateTokens` can be."""
+"""Constraints of `RotateTokens`."""
 
 
 @dataclass(frozen=True)
@@ -240,8 +240,8 @@ class RotateTokens(Kernel):
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 alone); ``signs``: int32 ``[passes, k_padded / 32]`` of
-        `qcut.numerics.codebook.tokens.operands` (hadamard alone); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
+        ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 only); ``signs``: int32 ``[passes, k_padded / 32]`` of
+        `qcut.numerics.codebook.tokens.operands` (hadamard only); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
         (of one pass).
         """
         return (

@@ -35,7 +35,7 @@ CONSTRAINTS = (
         lambda t: not t.aligned or groups_aligned(t.group, t.x),
     ),
 )
-"""What `RotateTokensDense` can be."""
+"""Constraints of `RotateTokensDense`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RotateTokensDense(Kernel):
         aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
 
     Exactness: that of float32 sums of d exact products, at most ``2**-23 * d * sum_i |x q|`` off before the output's
-    rounding, in an order that depends on d alone. A token's result does not depend on the other tokens.
+    rounding, in an order that depends only on d. A token's result does not depend on the other tokens.
     """
 
     x: DType

@@ -18,11 +18,11 @@ Tile = TypeVar("Tile", bound=Named)
 
 @dataclass(frozen=True)
 class Grid:
-    """CTAs of a launch as data, so that C++ computes them, too.
+    """Grid of a launch as data, so that C++ can compute it.
 
     Attributes:
-        rows: of D that one row of CTAs computes.
-        one: CTAs along x, y, z for up to ``rows`` rows of D. Each further ``rows`` rows add ``one[0]`` CTAs along x.
+        rows: rows of D that one row of CTAs computes.
+        one: CTAs along x, y, z for up to ``rows`` rows of D. Every ``rows`` more rows add ``one[0]`` CTAs along x.
         most: largest number of CTAs along x, which then go from tile to tile; None: one CTA for each tile.
     """
 
@@ -38,12 +38,12 @@ class Grid:
 
 
 class Family(Generic[Problem, Tile]):
-    """One family: what it can build, its text, and its launches. A class's docstring states arguments and exactness.
+    """One family of kernels: constraints, text and launch. The docstring of a subclass states arguments and exactness.
 
     Attributes:
         name: as in the names of its kernels, in tables and in documents.
         tile_type: class of its tiles.
-        constraints: what it can build, checked in order on (problem, tile, arch).
+        constraints: checked in order; each takes (problem, tile, arch).
         version: version of the device code's speed. A change that can make another tile the fastest raises the
             version. Rows that were measured under another version are not used.
     """
@@ -111,7 +111,7 @@ class Kernel(ABC):
 
     Attributes:
         arch: real architecture.
-        constraints: what the kernel can be, checked in order on the kernel.
+        constraints: checked in order; each takes the kernel.
 
     Raises:
         EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.

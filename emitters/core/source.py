@@ -148,17 +148,17 @@ class KernelSource:
 
 
 class DeferredSource(KernelSource):
-    """A `KernelSource` whose texts are written when one of them is first read. Made by `deferred`.
+    """A `KernelSource` that writes its texts when one of them is first read. Made by `deferred`.
 
-    Its name, which is unique for a description, and the emitters' own files decide the texts; a kernel that was built
-    before is found by them, without the packages that writing needs.
+    The name, which is unique for a description, and the emitters' files decide the texts. The cache finds a kernel by
+    these two, without the packages that writing needs.
     """
 
     _write: Callable[[], tuple[str, str]]
 
     @property
     def is_described(self) -> bool:
-        """Whether the name decides the texts: `dataclasses.replace` makes sources of which this is not known."""
+        """Whether the name decides the texts: `dataclasses.replace` makes sources for which this is unknown."""
         return "_write" in self.__dict__
 
     def __getattribute__(self, name: str) -> Any:
@@ -170,12 +170,12 @@ class DeferredSource(KernelSource):
         return value
 
     def __reduce__(self) -> tuple[type[KernelSource], tuple[object, ...]]:
-        """For another process, which builds it: with its texts, and without what writes them."""
+        """Pickle the written texts without the function that writes them, for a process that builds the kernel."""
         return KernelSource, tuple(getattr(self, part.name) for part in fields(self))
 
 
 def deferred(write: Callable[[], tuple[str, str]], **facts: Any) -> DeferredSource:
-    """A source whose device text and host launcher ``write`` returns.
+    """Return a source that gets its device text and host launcher from ``write``.
 
     Args:
         write: called when a text is first read; may raise `EmitError`.

@@ -25,12 +25,12 @@ CONSTRAINTS = (
     Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
     Constraint(
         "vectors",
-        f"of a thread are 1 to {_MAX_VECTORS}, and 1 but for a rotation to int8",
+        f"of a thread are 1 to {_MAX_VECTORS}, and 1 except for a rotation to int8",
         lambda k: 1 <= k.vectors <= (_MAX_VECTORS if k.has_rows else 1),
     ),
     ROTATION,
 )
-"""What `ActivateRows` can be."""
+"""Constraints of `ActivateRows`."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class ActivateRows(Kernel):
         x: element type.
         arch: real architecture.
         aligned: rows start at multiples of 16 bytes, those of y too. False loads single elements.
-        rotation: of y, which becomes blocks of tokens, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` makes
+        rotation: rotates y into blocks of tokens, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` makes
             them; or None.
-        threads: of a CTA.
-        vectors: of 16 bytes that a thread has.
+        threads: threads of a CTA.
+        vectors: vectors of 16 bytes of a thread.
 
     Exactness: before they are rounded, silu and GELU are within ``2**-21 |x|``.
     """
@@ -67,7 +67,7 @@ class ActivateRows(Kernel):
     def rotating(
         cls, kind: str, x: DType, arch: str, columns: int, rotation: RowsRotation, *, aligned: bool = True
     ) -> ActivateRows:
-        """The kernel that rotates rows of so many columns: one CTA has a row where their largest magnitude counts.
+        """The kernel that rotates rows of so many columns. For int8 blocks one CTA has a whole row.
 
         Raises:
             EmitError: rows longer than 1024 threads hold; see `CONSTRAINTS`.
@@ -100,10 +100,10 @@ class ActivateRows(Kernel):
         return (m, 1 if self.has_rows else -(-columns * self.x.bits // (128 * self.block)), 1)
 
     def params(self) -> tuple[Param, ...]:
-        """``x``; ``up`` (silu_mul alone); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (silu_mul alone); ``columns``.
+        """``x``; ``up`` (silu_mul only); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (silu_mul only); ``columns``.
 
         Absmax is null or float32 ``[m]``, which is raised to the largest magnitude of each row of y. With a rotation,
-        ``scale`` stands in its place, of int8 blocks alone, and the rotation's arguments come last.
+        ``scale`` takes its place, only for int8 blocks, and the rotation's arguments come last.
         """
         x = f"const {self.x.cpp}*"
         gated = self.kind == "silu_mul"

@@ -14,7 +14,7 @@ from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 
 _UNROLL = 4
-"""Elements that a thread has on their way."""
+"""Loads that a thread has in flight."""
 
 PARTS = 8
 """CTAs of the cluster that divides a row."""
@@ -27,7 +27,7 @@ CONSTRAINTS = (
         lambda k: k.parts == 1 or (k.parts == PARTS and architecture(k.arch).clusters),
     ),
 )
-"""What `ArgmaxRows` can be."""
+"""Constraints of `ArgmaxRows`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ArgmaxRows(Kernel):
         advances: whether each row's position and slot are raised by one, up to ``context - 1`` and ``context``, at the
             end of a decoder's step.
         parts: CTAs of a cluster that divide a row.
-        tells: whether each index is also written to the host's memory.
+        tells: whether each index is also copied to pinned host memory.
 
     Exactness: bitwise.
     """
@@ -55,7 +55,7 @@ class ArgmaxRows(Kernel):
 
     @property
     def name(self) -> str:
-        """``qcut_argmax_{arch}_{x}``, ``_a`` where it advances, ``_h`` where it tells, ``_c{parts}`` with clusters."""
+        """``qcut_argmax_{arch}_{x}``, ``_a`` if it advances, ``_h`` with a host copy, ``_c{parts}`` with clusters."""
         flags = "_a" * self.advances + "_h" * self.tells + f"_c{self.parts}" * (self.parts > 1)
         return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}{flags}"
 
@@ -72,8 +72,8 @@ class ArgmaxRows(Kernel):
         """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``.
 
         Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` after the
-        columns. Where it tells, ``told``, int64 ``[turns, m]`` in the host's memory; ``turn``, int32 ``[m]``, the row
-        of ``told`` that is next; ``turns``.
+        columns. With a host copy, ``told``, int64 ``[turns, m]`` in pinned host memory; ``turn``, int32 ``[m]``, the
+        row of ``told`` that the step writes; ``turns``.
         """
         state = (Param("positions", "ptr", "int*"), Param("slots", "ptr", "int*")) if self.advances else ()
         context = (Param("context", "i32"),) * self.advances

@@ -1,4 +1,4 @@
-"""Rows of a table of embeddings, dequantized where they are int8, with those of a table of positions.
+"""Token embeddings, dequantized if they are int8, plus position embeddings.
 
 Device code: ``include/qcut/decoder/embed.cuh``.
 """
@@ -16,12 +16,12 @@ CONSTRAINTS = (
     FLOAT_X,
     Constraint("table", "is x's type, or s8", lambda k: k.table in (k.x, DType.S8)),
 )
-"""What `EmbedRows` can be."""
+"""Constraints of `EmbedRows`."""
 
 
 @dataclass(frozen=True)
 class EmbedRows(Kernel):
-    """Rows ``[rows, k]`` of a table by int64 ids, and of a table of positions by int32 places::
+    """Token embeddings ``[rows, k]`` by int64 ids, and position embeddings by int32 places::
 
         y[r] = x(table[ids[r]])                               a table in x
         y[r] = x(f32(table[ids[r]]) * scale[ids[r]])          of int8 rows, each with a float32 scale
@@ -31,7 +31,7 @@ class EmbedRows(Kernel):
 
     Attributes:
         x: element type of the result and of the positions.
-        table: of the table: x, or s8.
+        table: element type of the token embeddings: x, or s8.
         arch: real architecture.
         places: whether there are positions.
         aligned: rows of x start at multiples of 16 bytes, those of s8 at multiples of as many elements. False reads
@@ -68,7 +68,7 @@ class EmbedRows(Kernel):
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``ids``; ``table``; ``scale`` (s8 alone); ``places, place_table`` (with places); ``y``; ``stride`` and
+        ``ids``; ``table``; ``scale`` (s8 only); ``places, place_table`` (with places); ``y``; ``stride`` and
         ``place_stride`` (with places) of rows in elements; ``count`` and ``place_count`` (with places) of rows;
         ``rows``; ``k``; ``zeroed``, float32, and their number ``zeros`` (with zeros).
         """

@@ -1,4 +1,4 @@
-"""Rows of a codebook weight that is a table of embeddings, with those of a table of positions.
+"""Token embeddings in a codebook weight, plus position embeddings.
 
 Device code: ``include/qcut/decoder/embed_codebook.cuh``.
 """
@@ -24,20 +24,20 @@ CONSTRAINTS = (
     Constraint("group", f"is 0, {', '.join(map(str, GROUPS))}", lambda k: k.group in (0, *GROUPS)),
     Constraint("pairs", "go with one pass of 4 bits", lambda k: not k.pairs or k.bits == (4,)),
 )
-"""What `EmbedCodebook` can be."""
+"""Constraints of `EmbedCodebook`."""
 
 
 @dataclass(frozen=True)
 class EmbedCodebook(Kernel):
-    """Rows ``[rows, k]`` of a codebook weight by int64 ids, and of a table of positions by int32 places.
+    """Token embeddings ``[rows, k]`` of a codebook weight by int64 ids, and position embeddings by int32 places.
 
     `qcut.ops.embed.EmbedCodebook` has the formula. An id or place beyond a table reads the table's nearest row.
 
     Attributes:
         x: element type of the result and of the positions.
-        norms: of the weight's norms: f16 or f32.
-        bits: of an index, for each pass.
-        group: columns of a group that is rotated; 0: none is.
+        norms: element type of the weight's group scales: f16 or f32.
+        bits: bits of an index, for each residual stage.
+        group: columns of a rotated group; 0: no rotation.
         arch: real architecture.
         pairs: whether the codebook is of pairs.
         places: whether there are positions.

@@ -18,7 +18,7 @@ _MAX_VECTORS = 4
 
 _MANY_VECTORS = 5
 MANY_ROWS = 1024
-"""From so many rows on an SM has several at once."""
+"""Number of rows from which an SM has several at once."""
 CONSTRAINTS = (
     FLOAT_X,
     Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
@@ -30,7 +30,7 @@ CONSTRAINTS = (
     ROTATION,
     Constraint("quantized", "is False with a rotation", lambda k: k.rotation is None or not k.quantized),
 )
-"""What `NormRows` can be."""
+"""Constraints of `NormRows`."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class NormRows(Kernel):
         x: element type.
         layer: LayerNorm instead of RMSNorm; its bias may be a null pointer.
         arch: real architecture.
-        residual: add one before.
+        residual: add a residual first.
         quantized: write int8 and scales.
-        threads: of a row.
-        vectors: of 16 bytes that a thread holds.
+        threads: threads of a row.
+        vectors: vectors of 16 bytes of a thread.
         aligned: rows, weight and bias start at multiples of 16 bytes. False loads single elements.
         rotation: of y, or None.
 
@@ -130,8 +130,8 @@ class NormRows(Kernel):
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer alone); ``y``; ``scale`` (of int8 alone);
-        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized alone), ``eps``; then the rotation's.
+        ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer only); ``y``; ``scale`` (of int8 only);
+        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized only), ``eps``; then the rotation's.
         """
         x = self.x.cpp
         names = ["x", *["residual", "sum"] * self.residual, "weight", *["bias"] * self.layer, "y"]

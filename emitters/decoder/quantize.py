@@ -35,7 +35,7 @@ class _RowKernel(Kernel):
     """How a kernel spreads rows over threads.
 
     Attributes:
-        x: the float type: of the input (quantize) or the output (dequantize).
+        x: float type of the input (quantize) or the output (dequantize).
         arch: real architecture.
         threads: threads per row, a power of two from 32 to 1024.
         vectors: 16-byte vectors of floats per thread; 0 (per-token only) reads rows of any length twice.
@@ -120,7 +120,7 @@ class QuantizePerToken(_RowKernel):
 
     @property
     def name(self) -> str:
-        """That of all row kernels, and ``_halves``."""
+        """The name of all row kernels, and ``_halves``."""
         return super().name + "_halves" * self.halves
 
     @classmethod
@@ -202,7 +202,7 @@ class QuantizePerTensor(_RowKernel):
 
     @property
     def name(self) -> str:
-        """That of all row kernels, and ``_halves``."""
+        """The name of all row kernels, and ``_halves``."""
         return super().name + "_halves" * self.halves
 
     def params(self) -> tuple[Param, ...]:

@@ -17,7 +17,7 @@ from qcut.emitters.core.source import DType, EmitError, Param
 K_MAX = 131_071
 """Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
 K_MAX_ZERO_POINT = 66_311
-"""The same where a zero point makes one factor span 255: 255 * 127 * K < 2**31."""
+"""Largest K with a zero point, where one factor spans 255: 255 * 127 * K < 2**31."""
 
 Layout = Literal["row", "column"]
 Schedule = Literal["multistage", "warp_specialized", "pingpong", "cooperative", "stream_k"]
@@ -60,7 +60,7 @@ class GemmProblem:
 
     @property
     def layouts(self) -> str:
-        """BLAS flags of A, B and D, ``t`` for row-major and ``n`` for column-major: ``tnt`` unless told otherwise."""
+        """BLAS flags of A, B and D, ``t`` for row-major and ``n`` for column-major: ``tnt`` by default."""
         return "".join("t" if layout == "row" else "n" for layout in (self.layout_a, self.layout_b, self.layout_d))
 
     @property
@@ -91,7 +91,7 @@ class GemmProblem:
 
 
 HOST_M = Constraint("device_m", "M is known on the host", lambda problem, tile, arch: not problem.device_m)
-"""Of families whose kernels read no M on the device, on (problem, tile, arch)."""
+"""Constraint of families that cannot read M on the device; takes (problem, tile, arch)."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 _OTHER_REGISTERS = 40
-"""What a thread needs beside accumulators and fragments: addresses, counters, bounds."""
+"""Registers of a thread for addresses, counters and bounds."""
 _COLUMN_REGISTERS = 112
-"""What 16 columns of D need besides where each has a bias of 64 bits, a multiplier and a shift, and 64-bit values."""
+"""Registers for 16 columns of D with 64-bit sums and biases, a multiplier and a shift each."""
 _NEEDS_MORE = ("sm_100", "sm_120")
-"""Architectures whose compilers compute many columns at the same time: without these registers, they spill."""
+"""Architectures on which the compiler computes many columns at once, and spills without these registers."""
 
 
 def registers(tile: TileConfig) -> int:
@@ -93,10 +93,10 @@ TILE_CONSTRAINTS = (
     SPLITS,
     CLUSTERS,
 )
-"""Tile rules of the raw tensor-core families, on (problem, tile, arch)."""
+"""Constraints of tiles of the raw tensor-core families; each takes (problem, tile, arch)."""
 
 OPERANDS = Constraint("operands", "are s8 x s8", lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8)
-"""Of int8 families."""
+"""Constraint of int8 families; takes (problem, tile, arch)."""
 
 SHARED_MEMORY = "pipeline and staging of a CTA fit what the architecture gives one"
 """Reason of the families' limit of shared memory."""
@@ -112,7 +112,7 @@ def staging_bytes(problem: GemmProblem, tile: TileConfig, padding: int = 0) -> i
 
 
 class RawGemm(Family[Problem, TileConfig]):
-    """A family of tiles of warps on the tensor cores."""
+    """A family of raw tensor-core GEMMs, tiled by warps."""
 
     tile_type = TileConfig
 

@@ -16,7 +16,7 @@ from qcut.emitters.stream.family import StreamFamily
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 MAX_TOKENS = 32
-"""The most rows of a that registers hold beside the weights in flight."""
+"""Largest number of rows of a that registers hold with the weights in flight."""
 TOKENS = (8, 16, 32)
 """Tokens that a tile may hold."""
 _OTHER_REGISTERS = 24
@@ -54,7 +54,7 @@ CONSTRAINTS = (
     CLUSTERS,
     shared_memory("the sums of a CTA's warps fit what the architecture gives it", smem_bytes),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
@@ -66,7 +66,7 @@ class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
     element by element. b and the vectors of n are read before the kernel waits for its predecessor.
 
     Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
-    the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
+    the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
     depend on the other rows; the same inputs give the same bits.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``ld.global.nc``, ``griddepcontrol``, ``barrier.cluster``.

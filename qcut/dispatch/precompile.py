@@ -31,7 +31,7 @@ from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
-from qcut.emitters.decoder.cache import TURNED_HEADS
+from qcut.emitters.decoder.cache import ROTATED_HEADS
 from qcut.emitters.decoder.embed import EmbedRows
 from qcut.emitters.decoder.norm import NormRows
 from qcut.emitters.decoder.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
@@ -241,7 +241,7 @@ def _attention(target: Target) -> Iterator[KernelSource]:
 def _caches(x: DType, head: int) -> Iterator[tuple[DType, DType | None]]:
     """Types of keys, and of values where these have another, that an engine with activations of type x may keep."""
     yield from ((x, None), (DType.S8, None))
-    if x in HALVES and head in TURNED_HEADS:
+    if x in HALVES and head in ROTATED_HEADS:
         yield from ((DType.U4, None), (DType.S8, DType.U4))
 
 

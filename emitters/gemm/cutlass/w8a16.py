@@ -25,7 +25,7 @@ MENU: tuple[TileConfig, ...] = (
     tile("pingpong", "256x64x64 c1x2"),
     tile("cooperative", "256x128x64 c1x2"),
 )
-"""What sizes that are not tuned choose from. Short, because each member is built on first use."""
+"""Tiles for sizes that are not tuned. Few, because each tile is built on first use."""
 
 SPACE: dict[Schedule, tuple[str, ...]] = {
     "cooperative": (
@@ -82,7 +82,7 @@ TRANSPOSED_TILE = (
     ),
     Constraint("epilogue_tile", "is CUTLASS's choice", lambda p, t, arch: not any(t.epilogue_tile)),
 )
-"""Of the tiles of kernels that compute the transpose of D."""
+"""Constraints of tiles of kernels that compute the transpose of D; each takes (problem, tile, arch)."""
 
 CONSTRAINTS = (
     ARCHITECTURE,
@@ -111,7 +111,7 @@ CONSTRAINTS = (
     Constraint("k", "is 64 or 128 a stage", lambda p, t, arch: t.threadblock_shape[2] in (64, 128)),
     shared_memory("two stages of operands", lambda p, t: 2 * operand_bytes(p, t)),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 def swapped(tile: TileConfig) -> TileConfig:
@@ -127,7 +127,7 @@ class W8A16Cutlass(Family[GemmProblem, TileConfig]):
     ldd are multiples of 16 bytes, k is a multiple of 16; m is any.
 
     Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
-    by K and the tile's K alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does
+    only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does
     not depend on the other rows; the same inputs give the same bits.
 
     Raises:

@@ -15,7 +15,7 @@ namespace qcut {
 
 // AttentionAppend in emitters/attention/append.py describes the sizes. With kNormed, queries and keys are
 // RMS-normalized head by head before they are rotated. With kSettled, nothing but q, k and v is written by kernels that
-// may still run: the first keys and values are on their way before the kernel waits for those.
+// may still run: the first keys and values are in flight before the kernel waits for those.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
           bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false,
           bool kSettled = false>

@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_streamed(uint32_t (&w)[kWords], const void*
   }
 }
 
-// Transposes an 8 x 8 matrix of 16-bit elements, of which lane 4g + t holds (g, 2t) and (g, 2t + 1).
+// Transposes an 8 x 8 matrix of 16-bit elements; lane 4g + t holds (g, 2t) and (g, 2t + 1).
 __device__ __forceinline__ uint32_t transposed(uint32_t w) {
   uint32_t d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(w));
@@ -64,7 +64,7 @@ __device__ __forceinline__ float log2_approx(float v) {
   return d;
 }
 
-// Pairs of nibbles as 16-bit floats by a mask alone, for products in float32. Nibbles k and k + 4 of a word are its low
+// Pairs of nibbles as 16-bit floats, only by a mask, for products in float32. Nibbles k and k + 4 of a word are its low
 // and its high half, k of 0 to 3; a float is kOffset + code * kUnit[k % 2].
 //
 // Source: subnormal operands of mma.sync are exact: Fasi et al., "Numerical behavior of NVIDIA tensor cores" (2021).

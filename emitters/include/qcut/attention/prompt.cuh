@@ -54,7 +54,7 @@ struct PromptArgsOf<T, Keys, Values, false, false, false> {
 };
 
 // Offset of a place's row among those of a cache that is a ring, where a head has `rows` of them from `first` on. A ring
-// holds whole blocks, the rows of which follow one another.
+// holds whole blocks of consecutive rows.
 struct RingRow {
   long long first;
   int place, rows;

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t tile_at(int row, int chunk, int block) {
   return chunk / 8 * block + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 
-// How 128 threads copy a block of rows of int8 or Nibbles, 16 bytes each, of which they are to make 16-bit floats.
+// Copy of a block of int8 or Nibbles rows by 128 threads, 16 bytes each, to be converted to 16-bit floats.
 template <class C, int kHead, int kColumns, int kKeys>
 struct RawRows {
   static constexpr bool kNibbles = CacheType<C>::kTurned;
@@ -90,7 +90,7 @@ struct PromptCopy {
     }
   }
 
-  // The same of compressed rows, in two steps: raw bytes, of which each thread gets those that it is to convert, and
+  // Copy of compressed rows in two steps: raw bytes, each to the thread that converts them, and
   // 16-bit floats, exactly. With keys come what the scores of the block need of its scales. `odd`: the first row is an
   // odd one of all rows of the cache.
   static constexpr int kKeyBytes = RawRows<Keys, kHead, kColumns, kKeys>::kBytes;

@@ -29,7 +29,7 @@ struct PromptMmaTile {
   static constexpr int kTileBytes = kBlocks * kKeyBlock;
   static constexpr int kStageBytes = 2 * kTileBytes + (kScaled ? Copy::kScaleBytes : 0);
   static constexpr int kStages = kBlocks * kQueryBlock;  // offset of the first stage
-  static constexpr int kRaw = kStages + 2 * kStageBytes;  // int8 keys and values on their way to a stage
+  static constexpr int kRaw = kStages + 2 * kStageBytes;  // int8 keys and values before they are converted
   // Queries stay in registers where these suffice.
   static constexpr bool kHoldsQueries = kColumns <= (kScaled ? 96 : 128);
 };
@@ -93,7 +93,7 @@ struct PromptWarp {
     }
   }
 
-  // c += a b of 16 columns, of which the first accumulator is c[first].
+  // c += a b of 16 columns; the first accumulator is c[first].
   template <int kSums>
   static __device__ __forceinline__ void multiply(float (&c)[kSums], int first, const uint32_t (&a)[4],
                                                   const uint32_t (&b)[4]) {

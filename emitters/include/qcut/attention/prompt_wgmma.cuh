@@ -3,12 +3,12 @@
 // The last warpgroup of a CTA copies queries, keys and values to shared memory. Each of the others has 64 rows of a
 // tile: S = Q K^T of a block of keys, the softmax of its rows, O += P V with P in registers. While the tensor cores
 // multiply a block's P by V, the next block's scores, which precede them, become weights. Warpgroups take turns in
-// issuing products, so that one's softmax runs beside another's products. Blocks go from the last place seen to the
+// issuing products, so that one's softmax overlaps another's products. Blocks go from the last place seen to the
 // first: those that some rows do not see come first.
 //
 // Keys and values lie in one ring of slots in the order of their use: K of the last block, then K and V of two
-// neighbours in turn. int8 rows are fetched to a place of their own and become 16-bit floats, exactly, on their way to
-// the ring; their scales lie beside the slot of the keys.
+// neighbours in turn. int8 rows are fetched to a buffer of their own and become 16-bit floats, exactly, in the
+// ring; their scales lie with the slot of the keys.
 #pragma once
 
 #include <qcut/core/barrier.cuh>
@@ -103,7 +103,7 @@ struct RingPlace {
 };
 
 // Keeps what follows behind the computation of v, which is at least 0. The assembler would move a wait for products up
-// to the products, above the softmax that is to run beside them, but not across a barrier of the warp.
+// to the products, above the softmax that is to overlap them, but not across a barrier of the warp.
 __device__ __forceinline__ void hold(float v) {
   asm volatile("bar.warp.sync %0;" ::"r"(v < 0.0f ? 0 : -1) : "memory");
 }

@@ -3,7 +3,7 @@
 // A CTA computes a tile of D. A cp.async pipeline copies blocks of tokens and units of weights, 128 columns
 // at a time, to shared memory without reordering: tokens are swizzled for ldmatrix in global memory already,
 // and a lane's part of a unit is contiguous. Weights are the product's first operand (16 rows of N) and
-// tokens the second (8 rows of M). Indices become the first operand's registers by PRMT alone, those of a
+// tokens the second (8 rows of M). Indices become the first operand's registers only by PRMT, those of a
 // codebook of pairs by a dense table in shared memory, before the pipeline. A warp's tile
 // should be tall in M, because each warp decodes the weights that it multiplies.
 //

@@ -219,7 +219,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   }
 }
 
-// The kernel. `fold` is read for int8 tokens alone. kAlign is the alignment of D's rows in bytes, as in TileWriter.
+// The kernel. `fold` is read only for int8 tokens. kAlign is the alignment of D's rows in bytes, as in TileWriter.
 template <class T, class E, int kAlign, class B>
 __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,

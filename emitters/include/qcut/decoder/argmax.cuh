@@ -1,7 +1,7 @@
 // The index of the largest element of each row; of equal elements, the lowest index.
 //
 // A CTA, or a cluster of CTAs, has a row. Its threads read 16-byte vectors and keep the largest key, an integer that
-// orders elements and their indices. Exactness: comparisons alone.
+// orders elements and their indices. Exactness: only comparisons.
 #pragma once
 
 #include <qcut/core/cluster.cuh>

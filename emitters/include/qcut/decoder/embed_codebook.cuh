@@ -14,7 +14,7 @@
 
 namespace qcut {
 
-// What a pass reads beside norms and signs: the pass's first unit of the first tile of 16 rows, bytes from a tile to the
+// Operands of a pass except norms and signs: the pass's first unit of the first tile of 16 rows, bytes from a tile to the
 // next, and the codebook, floats or pairs of them.
 struct CodebookPass {
   const char* units;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void embed_codebook(const long long* ids, const Codeb
     scales[p] = to_float(norms[at * kPasses * groups + p * groups + own_group]) * factor;
     flips[p] = kGroup ? signs[(p * k_padded + col) / 32] >> col % 32 : 0u;
   }
-  // Only now is the codebook waited for, with all other loads on their way.
+  // The codebook is waited for last, with all other loads in flight.
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
 #pragma unroll

@@ -8,7 +8,7 @@
 // of the queries, along which errors are to cancel.
 //
 // Exactness: codes and words are bitwise those of qcut.numerics.int4: butterflies of neighbours come first, and a row's
-// loss and the errors along directions are sums of integers, whose order is of no matter.
+// loss and the errors along directions are sums of integers, so that their order does not matter.
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -97,7 +97,7 @@ struct alignas(16) GuideColumn {
   int directions[2], mean, cost;
 };
 
-// A row of 4 bits, of which a thread has kCount elements; `column(i)` says which. Reduce has `least`, `most` (of floats),
+// A row of 4 bits. A thread has kCount elements, at `column(i)`. Reduce has `least`, `most` (of floats),
 // `total`, `largest` (of uint32_t) and `any` over the threads of the row; all lanes of the warp call. `guide`, null where
 // there is none, is the same for the threads of a row, and may differ between rows of a warp.
 template <int kCount, class Reduce>

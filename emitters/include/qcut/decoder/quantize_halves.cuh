@@ -1,5 +1,5 @@
-// Quantization of floats to int16, per token and per tensor, as rows of int8: 16 for each eight tokens, first the rows of their high
-// halves, then those of their low ones. Rows of tokens past m are not written.
+// Quantization of floats to int16, per token and per tensor, as a hi/lo split: 16 rows of int8 for each eight tokens, first
+// their high bytes, then their low bytes. Rows of tokens past m are not written.
 //
 // Threads and rows are as in quantize.cuh.
 #pragma once
