@@ -1,4 +1,4 @@
-// Copies of queries, keys and values to shared memory by 128 threads, for all kernels of prompt attention.
+// Copies of queries, keys and values to shared memory by 128 threads, for all prefill attention kernels.
 //
 // A tile in shared memory is blocks of 64 columns of 16-bit floats: rows of 128 bytes one after the other, the 16-byte
 // chunk c of row r at c ^ (r % 8). Columns past the head and rows that do not exist are 0.
@@ -216,7 +216,7 @@ struct PromptCopy {
   }
 };
 
-// Makes weights of a block's scores, the first of which is at place `at`, and returns by what to multiply earlier sums.
+// Turns a block's scores, which start at position `at`, into weights, and returns the factor of earlier sums.
 // Scores of a compressed cache become s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative
 // to the largest such product of a row; the sum that divides takes weights without it. `scales` is the shared address
 // of PromptCopy's.

@@ -1,7 +1,7 @@
-// Attention of prompts with mma.sync, on every architecture.
+// Prefill attention with mma.sync, on every architecture.
 //
 // Each of the four warps of a CTA has 16 rows of a tile. Blocks of keys and values come to one of two stages of shared
-// memory while the other stage is multiplied; blocks go from the last place seen to the first.
+// memory while the other stage is multiplied; blocks go from the last visible position to the first.
 //
 // Shared memory: queries; two stages of keys, values, and the scales of an int8 cache.
 #pragma once
@@ -57,7 +57,7 @@ struct PromptWarp {
     }
   }
 
-  // One block: the first key is at place `at`.
+  // One block: the first key is at position `at`.
   template <class Args>
   __device__ __forceinline__ void attend(const Args& args, const PromptRows& rows, int at, uint32_t stage, int last,
                                          int last8) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void prompt_attention_mma(const typename Tile::Args& 
   if (rows.places > 0) {
     const auto first = rows.cache_row(args);
     const uint32_t raw = base + Tile::kRaw;
-    const bool odd = first % 2 != 0;  // blocks start at even places
+    const bool odd = first % 2 != 0;  // blocks start at even positions
     const auto stage = [&](int i) { return base + Tile::kStages + (i & 1) * Tile::kStageBytes; };
     const auto fetch = [&](int at, uint32_t to) {
       const int count = min(rows.places - at, Tile::kKeys);

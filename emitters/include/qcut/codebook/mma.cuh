@@ -8,7 +8,7 @@
 // should be tall in M, because each warp decodes the weights that it multiplies.
 //
 // Exactness: 16-bit weights times their norms are rounded once (bfloat16: the norms, too), and float32 sums are
-// added in a fixed order. The norms are folded into int8 weights (RowBook), whose products are added in int32.
+// added in a fixed order. The norms are fused into int8 weights (RowBook); their products are added in int32.
 //
 // Source: PTX ISA "cp.async", "ldmatrix", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
 #pragma once
@@ -150,8 +150,8 @@ struct CodebookStage {
   }
 };
 
-// The kernel. kAlignD is the alignment of D's rows in bytes (kAlign of TileWriter). `fold` is read for int8 tokens
-// alone.
+// The kernel. kAlignD is the alignment of D's rows in bytes (kAlign of TileWriter). `fold` is read only for
+// int8 tokens.
 template <class Tile, class T, int kBits, int kSlots, bool kOffsets, class E, int kAlignD, class B>
 __device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
                                              typename E::Out* d, int m, int n, int units_k, int ldd, const B& book,

@@ -1,4 +1,4 @@
-// Products of a warpgroup of 16-bit floats, in addition to those of core/wgmma.cuh: A from shared memory, or B with its rows
+// Products of a warpgroup of 16-bit floats that core/wgmma.cuh does not have: A from shared memory, or B with its rows
 // along K. Only sm_90a.
 //
 // Operands lie in blocks of 64 columns, rows of 128 bytes one after the other; the 16-byte chunk c of row r lies at

@@ -1,6 +1,6 @@
-// Gathers rows of a codebook weight, decodes them, rotates them back, and adds rows of a table of positions.
+// Gathers token embeddings of a codebook weight, decodes them, rotates them back, and adds position embeddings.
 //
-// A thread computes 16 neighbouring columns, whose indices are four pieces of two bytes of one unit (three bits: and
+// A thread computes 16 neighbouring columns. Their indices are four pieces of two bytes of one unit (three bits: and
 // four of the third bits). The CTA has the codebooks in shared memory, in float32. A group's threads are neighbours in
 // a warp.
 //
@@ -14,7 +14,7 @@
 
 namespace qcut {
 
-// Operands of a pass except norms and signs: the pass's first unit of the first tile of 16 rows, bytes from a tile to the
+// Operands of a pass except norms and signs: its first unit of the first tile of 16 rows, bytes from a tile to the
 // next, and the codebook, floats or pairs of them.
 struct CodebookPass {
   const char* units;

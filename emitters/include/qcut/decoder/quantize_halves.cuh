@@ -1,4 +1,4 @@
-// Quantization of floats to int16, per token and per tensor, as a hi/lo split: 16 rows of int8 for each eight tokens, first
+// Quantization of floats to int16, per token and per tensor, as a hi/lo split: 16 rows of int8 for eight tokens, first
 // their high bytes, then their low bytes. Rows of tokens past m are not written.
 //
 // Threads and rows are as in quantize.cuh.
@@ -9,7 +9,7 @@
 
 namespace qcut {
 
-// A row of int16: a row of high halves, and one of low ones.
+// A row of int16 as a hi/lo split: a row of high bytes, and one of low bytes.
 struct HalvesRow {
   int8_t *high, *low;
 
