@@ -50,9 +50,9 @@ ALL_FAMILIES = tuple(_BY_NAME)
 CUTLASS_FAMILIES = (INT8_CUTLASS.name, W8A16_CUTLASS.name, CODEBOOK_CUTLASS.name)
 """Names of the families that need nvcc and g++; a launch of theirs takes the arguments of CUTLASS's launchers too."""
 TUNED_FAMILIES = (*FAMILIES, W8A16_CUTLASS.name)
-"""Names of the families whose tiles are measured and put in tables."""
+"""Names of the families with tables of measured tiles."""
 SPELLINGS = {"cutlass": "int8_cutlass", "mma": "int8_mma", "wmma": "int8_wmma", "simt": "int8_dp4a"}
-"""What command lines, and tables of tuned kernels written before families had one name each, call `FAMILIES`."""
+"""Names of `FAMILIES` on command lines and in older tables of tuned kernels."""
 
 
 def family(name: str) -> Family[Any, Any]:

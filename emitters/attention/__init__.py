@@ -1,1 +1,1 @@
-"""Attention of one new token of each sequence to what a cache holds."""
+"""Attention to a KV cache: decode and prefill."""

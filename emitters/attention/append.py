@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import call_arguments, flag, include
 from qcut.emitters.decoder.cache import cache_params, guide_params
 
 FAMILY = "attention_append"
 
 
 @dataclass(frozen=True)
-class AttentionAppend:
+class AttentionAppend(Kernel):
     """``RotateAndAppend`` of a token of each sequence, and ``AttentionMma`` over the cache with it.
 
     Operands are those of the kernels, but q is not written. A new row goes to its slot of the cache and takes part
@@ -28,8 +29,8 @@ class AttentionAppend:
         attention: the form of attention.
         rotary: whether there are rotary positions.
         norms: whether queries and keys are RMS-normalized first, each head by itself.
-        settled: whether kernels that may still run when this one begins write none of its operands but q, k and v, all
-            others of which are read before the kernel waits.
+        settled: whether only q, k and v may still be written when the kernel starts; all other operands are then read
+            before the kernel waits (programmatic dependent launch).
 
     Exactness: results and cache are bitwise those of the kernels.
     """
@@ -46,15 +47,25 @@ class AttentionAppend:
         flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled
         return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{flags}"
 
+    @property
+    def arch(self) -> str:  # type: ignore[override]
+        """Architecture of the attention."""
+        return self.attention.arch
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA."""
+        return self.attention.block
+
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``q, k, v``; ``cos, sin`` (rotary alone); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 and u4); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
+        ``q, k, v``; ``cos, sin`` (rotary only); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
+        (s8 and u4); ``guide`` (u4 keys only), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
         counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
         of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
         ``scale * log2(e)``; what `qcut.emitters.attention.scores.Scores` adds; and ``query_norm, key_norm``,
-        weights of a head, and ``eps`` (norms alone).
+        weights of a head, and ``eps`` (norms only).
         """
         x = f"const {self.attention.x.cpp}*"
         rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
@@ -88,26 +99,20 @@ class AttentionAppend:
 
     @property
     def options(self) -> str:
-        """Arguments of a call that follow those of all kernels."""
+        """Optional arguments of the call, which follow the fixed ones."""
         return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
 
-
-def emit_attention_append(desc: AttentionAppend) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. All but what is settled waits for the previous kernel."""
-    attention, params = desc.attention, desc.params()
-    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
-    compressed = ("key_scales", "value_scales", "guide")
-    given = call_arguments((*pointers, *compressed), params)
-    return kernel_source(
-        desc.name,
-        attention.arch,
-        params,
-        f"qcut::AppendAttention<{desc.template}>::run({given}, out,\n"
-        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
-        f"{desc.options});",
-        device_code=include("attention/append.cuh"),
-        block=attention.block,
-        ctas_per_sm=attention.resident,
-        waits=True,
-        cluster=attention.cluster,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Only settled operands are read before the previous kernel's end."""
+        attention, params = self.attention, self.params()
+        pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
+        compressed = ("key_scales", "value_scales", "guide")
+        given = call_arguments((*pointers, *compressed), params)
+        return self._source(
+            f"qcut::AppendAttention<{self.template}>::run({given}, out,\n"
+            "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
+            f"{self.options});",
+            device_code=include("attention/append.cuh"),
+            ctas_per_sm=attention.resident,
+            cluster=attention.cluster,
+        )

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.attention.simt import attention_call, attention_params
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import include, kernel_source
-from qcut.emitters.decoder.cache import SCALED, cache_bits, cache_name, cache_template, serves_cache, value_type
+from qcut.emitters.core.constraints import HALF_X, Constraint, can_make
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import include
+from qcut.emitters.decoder.cache import CACHE, SCALED, cache_bits, cache_name, cache_template, value_type
 
 FAMILY = "attention_mma"
 MAX_GROUP = 8
-"""Queries of a CTA: the columns of a product."""
+"""Largest number of queries of a CTA: the columns of a product."""
 MAX_PARTS = 64
-"""Of the context, without a cluster."""
+"""Largest number of parts of the context without a cluster."""
 MAX_TILES = 4
 """Tiles of 16 keys that a warp holds at once."""
 CLUSTERS = (1, 2, 4, 8)
@@ -52,7 +53,7 @@ def _tile_registers(kernel: AttentionMma) -> int:
 def _registers(kernel: AttentionMma) -> int:
     """Estimate a thread's registers: keys, values and scores, queries, weighted values, and the rest.
 
-    Of 4-bit keys the addresses of a lane's pieces are kept as well, and what a guide moves.
+    With 4-bit keys a lane also keeps the addresses of its pieces, and the values of the KV calibration.
     """
     tile = _tile_registers(kernel) + (12 if kernel.cache in SCALED else 8)
     queries = _share(kernel.cache, kernel.head, 4) // 2
@@ -68,12 +69,8 @@ def _smem_bytes(kernel: AttentionMma) -> int:
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
+    HALF_X,
+    CACHE,
     Constraint(
         "head",
         "is 16 to 256 columns, in whole vectors of 16 bytes of the cache",
@@ -95,33 +92,33 @@ CONSTRAINTS = (
         lambda k: _smem_bytes(k) <= _SMEM_STATIC,
     ),
 )
-"""What `AttentionMma` can be."""
+"""Constraints of `AttentionMma`."""
 
 
 @dataclass(frozen=True)
-class AttentionMma:
+class AttentionMma(Kernel):
     """``out[b, h] = softmax_t(scale * q[b, h] . K[b, h / queries, t]) . V[b, h / queries, t]``, t to ``positions[b]``.
 
     Operands are those of `qcut.emitters.attention.simt.AttentionDecode`; out starts at a multiple of 8 bytes.
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys: x, s8, or u4, with which queries are turned.
+        cache: of keys: x, s8, or u4 (queries are then rotated).
         head: columns of a head.
         group: queries of a CTA, of those that share a head of keys.
         arch: real architecture.
         warps: of a CTA.
         tiles: tiles of 16 keys that a warp holds.
-        cluster: parts of the context whose results are added up in the shared memory of a cluster; 1: any number of
-            parts, whose results are added up in a workspace.
+        cluster: parts of the context, added up in the shared memory of a cluster; 1: any number of parts, added up in
+            a workspace.
         values: type of values; None: that of keys.
         scores: a window, a softcap.
 
     Exactness: scores and sums are float32, in an order that the length and the number of parts fix; exponentials have
     4 ulp. A weight ``2**(score - largest)``, with s8 or u4 times its value's scale and relative to the largest product
     of the two, is rounded to x's type: by 2**-11 of itself and, below 2**-14, by 2**-25 at most (f16), by 2**-8 of
-    itself (bf16). The sum that divides adds rounded weights, with s8 and u4 the float32 ones before scales. What the
-    zero points of u4 values add, the same for all columns of a turned row, is float32. A sequence's result does not
+    itself (bf16). The sum that divides adds rounded weights, with s8 and u4 the float32 ones before scales. The
+    term of u4 values' zero points, equal for all columns of a rotated row, is float32. A sequence's result does not
     depend on the others, nor on what the cache holds past its end. NaN in a key or value that is read, or in q,
     reaches the results.
     """
@@ -137,8 +134,7 @@ class AttentionMma:
     values: DType | None = None
     scores: Scores = PLAIN
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -164,9 +160,9 @@ class AttentionMma:
         return cls(*shape, tiles=next(fitting, 1), cluster=cluster, values=values, scores=scores)
 
     def shortened(self, tokens: int) -> AttentionMma:
-        """The kernel for a part of the context of so many tokens: without tiles that no warp would have.
+        """The kernel for a part of the context of this many tokens: without tiles that no warp would use.
 
-        Their code would still be fetched, which takes longer than a short context does.
+        Fetching their code takes longer than a short context does.
         """
         return replace(self, tiles=min(self.tiles, max(1, -(-tokens // (TILE * self.warps)))))
 
@@ -184,11 +180,7 @@ class AttentionMma:
         values: DType | None = None,
     ) -> bool:
         """Whether there is such a kernel."""
-        try:
-            cls(x, cache, head, group, arch, tiles=tiles, cluster=cluster, values=values)
-        except EmitError:
-            return False
-        return True
+        return can_make(cls, x, cache, head, group, arch, tiles=tiles, cluster=cluster, values=values)
 
     @property
     def name(self) -> str:
@@ -247,18 +239,12 @@ class AttentionMma:
         """Arguments, in order: see `qcut.emitters.attention.simt.attention_params`."""
         return attention_params(self.x, self.cache, self.values, self.scores)
 
-
-def emit_attention_mma(desc: AttentionMma) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        attention_call(f"TensorAttention<{desc.template}{desc.scores.template()}>", params, desc.scores),
-        device_code=include("attention/mma.cuh"),
-        block=desc.block,
-        ctas_per_sm=desc.resident,
-        waits=True,
-        cluster=desc.cluster,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        return self._source(
+            attention_call(f"TensorAttention<{self.template}{self.scores.template()}>", params, self.scores),
+            device_code=include("attention/mma.cuh"),
+            ctas_per_sm=self.resident,
+            cluster=self.cluster,
+        )

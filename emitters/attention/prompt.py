@@ -1,17 +1,25 @@
-"""What all forms of prompt attention share: their arguments and their grid.
+"""Shared by all prefill attention kernels: arguments and grid.
 
 A kernel computes, for token ``t = b * length + i`` of a chunk of sequence b,
 ``out[t, h] = softmax_p(scale * q[t, h] . K[b, h / group, p]) . V[b, h / group, p]``, p to ``starts[b] + i``, if
-``i < lengths[b]``, and 0 otherwise; a window leaves the last of these places. The rows of a tile are neighbouring
-tokens' queries for one head of keys.
+``i < lengths[b]``, and 0 otherwise; a window keeps the last of these positions. The rows of a tile are the
+queries of neighbouring tokens for one head of keys.
 """
 
 from __future__ import annotations
 
 from qcut.emitters.attention.scores import PLAIN, Scores
+from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.source import DType, Param
 from qcut.emitters.core.text import call_arguments
 from qcut.emitters.decoder.cache import cache_params, value_type
+
+HEAD = Constraint(
+    "head",
+    "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
+    lambda kernel: 8 <= kernel.head <= 256 and kernel.head % min(16, 128 // kernel.cache.bits) == 0,
+)
+"""Constraint of prefill attention; takes the kernel."""
 
 
 def prompt_params(x: DType, keys: DType, values: DType | None = None, scores: Scores = PLAIN) -> tuple[Param, ...]:

@@ -1,4 +1,4 @@
-"""Attention of chunks of prompts to the keys and values in a cache, with ``mma.sync``, on every architecture.
+"""Prefill attention to the keys and values in a cache, with ``mma.sync``, on every architecture.
 
 Device code: ``include/qcut/attention/prompt_mma.cuh``.
 """
@@ -7,30 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.attention.prompt import HEAD, prompt_arguments, prompt_params, raw_bytes
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.core.arch import SMEM_LIMITS, architecture
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import include, kernel_source
-from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
+from qcut.emitters.core.constraints import HALF_X, Constraint, can_make
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import include
+from qcut.emitters.decoder.cache import CACHE, SCALED, cache_name, cache_template
 
 FAMILY = "prompt_mma"
 KEYS = (64, 32, 16)
-"""Of a block."""
+"""Keys of a block."""
 
 CONSTRAINTS = (
-    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
-    Constraint(
-        "head",
-        "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
-        lambda k: 8 <= k.head <= 256 and k.head % min(16, 128 // k.cache.bits) == 0,
-    ),
+    HALF_X,
+    CACHE,
+    HEAD,
     Constraint("keys", "are 16, 32 or 64", lambda k: k.keys in KEYS),
     Constraint(
         "shared_memory",
@@ -38,19 +31,19 @@ CONSTRAINTS = (
         lambda k: k.smem_bytes <= architecture(k.arch).smem_bytes,
     ),
 )
-"""What `PromptMma` can be."""
+"""Constraints of `PromptMma`."""
 
 
 @dataclass(frozen=True)
-class PromptMma:
+class PromptMma(Kernel):
     """Causal attention of chunks; see `qcut.emitters.attention.prompt`.
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys: x, s8 or u4, with which queries are turned.
+        cache: of keys: x, s8 or u4 (queries are then rotated).
         head: columns of a head.
         arch: real architecture.
-        keys: of a block.
+        keys: keys of a block.
         values: type of values; None: that of keys.
         scores: a window, a softcap.
     """
@@ -63,8 +56,7 @@ class PromptMma:
     values: DType | None = None
     scores: Scores = PLAIN
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -76,25 +68,13 @@ class PromptMma:
             EmitError: see `CONSTRAINTS`.
         """
         keys = [n for n in KEYS if n < 64 or head <= 128]
-        fitting = (n for n in keys[:-1] if cls._fits(x, cache, head, arch, n, values))
+        fitting = (n for n in keys[:-1] if can_make(cls, x, cache, head, arch, n, values))
         return cls(x, cache, head, arch, next(fitting, keys[-1]), values, scores)
-
-    @classmethod
-    def _fits(cls, x: DType, cache: DType, head: int, arch: str, keys: int, values: DType | None) -> bool:
-        try:
-            cls(x, cache, head, arch, keys, values)
-        except EmitError:
-            return False
-        return True
 
     @classmethod
     def is_legal(cls, x: DType, cache: DType, head: int, arch: str, values: DType | None = None) -> bool:
         """Whether `for_shape` has a kernel."""
-        try:
-            cls.for_shape(x, cache, head, arch, values)
-        except EmitError:
-            return False
-        return True
+        return can_make(cls.for_shape, x, cache, head, arch, values)
 
     @property
     def name(self) -> str:
@@ -120,7 +100,7 @@ class PromptMma:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory: queries, two stages of keys, values and scales, and int8 rows on their way to a stage."""
+        """Shared memory: queries, two stages of keys, values and scales, and int8 rows before they are converted."""
         row = 128 * -(-self.columns // 64)
         raw = raw_bytes(self.cache, self.values, self.columns, self.keys)
         scales, raw = (12 * self.keys, 2 * raw) if self.cache in SCALED else (0, 0)
@@ -134,20 +114,14 @@ class PromptMma:
         """Arguments, in order: see `qcut.emitters.attention.prompt.prompt_params`."""
         return prompt_params(self.x, self.cache, self.values, self.scores)
 
-
-def emit_prompt_mma(desc: PromptMma) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    types = f"{desc.x.cpp}, {cache_template(desc.cache, desc.values)}"
-    tile = f"qcut::PromptMmaTile<{types}, {desc.head}, {desc.columns}, {desc.keys}{desc.scores.template()}>"
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::prompt_attention_mma<{tile}>(\n      {{{prompt_arguments(params, desc.scores)}}});",
-        device_code=include("attention/prompt_mma.cuh"),
-        block=desc.block,
-        ctas_per_sm=2,
-        smem_bytes=desc.smem_bytes,
-        waits=True,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        types = f"{self.x.cpp}, {cache_template(self.cache, self.values)}"
+        tile = f"qcut::PromptMmaTile<{types}, {self.head}, {self.columns}, {self.keys}{self.scores.template()}>"
+        return self._source(
+            f"qcut::prompt_attention_mma<{tile}>(\n      {{{prompt_arguments(params, self.scores)}}});",
+            device_code=include("attention/prompt_mma.cuh"),
+            ctas_per_sm=2,
+            smem_bytes=self.smem_bytes,
+        )

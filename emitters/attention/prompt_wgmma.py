@@ -1,4 +1,4 @@
-"""Attention of chunks of prompts to the keys and values in a cache, with Hopper's products of warpgroups.
+"""Prefill attention to the keys and values in a cache, with ``wgmma`` on Hopper.
 
 Device code: ``include/qcut/attention/prompt_wgmma.cuh``.
 """
@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.attention.prompt import HEAD, prompt_arguments, prompt_params, raw_bytes
 from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import include, kernel_source
-from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
+from qcut.emitters.core.constraints import HALF_X, Constraint, can_make
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import include
+from qcut.emitters.decoder.cache import CACHE, SCALED, cache_name, cache_template
 
 FAMILY = "prompt_wgmma"
 ARCH = "sm_90a"
 COLUMNS = (64, 80, 96, 128, 160, 192, 256)
 """Columns of a product: a head and zeros."""
 MIN_SLOTS, MAX_SLOTS = 3, 8
-"""Keys and values of a block and the keys of the next lie in slots between two waits."""
+"""Slots in shared memory: keys and values of a block, and the keys of the next block."""
 PARTS = (1, 2, 4, 8)
 REGISTERS = 216
-"""Of a thread that multiplies."""
+"""Registers of a thread that multiplies."""
 RAW_TILES = 3
-"""Tiles of int8 rows that are fetched before the first of them is converted, and that one."""
+"""Tiles of int8 rows in flight, including the one that is converted."""
 
 
 def _columns(head: int) -> int:
@@ -38,7 +39,7 @@ def _row_bytes(head: int) -> int:
 
 
 def _fixed_bytes(kernel: PromptWgmma) -> int:
-    """Shared memory beside slots: queries, two barriers, and int8 rows on their way to a slot."""
+    """Shared memory without slots: queries, two barriers, and int8 rows before they are converted."""
     tile = raw_bytes(kernel.cache, kernel.values, _columns(kernel.head), kernel.keys)
     raw = RAW_TILES * tile if kernel.cache in SCALED else 0
     return kernel.rows * _row_bytes(kernel.head) + raw + 16
@@ -57,17 +58,9 @@ def _slots(kernel: PromptWgmma) -> int:
 
 CONSTRAINTS = (
     Constraint("arch", f"is {ARCH}", lambda k: k.arch == ARCH),
-    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
-    Constraint(
-        "head",
-        "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
-        lambda k: 8 <= k.head <= 256 and k.head % min(16, 128 // k.cache.bits) == 0,
-    ),
+    HALF_X,
+    CACHE,
+    HEAD,
     Constraint("groups", "are 1 or 2 warpgroups", lambda k: k.groups in (1, 2)),
     Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
     Constraint("parts", "are 1, 2, 4 or 8: a portable cluster", lambda k: k.parts in PARTS),
@@ -79,21 +72,21 @@ CONSTRAINTS = (
     ),
     Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
 )
-"""What `PromptWgmma` can be."""
+"""Constraints of `PromptWgmma`."""
 
 
 @dataclass(frozen=True)
-class PromptWgmma:
+class PromptWgmma(Kernel):
     """Causal attention of chunks; see `qcut.emitters.attention.prompt`.
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys: x, s8 or u4, with which queries are turned.
+        cache: of keys: x, s8 or u4 (queries are then rotated).
         head: columns of a head.
         arch: sm_90a.
         groups: warpgroups that multiply, 64 rows each.
-        keys: of a block.
-        parts: CTAs of a cluster, which share the places of a tile.
+        keys: keys of a block.
+        parts: CTAs of a cluster, which divide the positions of a tile.
         values: type of values; None: that of keys.
         scores: a window, a softcap.
     """
@@ -108,8 +101,7 @@ class PromptWgmma:
     values: DType | None = None
     scores: Scores = PLAIN
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -136,11 +128,7 @@ class PromptWgmma:
         cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2, values: DType | None = None
     ) -> bool:
         """Whether `for_shape` has a kernel."""
-        try:
-            cls.for_shape(x, cache, head, arch, groups, values=values)
-        except EmitError:
-            return False
-        return True
+        return can_make(cls.for_shape, x, cache, head, arch, groups, values=values)
 
     @property
     def name(self) -> str:
@@ -172,21 +160,16 @@ class PromptWgmma:
         """Arguments, in order: see `qcut.emitters.attention.prompt.prompt_params`."""
         return prompt_params(self.x, self.cache, self.values, self.scores)
 
-
-def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    sizes = ", ".join(map(str, (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)))
-    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {sizes}{desc.scores.template()}>"
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params, desc.scores)}}});",
-        device_code=include("attention/prompt_wgmma.cuh"),
-        block=desc.block,
-        ctas_per_sm=1,
-        smem_bytes=desc.smem_bytes,
-        waits=True,
-        cluster=desc.parts,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        sizes = ", ".join(map(str, (self.head, _columns(self.head), self.groups, self.keys, _slots(self), self.parts)))
+        types = f"{self.x.cpp}, {cache_template(self.cache, self.values)}"
+        tile = f"qcut::PromptTile<{types}, {sizes}{self.scores.template()}>"
+        return self._source(
+            f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params, self.scores)}}});",
+            device_code=include("attention/prompt_wgmma.cuh"),
+            ctas_per_sm=1,
+            smem_bytes=self.smem_bytes,
+            cluster=self.parts,
+        )

@@ -1,4 +1,4 @@
-"""What attention kernels do beside scaling scores: windows, softcaps and rings, options of every form."""
+"""Options of all attention kernels: sliding windows, softcaps and sliding-window (ring) caches."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from qcut.emitters.core.source import Param
 from qcut.emitters.core.text import flag
 
 CONSTRAINTS = (Constraint("ring", "goes with a window", lambda s: s.windowed or not s.ring),)
-"""What `Scores` can be."""
+"""Constraints of `Scores`."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Options that add code where they are set; a kernel without them has the text of kernels that know none.
+    """Options of a kernel's scores. An option that is not set adds no code.
 
     Attributes:
-        windowed: a query at place p sees the places from ``max(0, p + 1 - window)`` to p; no other is read, but for
-            those that share a block of a prompt's keys with one that is. ``window``, 1 and more, is an argument.
+        windowed: a query at position p sees positions ``max(0, p + 1 - window)`` to p. No others are read, except
+            those in a block of prefill keys that the window touches. ``window``, 1 and more, is an argument.
         capped: a score s is ``cap * tanh(s / cap)``. Then ``scale`` is ``2 log2(e) * scale / cap``, and ``softcap``,
             an argument, is ``cap * log2(e)``.
-        ring: what belongs to place p lies at row ``p % context`` of the cache, which has room for a window and for what
-            is written with it. ``ring``, an argument, bounds places as ``context`` does otherwise. A ring goes with a
-            window, and holds whole blocks of a prompt's keys.
+        ring: position p lies at row ``p % context`` of the cache, which holds a window and the tokens written with it.
+            ``ring``, an argument, bounds positions as ``context`` does otherwise. A ring needs a window, and holds
+            whole blocks of prefill keys.
 
-    Exactness: a windowed kernel adds what it reads in the order of a kernel without a window over these places alone,
-    in a ring or not; capped scores are off by ``2**-20`` of the cap.
+    Exactness: a windowed kernel, with a ring or not, adds in the order of a kernel without a window over only these
+    positions; capped scores are off by ``2**-20`` of the cap.
     """
 
     windowed: bool = False
@@ -42,17 +42,17 @@ class Scores:
         return "_win" * self.windowed + "_cap" * self.capped + "_ring" * self.ring
 
     def template(self, *more: bool) -> str:
-        """Template arguments that follow those of all kernels, and ``more`` flags behind them."""
+        """Optional template arguments, followed by ``more`` flags."""
         flags = (self.windowed, self.capped, *((self.ring, *more) if self.ring or more else ()))
         return "".join(f", {flag(value)}" for value in flags) if any(flags) else ""
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments that follow those of all kernels."""
+        """Optional arguments of the kernel."""
         window, softcap, ring = Param("window", "i32"), Param("softcap", "f32"), Param("ring", "i32")
         return (window,) * self.windowed + (softcap,) * self.capped + (ring,) * self.ring
 
     def arguments(self, *more: str) -> str:
-        """The same in a call, and ``more`` behind them."""
+        """Optional arguments of the call, followed by ``more``."""
         given = ["window" if self.windowed else "0", "softcap" if self.capped else "0.0f"]
         if self.ring or more:
             given += ["ring" if self.ring else "0", *more]
@@ -60,6 +60,6 @@ class Scores:
 
 
 PLAIN = Scores()
-"""None of them."""
+"""No option."""
 FORMS = (PLAIN, *(Scores(*flags) for flags in ((True,), (False, True), (True, True), (True, False, True), (True,) * 3)))
-"""All there are."""
+"""All legal combinations of options."""

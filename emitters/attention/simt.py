@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from qcut.emitters.attention.scores import PLAIN, Scores
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, include, kernel_source
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, include
 from qcut.emitters.decoder.cache import cache_params
 
 FAMILY = "attention_decode"
@@ -38,12 +39,12 @@ def _elements(kernel: AttentionDecode) -> int:
 def _registers(kernel: AttentionDecode) -> int:
     """Estimate a thread's registers: a query, its values, keys and values in flight, one widened, and the rest."""
     elements = _elements(kernel)
-    on_their_way = 2 * kernel.unroll * elements * kernel.cache.bits // 32
-    return 2 * kernel.group * elements + on_their_way + elements + kernel.unroll * kernel.group + 40
+    in_flight = 2 * kernel.unroll * elements * kernel.cache.bits // 32
+    return 2 * kernel.group * elements + in_flight + elements + kernel.unroll * kernel.group + 40
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
     Constraint(
         "head",
@@ -64,11 +65,11 @@ CONSTRAINTS = (
         lambda k: 4 * k.warps * k.group * (k.head + 2) < _SMEM_STATIC,
     ),
 )
-"""What `AttentionDecode` can be."""
+"""Constraints of `AttentionDecode`."""
 
 
 @dataclass(frozen=True)
-class AttentionDecode:
+class AttentionDecode(Kernel):
     """``out[b, h] = softmax_t(scale * q[b, h] . K[b, h / queries, t]) . V[b, h / queries, t]``, t to ``positions[b]``.
 
     q ``[B, kv_heads * queries, head]``, a row stride in elements between sequences; out ``[B, kv_heads * queries,
@@ -98,8 +99,7 @@ class AttentionDecode:
     unroll: int = 4
     scores: Scores = PLAIN
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -153,6 +153,15 @@ class AttentionDecode:
         """Arguments, in order: see `attention_params`."""
         return attention_params(self.x, self.cache, scores=self.scores)
 
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        tile = f"{self.x.cpp}, {self.cache.cpp}, {self.head}, {self.group}, {self.warps}, {self.unroll}"
+        params = self.params()
+        return self._source(
+            attention_call(f"DecodeAttention<{tile}{self.scores.template()}>", params, self.scores),
+            device_code=include("attention/simt.cuh"),
+        )
+
 
 def attention_params(x: DType, keys: DType, values: DType | None = None, scores: Scores = PLAIN) -> tuple[Param, ...]:
     """Arguments of every form of attention, in order.
@@ -178,21 +187,6 @@ def attention_params(x: DType, keys: DType, values: DType | None = None, scores:
         Param("context", "i32"),
         Param("scale", "f32"),
         *scores.params(),
-    )
-
-
-def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    tile = f"{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.group}, {desc.warps}, {desc.unroll}"
-    params = desc.params()
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        attention_call(f"DecodeAttention<{tile}{desc.scores.template()}>", params, desc.scores),
-        device_code=include("attention/simt.cuh"),
-        block=desc.block,
-        waits=True,
     )
 
 

@@ -21,7 +21,7 @@ from qcut.emitters.gemm.cutlass.w8a16 import TRANSPOSED_TILE, swapped
 from qcut.emitters.gemm.problem import TileConfig
 
 MENU: tuple[TileConfig, ...] = (tile("cooperative", "256x128x128 c1x2"),)
-"""What sizes choose from. Short, because each member is built on first use."""
+"""Tiles to choose from. Few, because each tile is built on first use."""
 
 CONSTRAINTS = (
     ARCHITECTURE,
@@ -40,14 +40,14 @@ CONSTRAINTS = (
         "two stages of operands", lambda p, t: 2 * 128 * (t.threadblock_shape[0] + t.threadblock_shape[1] // 2)
     ),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 class CodebookCutlass(Family[CodebookProblem, TileConfig]):
     """Int8 tokens and codebook weights in CUTLASS's kernels.
 
-    Arguments are ``problem.params()``, of which norms and fold are not read, and
-    `qcut.emitters.gemm.cutlass.text.LAUNCH_PARAMS`. x, units and D start at multiples of 16 bytes.
+    Arguments are ``problem.params()`` and `qcut.emitters.gemm.cutlass.text.LAUNCH_PARAMS`; norms and fold are not
+    read. x, units and D start at multiples of 16 bytes.
 
     Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.numerics.codebook.layout.int8_weight`` for
     the activations none and relu, where all rows have the same int8 values; a zero may have either sign.

@@ -1,7 +1,7 @@
 """Tokens x codebook weights on ``mma.sync``: for every architecture, any number of tokens.
 
 ``D = epilogue(x W^T)`` of `qcut.emitters.codebook.problem.CodebookProblem`. The family serves GPUs without ``wgmma``
-and prompts of any length; few tokens have kernels of their own. Device code: ``include/qcut/codebook/mma.cuh``.
+and prefill of any length; decode has its own kernels. Device code: ``include/qcut/codebook/mma.cuh``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, RawGemm
 
 _UNIT_COLUMNS = 128
 _OTHER_REGISTERS = 48
-"""What a thread needs beside accumulators, tokens and weights: the codebook, addresses, counters, bounds."""
+"""Registers of a thread for the codebook, addresses, counters and bounds."""
 _NEEDS_MORE = ("sm_100", "sm_120")
-"""Architectures whose compilers need more registers to decode: without them, they spill."""
+"""Architectures on which decoding needs more registers: without them, the compiler spills."""
 
 
 def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
@@ -69,7 +69,7 @@ CONSTRAINTS = (
     ),
     shared_memory(SHARED_MEMORY, smem_bytes),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 _MENU = (

@@ -30,13 +30,13 @@ class CodebookProblem:
         x: element type of the tokens: f16, bf16 or s8.
         bits: of an index: 2, 3 or 4.
         slots: norms of a unit's row, 1, 2 or 4: one for each 128, 64 or 32 columns.
-        epilogue: f16, bf16 or f32 output with per-channel scale; a row scale with s8 alone.
+        epilogue: f16, bf16 or f32 output with per-channel scale; a row scale only with s8.
         alignment_n: elements that divide D's rows: its address, its leading dimension and n.
         rotates: type of one token as the model stores it, f16 or bf16, which the kernel itself rotates in Hadamard
             groups of a slot's columns, and quantizes if ``x`` is s8, bitwise as
             `qcut.emitters.codebook.rotate.RotateTokens` does; None: tokens were rotated before.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
-        offsets: whether each norm has an offset beside it, which is added to values; with 16-bit tokens that were
+        offsets: whether each norm has an offset, which is added to values; with 16-bit tokens that were
             rotated before.
         pairs: whether the codebook is of pairs, so that a byte of 4-bit indices is the index of two values.
     """
@@ -99,7 +99,7 @@ class CodebookProblem:
 
         ``x``: token blocks; if the kernel rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
         `qcut.numerics.codebook.tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 for each padded
-        row (s8 tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K; if the kernel
+        row (s8 tokens only). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K; if the kernel
         rotates,
         ``units_pass`` of them belong to a pass. The codebook and the epilogue's arguments follow, without ``row_scale``
         if the kernel quantizes.
@@ -149,4 +149,4 @@ class CodebookProblem:
 ROTATED_BEFORE = Constraint(
     "rotates", "is None: tokens are rotated before", lambda problem, tile, arch: problem.rotates is None
 )
-"""Of families that take token blocks alone."""
+"""Constraint of families that only take token blocks; takes (problem, tile, arch)."""

@@ -15,9 +15,10 @@ import struct
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.text import call_arguments, flag, include
 
 Kind = Literal["hadamard", "none"]
 
@@ -88,11 +89,11 @@ CONSTRAINTS = (
         lambda t: not t.aligned or groups_aligned(t.group, t.x),
     ),
 )
-"""What `RotateTokens` can be."""
+"""Constraints of `RotateTokens`."""
 
 
 @dataclass(frozen=True)
-class RotateTokens:
+class RotateTokens(Kernel):
     """Hadamard rotations, or none, of all groups and passes in one launch.
 
     x ``[m, k]`` with a row stride in elements, in float32::
@@ -132,8 +133,7 @@ class RotateTokens:
     held: bool = True
     aligned: bool = True
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -240,8 +240,8 @@ class RotateTokens:
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 alone); ``signs``: int32 ``[passes, k_padded / 32]`` of
-        `qcut.numerics.codebook.tokens.operands` (hadamard alone); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
+        ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 only); ``signs``: int32 ``[passes, k_padded / 32]`` of
+        `qcut.numerics.codebook.tokens.operands` (hadamard only); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
         (of one pass).
         """
         return (
@@ -255,29 +255,23 @@ class RotateTokens:
             Param("k_padded", "i32"),
         )
 
+    def emit(self) -> KernelSource:
+        """Text of the kernel.
 
-def emit_rotate(desc: RotateTokens) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``.
-
-    The previous kernel may write x (programmatic dependent launch). All other inputs are constants and are read before
-    the previous kernel's end.
-    """
-    params = desc.params()
-    flags = ", ".join(map(flag, (desc.held, desc.aligned)))
-    template = (
-        f"{desc.x.cpp}, {desc.out.cpp}, {flag(desc.kind == 'hadamard')}, {desc.group}, {desc.padded_group}, "
-        f"{desc.passes}, {desc.threads}, {desc.rows}, {flags}"
-    )
-    pointers = call_arguments(("scale", "signs"), params)
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::RowRotation<{template}>::run(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(desc.group)});",
-        device_code=include("codebook/rotate.cuh"),
-        block=desc.block,
-        # Without the bound of one CTA to an SM, ptxas spills a word of the loop to fit two.
-        ctas_per_sm=None if desc.held else 1,
-        waits=True,
-        smem_bytes=desc.smem_bytes,
-    )
+        The previous kernel may write x (programmatic dependent launch); all other inputs are read before its end.
+        """
+        params = self.params()
+        flags = ", ".join(map(flag, (self.held, self.aligned)))
+        template = (
+            f"{self.x.cpp}, {self.out.cpp}, {flag(self.kind == 'hadamard')}, {self.group}, {self.padded_group}, "
+            f"{self.passes}, {self.threads}, {self.rows}, {flags}"
+        )
+        pointers = call_arguments(("scale", "signs"), params)
+        return self._source(
+            f"qcut::RowRotation<{template}>::run"
+            f"(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(self.group)});",
+            device_code=include("codebook/rotate.cuh"),
+            # Without the bound of one CTA to an SM, ptxas spills a word of the loop to fit two.
+            ctas_per_sm=None if self.held else 1,
+            smem_bytes=self.smem_bytes,
+        )

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate import BLOCK_FLOATS, groups_aligned, padded_group
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, KernelSource, Param
-from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.core.text import flag
 
 MAX_DENSE = 1024
 """Columns of a group."""
@@ -34,11 +35,11 @@ CONSTRAINTS = (
         lambda t: not t.aligned or groups_aligned(t.group, t.x),
     ),
 )
-"""What `RotateTokensDense` can be."""
+"""Constraints of `RotateTokensDense`."""
 
 
 @dataclass(frozen=True)
-class RotateTokensDense:
+class RotateTokensDense(Kernel):
     """Rotations by matrices, all groups and passes in one launch, on ``mma.sync.m16n8k16``.
 
     ``r[m, j] = sum_i x[m, i] * q[pass, g, j, i]`` for each group g of x ``[m, k]`` (a row stride in elements), q the
@@ -58,7 +59,7 @@ class RotateTokensDense:
         aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
 
     Exactness: that of float32 sums of d exact products, at most ``2**-23 * d * sum_i |x q|`` off before the output's
-    rounding, in an order that depends on d alone. A token's result does not depend on the other tokens.
+    rounding, in an order that depends only on d. A token's result does not depend on the other tokens.
     """
 
     x: DType
@@ -69,8 +70,7 @@ class RotateTokensDense:
     tokens: int = 64
     aligned: bool = True
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -125,20 +125,10 @@ class RotateTokensDense:
             Param("k_padded", "i32"),
         )
 
+    def emit(self) -> KernelSource:
+        """Text of the kernel.
 
-def emit_rotate_dense(desc: RotateTokensDense) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``.
-
-    The previous kernel may write x (programmatic dependent launch). q is constant and is read before the previous
-    kernel's end.
-    """
-    sizes = f"{desc.group}, {desc.padded_group}, {desc.tokens}, {desc.columns}, {flag(desc.aligned)}"
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        desc.params(),
-        f"qcut::rotate_dense<{desc.x.cpp}, {desc.out.cpp}, {sizes}>(x, y, q, x_stride, m, k, k_padded);",
-        device_code=include("codebook/rotate_dense.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+        The previous kernel may write x (programmatic dependent launch); q is read before its end.
+        """
+        sizes = f"{self.group}, {self.padded_group}, {self.tokens}, {self.columns}, {flag(self.aligned)}"
+        return self._call(f"rotate_dense<{self.x.cpp}, {self.out.cpp}, {sizes}>", "codebook/rotate_dense.cuh")

@@ -41,7 +41,7 @@ class RowsRotation:
 
     @property
     def quantized(self) -> bool:
-        """Whether blocks are int8, for which a CTA needs the largest magnitude of its row."""
+        """Whether blocks are int8: a CTA then needs the largest magnitude of its row."""
         return self.out is DType.S8
 
     @property
@@ -72,4 +72,4 @@ ROTATION = Constraint(
     f"{_HELD} vectors of a thread, all passes together",
     lambda k: k.rotation is None or k.rotation.is_legal(k.x, k.vectors),
 )
-"""Of kernels with a ``rotation``."""
+"""Constraint of kernels with a ``rotation``; takes the kernel."""

@@ -1,8 +1,8 @@
-"""Prompts on codebook weights for sm_90a: many tokens, weights decoded in registers, products by ``wgmma``.
+"""Prefill with codebook weights on sm_90a: many tokens, weights decoded in registers, products by ``wgmma``.
 
 ``D = act((sum_k x[m, k] * norm[n, slot(k)] * book[idx[n, k]]) * col_scale[n] + bias[n]) (+ residual)``. Device code:
 ``include/qcut/codebook/wgmma.cuh``. A CTA computes 128 channels x ``tokens`` tokens at a time and goes on to the
-next tile. The CTAs of a cluster share tokens by multicast, or divide K. The kernels need NVRTC alone.
+next tile. The CTAs of a cluster share tokens by multicast, or divide K. The kernels need only NVRTC.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHAPES = (
     (96, 1, 1, None, "tf"),
     (256, 1, 2, "", ""),
 )
-"""Tokens, cluster and splits of the menu's tiles: those that were the fastest somewhere on an H200.
+"""Tokens, cluster and splits of the menu's tiles: the fastest of some shape on an H200.
 
 Then the tile's letters (``t`` with pairs, ``f`` fine) for int8 tokens and for 16 bits; None: no such tile.
 """
@@ -148,7 +148,7 @@ CONSTRAINTS = (
         lambda p, t, arch: smem_bytes(p, t) <= _SMEM_BYTES,
     ),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 def _deepest(
@@ -165,7 +165,7 @@ def _deepest(
 
 
 class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
-    """Prompts and codebook weights on ``wgmma``.
+    """Many tokens and codebook weights on ``wgmma``, for prefill.
 
     Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms.
     `qcut.numerics.codebook.layout` describes the layout in memory. The kernel is launched on `grid`. D is stored in
@@ -188,7 +188,7 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
     smem_bytes = staticmethod(smem_bytes)
 
     def threads(self, tile: CodebookWgmmaTile) -> int:
-        """Those of three warpgroups."""
+        """Threads of three warpgroups."""
         return THREADS
 
     def grid(self, tile: CodebookWgmmaTile, n: int, sm_count: int = 1) -> Grid:

@@ -1,1 +1,1 @@
-"""What every family of kernels shares: sources, parameters, constraints, epilogues."""
+"""Shared by all kernel families: sources, parameters, constraints, epilogues."""

@@ -12,9 +12,9 @@ class Architecture:
     """One real architecture.
 
     Attributes:
-        name: as compilers spell it. ``sm_90a`` alone unlocks ``wgmma`` and ``setmaxnreg``.
+        name: as compilers spell it. Only ``sm_90a`` has ``wgmma`` and ``setmaxnreg``.
         smem_bytes: dynamic shared memory that one CTA may use.
-        sm_smem_bytes: shared memory of a multiprocessor; each of its CTAs takes 1 KiB beside its own.
+        sm_smem_bytes: shared memory of a multiprocessor; each CTA takes 1 KiB in addition to its own.
         clusters: whether there are thread-block clusters.
         wgmma: whether there are ``wgmma`` and ``setmaxnreg``.
         pdl: whether kernels are launched before their predecessors end (programmatic dependent launch).
@@ -47,7 +47,7 @@ ARCHITECTURES = tuple(_BY_NAME)
 CLUSTER_ARCHITECTURES = tuple(architecture.name for architecture in _TABLE if architecture.clusters)
 """Names of those with thread-block clusters."""
 SMEM_LIMITS = ", ".join(f"{architecture.smem_bytes} bytes on {architecture.name}" for architecture in _TABLE)
-"""What each architecture gives a CTA, for messages."""
+"""Dynamic shared memory of a CTA on each architecture, for messages."""
 
 
 def architecture(name: str) -> Architecture:

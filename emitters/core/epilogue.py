@@ -8,7 +8,7 @@ One description serves every GEMM family::
     v = v + residual[m, n]
     D = out_dtype(v)                             # s8: clamp(rne(v * out_inv_scale) + out_zero_point)
 
-where int16 tokens come as two rows of int8, ``acc = 256 * high + low`` in int64; or, in integers alone::
+where int16 tokens come as two rows of int8, ``acc = 256 * high + low`` in int64; or, with integers only::
 
     D = clamp(rne((acc + bias[n]) * multiplier[n] / 2**shift[n]) + zero_point, least, most)      # 64 bits
 
@@ -33,7 +33,7 @@ from qcut.emitters.core.text import flag
 
 
 class Activation(str, Enum):
-    """Elementwise functions an epilogue can fuse. With ``any``, a launch says which, by its place in `ACTIVATIONS`."""
+    """Elementwise functions an epilogue can fuse. With ``any``, a launch passes an index into `ACTIVATIONS`."""
 
     NONE = "none"
     RELU = "relu"
@@ -58,7 +58,7 @@ OUT_DTYPES = (DType.F16, DType.BF16, DType.F32, DType.S8, DType.S32)
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What happens between the accumulator and D.
+    """The operations between the accumulator and D.
 
     Attributes:
         out: element type of D (and of the residual).
@@ -71,9 +71,9 @@ class Epilogue:
         residual: add a [M, N] tensor of D's type and layout, after the activation. Not with s8.
         wrap: an s8 output keeps the low eight bits of the accumulator, for agreement with programs that cast; like
             an s32 output it can fuse nothing else.
-        halves: of A's rows, 16 belong to eight tokens of int16: those of their high halves, then those of their low
-            ones. D has ``tokens`` rows. Without zero points.
-        rescale: in integers alone, as `qcut.numerics.integers` says: int64 vector ``bias``, int32 vectors
+        halves: 16 rows of A hold eight int16 tokens as a hi/lo split: eight rows of high bytes, then eight of low
+            bytes. D has ``tokens`` rows. Not with zero points.
+        rescale: integers only, as `qcut.numerics.integers` says: int64 vector ``bias``, int32 vectors
             ``multiplier`` and ``shift`` of N, with s8 the int32 ``zero_point``, and the int ``relu``, whether the zero
             point is the least result. Nothing else is fused. D is s16 with halves, and s8 without.
     """
@@ -116,7 +116,7 @@ class Epilogue:
         return self.bias or self.residual or any(mode != "none" for mode in modes)
 
     def rows(self, tokens: int) -> int:
-        """Rows of A that a number of tokens has."""
+        """Rows of A for a number of tokens."""
         return -(-tokens // 8) * 16 if self.halves else tokens
 
     @property
@@ -175,7 +175,7 @@ class Epilogue:
 
     @property
     def cpp(self) -> str:
-        """C++ type: `sums_cpp`, and of halves that of ``gemm/halves.cuh`` over it."""
+        """C++ type: `sums_cpp`; with halves, ``qcut::OfHalves`` of ``gemm/halves.cuh`` over it."""
         return f"qcut::OfHalves<{self.sums_cpp}>" if self.halves else self.sums_cpp
 
     @property

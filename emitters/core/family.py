@@ -1,14 +1,16 @@
-"""A family of kernels for one kind of product, as dispatch, the tuner and the launch plans see it."""
+"""Families of kernels, as dispatch, the tuner and the launch plans see them: products with tiles, and other kernels."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from qcut.emitters.core.constraints import Constraint, check, holds
 from qcut.emitters.core.names import Named, procedural_name
-from qcut.emitters.core.source import KernelSource
+from qcut.emitters.core.source import KernelSource, Param
+from qcut.emitters.core.text import include, kernel_source
 
 Problem = TypeVar("Problem", bound=Named)
 Tile = TypeVar("Tile", bound=Named)
@@ -16,11 +18,11 @@ Tile = TypeVar("Tile", bound=Named)
 
 @dataclass(frozen=True)
 class Grid:
-    """CTAs of a launch as data, so that C++ computes them, too.
+    """Grid of a launch as data, so that C++ can compute it.
 
     Attributes:
-        rows: of D that one row of CTAs computes.
-        one: CTAs along x, y, z for up to ``rows`` rows of D. Each further ``rows`` rows add ``one[0]`` CTAs along x.
+        rows: rows of D that one row of CTAs computes.
+        one: CTAs along x, y, z for up to ``rows`` rows of D. Every ``rows`` more rows add ``one[0]`` CTAs along x.
         most: largest number of CTAs along x, which then go from tile to tile; None: one CTA for each tile.
     """
 
@@ -29,19 +31,19 @@ class Grid:
     most: int | None = None
 
     def __call__(self, m: int) -> tuple[int, int, int]:
-        """CTAs for m rows."""
+        """CTAs for m rows, or for the bound of a count that the kernel reads on the device."""
         x, y, z = self.one
         ctas = -(-m // self.rows) * x
         return (ctas if self.most is None else min(ctas, self.most), y, z)
 
 
 class Family(Generic[Problem, Tile]):
-    """One family: what it can build, its text, and its launches. A class's docstring states arguments and exactness.
+    """One family of kernels: constraints, text and launch. The docstring of a subclass states arguments and exactness.
 
     Attributes:
         name: as in the names of its kernels, in tables and in documents.
         tile_type: class of its tiles.
-        constraints: what it can build, checked in order on (problem, tile, arch).
+        constraints: checked in order; each takes (problem, tile, arch).
         version: version of the device code's speed. A change that can make another tile the fastest raises the
             version. Rows that were measured under another version are not used.
     """
@@ -102,3 +104,51 @@ class Family(Generic[Problem, Tile]):
     def menu(self, problem: Problem, arch: str) -> list[Tile]:
         """Return the tiles of `default_tiles` that the family can build for a problem."""
         return [tile for tile in self.default_tiles(problem, arch) if self.is_legal(problem, tile, arch)]
+
+
+class Kernel(ABC):
+    """A kernel of a family without tiles, as data. A subclass is a frozen dataclass and checks itself when made.
+
+    Attributes:
+        arch: real architecture.
+        constraints: checked in order; each takes the kernel.
+
+    Raises:
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
+    """
+
+    arch: str
+    constraints: ClassVar[tuple[Constraint, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check(self.name, self.constraints, self)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Procedural name."""
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Threads of a CTA."""
+
+    @abstractmethod
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order."""
+
+    @abstractmethod
+    def emit(self) -> KernelSource:
+        """Text of the kernel; arguments are `params`. Everything is read after the previous kernel's end."""
+
+    def _source(self, *statements: str, device_code: str, **options: Any) -> KernelSource:
+        """The text of these statements; ``options`` are those of `kernel_source`."""
+        return kernel_source(
+            self.name, self.arch, self.params(), *statements, device_code=device_code, block=self.block, waits=True,
+            **options,
+        )  # fmt: skip
+
+    def _call(self, function: str, header: str) -> KernelSource:
+        """The text of a call that passes all parameters on."""
+        arguments = ", ".join(param.name for param in self.params())
+        return self._source(f"qcut::{function}({arguments});", device_code=include(header))

@@ -48,19 +48,23 @@ class DType(Enum):
 FLOATS = (DType.F16, DType.BF16, DType.F32)
 """Types of activations."""
 
-ParamKind = Literal["ptr", "i32", "i64", "f32"]
-_FORMATS: dict[ParamKind, str] = {"ptr": "P", "i32": "i", "i64": "q", "f32": "f"}
-_SCALARS: dict[ParamKind, str] = {"i32": "int", "i64": "long long", "f32": "float"}
+ParamKind = Literal["ptr", "count", "i32", "i64", "f32"]
+_FORMATS: dict[ParamKind, str] = {"ptr": "P", "count": "P", "i32": "i", "i64": "q", "f32": "f"}
+_TYPES: dict[ParamKind, str] = {"count": "const int*", "i32": "int", "i64": "long long", "f32": "float"}
 
 
 @dataclass(frozen=True)
 class Param:
     """One kernel argument, in order. Packed with C's natural alignment.
 
+    A ``count`` is the address of one int32 on the device, such as the number of tokens that a router sends to an
+    expert. The count ``m_count`` belongs to the i32 parameter ``m``, which the host sets to an upper bound: the grid,
+    the launch plan and a captured graph depend on the bound only, and CTAs past the count return at once.
+
     Attributes:
         name: in C++.
         kind: size and class of the packed argument.
-        cpp: C++ type of a pointer; a scalar has that of its kind.
+        cpp: C++ type of a pointer; another parameter has that of its kind.
 
     Raises:
         EmitError: a pointer without a type, or with one that is no pointer.
@@ -80,9 +84,14 @@ class Param:
         return _FORMATS[self.kind]
 
     @property
+    def bound(self) -> str:
+        """Name of the parameter that bounds a count on the host."""
+        return self.name.removesuffix("_count")
+
+    @property
     def declaration(self) -> str:
         """Type and name in C++."""
-        return f"{self.cpp or _SCALARS[self.kind]} {self.name}"
+        return f"{self.cpp or _TYPES[self.kind]} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,10 @@ class KernelSource:
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:
             raise EmitError(f"{self.name}: architecture {self.arch!r} is not one of {ARCHITECTURES}")
+        sizes = {p.name for p in self.params if p.kind == "i32"}
+        for count in (p for p in self.params if p.kind == "count"):
+            if count.bound not in sizes:
+                raise EmitError(f"{self.name}: count {count.name!r} has no i32 parameter {count.bound!r}, its bound")
 
     @property
     def struct_format(self) -> str:
@@ -135,17 +148,17 @@ class KernelSource:
 
 
 class DeferredSource(KernelSource):
-    """A `KernelSource` whose texts are written when one of them is first read. Made by `deferred`.
+    """A `KernelSource` that writes its texts when one of them is first read. Made by `deferred`.
 
-    Its name, which is unique for a description, and the emitters' own files decide the texts; a kernel that was built
-    before is found by them, without the packages that writing needs.
+    The name, which is unique for a description, and the emitters' files decide the texts. The cache finds a kernel by
+    these two, without the packages that writing needs.
     """
 
     _write: Callable[[], tuple[str, str]]
 
     @property
     def is_described(self) -> bool:
-        """Whether the name decides the texts: `dataclasses.replace` makes sources of which this is not known."""
+        """Whether the name decides the texts: `dataclasses.replace` makes sources for which this is unknown."""
         return "_write" in self.__dict__
 
     def __getattribute__(self, name: str) -> Any:
@@ -157,12 +170,12 @@ class DeferredSource(KernelSource):
         return value
 
     def __reduce__(self) -> tuple[type[KernelSource], tuple[object, ...]]:
-        """For another process, which builds it: with its texts, and without what writes them."""
+        """Pickle the written texts without the function that writes them, for a process that builds the kernel."""
         return KernelSource, tuple(getattr(self, part.name) for part in fields(self))
 
 
 def deferred(write: Callable[[], tuple[str, str]], **facts: Any) -> DeferredSource:
-    """A source whose device text and host launcher ``write`` returns.
+    """Return a source that gets its device text and host launcher from ``write``.
 
     Args:
         write: called when a text is first read; may raise `EmitError`.

@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include
 
 ACTIVATIONS = ("silu_mul", "gelu_tanh")
 """Kinds of `ActivateRows`."""
@@ -20,20 +21,20 @@ _MAX_VECTORS = 4
 
 CONSTRAINTS = (
     Constraint("kind", f"is {' or '.join(ACTIVATIONS)}", lambda k: k.kind in ACTIVATIONS),
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
     Constraint(
         "vectors",
-        f"of a thread are 1 to {_MAX_VECTORS}, and 1 but for a rotation to int8",
+        f"of a thread are 1 to {_MAX_VECTORS}, and 1 except for a rotation to int8",
         lambda k: 1 <= k.vectors <= (_MAX_VECTORS if k.has_rows else 1),
     ),
     ROTATION,
 )
-"""What `ActivateRows` can be."""
+"""Constraints of `ActivateRows`."""
 
 
 @dataclass(frozen=True)
-class ActivateRows:
+class ActivateRows(Kernel):
     """The activation between an MLP's projections, of rows ``[m, columns]``, in float32 and rounded to x's type::
 
         silu_mul   y = rne(rne(x / (1 + exp(-x))) * up)
@@ -44,10 +45,10 @@ class ActivateRows:
         x: element type.
         arch: real architecture.
         aligned: rows start at multiples of 16 bytes, those of y too. False loads single elements.
-        rotation: of y, which becomes blocks of tokens, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` makes
+        rotation: rotates y into blocks of tokens, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` makes
             them; or None.
-        threads: of a CTA.
-        vectors: of 16 bytes that a thread has.
+        threads: threads of a CTA.
+        vectors: vectors of 16 bytes of a thread.
 
     Exactness: before they are rounded, silu and GELU are within ``2**-21 |x|``.
     """
@@ -60,14 +61,13 @@ class ActivateRows:
     threads: int = _THREADS
     vectors: int = 1
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def rotating(
         cls, kind: str, x: DType, arch: str, columns: int, rotation: RowsRotation, *, aligned: bool = True
     ) -> ActivateRows:
-        """The kernel that rotates rows of so many columns: one CTA has a row where their largest magnitude counts.
+        """The kernel that rotates rows of so many columns. For int8 blocks one CTA has a whole row.
 
         Raises:
             EmitError: rows longer than 1024 threads hold; see `CONSTRAINTS`.
@@ -100,10 +100,10 @@ class ActivateRows:
         return (m, 1 if self.has_rows else -(-columns * self.x.bits // (128 * self.block)), 1)
 
     def params(self) -> tuple[Param, ...]:
-        """``x``; ``up`` (silu_mul alone); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (silu_mul alone); ``columns``.
+        """``x``; ``up`` (silu_mul only); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (silu_mul only); ``columns``.
 
         Absmax is null or float32 ``[m]``, which is raised to the largest magnitude of each row of y. With a rotation,
-        ``scale`` stands in its place, of int8 blocks alone, and the rotation's arguments come last.
+        ``scale`` takes its place, only for int8 blocks, and the rotation's arguments come last.
         """
         x = f"const {self.x.cpp}*"
         gated = self.kind == "silu_mul"
@@ -118,29 +118,23 @@ class ActivateRows:
             *(self.rotation.params() if self.rotation else ()),
         )
 
-
-def emit_activation(desc: ActivateRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. A rotation's signs may be read before the last one ends."""
-    params, rotation = desc.params(), desc.rotation
-    up = call_arguments(("up",), params)
-    up_stride = call_arguments(("up_stride",), params, absent="0")
-    gated, aligned = flag(desc.kind == "silu_mul"), flag(desc.aligned)
-    statement = (
-        f"qcut::activate_rows<{desc.x.cpp}, {gated}, {desc.block}, {aligned}>"
-        f"(x, {up}, y, absmax, x_stride, {up_stride}, columns);"
-    )
-    if rotation:
+    def emit(self) -> KernelSource:
+        """Text of the kernel. A rotation's signs may be read before the last one ends."""
+        params, rotation = self.params(), self.rotation
+        up = call_arguments(("up",), params)
+        up_stride = call_arguments(("up_stride",), params, absent="0")
+        gated, aligned = flag(self.kind == "silu_mul"), flag(self.aligned)
         statement = (
-            f"qcut::activate_rotated<{desc.x.cpp}, {gated}, {desc.block}, {desc.vectors}, {aligned}>"
-            f"(x, {up}, y, {call_arguments(('scale',), params)}, x_stride, {up_stride}, columns, "
-            f"{rotation.argument(desc.x, desc.vectors, desc.threads)});"
+            f"qcut::activate_rows<{self.x.cpp}, {gated}, {self.block}, {aligned}>"
+            f"(x, {up}, y, absmax, x_stride, {up_stride}, columns);"
         )
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        statement,
-        device_code=(rotation.device_code if rotation else "") + include("decoder/activate.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+        if rotation:
+            statement = (
+                f"qcut::activate_rotated<{self.x.cpp}, {gated}, {self.block}, {self.vectors}, {aligned}>"
+                f"(x, {up}, y, {call_arguments(('scale',), params)}, x_stride, {up_stride}, columns, "
+                f"{rotation.argument(self.x, self.vectors, self.threads)});"
+            )
+        return self._source(
+            statement,
+            device_code=(rotation.device_code if rotation else "") + include("decoder/activate.cuh"),
+        )

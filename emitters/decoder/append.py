@@ -8,33 +8,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, include, kernel_source
-from qcut.emitters.decoder.cache import cache_name, cache_params, cache_template, guide_params, serves_cache
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, include
+from qcut.emitters.decoder.cache import CACHE, cache_name, cache_params, cache_template, guide_params
 
 Rotary = Literal["none", "half", "interleaved"]
 ROTARY: tuple[Rotary, ...] = ("none", "half", "interleaved")
-"""Which columns rotary positions turn together: i and ``i + head / 2``, or 2 i and 2 i + 1."""
+"""Pairs of columns that rotary positions rotate: i and ``i + head / 2``, or 2 i and 2 i + 1."""
 _PAIRS = {"none": "kNone", "half": "kHalves", "interleaved": "kNeighbours"}
 MANY_TOKENS = 256
-"""From so many on a thread has several heads of its token."""
+"""Number of tokens from which a thread has several heads of its token."""
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
-    Constraint(
-        "cache",
-        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
-        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
-    ),
+    FLOAT_X,
+    CACHE,
     Constraint("aligned", "is true of u4", lambda k: k.aligned or DType.U4 not in (k.cache, k.values)),
     Constraint("head", "is 2 to 256 columns, an even number", lambda k: 2 <= k.head <= 256 and k.head % 2 == 0),
     Constraint("rotary", f"is {', '.join(ROTARY)}", lambda k: k.rotary in ROTARY),
 )
-"""What `RotateAndAppend` can be."""
+"""Constraints of `RotateAndAppend`."""
 
 
 @dataclass(frozen=True)
-class RotateAndAppend:
+class RotateAndAppend(Kernel):
     """Rotary positions for queries, in place, and keys; keys and values of new tokens into the cache.
 
     q ``[tokens, heads, head]``, k and v ``[tokens, kv_heads, head]``, with strides between tokens; cos and sin
@@ -45,9 +42,9 @@ class RotateAndAppend:
     Attributes:
         x: element type of queries, keys, values and tables.
         cache: of the cache's keys: x, or s8 with a float32 scale ``[sequences, kv_heads, context]`` for each token and
-            head, or u4 with a word of 16 bits; queries are turned as u4 keys are.
+            head, or u4 with a word of 16 bits; queries are then rotated like the keys.
         head: columns of a head.
-        rotary: see `ROTARY`; with none, keys and values are only stored.
+        rotary: see `ROTARY`; with none, the kernel only stores keys and values.
         arch: real architecture.
         many: whether the kernel is meant for `MANY_TOKENS` tokens and more; results are the same.
         aligned: rows of q, k and v, tables and caches start at multiples of `vector` elements. False reads single ones.
@@ -68,8 +65,7 @@ class RotateAndAppend:
     values: DType | None = None
     ring: bool = False
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
@@ -96,7 +92,7 @@ class RotateAndAppend:
 
     @property
     def thread_heads(self) -> int:
-        """Heads of a thread: as many as the thread's registers hold beside the tables' rows."""
+        """Heads of a thread: as many as its registers hold with the rows of the tables."""
         return max(1, 64 // self.x.bits // -(-self._shares // 32)) if self.many else 1
 
     @property
@@ -115,17 +111,17 @@ class RotateAndAppend:
         return self.head // 2 // self.vector
 
     def grid(self, tokens: int, heads: int, kv_heads: int) -> tuple[int, int, int]:
-        """CTAs of a launch. Where queries are neither rotated nor turned, pass 0 heads here and to the kernel."""
+        """CTAs of a launch. If queries need no rotation, pass 0 heads here and to the kernel."""
         each = self._groups // self.cta_tokens * self.thread_heads
         return (-(-tokens // self.cta_tokens), -(-(heads + 2 * kv_heads) // each), 1)
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``q, k, v``; ``cos, sin, positions`` (rotary alone); ``slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 and u4 alone); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``q_stride,
+        ``q, k, v``; ``cos, sin, positions`` (rotary only); ``slots``; ``keys, values``; ``key_scales, value_scales``
+        (s8 and u4 only); ``guide`` (u4 keys only), null or that of `qcut.numerics.int4.guide_of`; ``q_stride,
         kv_stride, batch_stride`` in columns; ``heads, kv_heads, context, tokens``, ``length``, tokens of each sequence;
-        ``ring`` (a ring alone). Positions and slots are int32.
+        ``ring`` (a ring only). Positions and slots are int32.
         """
         x = f"const {self.x.cpp}*"
         rows, scales = cache_params(self.cache, self.values, writes=True)
@@ -144,21 +140,15 @@ class RotateAndAppend:
             *(Param("ring", "i32"),) * self.ring,
         )
 
-
-def emit_append(desc: RotateAndAppend) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    sizes = f"{desc.vector}, {desc.cta_tokens}, {desc.thread_heads}, {desc.block}{', true' * desc.ring}"
-    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
-    compressed = ("key_scales", "value_scales", "guide")
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::rotate_and_append<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {desc.head}, "
-        f"qcut::Pairs::{_PAIRS[desc.rotary]}, {sizes}>({call_arguments((*pointers, *compressed), params)}, "
-        f"q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length{', ring' * desc.ring});",
-        device_code=include("decoder/append.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        sizes = f"{self.vector}, {self.cta_tokens}, {self.thread_heads}, {self.block}{', true' * self.ring}"
+        pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
+        compressed = ("key_scales", "value_scales", "guide")
+        return self._source(
+            f"qcut::rotate_and_append<{self.x.cpp}, {cache_template(self.cache, self.values)}, {self.head}, "
+            f"qcut::Pairs::{_PAIRS[self.rotary]}, {sizes}>({call_arguments((*pointers, *compressed), params)}, "
+            f"q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length{', ring' * self.ring});",
+            device_code=include("decoder/append.cuh"),
+        )

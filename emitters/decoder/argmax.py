@@ -8,29 +8,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include
 
 _UNROLL = 4
-"""Elements that a thread has on their way."""
+"""Loads that a thread has in flight."""
 
 PARTS = 8
 """CTAs of the cluster that divides a row."""
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint(
         "parts",
         f"are 1, or {PARTS} where there are thread-block clusters",
         lambda k: k.parts == 1 or (k.parts == PARTS and architecture(k.arch).clusters),
     ),
 )
-"""What `ArgmaxRows` can be."""
+"""Constraints of `ArgmaxRows`."""
 
 
 @dataclass(frozen=True)
-class ArgmaxRows:
+class ArgmaxRows(Kernel):
     """The index of each row's largest element, as ``qcut.numerics.sampling.argmax`` chooses it.
 
     Attributes:
@@ -39,7 +40,7 @@ class ArgmaxRows:
         advances: whether each row's position and slot are raised by one, up to ``context - 1`` and ``context``, at the
             end of a decoder's step.
         parts: CTAs of a cluster that divide a row.
-        tells: whether each index is also written to the host's memory.
+        tells: whether each index is also copied to pinned host memory.
 
     Exactness: bitwise.
     """
@@ -50,12 +51,11 @@ class ArgmaxRows:
     parts: int = 1
     tells: bool = False
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
-        """``qcut_argmax_{arch}_{x}``, ``_a`` where it advances, ``_h`` where it tells, ``_c{parts}`` with clusters."""
+        """``qcut_argmax_{arch}_{x}``, ``_a`` if it advances, ``_h`` with a host copy, ``_c{parts}`` with clusters."""
         flags = "_a" * self.advances + "_h" * self.tells + f"_c{self.parts}" * (self.parts > 1)
         return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}{flags}"
 
@@ -72,8 +72,8 @@ class ArgmaxRows:
         """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``.
 
         Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` after the
-        columns. Where it tells, ``told``, int64 ``[turns, m]`` in the host's memory; ``turn``, int32 ``[m]``, the row
-        of ``told`` that is next; ``turns``.
+        columns. With a host copy, ``told``, int64 ``[turns, m]`` in pinned host memory; ``turn``, int32 ``[m]``, the
+        row of ``told`` that the step writes; ``turns``.
         """
         state = (Param("positions", "ptr", "int*"), Param("slots", "ptr", "int*")) if self.advances else ()
         context = (Param("context", "i32"),) * self.advances
@@ -87,22 +87,16 @@ class ArgmaxRows:
             *(Param("told", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32")) * self.tells,
         )
 
-
-def emit_argmax(desc: ArgmaxRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``."""
-    params = desc.params()
-    state = call_arguments(("positions", "slots"), params)
-    context = call_arguments(("context",), params, absent="0")
-    parts = f", {desc.parts}" if desc.parts > 1 else ""
-    told = ", told, turn, turns" if desc.tells else ""
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::argmax_rows<{desc.x.cpp}, {flag(desc.advances)}, {desc.block}, {_UNROLL}{parts}>"
-        f"(x, best, {state}, stride, columns, {context}{told});",
-        device_code=include("decoder/argmax.cuh"),
-        block=desc.block,
-        waits=True,
-        cluster=desc.parts,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel."""
+        params = self.params()
+        state = call_arguments(("positions", "slots"), params)
+        context = call_arguments(("context",), params, absent="0")
+        parts = f", {self.parts}" if self.parts > 1 else ""
+        told = ", told, turn, turns" if self.tells else ""
+        return self._source(
+            f"qcut::argmax_rows<{self.x.cpp}, {flag(self.advances)}, {self.block}, {_UNROLL}{parts}>"
+            f"(x, best, {state}, stride, columns, {context}{told});",
+            device_code=include("decoder/argmax.cuh"),
+            cluster=self.parts,
+        )

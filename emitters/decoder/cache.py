@@ -1,22 +1,23 @@
-"""The types of a cache of keys and values: their names in kernels, and the arguments that go with them."""
+"""Element types of a KV cache: their names in kernels, and the kernels' arguments."""
 
 from __future__ import annotations
 
+from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.source import DType, Param
 
 SCALED = (DType.S8, DType.U4)
-"""Types that have a scale for each token and head; keys may have one and values the other."""
-TURNED_HEADS = (32, 64, 128, 256)
-"""Columns of a head that is kept in 4 bits."""
+"""Types with a scale for each token and head; keys and values may differ."""
+ROTATED_HEADS = (32, 64, 128, 256)
+"""Sizes of a head in a 4-bit cache, whose keys are rotated."""
 
 
 def value_type(keys: DType, values: DType | None) -> DType:
-    """The type of values: that of keys unless another is given."""
+    """Type of values; by default that of keys."""
     return keys if values is None else values
 
 
 def cache_name(keys: DType, values: DType | None) -> str:
-    """``{keys}``, and the type of values behind it where it is another."""
+    """``{keys}``, then the type of values if it differs."""
     other = "" if values in (None, keys) else value_type(keys, values).value
     return keys.value + other
 
@@ -24,9 +25,17 @@ def cache_name(keys: DType, values: DType | None) -> str:
 def serves_cache(x: DType, keys: DType, values: DType | None, head: int) -> bool:
     """Whether keys and values of these types go with queries of type x: x for both, or scaled ones for both."""
     types = (keys, value_type(keys, values))
-    if DType.U4 in types and head not in TURNED_HEADS:
+    if DType.U4 in types and head not in ROTATED_HEADS:
         return False
     return types == (x, x) or all(kind in SCALED for kind in types)
+
+
+CACHE = Constraint(
+    "cache",
+    "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
+    lambda kernel: serves_cache(kernel.x, kernel.cache, kernel.values, kernel.head),
+)
+"""Constraint of kernels that read or write a cache; takes the kernel."""
 
 
 def cache_bits(keys: DType, values: DType | None) -> int:
@@ -46,7 +55,7 @@ def cache_params(keys: DType, values: DType | None, *, writes: bool) -> tuple[tu
 
 
 def guide_params(keys: DType) -> tuple[Param, ...]:
-    """``guide``, by which 4-bit keys are rounded, of kernels that write them."""
+    """``guide``: KV calibration by which kernels round the 4-bit keys that they write."""
     return (Param("guide", "ptr", "const void*"),) if keys is DType.U4 else ()
 
 

@@ -1,4 +1,4 @@
-"""Rows of a table of embeddings, dequantized where they are int8, with those of a table of positions.
+"""Token embeddings, dequantized if they are int8, plus position embeddings.
 
 Device code: ``include/qcut/decoder/embed.cuh``.
 """
@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("table", "is x's type, or s8", lambda k: k.table in (k.x, DType.S8)),
 )
-"""What `EmbedRows` can be."""
+"""Constraints of `EmbedRows`."""
 
 
 @dataclass(frozen=True)
-class EmbedRows:
-    """Rows ``[rows, k]`` of a table by int64 ids, and of a table of positions by int32 places::
+class EmbedRows(Kernel):
+    """Token embeddings ``[rows, k]`` by int64 ids, and position embeddings by int32 places::
 
         y[r] = x(table[ids[r]])                               a table in x
         y[r] = x(f32(table[ids[r]]) * scale[ids[r]])          of int8 rows, each with a float32 scale
@@ -30,7 +31,7 @@ class EmbedRows:
 
     Attributes:
         x: element type of the result and of the positions.
-        table: of the table: x, or s8.
+        table: element type of the token embeddings: x, or s8.
         arch: real architecture.
         places: whether there are positions.
         aligned: rows of x start at multiples of 16 bytes, those of s8 at multiples of as many elements. False reads
@@ -47,8 +48,7 @@ class EmbedRows:
     aligned: bool = True
     zeroes: bool = False
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class EmbedRows:
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``ids``; ``table``; ``scale`` (s8 alone); ``places, place_table`` (with places); ``y``; ``stride`` and
+        ``ids``; ``table``; ``scale`` (s8 only); ``places, place_table`` (with places); ``y``; ``stride`` and
         ``place_stride`` (with places) of rows in elements; ``count`` and ``place_count`` (with places) of rows;
         ``rows``; ``k``; ``zeroed``, float32, and their number ``zeros`` (with zeros).
         """
@@ -85,20 +85,14 @@ class EmbedRows:
             *(Param("zeroed", "ptr", "float*"), Param("zeros", "i32")) * self.zeroes,
         )
 
-
-def emit_embed(desc: EmbedRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    pointers = call_arguments(("ids", "table", "scale", "places", "place_table", "y"), params)
-    sizes = call_arguments(("stride", "place_stride", "count", "place_count", "rows", "k"), params, absent="0")
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::embed_rows<{desc.x.cpp}, {desc.table.cpp}, {flag(desc.places)}, {desc.block}, {flag(desc.aligned)}>"
-        f"({pointers}, {sizes});",
-        *[f"qcut::write_zeros<{desc.block}>(zeroed, zeros);"] * desc.zeroes,
-        device_code=include("decoder/embed.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        pointers = call_arguments(("ids", "table", "scale", "places", "place_table", "y"), params)
+        sizes = call_arguments(("stride", "place_stride", "count", "place_count", "rows", "k"), params, absent="0")
+        return self._source(
+            f"qcut::embed_rows<{self.x.cpp}, {self.table.cpp}, {flag(self.places)}, {self.block}, {flag(self.aligned)}>"
+            f"({pointers}, {sizes});",
+            *[f"qcut::write_zeros<{self.block}>(zeroed, zeros);"] * self.zeroes,
+            device_code=include("decoder/embed.cuh"),
+        )

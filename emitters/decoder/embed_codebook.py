@@ -1,4 +1,4 @@
-"""Rows of a codebook weight that is a table of embeddings, with those of a table of positions.
+"""Token embeddings in a codebook weight, plus position embeddings.
 
 Device code: ``include/qcut/decoder/embed_codebook.cuh``.
 """
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate import group_factor
 from qcut.emitters.codebook.rotate_rows import GROUPS
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include
 
 _COLUMNS = 16  # of a thread
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("norms", "are f16 or f32", lambda k: k.norms in (DType.F16, DType.F32)),
     Constraint(
         "bits", "are 2, 3 or 4 of each of 1 or 2 passes", lambda k: len(k.bits) in (1, 2) and set(k.bits) <= {2, 3, 4}
@@ -23,20 +24,20 @@ CONSTRAINTS = (
     Constraint("group", f"is 0, {', '.join(map(str, GROUPS))}", lambda k: k.group in (0, *GROUPS)),
     Constraint("pairs", "go with one pass of 4 bits", lambda k: not k.pairs or k.bits == (4,)),
 )
-"""What `EmbedCodebook` can be."""
+"""Constraints of `EmbedCodebook`."""
 
 
 @dataclass(frozen=True)
-class EmbedCodebook:
-    """Rows ``[rows, k]`` of a codebook weight by int64 ids, and of a table of positions by int32 places.
+class EmbedCodebook(Kernel):
+    """Token embeddings ``[rows, k]`` of a codebook weight by int64 ids, and position embeddings by int32 places.
 
     `qcut.ops.embed.EmbedCodebook` has the formula. An id or place beyond a table reads the table's nearest row.
 
     Attributes:
         x: element type of the result and of the positions.
-        norms: of the weight's norms: f16 or f32.
-        bits: of an index, for each pass.
-        group: columns of a group that is rotated; 0: none is.
+        norms: element type of the weight's group scales: f16 or f32.
+        bits: bits of an index, for each residual stage.
+        group: columns of a rotated group; 0: no rotation.
         arch: real architecture.
         pairs: whether the codebook is of pairs.
         places: whether there are positions.
@@ -54,8 +55,7 @@ class EmbedCodebook:
     places: bool = False
     zeroes: bool = False
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
@@ -109,24 +109,18 @@ class EmbedCodebook:
             *(Param("zeroed", "ptr", "float*"), Param("zeros", "i32")) * self.zeroes,
         )
 
-
-def emit_embed_codebook(desc: EmbedCodebook) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    params = desc.params()
-    passes = ", ".join(f"{{units{i}, codebook{i}, tile_bytes{i}}}" for i in range(len(desc.bits)))
-    pointers = call_arguments(("places", "place_table", "y"), params)
-    sizes = call_arguments(("place_stride", "count", "place_count", "rows", "k"), params, absent="0")
-    signs, factor = call_arguments(("signs",), params), group_factor(desc.group) if desc.group else "1.0f"
-    flags = f"{flag(desc.pairs)}, {flag(desc.places)}, {desc.block}, {', '.join(map(str, desc.bits))}"
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"const qcut::CodebookPass passes[] = {{{passes}}};",
-        f"qcut::embed_codebook<{desc.x.cpp}, {desc.norms.cpp}, {desc.group}, {flags}>"
-        f"(ids, passes, norms, {signs}, {factor}, {pointers}, {sizes}, k_padded, group);",
-        *[f"qcut::write_zeros<{desc.block}>(zeroed, zeros);"] * desc.zeroes,
-        device_code=include("decoder/embed_codebook.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Everything is read after the previous kernel's end."""
+        params = self.params()
+        passes = ", ".join(f"{{units{i}, codebook{i}, tile_bytes{i}}}" for i in range(len(self.bits)))
+        pointers = call_arguments(("places", "place_table", "y"), params)
+        sizes = call_arguments(("place_stride", "count", "place_count", "rows", "k"), params, absent="0")
+        signs, factor = call_arguments(("signs",), params), group_factor(self.group) if self.group else "1.0f"
+        flags = f"{flag(self.pairs)}, {flag(self.places)}, {self.block}, {', '.join(map(str, self.bits))}"
+        return self._source(
+            f"const qcut::CodebookPass passes[] = {{{passes}}};",
+            f"qcut::embed_codebook<{self.x.cpp}, {self.norms.cpp}, {self.group}, {flags}>"
+            f"(ids, passes, norms, {signs}, {factor}, {pointers}, {sizes}, k_padded, group);",
+            *[f"qcut::write_zeros<{self.block}>(zeroed, zeros);"] * self.zeroes,
+            device_code=include("decoder/embed_codebook.cuh"),
+        )

@@ -9,17 +9,18 @@ import math
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
-from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.core.constraints import FLOAT_X, Constraint
+from qcut.emitters.core.family import Kernel
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include
 
 _MAX_VECTORS = 4
 
 _MANY_VECTORS = 5
 MANY_ROWS = 1024
-"""From so many rows on an SM has several at once."""
+"""Number of rows from which an SM has several at once."""
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    FLOAT_X,
     Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
     Constraint(
         "vectors",
@@ -29,11 +30,11 @@ CONSTRAINTS = (
     ROTATION,
     Constraint("quantized", "is False with a rotation", lambda k: k.rotation is None or not k.quantized),
 )
-"""What `NormRows` can be."""
+"""Constraints of `NormRows`."""
 
 
 @dataclass(frozen=True)
-class NormRows:
+class NormRows(Kernel):
     """RMSNorm or LayerNorm of rows ``[m, k]`` that a CTA's threads hold.
 
     ``s = x``, or ``rne(x + residual)``, which the kernel also writes. The kernel computes in float32 and rounds to x's
@@ -50,10 +51,10 @@ class NormRows:
         x: element type.
         layer: LayerNorm instead of RMSNorm; its bias may be a null pointer.
         arch: real architecture.
-        residual: add one before.
+        residual: add a residual first.
         quantized: write int8 and scales.
-        threads: of a row.
-        vectors: of 16 bytes that a thread holds.
+        threads: threads of a row.
+        vectors: vectors of 16 bytes of a thread.
         aligned: rows, weight and bias start at multiples of 16 bytes. False loads single elements.
         rotation: of y, or None.
 
@@ -70,8 +71,7 @@ class NormRows:
     aligned: bool = True
     rotation: RowsRotation | None = None
 
-    def __post_init__(self) -> None:
-        check(self.name, CONSTRAINTS, self)
+    constraints = CONSTRAINTS
 
     @classmethod
     def for_shape(
@@ -130,8 +130,8 @@ class NormRows:
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer alone); ``y``; ``scale`` (of int8 alone);
-        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized alone), ``eps``; then the rotation's.
+        ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer only); ``y``; ``scale`` (of int8 only);
+        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized only), ``eps``; then the rotation's.
         """
         x = self.x.cpp
         names = ["x", *["residual", "sum"] * self.residual, "weight", *["bias"] * self.layer, "y"]
@@ -147,24 +147,18 @@ class NormRows:
             *(self.rotation.params() if self.rotation else ()),
         )
 
+    def emit(self) -> KernelSource:
+        """Text of the kernel.
 
-def emit_norm(desc: NormRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``.
-
-    Weight, bias and a rotation's signs may be read before the previous kernel ends.
-    """
-    params, rotation = desc.params(), desc.rotation
-    flags = ", ".join(map(flag, (desc.layer, desc.residual, desc.quantized)))
-    pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
-    k_padded = "k_padded" if desc.quantized else "0"
-    turned = f", {rotation.argument(desc.x, desc.vectors, desc.threads)}" if rotation else ""
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::norm_rows<{desc.x.cpp}, {flags}, {desc.vectors}, {desc.threads}, {flag(desc.aligned)}>"
-        f"({pointers}, x_stride, k, {k_padded}, eps{turned});",
-        device_code=(rotation.device_code if rotation else "") + include("decoder/norm.cuh"),
-        block=desc.block,
-        waits=True,
-    )
+        Weight, bias and a rotation's signs may be read before the previous kernel ends.
+        """
+        params, rotation = self.params(), self.rotation
+        flags = ", ".join(map(flag, (self.layer, self.residual, self.quantized)))
+        pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
+        k_padded = "k_padded" if self.quantized else "0"
+        turned = f", {rotation.argument(self.x, self.vectors, self.threads)}" if rotation else ""
+        return self._source(
+            f"qcut::norm_rows<{self.x.cpp}, {flags}, {self.vectors}, {self.threads}, {flag(self.aligned)}>"
+            f"({pointers}, x_stride, k, {k_padded}, eps{turned});",
+            device_code=(rotation.device_code if rotation else "") + include("decoder/norm.cuh"),
+        )

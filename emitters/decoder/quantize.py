@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
-from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.core.text import flag
 
 THREADS = (32, 64, 128, 256, 512, 1024)
 MAX_VECTORS = 6
@@ -30,11 +31,11 @@ def _max_vectors(threads: int) -> int:
 
 
 @dataclass(frozen=True)
-class _RowKernel:
+class _RowKernel(Kernel):
     """How a kernel spreads rows over threads.
 
     Attributes:
-        x: the float type: of the input (quantize) or the output (dequantize).
+        x: float type of the input (quantize) or the output (dequantize).
         arch: real architecture.
         threads: threads per row, a power of two from 32 to 1024.
         vectors: 16-byte vectors of floats per thread; 0 (per-token only) reads rows of any length twice.
@@ -119,7 +120,7 @@ class QuantizePerToken(_RowKernel):
 
     @property
     def name(self) -> str:
-        """That of all row kernels, and ``_halves``."""
+        """The name of all row kernels, and ``_halves``."""
         return super().name + "_halves" * self.halves
 
     @classmethod
@@ -157,6 +158,21 @@ class QuantizePerToken(_RowKernel):
             raise EmitError(f"{self.name}: {k} columns; this kernel holds rows of up to {self.row_elements}")
         return (_ceil_div(m, self.rows), 1, 1)
 
+    def params(self) -> tuple[Param, ...]:
+        """``x, q, scale, x_stride, m, k, k_padded``."""
+        return (
+            Param("x", "ptr", f"const {self.x.cpp}*"),
+            Param("q", "ptr", "int8_t*"),
+            Param("scale", "ptr", "float*"),
+            Param("x_stride", "i64"),
+            *(Param(size, "i32") for size in ("m", "k", "k_padded")),
+        )
+
+    def emit(self) -> KernelSource:
+        """Text of the kernel."""
+        function, header = ("quantize_halves",) * 2 if self.halves else ("quantize_per_token", "quantize")
+        return self._call(f"{function}<{self.template}>", f"decoder/{header}.cuh")
+
 
 @dataclass(frozen=True)
 class QuantizePerTensor(_RowKernel):
@@ -186,8 +202,24 @@ class QuantizePerTensor(_RowKernel):
 
     @property
     def name(self) -> str:
-        """That of all row kernels, and ``_halves``."""
+        """The name of all row kernels, and ``_halves``."""
         return super().name + "_halves" * self.halves
+
+    def params(self) -> tuple[Param, ...]:
+        """``x, q, x_stride, m, k, k_padded, scale``, and ``zero_point`` for int8."""
+        return (
+            Param("x", "ptr", f"const {self.x.cpp}*"),
+            Param("q", "ptr", "int8_t*"),
+            Param("x_stride", "i64"),
+            *(Param(size, "i32") for size in ("m", "k", "k_padded")),
+            Param("scale", "f32"),
+            *(Param("zero_point", "i32"),) * (not self.halves),
+        )
+
+    def emit(self) -> KernelSource:
+        """Text of the kernel."""
+        header = "quantize_halves" if self.halves else "quantize"
+        return self._call(f"{header}_per_tensor<{self.template}>", f"decoder/{header}.cuh")
 
 
 @dataclass(frozen=True)
@@ -207,9 +239,24 @@ class Dequantize(_RowKernel):
         del m
         return cls(x, arch, *_elementwise(x, k), aligned)
 
+    def params(self) -> tuple[Param, ...]:
+        """``q, scale, out, q_stride, rows, columns``."""
+        return (
+            Param("q", "ptr", "const int8_t*"),
+            Param("scale", "ptr", "const float*"),
+            Param("out", "ptr", f"{self.x.cpp}*"),
+            Param("q_stride", "i64"),
+            Param("rows", "i32"),
+            Param("columns", "i32"),
+        )
+
+    def emit(self) -> KernelSource:
+        """Text of the kernel."""
+        return self._call(f"dequantize<{self.template}>", "decoder/quantize.cuh")
+
 
 @dataclass(frozen=True)
-class ColSum:
+class ColSum(Kernel):
     """``colsum[n] = sum_k q[n, k]`` in int32, one warp per row of q ``[n, k]`` int8 (row stride given).
 
     Attributes:
@@ -227,77 +274,29 @@ class ColSum:
         """``qcut_colsum_{arch}``, and ``_u`` where rows are unaligned."""
         return f"qcut_colsum_{self.arch.replace('_', '')}{'' if self.aligned else '_u'}"
 
+    @property
+    def block(self) -> int:
+        """Threads per CTA: a warp a row."""
+        return 32 * _COLSUM_ROWS
+
     def grid(self, n: int, k: int) -> tuple[int, int, int]:
         """CTAs for n rows; k does not matter."""
         del k
         return (_ceil_div(n, _COLSUM_ROWS), 1, 1)
 
+    def params(self) -> tuple[Param, ...]:
+        """``q, colsum, q_stride, n, k``."""
+        return (
+            Param("q", "ptr", "const int8_t*"),
+            Param("colsum", "ptr", "int32_t*"),
+            Param("q_stride", "i64"),
+            Param("n", "i32"),
+            Param("k", "i32"),
+        )
 
-def emit_quantize_per_token(desc: QuantizePerToken) -> KernelSource:
-    """Text of the per-token kernel; arguments ``x, q, scale, x_stride, m, k, k_padded``."""
-    return _source(
-        desc.name,
-        desc.arch,
-        desc.block,
-        f"{'quantize_halves' if desc.halves else 'quantize_per_token'}<{desc.template}>",
-        Param("x", "ptr", f"const {desc.x.cpp}*"),
-        Param("q", "ptr", "int8_t*"),
-        Param("scale", "ptr", "float*"),
-        Param("x_stride", "i64"),
-        Param("m", "i32"),
-        Param("k", "i32"),
-        Param("k_padded", "i32"),
-        header="quantize_halves" if desc.halves else "quantize",
-    )
-
-
-def emit_quantize_per_tensor(desc: QuantizePerTensor) -> KernelSource:
-    """Text of the per-tensor kernel; arguments ``x, q, x_stride, m, k, k_padded, scale``, for int8 ``zero_point``."""
-    params = (
-        Param("x", "ptr", f"const {desc.x.cpp}*"),
-        Param("q", "ptr", "int8_t*"),
-        Param("x_stride", "i64"),
-        Param("m", "i32"),
-        Param("k", "i32"),
-        Param("k_padded", "i32"),
-        Param("scale", "f32"),
-    )
-    if desc.halves:
-        function = f"quantize_halves_per_tensor<{desc.template}>"
-        return _source(desc.name, desc.arch, desc.block, function, *params, header="quantize_halves")
-    function = f"quantize_per_tensor<{desc.template}>"
-    return _source(desc.name, desc.arch, desc.block, function, *params, Param("zero_point", "i32"))
-
-
-def emit_dequantize(desc: Dequantize) -> KernelSource:
-    """Text of the dequantize kernel; arguments ``q, scale, out, q_stride, rows, columns``."""
-    return _source(
-        desc.name,
-        desc.arch,
-        desc.block,
-        f"dequantize<{desc.template}>",
-        Param("q", "ptr", "const int8_t*"),
-        Param("scale", "ptr", "const float*"),
-        Param("out", "ptr", f"{desc.x.cpp}*"),
-        Param("q_stride", "i64"),
-        Param("rows", "i32"),
-        Param("columns", "i32"),
-    )
-
-
-def emit_colsum(desc: ColSum) -> KernelSource:
-    """Text of the column-sum kernel; arguments ``q, colsum, q_stride, n, k``."""
-    return _source(
-        desc.name,
-        desc.arch,
-        32 * _COLSUM_ROWS,
-        f"colsum<{_COLSUM_ROWS}, {flag(desc.aligned)}>",
-        Param("q", "ptr", "const int8_t*"),
-        Param("colsum", "ptr", "int32_t*"),
-        Param("q_stride", "i64"),
-        Param("n", "i32"),
-        Param("k", "i32"),
-    )
+    def emit(self) -> KernelSource:
+        """Text of the kernel."""
+        return self._call(f"colsum<{_COLSUM_ROWS}, {flag(self.aligned)}>", "decoder/quantize.cuh")
 
 
 def _elementwise(x: DType, columns: int) -> tuple[int, int]:
@@ -305,16 +304,3 @@ def _elementwise(x: DType, columns: int) -> tuple[int, int]:
     vectors = max(1, _ceil_div(columns * x.bits // 8, _VECTOR_BYTES))
     threads = next((t for t in THREADS[:4] if 2 * t >= vectors), 256)
     return threads, min(2, _ceil_div(vectors, threads))
-
-
-def _source(name: str, arch: str, block: int, function: str, *params: Param, header: str = "quantize") -> KernelSource:
-    """A kernel that passes its parameters on to a function, in order."""
-    return kernel_source(
-        name,
-        arch,
-        params,
-        f"qcut::{function}({', '.join(param.name for param in params)});",
-        device_code=include(f"decoder/{header}.cuh"),
-        block=block,
-        waits=True,
-    )

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.core.text import flag
 
 THREADS = 256
 _COLUMNS = 16
 
 
 @dataclass(frozen=True)
-class SplitHalves:
+class SplitHalves(Kernel):
     """x ``[m, k]`` int16 with a row stride in elements, to q, int8 in blocks of 16 rows with k_padded columns.
 
     q is as `qcut.numerics.int16.in_blocks` describes, zero beyond k; rows of tokens past m are not written.
@@ -39,23 +40,20 @@ class SplitHalves:
         """CTAs for m rows, a thread for each 16 columns."""
         return (-(-m * (k_padded // _COLUMNS) // THREADS), 1, 1)
 
+    @property
+    def block(self) -> int:
+        """Threads of a CTA."""
+        return THREADS
 
-def emit_split_halves(desc: SplitHalves) -> KernelSource:
-    """Text of the kernel; arguments ``x, q, x_stride, m, k, k_padded``, k_padded a multiple of 16."""
-    params = (
-        Param("x", "ptr", "const short*"),
-        Param("q", "ptr", "int8_t*"),
-        Param("x_stride", "i64"),
-        Param("m", "i32"),
-        Param("k", "i32"),
-        Param("k_padded", "i32"),
-    )
-    return kernel_source(
-        desc.name,
-        desc.arch,
-        params,
-        f"qcut::split_rows<{THREADS}, {flag(desc.aligned)}>(x, q, x_stride, m, k, k_padded);",
-        device_code=include("decoder/split_halves.cuh"),
-        block=THREADS,
-        waits=True,
-    )
+    def params(self) -> tuple[Param, ...]:
+        """``x, q, x_stride, m, k, k_padded``; k_padded is a multiple of 16."""
+        return (
+            Param("x", "ptr", "const short*"),
+            Param("q", "ptr", "int8_t*"),
+            Param("x_stride", "i64"),
+            *(Param(size, "i32") for size in ("m", "k", "k_padded")),
+        )
+
+    def emit(self) -> KernelSource:
+        """Text of the kernel."""
+        return self._call(f"split_rows<{THREADS}, {flag(self.aligned)}>", "decoder/split_halves.cuh")

@@ -1,4 +1,4 @@
-"""Raw int8 GEMM on ``dp4a`` for any M, N, K and layout. The kernels need no tensor cores, and NVRTC alone.
+"""Raw int8 GEMM on ``dp4a`` for any M, N, K and layout. The kernels need no tensor cores, and only NVRTC.
 
 ``D = epilogue(A B)``. Device code: ``include/qcut/gemm/dp4a.cuh``, with the tile order of ``gemm.cuh`` and the
 arithmetic of ``epilogue.cuh``.
@@ -14,7 +14,7 @@ from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, shared_memo
 from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 from qcut.emitters.gemm.tensor_core import operand_types
 
 MAX_THREADS = 1024
@@ -23,7 +23,7 @@ MAX_REGISTERS = 255
 REGISTER_FILE = 65_536
 """Registers of a multiprocessor: one CTA must fit."""
 MAX_ACCUMULATORS = 128
-"""Sums a thread may keep; beyond it operands no longer fit beside them."""
+"""Largest number of sums of a thread; with more, operands no longer fit in registers."""
 
 _OTHER_REGISTERS = 40  # addresses, predicates, and operands loaded ahead
 _SPACE = {
@@ -122,6 +122,7 @@ CONSTRAINTS = (
     ),
     Constraint("halves", "are the tensor cores': a row of A is a row of D", lambda p, t, arch: not p.epilogue.halves),
     Constraint("rescale", "is the tensor cores' too", lambda p, t, arch: not p.epilogue.rescale),
+    HOST_M,
     Constraint(
         "alignments",
         "are at least 1",
@@ -186,7 +187,7 @@ CONSTRAINTS = (
     ),
     shared_memory("two buffers of A and B fit what the architecture gives one CTA", smem_bytes),
 )
-"""What a kernel of this family must keep, checked in this order on (problem, tile, architecture)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 class Int8Dp4a(Family[GemmProblem, Dp4aTile]):

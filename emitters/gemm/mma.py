@@ -1,4 +1,4 @@
-"""Raw int8 GEMM on ``mma.sync.m16n8k32`` for any M, N, K and layout. The kernels need NVRTC alone.
+"""Raw int8 GEMM on ``mma.sync.m16n8k32`` for any M, N, K and layout. The kernels need only NVRTC.
 
 ``D = epilogue(A B)``, A ``[M, K]`` and B ``[K, N]`` int8. Device code: ``include/qcut/gemm/mma.cuh`` over ``gemm.cuh``
 (tiles, pipeline) and ``epilogue.cuh``. The family serves machines without nvcc or g++, and problems that the CUTLASS
@@ -35,7 +35,7 @@ CONSTRAINTS = (
     *TILE_CONSTRAINTS,
     shared_memory(SHARED_MEMORY, smem_bytes),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 _MENU = (
@@ -69,7 +69,7 @@ _SPLIT_MENU = (
     ((64, 128, 128), (32, 64), 3, 2),
     ((128, 128, 128), (64, 32), 3, 2),
 )
-"""For fewer tiles than SMs: decode, tall and flat products."""
+"""Tiles with K split, for products with fewer tiles than SMs."""
 
 
 class Int8Mma(RawGemm[GemmProblem]):
@@ -93,9 +93,9 @@ class Int8Mma(RawGemm[GemmProblem]):
     smem_bytes = staticmethod(smem_bytes)
 
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
-        """Return tiles from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses.
+        """Return tiles from decode (16 rows) to prefill, all legal on `arch`; dispatch or a tuner chooses.
 
-        On architectures with clusters, tiles whose K several CTAs share come last.
+        On architectures with clusters, tiles with K split come last.
         """
         tiles = [TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in _MENU]
         tiles += [TileConfig(block, (*warp, block[2]), stages, splits=k) for block, warp, stages, k in _SPLIT_MENU]

@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError, Param
 
 K_MAX = 131_071
 """Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
 K_MAX_ZERO_POINT = 66_311
-"""The same where a zero point makes one factor span 255: 255 * 127 * K < 2**31."""
+"""Largest K with a zero point, where one factor spans 255: 255 * 127 * K < 2**31."""
 
 Layout = Literal["row", "column"]
 Schedule = Literal["multistage", "warp_specialized", "pingpong", "cooperative", "stream_k"]
@@ -37,6 +38,8 @@ class GemmProblem:
         layout_a: layout of A ``[M, K]``; ``row`` is contiguous along K.
         layout_b: layout of B ``[K, N]``; ``column`` is contiguous along K.
         layout_d: layout of D ``[M, N]`` and of the residual.
+        device_m: whether M is read on the device: at most ``m``, which the host knows. Rows of D past it keep their
+            contents.
     """
 
     a: DType = DType.S8
@@ -47,27 +50,30 @@ class GemmProblem:
     layout_a: Layout = "row"
     layout_b: Layout = "column"
     layout_d: Layout = "row"
+    device_m: bool = False
 
     def __post_init__(self) -> None:
         if self.epilogue.halves and (self.a is not DType.S8 or self.layouts != "tnt"):
             raise EmitError(f"{self.name}: halves are of int8 tokens, and in layouts tnt")
+        if self.epilogue.halves and self.device_m:
+            raise EmitError(f"{self.name}: M of halves is known on the host")
 
     @property
     def layouts(self) -> str:
-        """BLAS flags of A, B and D, ``t`` for row-major and ``n`` for column-major: ``tnt`` unless told otherwise."""
+        """BLAS flags of A, B and D, ``t`` for row-major and ``n`` for column-major: ``tnt`` by default."""
         return "".join("t" if layout == "row" else "n" for layout in (self.layout_a, self.layout_b, self.layout_d))
 
     @property
     def name(self) -> str:
-        """``{a}x{b}_{epilogue}``, the layouts where they are not tnt, the alignments where they are not 16."""
+        """``{a}x{b}_{epilogue}``, the layouts where they are not tnt, the alignments where they are not 16, ``_dm``."""
         layouts = "" if self.layouts == "tnt" else f"_{self.layouts}"
         align = "" if (self.alignment_k, self.alignment_n) == (16, 16) else f"_k{self.alignment_k}n{self.alignment_n}"
-        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{layouts}{align}"
+        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{layouts}{align}{'_dm' * self.device_m}"
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments of a launch: operands, sizes, leading dimensions, then the epilogue's.
+        """Arguments of a launch: operands, sizes, leading dimensions, the epilogue's, ``m_count`` (device_m only).
 
-        m is the number of A's rows. D has as many, or ``tokens`` where the epilogue has halves.
+        m is the number of A's rows, or its bound. D has as many, or ``tokens`` where the epilogue has halves.
         """
         return (
             Param("a", "ptr", f"const {self.a.cpp}*"),
@@ -80,7 +86,12 @@ class GemmProblem:
             Param("ldb", "i32"),
             Param("ldd", "i32"),
             *self.epilogue.params(),
+            *(Param("m_count", "count"),) * self.device_m,
         )
+
+
+HOST_M = Constraint("device_m", "M is known on the host", lambda problem, tile, arch: not problem.device_m)
+"""Constraint of families that cannot read M on the device; takes (problem, tile, arch)."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 _OTHER_REGISTERS = 40
-"""What a thread needs beside accumulators and fragments: addresses, counters, bounds."""
+"""Registers of a thread for addresses, counters and bounds."""
 _COLUMN_REGISTERS = 112
-"""What 16 columns of D need besides where each has a bias of 64 bits, a multiplier and a shift, and 64-bit values."""
+"""Registers for 16 columns of D with 64-bit sums and biases, a multiplier and a shift each."""
 _NEEDS_MORE = ("sm_100", "sm_120")
-"""Architectures whose compilers compute many columns at the same time: without these registers, they spill."""
+"""Architectures on which the compiler computes many columns at once, and spills without these registers."""
 
 
 def registers(tile: TileConfig) -> int:
@@ -93,10 +93,10 @@ TILE_CONSTRAINTS = (
     SPLITS,
     CLUSTERS,
 )
-"""Tile rules of the raw tensor-core families, on (problem, tile, arch)."""
+"""Constraints of tiles of the raw tensor-core families; each takes (problem, tile, arch)."""
 
 OPERANDS = Constraint("operands", "are s8 x s8", lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8)
-"""Of int8 families."""
+"""Constraint of int8 families; takes (problem, tile, arch)."""
 
 SHARED_MEMORY = "pipeline and staging of a CTA fit what the architecture gives one"
 """Reason of the families' limit of shared memory."""
@@ -112,7 +112,7 @@ def staging_bytes(problem: GemmProblem, tile: TileConfig, padding: int = 0) -> i
 
 
 class RawGemm(Family[Problem, TileConfig]):
-    """A family of tiles of warps on the tensor cores."""
+    """A family of raw tensor-core GEMMs, tiled by warps."""
 
     tile_type = TileConfig
 
@@ -150,7 +150,8 @@ def gemm_source(
     """Emit a kernel that fills the epilogue's arguments and calls ``qcut::{function}`` of ``gemm/{header}.cuh``.
 
     A column-major D is the row-major ``D^T = B^T A^T``: the kernel calls the same function with the operands and their
-    sizes swapped. The text ``first`` precedes the function's other template arguments.
+    sizes swapped. The text ``first`` precedes the function's other template arguments. Where M is read on the device,
+    CTAs that have no tile return first.
     """
     swapped = problem.layout_d == "column"
     (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
@@ -158,6 +159,10 @@ def gemm_source(
     operands, call = ("B, A", "b, a, d, n, m, k, ldb, lda") if swapped else ("A, B", "a, b, d, m, n, k, lda, ldb")
     align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
     params = problem.params()
+    counted = (
+        "m = qcut::device_count(m_count, m);",
+        f"if (!qcut::has_tile<Tile>({'n, m' if swapped else 'm, n'})) return;",
+    )
     extra = "integers" if problem.epilogue.rescale else "halves" if problem.epilogue.halves else ""
     return kernel_source(
         name,
@@ -166,6 +171,7 @@ def gemm_source(
         f"using Tile = qcut::Tile<{', '.join(map(str, shape))}, {tile.stages}, {tile.splits}>;",
         *operand_types(problem),
         *problem.epilogue.statements(params),
+        *(counted if problem.device_m else ()),
         f"qcut::{function}<{first}Tile, {operands}, Epilogue, {align_d}, {flag(swapped)}>({call}, ldd, args);",
         device_code=include(f"gemm/{header}.cuh") + (include(f"gemm/{extra}.cuh") if extra else ""),
         block=tile.threads,

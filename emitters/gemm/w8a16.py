@@ -23,14 +23,14 @@ PROBLEM_CONSTRAINTS = (
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
 )
-"""What all families of 16-bit tokens and int8 weights take, except CUTLASS's."""
+"""Constraints of all families of 16-bit tokens and int8 weights, except CUTLASS's."""
 CONSTRAINTS = (
     *PROBLEM_CONSTRAINTS,
     *TILE_CONSTRAINTS,
     Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
     shared_memory(SHARED_MEMORY, smem_bytes),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 class W8A16Mma(RawGemm[GemmProblem]):
@@ -42,7 +42,7 @@ class W8A16Mma(RawGemm[GemmProblem]):
     lda >= k. k may be anything >= 1 in both cases. D and the residual as in `qcut.emitters.gemm.mma.Int8Mma`.
 
     Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
-    by K and the tile's K alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
+    only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
     row's result does not depend on the other rows; the same inputs give the same bits.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``prmt``, ``cp.async``.
@@ -53,7 +53,7 @@ class W8A16Mma(RawGemm[GemmProblem]):
     smem_bytes = staticmethod(smem_bytes)
 
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
-        """Return tiles from decode (16 rows, many CTAs along N) to prompts, all legal on `arch`."""
+        """Return tiles from decode (16 rows, many CTAs along N) to prefill, all legal on `arch`."""
         shapes = (
             ((16, 32, 128), (16, 16), 5),
             ((16, 64, 128), (16, 16), 5),

@@ -1,4 +1,4 @@
-"""W8A16 on ``wgmma`` for sm_90a: from some tens of tokens to prompts, weights converted in registers.
+"""W8A16 on ``wgmma`` for sm_90a: from some tens of tokens to prefill, weights converted in registers.
 
 ``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, the sum in float32. Device code:
 ``include/qcut/gemm/w8a16_wgmma.cuh``; host code, which makes the tokens' tensor map: ``w8a16_launcher.cuh``.
@@ -14,7 +14,7 @@ from qcut.emitters.core.constraints import SPLITS, Constraint
 from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import include
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 
 TOKENS = (32, 64, 128, 256)
@@ -24,9 +24,9 @@ GROUP_ROWS = 64
 UNIT_COLUMNS = 128
 """Columns of weights that a warp loads at a time."""
 BOX_TOKENS = 32
-"""Tokens of a copy in a tile that is not whole."""
+"""Tokens of one copy in a partial tile."""
 COPY_REGISTERS = 32
-"""Registers of a thread of the warpgroup that copies, once it has given up the others."""
+"""Registers of a thread of the copying warpgroup after ``setmaxnreg``."""
 _ARCH = architecture("sm_90a")
 _OTHER_REGISTERS = 26
 """Registers of a multiplying thread for addresses, counters and bounds."""
@@ -40,7 +40,7 @@ class W8A16WgmmaTile:
         tokens: tokens of a CTA's tile: 32, 64, 128 or 256.
         groups: warpgroups of a CTA that multiply, 64 rows of weights each. One more copies tokens.
         splits: CTAs of a cluster, which divide K: 1, 2, 4 or 8.
-        stages: parts of 64 columns whose tokens shared memory holds at once.
+        stages: stages of the tokens' pipeline, 64 columns each.
         prefetch: units of 128 columns of weights that a warp has in flight.
         ctas: CTAs of a multiprocessor that registers are kept for.
     """
@@ -95,6 +95,7 @@ def smem_bytes(problem: GemmProblem, tile: W8A16WgmmaTile) -> int:
 
 CONSTRAINTS = (
     *PROBLEM_CONSTRAINTS,
+    HOST_M,
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_k", "is a multiple of 8: a tensor map's rows", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
@@ -115,7 +116,7 @@ CONSTRAINTS = (
         lambda p, t, arch: smem_bytes(p, t) <= min(_ARCH.smem_bytes, _ARCH.sm_smem_bytes // t.ctas - 1024),
     ),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 def ctas(tile: W8A16WgmmaTile, m: int, n: int) -> int:
@@ -132,7 +133,7 @@ class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
     read after.
 
     Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
-    the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
+    the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
     depend on the other rows; the same inputs give the same bits.
 
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk.tensor``, ``mbarrier``, ``barrier.cluster``.
@@ -144,7 +145,7 @@ class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
     smem_bytes = staticmethod(smem_bytes)
 
     def threads(self, tile: W8A16WgmmaTile) -> int:
-        """One warpgroup for each group of rows, and what copies."""
+        """One warpgroup for each group of rows, and the one that copies."""
         return tile.threads
 
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[W8A16WgmmaTile, ...]:

@@ -60,7 +60,7 @@ class Int8Wmma(RawGemm[GemmProblem]):
         return max(pipeline, staging_bytes(problem, tile, _STAGING_PADDING))
 
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
-        """Return tiles from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses."""
+        """Return tiles from decode (16 rows) to prefill, all legal on `arch`; dispatch or a tuner chooses."""
         shapes = (
             ((16, 64, 128), (16, 16), 5),
             ((32, 64, 128), (16, 32), 5),

@@ -31,9 +31,9 @@ class CodebookStreamTile:
         warps: warps of a CTA, which share K.
         units: units of 128 columns of every row tile that a warp multiplies.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
-        prefetch: row tiles whose units a warp has in flight.
-        alone: whether a CTA has its multiprocessor to itself. Where several fit, the CTAs of the next kernel, which
-            start early, would come beside busy ones instead of on idle multiprocessors.
+        prefetch: row tiles of units that a warp has in flight.
+        alone: whether a CTA has its multiprocessor to itself. Otherwise the early CTAs of the next kernel would share
+            busy multiprocessors instead of taking idle ones.
     """
 
     tokens: int
@@ -119,7 +119,7 @@ CONSTRAINTS = (
     ),
     shared_memory("the table, and the sums or tokens of all warps, fit what the architecture gives a CTA", smem_bytes),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
@@ -165,7 +165,7 @@ CODEBOOK_STREAM = CodebookStream()
 
 
 def shared_last(problem: CodebookProblem) -> str:
-    """What follows the arguments of a template of shared memory where int8 products have a table of pairs."""
+    """Last template argument of the shared memory of int8 products with a table of pairs."""
     return ", true" if problem.pairs and problem.x is DType.S8 else ""
 
 
@@ -210,7 +210,7 @@ def decode_source(
         smem_bytes: dynamic shared memory per CTA.
         cluster: CTAs that share K.
         ctas_per_sm: CTAs of a multiprocessor that the compiler keeps registers for.
-        alone: whether a CTA asks for more than half of a multiprocessor's shared memory, whatever it uses.
+        alone: whether a CTA reserves more than half of a multiprocessor's shared memory.
     """
     x, params = problem.x.cpp, problem.params()
     return kernel_source(

@@ -23,7 +23,7 @@ class CodebookRoundsTile:
 
     Attributes:
         tokens: the most tokens of a launch: 1, 2, 4, 8 or 16.
-        row_tiles: tiles of 16 rows of a CTA, all of which a warp multiplies in each round.
+        row_tiles: tiles of 16 rows of a CTA; a warp multiplies all of them in each round.
         warps: warps of a CTA, which take a unit of 128 columns each in a round.
         ctas: CTAs that an SM's registers and shared memory hold.
     """
@@ -68,7 +68,7 @@ def register_limit(tile: CodebookRoundsTile) -> int:
 def smem_bytes(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
     """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same.
 
-    CTAs that fit an SM's registers fit every architecture's shared memory, too, but for tables of pairs.
+    CTAs that fit an SM's registers also fit every architecture's shared memory, except with tables of pairs.
     """
     blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
     staged = blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
@@ -100,7 +100,7 @@ CONSTRAINTS = (
         lambda p, t, arch: t.ctas * (smem_bytes(p, t) + 1024) <= architecture(arch).sm_smem_bytes,
     ),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 class CodebookStreamRounds(StreamFamily[CodebookProblem, CodebookRoundsTile]):

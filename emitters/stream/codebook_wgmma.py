@@ -22,7 +22,7 @@ _SMEM_BYTES = architecture("sm_90a").smem_bytes
 GROUP_ROWS = 4 * ROW_TILE
 """Rows of a warpgroup."""
 TOKENS = (8, 16, 32, 64, 96, 128, 160, 192)
-"""Tokens of a CTA to choose from."""
+"""Allowed tokens of a CTA."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class CodebookStreamWgmmaTile:
         tokens: tokens of a CTA, one of `TOKENS`.
         groups: warpgroups of a CTA, 64 rows each.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
-        stages: units whose tokens shared memory holds at once.
+        stages: stages of the tokens' pipeline, a unit each.
         prefetch: units of weights that a warp has in flight.
-        alone: as of `qcut.emitters.stream.codebook.CodebookStreamTile`.
+        alone: see `qcut.emitters.stream.codebook.CodebookStreamTile`.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ CONSTRAINTS = (
         lambda p, t, arch: smem_bytes(p, t) <= _SMEM_BYTES,
     ),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
@@ -119,7 +119,7 @@ _SHAPES = {
         (128, 2, 2),
     ),
 }
-"""Tokens, groups and splits of tiles for prompts: those that were the fastest somewhere on an H200."""
+"""Tokens, groups and splits of tiles for prefill: the fastest of some shape on an H200."""
 
 
 def _deepest(problem: CodebookProblem, tokens: int, groups: int, splits: int) -> tuple[CodebookStreamWgmmaTile, ...]:
@@ -161,7 +161,7 @@ class CodebookStreamWgmma(Family[CodebookProblem, CodebookStreamWgmmaTile]):
         return Grid(tile.tokens, (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1))
 
     def default_tiles(self, problem: CodebookProblem, arch: str) -> tuple[CodebookStreamWgmmaTile, ...]:
-        """Return tiles for prompts, each with as many units of weights and of tokens in flight as fit."""
+        """Return tiles for prefill, each with as many units of weights and of tokens in flight as fit."""
         shapes = _SHAPES[DType.S8 if problem.x is DType.S8 else DType.F16]
         return tuple(tile for shape in shapes for tile in _deepest(problem, *shape))
 

@@ -1,4 +1,4 @@
-"""What families of few tokens have in common, whose CTAs take tiles of 16 rows of weights."""
+"""Shared by the decode families: a CTA takes tiles of 16 rows of weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROW_TILE = 16
 
 
 class StreamFamily(Family[Problem, Tile]):
-    """A family of few tokens. Its tiles have tokens, row tiles and warps of a CTA, and splits of K over a cluster."""
+    """A family for decode. Its tiles have tokens, row tiles and warps of a CTA, and splits of K over a cluster."""
 
     def threads(self, tile: Any) -> int:
         """32 for each warp."""

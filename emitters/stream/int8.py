@@ -63,4 +63,4 @@ CUT_CONSTRAINTS = (
         lambda p, t, arch: 1 <= t.prefetch <= t.row_tiles,
     ),
 )
-"""What a cut can be, on (problem, tile, arch)."""
+"""Constraints of a tile's sizes; each takes (problem, tile, arch)."""

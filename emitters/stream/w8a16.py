@@ -10,13 +10,13 @@ from __future__ import annotations
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 from qcut.emitters.stream.family import StreamFamily
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 MAX_TOKENS = 32
-"""The most rows of a that registers hold beside the weights in flight."""
+"""Largest number of rows of a that registers hold with the weights in flight."""
 TOKENS = (8, 16, 32)
 """Tokens that a tile may hold."""
 _OTHER_REGISTERS = 24
@@ -40,6 +40,7 @@ def registers(tile: W8A16Tile) -> int:
 
 CONSTRAINTS = (
     *PROBLEM_CONSTRAINTS,
+    HOST_M,
     ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
     Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in TOKENS),
@@ -53,7 +54,7 @@ CONSTRAINTS = (
     CLUSTERS,
     shared_memory("the sums of a CTA's warps fit what the architecture gives it", smem_bytes),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
@@ -65,7 +66,7 @@ class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
     element by element. b and the vectors of n are read before the kernel waits for its predecessor.
 
     Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
-    the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
+    the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
     depend on the other rows; the same inputs give the same bits.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``ld.global.nc``, ``griddepcontrol``, ``barrier.cluster``.

@@ -1,8 +1,8 @@
 """W8A8 for few tokens, bound by memory, on ``mma.sync.m16n8k32``, with int8 weights in the layout of the int8 GEMMs.
 
-Tokens are int8, or rows of floats whose largest magnitudes the previous kernel has stored. The kernel quantizes such
-rows as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``, and ``int16x8.cuh`` for int16 tokens in halves,
-whose two sums of an element are combined before warps add theirs; ``integers.cuh`` where the epilogue rescales.
+Tokens are int8, or rows of floats that the kernel quantizes as it loads them, by largest magnitudes that the previous
+kernel stored. Device code: ``include/qcut/stream/w8a8.cuh``, and ``int16x8.cuh`` for int16 tokens as a
+hi/lo split, whose two sums are combined before warps add theirs; ``integers.cuh`` if the epilogue rescales.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from qcut.emitters.stream.family import StreamFamily
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 MAX_TOKENS = 32
-"""The most int8 tokens of a kernel, which registers hold beside the weights in flight."""
+"""Largest number of int8 tokens that registers hold with the weights in flight."""
 MAX_ROWS = 8
-"""The most rows that a kernel quantizes, and the most tokens in halves: the columns of one tensor-core product."""
+"""Largest number of rows that a kernel quantizes, and of int16 tokens: the columns of one product."""
 Tokens = Literal["none", "given", "rows", "floats"]
 
 _TOKENS = (1, 2, 4, 8, 16, 32)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
-"""Registers of a thread for addresses, counters, bounds and a token on its way."""
+"""Registers of a thread for addresses, counters, bounds and a token in flight."""
 _OTHER_REGISTERS_INT8 = 24
-"""The same where several tiles of int8 tokens leave no token on its way."""
+"""Registers of a thread for addresses, counters and bounds, with several tiles of int8 tokens."""
 _NEEDS_MORE = ("sm_100", "sm_120")
-"""Architectures whose compilers need more registers to quantize eight rows: without them, they spill."""
+"""Architectures on which quantizing eight rows needs more registers: without them, the compiler spills."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class W8A8Problem:
             previous kernel does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, which
             the kernel quantizes as `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for
             ``given``. ``floats``: rows whose largest magnitudes the kernel finds.
-        x: element type of rows; int8 tokens have no use for it.
+        x: element type of rows; unused by int8 tokens.
         epilogue: one with a scale for each token and each channel, or one that rescales: tokens are then ``none`` or
             ``given``, without scales, and with halves rows of int16.
         aligned: addresses and strides of rows are multiples of 16 bytes.
@@ -73,7 +73,7 @@ class W8A8Problem:
         """Arguments, in order: those of a `GemmProblem`, ``absmax`` where there is one, ``activation``.
 
         int8 and int16 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``,
-        ``floats`` neither. With halves, ``tokens`` counts, and m is of no use.
+        ``floats`` neither. With halves, ``tokens`` is the number of tokens, and m is unused.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
@@ -104,7 +104,7 @@ class W8A8Tile(Int8StreamTile):
 
     @property
     def name(self) -> str:
-        """That of an `Int8StreamTile`, and ``_c`` with common sums."""
+        """The name of an `Int8StreamTile`, and ``_c`` with common sums."""
         return super().name + "_c" * self.common_sums
 
 
@@ -187,7 +187,7 @@ CONSTRAINTS = (
     CLUSTERS,
     shared_memory("sums fit what the architecture gives a CTA", smem_bytes),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
@@ -260,7 +260,7 @@ INT8_STREAM = Int8Stream()
 
 
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
-    """Whether there is a kernel for m tokens of k columns, with any N and on a GPU of any size."""
+    """Whether there is a kernel for m tokens of k columns, for any N and number of SMs."""
     try:
         INT8_STREAM.validate(problem, W8A8Tile(1, 1, tokens=tokens_of(problem, m, k)), arch)
     except EmitError:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
-from qcut.emitters.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
+from qcut.emitters.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma
 from qcut.emitters.attention.prompt import tiles
-from qcut.emitters.attention.prompt_mma import PromptMma, emit_prompt_mma
-from qcut.emitters.attention.prompt_wgmma import PARTS, PromptWgmma, emit_prompt_wgmma
+from qcut.emitters.attention.prompt_mma import PromptMma
+from qcut.emitters.attention.prompt_wgmma import PARTS, PromptWgmma
 from qcut.emitters.attention.scores import PLAIN, Scores
-from qcut.emitters.attention.simt import AttentionDecode, emit_attention_decode
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.attention.simt import AttentionDecode
+from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.jit.debug import logs_choice
 
@@ -36,11 +36,6 @@ _CLUSTER_CYCLES = 1000
 _WORKSPACE_CYCLES = 4000
 """Cycles in which parts meet in a workspace, before the cycles that each part adds."""
 _PART_CYCLES = 20
-
-
-def emit_attention(desc: Attention) -> KernelSource:
-    """Text of an attention kernel of either form. Kernels of both forms take the same arguments."""
-    return emit_attention_mma(desc) if isinstance(desc, AttentionMma) else emit_attention_decode(desc)
 
 
 @logs_choice
@@ -144,11 +139,6 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
 
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def emit_prompt_attention(desc: PromptKernel) -> KernelSource:
-    """Text of a kernel of prompt attention of either form. Kernels of both forms take the same arguments."""
-    return emit_prompt_wgmma(desc) if isinstance(desc, PromptWgmma) else emit_prompt_mma(desc)
 
 
 def prompt_attention_menu(

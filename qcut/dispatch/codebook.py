@@ -14,8 +14,8 @@ from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import best_tile, choose
 from qcut.dispatch.heuristics.codebook_stream_wgmma import DECODE_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.rotate import Kind, RotateTokens, emit_rotate, padded_columns
-from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
+from qcut.emitters.codebook.rotate import Kind, RotateTokens, padded_columns
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -116,11 +116,6 @@ def select_rotation(
         return (dense,)
     columns = passes * padded_columns(k, min(group_size, k))
     return dense, RotateTokens.for_shape(DType.F32, out, "none", arch, m, columns, columns, sm_count=sms)
-
-
-def emit_rotation(rotation: Rotation) -> KernelSource:
-    """Text of one kernel of `select_rotation`."""
-    return emit_rotate_dense(rotation) if isinstance(rotation, RotateTokensDense) else emit_rotate(rotation)
 
 
 def rotation_grid(rotation: Rotation, k_padded: int) -> Grid:

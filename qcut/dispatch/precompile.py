@@ -18,38 +18,24 @@ from itertools import product
 from typing import Any
 
 from qcut.dispatch import closed, codebook, gemm
-from qcut.dispatch.attention import (
-    emit_attention,
-    emit_prompt_attention,
-    prompt_attention_menu,
-    select_attention,
-)
+from qcut.dispatch.attention import prompt_attention_menu, select_attention
 from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import best_tile
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
-from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
-from qcut.emitters.decoder.append import ROTARY, RotateAndAppend, emit_append
-from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.cache import TURNED_HEADS
-from qcut.emitters.decoder.embed import EmbedRows, emit_embed
-from qcut.emitters.decoder.norm import NormRows, emit_norm
-from qcut.emitters.decoder.quantize import (
-    ColSum,
-    Dequantize,
-    QuantizePerTensor,
-    QuantizePerToken,
-    emit_colsum,
-    emit_dequantize,
-    emit_quantize_per_tensor,
-    emit_quantize_per_token,
-)
-from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
+from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows
+from qcut.emitters.decoder.append import ROTARY, RotateAndAppend
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
+from qcut.emitters.decoder.cache import ROTATED_HEADS
+from qcut.emitters.decoder.embed import EmbedRows
+from qcut.emitters.decoder.norm import NormRows
+from qcut.emitters.decoder.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
+from qcut.emitters.decoder.split_halves import SplitHalves
 from qcut.emitters.families import (
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
@@ -115,7 +101,7 @@ def _int8(target: Target) -> Iterator[KernelSource]:
                         tile = best_tile(INT8_STREAM, few, m, n, min(k, K_MAX), closed.reference(arch))
                         yield INT8_STREAM.emit(few, tile, arch)
     for aligned in _BOOLS:
-        yield emit_split_halves(SplitHalves(arch, aligned))
+        yield SplitHalves(arch, aligned).emit()
 
 
 def _int8_epilogues() -> Iterator[Epilogue]:
@@ -199,7 +185,7 @@ def _rotations(target: Target) -> Iterator[KernelSource]:
             if out in (x, DType.S8):
                 with suppress(EmitError):  # qr takes no float32
                     rotations = codebook.select_rotation(kind, x, out, m, k, group, passes, target, aligned=aligned)
-                    yield from map(codebook.emit_rotation, rotations)
+                    yield from (desc.emit() for desc in rotations)
 
 
 # ── a decoder's rows and attention ───────────────────────────────────────────────────────────────
@@ -212,25 +198,25 @@ def _rows(target: Target) -> Iterator[KernelSource]:
         for k, m in product(_widths(), (1, 4 * sms, 1 << 24)):  # few rows, many, and many for every SM
             for halves in _BOOLS:
                 options = {"aligned": aligned, "halves": halves}
-                yield emit_quantize_per_token(QuantizePerToken.for_shape(x, arch, m, k, sm_count=sms, **options))
-                yield emit_quantize_per_tensor(QuantizePerTensor.for_shape(x, arch, m, k, **options))
-            yield emit_dequantize(Dequantize.for_shape(x, arch, m, k, aligned=aligned))
+                yield QuantizePerToken.for_shape(x, arch, m, k, sm_count=sms, **options).emit()
+                yield QuantizePerTensor.for_shape(x, arch, m, k, **options).emit()
+            yield Dequantize.for_shape(x, arch, m, k, aligned=aligned).emit()
         for layer, residual, quantized, many in product(_BOOLS, repeat=4):
             usual = aligned and x is not DType.F32
             for vectors in closed.VECTOR_POINTS if usual else closed.FEW_VECTOR_POINTS:
                 flags: dict[str, Any] = {"many": many, "residual": residual, "quantized": quantized}
                 with suppress(EmitError):
                     width = vectors * 128 // x.bits
-                    yield emit_norm(NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags))
+                    yield NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags).emit()
         for kind in ACTIVATIONS:
-            yield emit_activation(ActivateRows(kind, x, arch, aligned))
+            yield ActivateRows(kind, x, arch, aligned).emit()
         for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
-            yield emit_embed(EmbedRows(x, table, arch, places, aligned, zeroes))
+            yield EmbedRows(x, table, arch, places, aligned, zeroes).emit()
     for x, parts in product(FLOATS, (1, PARTS) if target.exchanges_in_clusters else (1,)):
         for advances, tells in ((False, False), (True, False), (True, True)):
-            yield emit_argmax(ArgmaxRows(x, arch, advances, parts, tells))
+            yield ArgmaxRows(x, arch, advances, parts, tells).emit()
     for aligned in _BOOLS:
-        yield emit_colsum(ColSum(arch, aligned))
+        yield ColSum(arch, aligned).emit()
 
 
 @lru_cache
@@ -245,9 +231,9 @@ def _attention(target: Target) -> Iterator[KernelSource]:
         for cache, values in _caches(x, head):
             for rotary, many in product(ROTARY, _BOOLS):
                 with suppress(EmitError):
-                    yield emit_append(RotateAndAppend(x, cache, head, rotary, arch, many, values=values))
+                    yield RotateAndAppend(x, cache, head, rotary, arch, many, values=values).emit()
             for kernel in prompt_attention_menu(x, cache, head, arch, values):
-                yield emit_prompt_attention(kernel)
+                yield kernel.emit()
             for queries, cluster in product(closed.QUERIES, CLUSTERS):
                 yield from _attention_forms(x, cache, values, head, queries, cluster, target)
 
@@ -255,7 +241,7 @@ def _attention(target: Target) -> Iterator[KernelSource]:
 def _caches(x: DType, head: int) -> Iterator[tuple[DType, DType | None]]:
     """Types of keys, and of values where these have another, that an engine with activations of type x may keep."""
     yield from ((x, None), (DType.S8, None))
-    if x in HALVES and head in TURNED_HEADS:
+    if x in HALVES and head in ROTATED_HEADS:
         yield from ((DType.U4, None), (DType.S8, DType.U4))
 
 
@@ -265,13 +251,13 @@ def _attention_forms(
     if not AttentionMma.is_legal(x, cache, head, 1, target.arch, values=values):
         with suppress(EmitError):
             desc, _ = select_attention(x, cache, head, queries, target, batch=1, kv_heads=1, context=TILE)
-            yield emit_attention(desc)
+            yield desc.emit()
         return
     if cluster > 1 and not closed.has_clusters(head, target):
         return
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)
-        yield emit_attention(kernel)
+        yield kernel.emit()
         for rotary, norms in product(_BOOLS, _BOOLS):
             if not norms or closed.has_head_norms(head, rotary, target):
-                yield emit_attention_append(AttentionAppend(kernel, rotary, norms))
+                yield AttentionAppend(kernel, rotary, norms).emit()

@@ -160,7 +160,7 @@ class Kernel:
     def _logged_launch(
         self, grid: tuple[int, int, int], args: Sequence[int | float], stream: int, pdl: bool = False
     ) -> None:
-        sizes = ", ".join(f"{p.name}={value}" for p, value in zip(self._params, args, strict=False) if p.kind != "ptr")
+        sizes = ", ".join(f"{p.name}={value}" for p, value in zip(self._params, args, strict=False) if p.fmt != "P")
         dependent = ", early" if pdl else ""
         debug.log("launch", f"{self.name} on {grid} x {self.block}, stream {stream:#x}{dependent}: {sizes}")
         type(self).launch(self, grid, args, stream, pdl)

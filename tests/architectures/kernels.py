@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qcut.dispatch import codebook, gemm
-from qcut.dispatch.attention import emit_attention, emit_prompt_attention, select_prompt_attention
+from qcut.dispatch.attention import select_prompt_attention
 from qcut.dispatch.gpus import target_named
 from qcut.dispatch.heuristics import best_tile
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -16,12 +16,12 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder import quantize
-from qcut.emitters.decoder.activate import ActivateRows, emit_activation
-from qcut.emitters.decoder.append import RotateAndAppend, emit_append
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.embed import EmbedRows, emit_embed
-from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
-from qcut.emitters.decoder.norm import NormRows, emit_norm
+from qcut.emitters.decoder.activate import ActivateRows
+from qcut.emitters.decoder.append import RotateAndAppend
+from qcut.emitters.decoder.argmax import ArgmaxRows
+from qcut.emitters.decoder.embed import EmbedRows
+from qcut.emitters.decoder.embed_codebook import EmbedCodebook
+from qcut.emitters.decoder.norm import NormRows
 from qcut.emitters.families import (
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
@@ -51,7 +51,7 @@ def attention(arch: str) -> list[KernelSource]:
     if architecture(arch).clusters:
         parts += [AttentionMma.for_shape(F16, F16, 128, 4, arch, 8), AttentionMma.for_shape(BF16, BF16, 64, 1, arch, 2)]
     steps = [AttentionAppend(parts[0], True), AttentionAppend(parts[-1], False, settled=True)]
-    return [*map(emit_attention, (*simt, *parts)), *map(emit_attention_append, steps)]
+    return [*(desc.emit() for desc in (*simt, *parts)), *(desc.emit() for desc in steps)]
 
 
 def prompts(arch: str) -> list[KernelSource]:
@@ -66,7 +66,7 @@ def prompts(arch: str) -> list[KernelSource]:
         shape = {"sequences": 1, "length": length, "kv_heads": 8, "group": 4, "context": 4096}
         kernel = select_prompt_attention(x, cache, head, target_named(arch), **shape)
         assert kernel is not None
-        found.append(emit_prompt_attention(kernel))
+        found.append(kernel.emit())
     return found
 
 
@@ -78,17 +78,17 @@ def rows(arch: str) -> list[KernelSource]:
         NormRows.for_shape(F32, True, arch, 1280, residual=False, quantized=False),
     ]
     return [
-        *map(emit_append, appends),
-        *map(emit_norm, norms),
-        emit_embed(EmbedRows(F16, S8, arch, places=True)),
-        emit_embed_codebook(EmbedCodebook(F16, F16, (4,), 128, arch, places=True)),
-        emit_activation(ActivateRows("silu_mul", F16, arch)),
-        emit_argmax(ArgmaxRows(F16, arch, True)),
-        quantize.emit_quantize_per_token(quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096)),
-        quantize.emit_quantize_per_token(quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True)),
-        quantize.emit_quantize_per_tensor(quantize.QuantizePerTensor.for_shape(F32, arch, 4096, 1280)),
-        quantize.emit_dequantize(quantize.Dequantize.for_shape(F16, arch, 4096, 4096)),
-        quantize.emit_colsum(quantize.ColSum(arch)),
+        *(desc.emit() for desc in appends),
+        *(desc.emit() for desc in norms),
+        EmbedRows(F16, S8, arch, places=True).emit(),
+        EmbedCodebook(F16, F16, (4,), 128, arch, places=True).emit(),
+        ActivateRows("silu_mul", F16, arch).emit(),
+        ArgmaxRows(F16, arch, True).emit(),
+        quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096).emit(),
+        quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True).emit(),
+        quantize.QuantizePerTensor.for_shape(F32, arch, 4096, 1280).emit(),
+        quantize.Dequantize.for_shape(F16, arch, 4096, 4096).emit(),
+        quantize.ColSum(arch).emit(),
     ]
 
 
@@ -137,7 +137,7 @@ def codebooks(arch: str) -> list[KernelSource]:
         *codebook.select_rotation("hadamard", F16, S8, 64, 14336, 128, 2, gpu),
         *codebook.select_rotation("qr", BF16, S8, 8, 4096, 128, 1, gpu),
     ]
-    found = [codebook.emit_rotation(rotation) for rotation in rotations]
+    found = [rotation.emit() for rotation in rotations]
     for problem, m, n, units in (
         (half, 1, 14336, 32),
         (replace(half, rotates=F16), 1, 4096, 32),

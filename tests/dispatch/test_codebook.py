@@ -10,7 +10,7 @@ import pytest
 
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.buckets import m_bucket
-from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, emit_rotation, problem_of, select, select_rotation
+from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.heuristics.tiled import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -167,7 +167,7 @@ def test_weights_stream_past_few_tokens_on_every_gpu(x: DType, bits: int):
 def test_rotations(target: Target):
     def select_kinds(kind: str, out: DType) -> list[type]:
         found = select_rotation(kind, DType.F16, out, 16, 640, 128, 2, target)
-        assert all(emit_rotation(one).arch == target.arch for one in found)
+        assert all(one.emit().arch == target.arch for one in found)
         assert all(one.out is (out if one is found[-1] else DType.F32) for one in found)
         return [type(one) for one in found]
 

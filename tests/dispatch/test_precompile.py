@@ -20,16 +20,16 @@ from qcut.backends.cuda.gemm import Product
 from qcut.backends.cuda.integers import IntegerLayer
 from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.backends.cuda.linear import Int8Layer, LinearLayer
-from qcut.dispatch.attention import emit_attention, select_attention
+from qcut.dispatch.attention import select_attention
 from qcut.dispatch.closed import GROUPS, HEADS, has_head_norms, norm_columns
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.precompile import closed_set
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import ACTIVATIONS
 from qcut.emitters.core.source import INCLUDE_DIR, DType, EmitError, KernelSource
-from qcut.emitters.decoder.norm import NormRows, emit_norm
+from qcut.emitters.decoder.norm import NormRows
 from tests.support.binaries import build
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -136,19 +136,17 @@ def test_decoders_find_their_kernels(arch: str) -> None:
                     )
                 except EmitError:
                     continue
-                assert emit_attention(desc).name in names(arch)
+                assert desc.emit().name in names(arch)
                 if isinstance(desc, AttentionMma):
                     for rotary, norms in product((False, True), repeat=2):
                         if norms <= has_head_norms(head, rotary, gpu):
-                            step = emit_attention_append(AttentionAppend(desc, rotary, norms))
+                            step = AttentionAppend(desc, rotary, norms).emit()
                             assert step.name in names(arch)
             k, aligned = chance.randrange(1, 16384), chance.random() < 0.5
             columns = norm_columns(k, x, gpu, aligned=aligned)
             flags = {flag: chance.random() < 0.5 for flag in ("many", "residual", "quantized")}
             assert columns >= k
-            assert emit_norm(NormRows.for_shape(x, head == 64, arch, columns, aligned=aligned, **flags)).name in names(
-                arch
-            )
+            assert NormRows.for_shape(x, head == 64, arch, columns, aligned=aligned, **flags).emit().name in names(arch)
 
 
 def test_the_set_is_whole_and_small(arch: str) -> None:

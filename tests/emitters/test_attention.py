@@ -7,16 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from qcut.dispatch.attention import (
-    emit_attention,
-    emit_prompt_attention,
-    estimated_cycles,
-    prompt_attention_menu,
-    select_attention,
-    select_prompt_attention,
-)
+from qcut.dispatch.attention import estimated_cycles, prompt_attention_menu, select_attention, select_prompt_attention
 from qcut.dispatch.gpus import Target
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt import tiles
 from qcut.emitters.attention.prompt_mma import PromptMma
@@ -82,7 +75,7 @@ def test_short_contexts_have_no_tiles_that_do_nothing(cache: DType) -> None:
 def test_masks_alone_unpack_codes(arch: str) -> None:
     """Half of what a subtraction for each pair of codes would take: 256 of them for a lane's 16 keys and values."""
     packed = AttentionMma(F16, U4, 128, 4, arch, tiles=1)
-    for binary in build(emit_attention(packed), emit_attention(replace(packed, x=BF16))):
+    for binary in build(packed.emit(), replace(packed, x=BF16).emit()):
         found = [name for name in listing(binary.cubin) if name.startswith(("HADD2", "HFMA2", "HMUL2"))]
         assert sum(".F32" not in name for name in found) < 16, found
 
@@ -90,10 +83,10 @@ def test_masks_alone_unpack_codes(arch: str) -> None:
 def test_short_contexts_append_with_half_the_code() -> None:
     """Code that runs once has to be fetched: a step over a few tokens takes as long as that."""
     long = AttentionMma.for_shape(F16, S8, 128, 4, "sm_90a")
-    texts = [emit_attention_append(AttentionAppend(desc, True)) for desc in (long, long.shortened(64))]
+    texts = [AttentionAppend(desc, True).emit() for desc in (long, long.shortened(64))]
     whole, short = (len(listing(binary.cubin)) for binary in build(*texts))
     assert short < 0.7 * whole
-    read = build(emit_attention(long))[0]
+    read = build(long.emit())[0]
     assert whole < 1.22 * len(listing(read.cubin))  # what turns, rounds and stores a new row stands there once
 
 
@@ -178,7 +171,7 @@ def test_tiles_hold_every_row() -> None:
 
 def test_softmax_runs_beside_the_products_of_values() -> None:
     """Between the wait for scores and that for weighted values lie a block's exponentials."""
-    [binary] = build(emit_prompt_attention(PROMPT_WGMMA))
+    [binary] = build(PROMPT_WGMMA.emit())
     found = listing(binary.cubin)
     text = " ".join(name for name in found if name.startswith(("HGMMA", "WARPGROUP.DEPBAR", "MUFU.EX2")))
     both = r"(?:HGMMA\S* ){16}WARPGROUP\S* ((?:MUFU\S* )+)WARPGROUP"

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from qcut import jit
-from qcut.dispatch.codebook import emit_rotation, select
+from qcut.dispatch.codebook import select
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import best_tile
 from qcut.dispatch.heuristics.codebook_wgmma import cycles
@@ -163,9 +163,9 @@ def test_grid_refuses_what_does_not_fit():
 
 
 def test_rotations_hold_their_instructions():
-    rows = instructions(build(emit_rotation(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64)))[0].cubin)
+    rows = instructions(build(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64).emit())[0].cubin)
     assert {"SHFL.BFLY", "LDG.E.128", "STG.E.128", "STS.128", "LDS.128"} <= rows
-    dense = instructions(build(emit_rotation(RotateTokensDense(BF16, BF16, 128, "sm_90a")))[0].cubin)
+    dense = instructions(build(RotateTokensDense(BF16, BF16, 128, "sm_90a").emit())[0].cubin)
     assert "HMMA.16816.F32.BF16" in dense
     assert any(name.startswith("LDGSTS") for name in dense)
     assert any(name.startswith("LDSM") for name in dense)

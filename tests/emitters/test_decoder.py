@@ -8,14 +8,7 @@ from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.embed import EmbedRows
 from qcut.emitters.decoder.norm import NormRows
-from qcut.emitters.decoder.quantize import (
-    ColSum,
-    Dequantize,
-    QuantizePerTensor,
-    QuantizePerToken,
-    emit_colsum,
-    emit_quantize_per_token,
-)
+from qcut.emitters.decoder.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
 from tests.emitters.conformance.decoder import CODEBOOK, F16, F32, S8, appends
 
 
@@ -69,7 +62,7 @@ def test_every_column_has_a_thread(k: int, rows: int) -> None:
 @pytest.mark.parametrize("x", [DType.F16, DType.F32])
 def test_per_token_layout_covers_the_row(x: DType, k_padded: int, m: int):
     desc = QuantizePerToken.for_shape(x, "sm_90a", m, k_padded)
-    emit_quantize_per_token(desc)
+    desc.emit()
     assert desc.vectors == 0 or desc.row_elements >= k_padded
     rows = desc.grid(m, k_padded)[0] * desc.rows
     assert m <= rows < m + desc.rows
@@ -98,4 +91,4 @@ def test_rows_beyond_a_kernel_are_refused() -> None:
     with pytest.raises(EmitError, match="257 columns; this kernel holds rows of up to 256"):
         QuantizePerToken(F16, "sm_80", 32, 1).grid(1, 257)
     with pytest.raises(EmitError, match="architecture 'sm_75' is not one of"):
-        emit_colsum(ColSum("sm_75"))
+        ColSum("sm_75").emit()

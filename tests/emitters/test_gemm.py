@@ -13,13 +13,14 @@ from qcut.dispatch.gemm import select_gemm
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.source import DType, EmitError
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.families import INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_MMA
 from qcut.emitters.gemm import w8a16_wgmma
 from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.gemm.wmma import Int8Wmma
+from tests.architectures.reading import report_faults
 from tests.emitters.conformance.gemm import (
     BIASED,
     GROUPS,
@@ -51,6 +52,7 @@ PROBLEM = GemmProblem(epilogue=HALVES)
         (lambda: replace(HALVES, zero_point="per_token"), "halves"),
         (lambda: GemmProblem(epilogue=HALVES, layout_a="column"), "halves"),
         (lambda: GemmProblem(DType.F16, epilogue=HALVES), "halves"),
+        (lambda: GemmProblem(epilogue=HALVES, device_m=True), "halves"),
         (lambda: Epilogue(DType.S16), "s16"),
         (lambda: Epilogue(DType.S16, rescale=True), "rescale|s16"),
         (lambda: Epilogue(DType.S8, halves=True, rescale=True), "rescale"),
@@ -72,6 +74,25 @@ def test_grid_has_a_cta_a_tile_and_split():
     assert INT8_DP4A.grid(SIMT, 257)(129) == (6, 1, 1)
     assert w8a16_wgmma.ctas(GROUPS, 64, 14336) == 112
     assert w8a16_wgmma.ctas(W8A16WgmmaTile(64, 1, 4, 12, 2, 2), 65, 1281) == 21 * 2 * 4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_device_m_adds_a_parameter_and_an_exit(arch: str) -> None:
+    """The rest of the text is that of M known on the host."""
+    for problem, sizes in ((INT8, "m, n"), (replace(INT8, layout_d="column"), "n, m")):
+        host, device = (INT8_MMA.emit(replace(problem, device_m=read), SMALL, arch) for read in (False, True))
+        added = f"  m = qcut::device_count(m_count, m);\n  if (!qcut::has_tile<Tile>({sizes})) return;\n"
+        assert device.params == (*host.params, Param("m_count", "count"))
+        text = device.text.replace(added, "").replace(", const int* m_count", "").replace(device.name, host.name)
+        assert text == host.text
+    assert not report_faults(device, *build(device), 0)
+
+
+def test_a_count_needs_its_bound() -> None:
+    count = Param("m_count", "count")
+    with pytest.raises(EmitError, match="'m_count' has no i32 parameter 'm'"):
+        KernelSource("k", "", "k", (Param("m", "f32"), count), "sm_80")
+    assert KernelSource("k", "", "k", (Param("m", "i32"), count), "sm_80").struct_format == "@iP"
 
 
 def test_menus_split_k_only_in_clusters():

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qcut.backends.cuda.gemm import Product
 from qcut.backends.cuda.launch.plans import LaunchSpec
 from qcut.backends.cuda.linear import linear_problem
 from qcut.backends.cuda.quantize import per_tensor_spec, per_token_spec
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.attention.mma import AttentionMma, emit_attention_mma
-from qcut.emitters.attention.prompt_mma import PromptMma, emit_prompt_mma
-from qcut.emitters.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
+from qcut.emitters.attention.append import AttentionAppend
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.prompt_mma import PromptMma
+from qcut.emitters.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.attention.scores import Scores
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.decoder.activate import ActivateRows, emit_activation
-from qcut.emitters.decoder.append import RotateAndAppend, emit_append
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.embed import EmbedRows, emit_embed
-from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
+from qcut.emitters.decoder.activate import ActivateRows
+from qcut.emitters.decoder.append import RotateAndAppend
+from qcut.emitters.decoder.argmax import ArgmaxRows
+from qcut.emitters.decoder.embed import EmbedRows
+from qcut.emitters.decoder.embed_codebook import EmbedCodebook
+from qcut.emitters.families import INT8_MMA
+from tests.emitters.conformance.gemm import INT8, SMALL
 from tests.support.binaries import build, listing
 from tests.support.fakes.launches import H200
 
@@ -45,15 +49,16 @@ def unpromised() -> list[KernelSource]:
         per_token_spec(F16, 1, 256, H200, aligned=True).source,
         per_tensor_spec(F16, 256, H200, aligned=True).source,
         stream("none").source,
-        emit_activation(ActivateRows("silu_mul", F16, ARCH, True)),
-        emit_append(RotateAndAppend(F16, F16, 64, "half", ARCH, False, True)),
-        emit_argmax(ArgmaxRows(F16, ARCH, True)),
-        emit_attention_mma(attention),
-        *(emit_attention_append(AttentionAppend(attention, True, norms)) for norms in (False, True)),
-        emit_prompt_mma(PromptMma.for_shape(F16, DType.S8, 64, ARCH)),
-        *(emit_prompt_wgmma(PromptWgmma.for_shape(F16, cache, 128, ARCH)) for cache in (F16, DType.S8)),
-        emit_embed(EmbedRows(F16, DType.S8, ARCH, True, True)),
-        emit_embed_codebook(EmbedCodebook(F16, F16, (4,), 128, ARCH, places=True)),
+        INT8_MMA.emit(replace(INT8, device_m=True), SMALL, ARCH),
+        ActivateRows("silu_mul", F16, ARCH, True).emit(),
+        RotateAndAppend(F16, F16, 64, "half", ARCH, False, True).emit(),
+        ArgmaxRows(F16, ARCH, True).emit(),
+        attention.emit(),
+        *(AttentionAppend(attention, True, norms).emit() for norms in (False, True)),
+        PromptMma.for_shape(F16, DType.S8, 64, ARCH).emit(),
+        *(PromptWgmma.for_shape(F16, cache, 128, ARCH).emit() for cache in (F16, DType.S8)),
+        EmbedRows(F16, DType.S8, ARCH, True, True).emit(),
+        EmbedCodebook(F16, F16, (4,), 128, ARCH, places=True).emit(),
     ]
 
 
@@ -75,7 +80,7 @@ def test_settled_steps_read_the_cache_before_they_wait() -> None:
     forms = [AttentionMma.for_shape(F16, cache, 64, 2, ARCH, 4) for cache in (F16, DType.S8, DType.U4)]
     forms.append(AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 1, None, Scores(windowed=True, ring=True)))
     for form in forms:
-        pair = [emit_attention_append(AttentionAppend(form, True, False, settled)) for settled in (False, True)]
+        pair = [AttentionAppend(form, True, False, settled).emit() for settled in (False, True)]
         assert [source.name.removesuffix("_settled") for source in pair] == [pair[0].name] * 2
         waiting, early = build(*pair)
         assert reads_early(waiting.cubin) == []

@@ -15,7 +15,7 @@ import pytest
 
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import DType, KernelSource, Param
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import Binary, Resources, build, build_many, cache, compilers, toolchain
 from tests.support.environments import Terminal
@@ -241,7 +241,7 @@ def test_key_follows_included_headers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_key_covers_the_projects_own_headers() -> None:
     """In a checkout the package ``qcut.emitters`` is a link; a header must be found behind it."""
-    source = emit_argmax(ArgmaxRows(DType.F16, "sm_80"))
+    source = ArgmaxRows(DType.F16, "sm_80").emit()
     headers = {"qcut/decoder/argmax.cuh", "qcut/core/cluster.cuh", "qcut/core/common.cuh"}
     assert set(builder.header_digests(source)) == headers
 

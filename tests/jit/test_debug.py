@@ -9,7 +9,7 @@ import pytest
 
 from qcut import jit
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.errors import ConfigError
 from qcut.jit import debug
 from qcut.jit.build import device_fingerprint, rebuild
@@ -19,7 +19,7 @@ from qcut.jit.build import device_fingerprint, rebuild
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelSource:
     """A kernel that no cache has."""
     monkeypatch.setenv("QCUT_CACHE_DIR", str(tmp_path / "cache"))
-    plain = emit_argmax(ArgmaxRows(DType.F16, "sm_80", False))
+    plain = ArgmaxRows(DType.F16, "sm_80", False).emit()
     return replace(plain, defines=(f"TEST_{abs(hash(str(tmp_path)))}",))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError
@@ -29,7 +29,7 @@ RESOURCES = Resources(40, 1024, 0, 0, 0)
 
 
 def argmax(x: DType, advances: bool = False) -> KernelSource:
-    return emit_argmax(ArgmaxRows(x, ARCH, advances))
+    return ArgmaxRows(x, ARCH, advances).emit()
 
 
 def cutlass(tile: int = 0) -> KernelSource:

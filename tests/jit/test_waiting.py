@@ -11,7 +11,7 @@ import pytest
 from qcut.backends.cuda.launch import plans
 from qcut.backends.cuda.launch.plans import LaunchPlan, LaunchSpec, PlanCache
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.errors import BuildError, ConfigError
 from qcut.jit import waiting
 from qcut.jit.waiting import UnbuiltKernel, dry_run, dry_run_first
@@ -53,7 +53,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def spec(name: str) -> LaunchSpec:
-    source = emit_argmax(ArgmaxRows(DType.F16, "sm_90a", False))
+    source = ArgmaxRows(DType.F16, "sm_90a", False).emit()
     return LaunchSpec(replace(source, name=name), lambda m: (m, 1, 1), tail=(132,))
 
 

@@ -83,9 +83,9 @@ def test_an_installed_wheel_uses_its_pack(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = (
         "from qcut.emitters.core.source import DType\n"
-        "from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax\n"
+        "from qcut.emitters.decoder.argmax import ArgmaxRows\n"
         "from qcut.jit import build, packs\n"
-        "print(build(emit_argmax(ArgmaxRows(DType.F16, 'sm_90a'))).cubin, packs.installed('sm_90a').path)"
+        "print(build(ArgmaxRows(DType.F16, 'sm_90a').emit()).cubin, packs.installed('sm_90a').path)"
     )
     environment = {"PYTHONPATH": str(tmp_path / "installed"), "PATH": "", "QCUT_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

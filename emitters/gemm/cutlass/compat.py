@@ -1,4 +1,4 @@
-"""Every work-around for nvidia-cutlass 4.2, and nothing else.
+"""Work-arounds for nvidia-cutlass 4.2.
 
 qcut uses the package as a source of text only. The package is imported without a GPU, and its option registry and
 its compile-and-run path are never reached. This module edits the emitted text in the few places that the package's
@@ -19,7 +19,7 @@ from typing import Any
 from qcut.emitters.core.source import EmitError
 
 SUPPORTED_VERSION = "4.2.0"
-"""Release whose emitted text the edits below were written against."""
+"""Release that the edits below were written for."""
 
 
 class FunctorTag(str):
@@ -28,7 +28,7 @@ class FunctorTag(str):
 
 @cache
 def cppgen() -> ModuleType:
-    """Import ``cutlass_cppgen`` for emission alone, on any machine.
+    """Import ``cutlass_cppgen`` only to emit text, on any machine.
 
     Raises:
         EmitError: the package is missing or of another version.

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
-from qcut.emitters.core.constraints import require
+from qcut.emitters.core.constraints import can_make, require
 from qcut.emitters.core.family import Family
-from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
+from qcut.emitters.core.source import FLOATS, DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, multistage_space, sm90_space
-from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.problem import HOST_M, GemmProblem, TileConfig
 
 
 def takes_halves(problem: GemmProblem, tile: TileConfig) -> bool:
@@ -50,6 +50,7 @@ class Int8Cutlass(Family[GemmProblem, TileConfig]):
         require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")
         require(not problem.epilogue.rescale, name, "rescale: results in integers alone are the raw families'")
         require(takes_halves(problem, tile), name, "halves: a warp-specialized tile, floats, per channel, no residual")
+        require(not problem.device_m, name, f"{HOST_M.name}: {HOST_M.reason}")
         require(tile.splits == 1, name, "K is split by the stream_k schedule, not by the tile")
         require(problem.alignment_k % 16 == 0, name, "rows of A and B are multiples of 16 bytes")
         require(problem.alignment_n * problem.epilogue.out.bits >= 128, name, "rows of D are multiples of 16 bytes")
@@ -81,11 +82,7 @@ class Int8Cutlass(Family[GemmProblem, TileConfig]):
 
     def is_legal(self, problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
         """Whether `validate` accepts them."""
-        try:
-            self.validate(problem, tile, arch)
-        except EmitError:
-            return False
-        return True
+        return can_make(self.validate, problem, tile, arch)
 
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
         """Return the menu of an architecture; `validate` tells which tiles suit a problem."""

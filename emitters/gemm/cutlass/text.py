@@ -34,15 +34,15 @@ WGMMA_N = WGMMA_N_STOCK | {24, 48, 80, 112, 144, 160, 176, 208, 224, 240}
 
 @dataclass(frozen=True)
 class Operands:
-    """What a kernel multiplies: two matrices contiguous along K.
+    """Operands of a kernel: two matrices contiguous along K.
 
     Attributes:
         a: type of the rows' operand, by the package's name.
         b: type of the columns' operand.
         sums: type of the accumulators.
         instruction_k: K of one tensor-core instruction.
-        transposed: whether rows are output channels and D is column-major, so that the kernel computes what a row-major
-            D of tokens by channels holds.
+        transposed: whether rows are output channels and D is column-major: the same memory as a row-major D of tokens
+            by channels.
         units: whether rows are indices into a codebook, in units, and columns are tokens in blocks.
     """
 
@@ -64,12 +64,12 @@ def emit(
     *,
     defines: tuple[str, ...] = (),
 ) -> KernelSource:
-    """One kernel and its launcher, whose texts are written when they are read.
+    """One kernel and its launcher; the texts are written when they are first read.
 
     Args:
         name: the kernel's procedural name.
-        operands: what is multiplied.
-        epilogue: what follows.
+        operands: operands of the product.
+        epilogue: epilogue of the product.
         tile: in the kernel's terms: M counts A's rows, N those of B.
         arch: real architecture the text is compiled for.
         params: arguments of a launch before `LAUNCH_PARAMS`.
@@ -169,7 +169,7 @@ def _device_text(
         [*tile.cluster_shape, 1],
         *schedules,
     )
-    # The package divides an SM90 tile by the cluster, which is right for Blackwell alone.
+    # The package divides an SM90 tile by the cluster, which is right only for Blackwell.
     description.blackwell_threadblock_shape = [m, n, k]
     row, column = library.LayoutType.RowMajor, library.LayoutType.ColumnMajor
     element_c = element_of(epilogue.out) if epilogue.residual or not sm90 else library.DataType.void

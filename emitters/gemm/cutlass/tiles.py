@@ -28,7 +28,7 @@ SM90_MENU: tuple[TileConfig, ...] = (
     tile("cooperative", "256x160x128"),
     tile("cooperative", "128x256x128 c2x1"),
 )
-"""What untuned sizes choose from. Short, because each member is built on first use."""
+"""Tiles for sizes that are not tuned. Few, because each tile is built on first use."""
 
 SM80_MENU: tuple[TileConfig, ...] = (
     TileConfig((64, 64, 64), (32, 32, 64), stages=4),

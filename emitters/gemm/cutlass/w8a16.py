@@ -18,14 +18,14 @@ from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
 from qcut.emitters.gemm.cutlass.tiles import tile
-from qcut.emitters.gemm.problem import GemmProblem, Schedule, TileConfig
+from qcut.emitters.gemm.problem import HOST_M, GemmProblem, Schedule, TileConfig
 
 MENU: tuple[TileConfig, ...] = (
     tile("pingpong", "128x64x64"),
     tile("pingpong", "256x64x64 c1x2"),
     tile("cooperative", "256x128x64 c1x2"),
 )
-"""What sizes that are not tuned choose from. Short, because each member is built on first use."""
+"""Tiles for sizes that are not tuned. Few, because each tile is built on first use."""
 
 SPACE: dict[Schedule, tuple[str, ...]] = {
     "cooperative": (
@@ -82,7 +82,7 @@ TRANSPOSED_TILE = (
     ),
     Constraint("epilogue_tile", "is CUTLASS's choice", lambda p, t, arch: not any(t.epilogue_tile)),
 )
-"""Of the tiles of kernels that compute the transpose of D."""
+"""Constraints of tiles of kernels that compute the transpose of D; each takes (problem, tile, arch)."""
 
 CONSTRAINTS = (
     ARCHITECTURE,
@@ -90,6 +90,7 @@ CONSTRAINTS = (
         "operands", "are f16 or bf16 x s8", lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8
     ),
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
+    HOST_M,
     Constraint("alignment_k", "rows of tokens are multiples of 16 bytes", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint(
         "alignment_n",
@@ -110,7 +111,7 @@ CONSTRAINTS = (
     Constraint("k", "is 64 or 128 a stage", lambda p, t, arch: t.threadblock_shape[2] in (64, 128)),
     shared_memory("two stages of operands", lambda p, t: 2 * operand_bytes(p, t)),
 )
-"""What this family can build, on (problem, tile, arch)."""
+"""Constraints of the family; each takes (problem, tile, arch)."""
 
 
 def swapped(tile: TileConfig) -> TileConfig:
@@ -126,7 +127,7 @@ class W8A16Cutlass(Family[GemmProblem, TileConfig]):
     ldd are multiples of 16 bytes, k is a multiple of 16; m is any.
 
     Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
-    by K and the tile's K alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does
+    only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does
     not depend on the other rows; the same inputs give the same bits.
 
     Raises:

@@ -10,7 +10,7 @@ from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, Plan
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
 from qcut.emitters.codebook.rotate_rows import RowsRotation
-from qcut.emitters.decoder.activate import ActivateRows, emit_activation
+from qcut.emitters.decoder.activate import ActivateRows
 from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
 from qcut.ops.registry import serves
 
@@ -92,4 +92,4 @@ def _plans(
     else:
         desc = ActivateRows.rotating(kind, DTYPES[dtype], arch, columns, rotation, aligned=aligned)
     early = constants and pdl(device)
-    return LaunchSpec(emit_activation(desc), lambda m: desc.grid(m, columns), pdl=early).load(device)
+    return LaunchSpec(desc.emit(), lambda m: desc.grid(m, columns), pdl=early).load(device)

@@ -14,12 +14,12 @@ from torch import Tensor
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, describing, has_pdl, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.dispatch import closed
-from qcut.dispatch.attention import check_heads, emit_attention, select_attention
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
+from qcut.dispatch.attention import check_heads, select_attention
+from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.scores import Scores
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
+from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend
 from qcut.errors import DtypeError
 from qcut.numerics import int8
 from qcut.ops.attention.decode import AppendAttention, AppendKv, DecodeAttention
@@ -113,7 +113,7 @@ def _append_plans(
 ) -> LaunchPlan:
     types, beside = (DTYPES[dtype], DTYPES[keys]), values_beside(keys, values)
     desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned, beside, ring)
-    source = emit_append(desc)
+    source = desc.emit()
     return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
 
 
@@ -332,10 +332,10 @@ def _attention_plans(
         norms = norms and closed.has_head_norms(head, rotary, gpu)
         # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
         settled = settled and has_pdl(gpu) and not gpu.closed
-        source = emit_attention_append(AttentionAppend(desc, rotary, norms, settled))
+        source = AttentionAppend(desc, rotary, norms, settled).emit()
     else:
         norms = False
-        source = emit_attention(desc)
+        source = desc.emit()
     grid = desc.grid(batch, kv_heads, queries, parts)
     kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
     floats = desc.workspace_floats(batch, kv_heads, queries, parts)

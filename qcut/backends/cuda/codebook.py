@@ -83,7 +83,7 @@ class Rotation(NamedTuple):
         early = early and dispatch.starts_early(self.rows, self.k)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
-            return LaunchSpec(dispatch.emit_rotation(kernel), dispatch.rotation_grid(kernel, columns), pdl=early)
+            return LaunchSpec(kernel.emit(), dispatch.rotation_grid(kernel, columns), pdl=early)
 
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
 

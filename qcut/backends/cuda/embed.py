@@ -55,7 +55,7 @@ def _plans(
     dtype: torch.dtype, table: torch.dtype, positions: bool, aligned: bool, zeroes: bool, columns: int, device: int
 ) -> LaunchPlan:
     desc = kernels.EmbedRows(DTYPES[dtype], DTYPES[table], target(device).arch, positions, aligned, zeroes)
-    source = kernels.emit_embed(desc)
+    source = desc.emit()
     return LaunchSpec(source, lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)
 
 
@@ -112,7 +112,7 @@ def _codebook_plans(
 ) -> LaunchPlan:
     arch = target(device).arch
     desc = codebook_kernels.EmbedCodebook(DTYPES[dtype], DTYPES[norms], bits, group, arch, in_pairs, places, zeroes)
-    source = codebook_kernels.emit_embed_codebook(desc)
+    source = desc.emit()
     return LaunchSpec(source, lambda m: desc.grid(m, k), pdl=pdl(device)).load(device)
 
 

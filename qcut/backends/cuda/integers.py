@@ -16,7 +16,7 @@ from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, Plan
 from qcut.backends.cuda.operands import parameters, row_major
 from qcut.dispatch import gemm as dispatch
 from qcut.emitters.core.epilogue import Epilogue
-from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
+from qcut.emitters.decoder.split_halves import SplitHalves
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.numerics import int16
 from qcut.ops.integers import IntegerLinear
@@ -60,7 +60,7 @@ class IntegerLayer(NamedTuple):
             return None, product
         split = SplitHalves(gpu.arch, self.aligned)
         k = self.k
-        return LaunchSpec(emit_split_halves(split), lambda m: split.grid(m, k), pdl=has_pdl(gpu)), product
+        return LaunchSpec(split.emit(), lambda m: split.grid(m, k), pdl=has_pdl(gpu)), product
 
 
 class IntegerPlan(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
 from qcut.errors import DeviceError
 from qcut.ops.next_token import Advance, Argmax
 from qcut.ops.registry import serves
@@ -59,4 +59,4 @@ def _launch(
 @PlanCache
 def _plans(dtype: torch.dtype, advances: bool, parts: int, tells: bool, device: int) -> LaunchPlan:
     desc = ArgmaxRows(DTYPES[dtype], target(device).arch, advances, parts, tells)
-    return LaunchSpec(emit_argmax(desc), desc.grid, pdl=pdl(device)).load(device)
+    return LaunchSpec(desc.emit(), desc.grid, pdl=pdl(device)).load(device)

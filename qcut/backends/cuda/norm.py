@@ -11,7 +11,7 @@ from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
 from qcut.dispatch.closed import norm_columns
 from qcut.emitters.codebook.rotate_rows import RowsRotation
-from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
+from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
 from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from qcut.ops.registry import serves
 
@@ -98,4 +98,4 @@ def _plans(
     gpu = target(device)
     columns = norm_columns(k, DTYPES[dtype], gpu, aligned=aligned)
     desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation)
-    return LaunchSpec(emit_norm(desc), desc.grid, pdl=constants and pdl(device)).load(device)
+    return LaunchSpec(desc.emit(), desc.grid, pdl=constants and pdl(device)).load(device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from qcut.backends.cuda.attention import scores_arguments, seen_through
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.dispatch.attention import emit_prompt_attention, select_prompt_attention
+from qcut.dispatch.attention import select_prompt_attention
 from qcut.emitters.attention.prompt import tiles
 from qcut.emitters.attention.scores import Scores
 from qcut.numerics import int4, int8
@@ -86,7 +86,7 @@ def _plans(
     if desc is None or (ring and context % desc.keys):
         return _IN_TORCH
     grid = desc.grid(tiles(desc.rows, **shape), gpu.sm_count)
-    return LaunchSpec(emit_prompt_attention(desc), lambda m: grid, pdl=pdl(device)).load(device)
+    return LaunchSpec(desc.emit(), lambda m: grid, pdl=pdl(device)).load(device)
 
 
 def _in_torch(call: PromptAttention) -> Tensor:

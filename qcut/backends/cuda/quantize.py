@@ -11,12 +11,6 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder import quantize as kernels
-from qcut.emitters.decoder.quantize import (
-    emit_colsum,
-    emit_dequantize,
-    emit_quantize_per_tensor,
-    emit_quantize_per_token,
-)
 from qcut.ops.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
 from qcut.ops.registry import serves
 
@@ -38,14 +32,14 @@ def per_token_spec(
         dtype, gpu.arch, rows, k_padded, aligned=aligned, sm_count=gpu.sm_count, halves=halves
     )
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
-    return LaunchSpec(emit_quantize_per_token(kernel), grid, pdl=has_pdl(gpu))
+    return LaunchSpec(kernel.emit(), grid, pdl=has_pdl(gpu))
 
 
 def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False) -> LaunchSpec:
     """The launch of the kernel that quantizes all tokens with one scale and zero point. Args: see `per_token_spec`."""
     kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned, halves=halves)
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
-    return LaunchSpec(emit_quantize_per_tensor(kernel), grid, pdl=has_pdl(gpu))
+    return LaunchSpec(kernel.emit(), grid, pdl=has_pdl(gpu))
 
 
 @PlanCache
@@ -61,13 +55,13 @@ def _per_tensor_plans(dtype: torch.dtype, k_padded: int, aligned: bool, device: 
 @PlanCache
 def _dequantize_plans(dtype: torch.dtype, columns: int, aligned: bool, device: int) -> LaunchPlan:
     kernel = kernels.Dequantize.for_shape(DTYPES[dtype], target(device).arch, 1, columns, aligned=aligned)
-    return LaunchSpec(emit_dequantize(kernel), lambda m: kernel.grid(m, columns)).load(device)
+    return LaunchSpec(kernel.emit(), lambda m: kernel.grid(m, columns)).load(device)
 
 
 @PlanCache
 def _colsum_plans(aligned: bool, device: int) -> LaunchPlan:
     kernel = kernels.ColSum(target(device).arch, aligned)
-    return LaunchSpec(emit_colsum(kernel), lambda rows: kernel.grid(rows, 0)).load(device)
+    return LaunchSpec(kernel.emit(), lambda rows: kernel.grid(rows, 0)).load(device)
 
 
 def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:

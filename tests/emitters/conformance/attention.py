@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from qcut.emitters.attention import mma, prompt_mma, prompt_wgmma, scores, simt
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.attention.mma import AttentionMma, emit_attention_mma
-from qcut.emitters.attention.prompt_mma import PromptMma, emit_prompt_mma
-from qcut.emitters.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
+from qcut.emitters.attention.append import AttentionAppend
+from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.prompt_mma import PromptMma
+from qcut.emitters.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.attention.scores import FORMS, PLAIN, Scores
-from qcut.emitters.attention.simt import AttentionDecode, emit_attention_decode
+from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType, KernelSource
 from tests.emitters.conformance.row import Row
 
@@ -29,10 +29,10 @@ CACHES: tuple[Any, ...] = ((F16, F16, None), (BF16, S8, None), (F16, U4, None), 
 def decode_sources(arch: str) -> Iterator[KernelSource]:
     heads = ((F16, F16, 128, 4), (F16, S8, 128, 4), (BF16, BF16, 64, 1), (F32, F32, 8, 2), (F32, F32, 256, 1))
     for head in (*heads, (F16, F16, 256, 8)):
-        yield emit_attention_decode(AttentionDecode.for_shape(*head, arch))
+        yield AttentionDecode.for_shape(*head, arch).emit()
     for form in FORMS[1:]:
         for x, cache, head in ((F32, F32, 64), (F32, S8, 128)):
-            yield emit_attention_decode(AttentionDecode.for_shape(x, cache, head, 2, arch, form))
+            yield AttentionDecode.for_shape(x, cache, head, 2, arch, form).emit()
 
 
 def mma_attention(arch: str) -> list[AttentionMma]:
@@ -55,20 +55,20 @@ def scored(arch: str) -> Iterator[AttentionMma]:
 
 
 def mma_sources(arch: str) -> Iterator[KernelSource]:
-    yield from map(emit_attention_mma, (*mma_attention(arch), *scored(arch)))
+    yield from (desc.emit() for desc in (*mma_attention(arch), *scored(arch)))
 
 
 def append_sources(arch: str) -> Iterator[KernelSource]:
     """With and without rotary positions, and with norms of heads as Qwen 3 and Gemma 3 have them."""
     for i, desc in enumerate(mma_attention(arch)):
-        yield emit_attention_append(AttentionAppend(desc, i % 4 != 3))
+        yield AttentionAppend(desc, i % 4 != 3).emit()
     for desc in scored(arch):
-        yield emit_attention_append(AttentionAppend(desc, True))
+        yield AttentionAppend(desc, True).emit()
     for form in (PLAIN, Scores(windowed=True)):
         for (x, keys, values), (head, queries) in ((c, h) for c in CACHES for h in ((128, 4), (128, 8), (256, 4))):
             cluster = 8 if arch == ARCH and queries == 4 and head == 128 else 1
             kernel = AttentionMma.for_shape(x, keys, head, queries, arch, cluster, values, form)
-            yield emit_attention_append(AttentionAppend(kernel, True, True))
+            yield AttentionAppend(kernel, True, True).emit()
 
 
 def mma_instructions(source: KernelSource) -> Iterator[str]:
@@ -100,18 +100,18 @@ SCORED_HEADS: Any = ((F16, F16, 128), (BF16, S8, 128), (F16, U4, 64), (F16, F16,
 
 
 def prompt_mma_sources(arch: str) -> Iterator[KernelSource]:
-    yield from map(emit_prompt_mma, mma_prompts(arch))
+    yield from (desc.emit() for desc in mma_prompts(arch))
     for form in FORMS[1:]:
         for head in SCORED_HEADS:
-            yield emit_prompt_mma(replace(PromptMma.for_shape(*head, arch), scores=form))
+            yield replace(PromptMma.for_shape(*head, arch), scores=form).emit()
 
 
 def prompt_wgmma_sources(arch: str) -> Iterator[KernelSource]:
     if arch == ARCH:
-        yield from map(emit_prompt_wgmma, wgmma_prompts())
+        yield from (desc.emit() for desc in wgmma_prompts())
         for form in FORMS[1:]:
             for head in SCORED_HEADS:
-                yield emit_prompt_wgmma(replace(PromptWgmma.for_shape(*head, arch), scores=form))
+                yield replace(PromptWgmma.for_shape(*head, arch), scores=form).emit()
 
 
 def spilt(source: KernelSource) -> int:
@@ -163,12 +163,12 @@ PROMPT_MMA_REFUSALS: dict[str, list[Any]] = {
 }
 
 ROWS = {
-    "attention_decode": Row(emit_attention_decode, decode_sources, simt.CONSTRAINTS, DECODE_REFUSALS, legal=DECODE),
+    "attention_decode": Row(AttentionDecode.emit, decode_sources, simt.CONSTRAINTS, DECODE_REFUSALS, legal=DECODE),
     "attention_mma": Row(
-        emit_attention_mma, mma_sources, mma.CONSTRAINTS, MMA_REFUSALS, legal=MMA, instructions=mma_instructions
+        AttentionMma.emit, mma_sources, mma.CONSTRAINTS, MMA_REFUSALS, legal=MMA, instructions=mma_instructions
     ),
     "attention_append": Row(
-        emit_attention_append,
+        AttentionAppend.emit,
         append_sources,
         scores.CONSTRAINTS,
         {"ring": [{"ring": True}]},
@@ -176,7 +176,7 @@ ROWS = {
         instructions=mma_instructions,
     ),
     "prompt_mma": Row(
-        emit_prompt_mma,
+        PromptMma.emit,
         prompt_mma_sources,
         prompt_mma.CONSTRAINTS,
         PROMPT_MMA_REFUSALS,
@@ -184,7 +184,7 @@ ROWS = {
         instructions=lambda source: (r"HMMA\.16816\.F32", "LDSM", "LDGSTS"),
     ),
     "prompt_wgmma": Row(
-        emit_prompt_wgmma,
+        PromptWgmma.emit,
         prompt_wgmma_sources,
         prompt_wgmma.CONSTRAINTS,
         PROMPT_WGMMA_REFUSALS,

@@ -9,8 +9,8 @@ from typing import Any
 
 from qcut.emitters.codebook import cutlass, mma, rotate, rotate_dense, wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.rotate import RotateTokens, emit_rotate
-from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
+from qcut.emitters.codebook.rotate import RotateTokens
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -185,15 +185,13 @@ def rotations(arch: str) -> Iterator[KernelSource]:
                 found.append(RotateTokens.for_shape(x, out, "none", arch, m, k, (96, 128)[i % 2], aligned=aligned))
     for x, k, group in ((F32, 16384, 16384), (F32, 20480, 4096), (F16, 14336, 128)):
         found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, 1, k, group, passes=2))
-    yield from {desc.name: emit_rotate(desc) for desc in found}.values()
+    yield from {desc.name: desc.emit() for desc in found}.values()
 
 
 def dense_rotations(arch: str) -> Iterator[KernelSource]:
     for x in (F16, BF16):
         for out, m, group in ((x, 1, 128), (x, 64, 200), (F32, 32, 20), (F32, 130, 1024), (x, 8, 32)):
-            yield emit_rotate_dense(
-                RotateTokensDense.for_shape(x, out, arch, m, 4096, group, passes=2, aligned=x is F16)
-            )
+            yield RotateTokensDense.for_shape(x, out, arch, m, 4096, group, passes=2, aligned=x is F16).emit()
 
 
 ROTATE_REFUSALS: dict[str, list[Any]] = {
@@ -248,7 +246,7 @@ ROWS = {
         texts=cutlass_texts,
     ),
     "rotate": Row(
-        emit_rotate,
+        RotateTokens.emit,
         rotations,
         rotate.CONSTRAINTS,
         ROTATE_REFUSALS,
@@ -258,7 +256,7 @@ ROWS = {
         spill=lambda source: 16 if source.block == 1024 and "p2" in source.name else 0,
     ),
     "rotate_dense": Row(
-        emit_rotate_dense,
+        RotateTokensDense.emit,
         dense_rotations,
         rotate_dense.CONSTRAINTS,
         DENSE_REFUSALS,

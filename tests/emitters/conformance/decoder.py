@@ -8,15 +8,15 @@ from typing import Any
 
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.decoder import activate, append, argmax, embed, embed_codebook, norm, quantize
-from qcut.emitters.decoder.activate import ActivateRows, emit_activation
-from qcut.emitters.decoder.append import RotateAndAppend, emit_append
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.embed import EmbedRows, emit_embed
-from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
-from qcut.emitters.decoder.norm import NormRows, emit_norm
+from qcut.emitters.decoder import activate, append, argmax, embed, embed_codebook, norm
+from qcut.emitters.decoder.activate import ActivateRows
+from qcut.emitters.decoder.append import RotateAndAppend
+from qcut.emitters.decoder.argmax import ArgmaxRows
+from qcut.emitters.decoder.embed import EmbedRows
+from qcut.emitters.decoder.embed_codebook import EmbedCodebook
+from qcut.emitters.decoder.norm import NormRows
 from qcut.emitters.decoder.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
-from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
+from qcut.emitters.decoder.split_halves import SplitHalves
 from tests.emitters.conformance.row import Row
 
 ARCH = "sm_90a"
@@ -39,18 +39,18 @@ def norms(arch: str) -> Iterator[KernelSource]:
         (BF16, True, False, False, 1280),
         (F32, False, True, False, 14336),
     ):
-        yield emit_norm(NormRows.for_shape(x, layer, arch, k, residual=residual, quantized=quantized))
-    yield emit_norm(NormRows.for_shape(F16, True, arch, 77, residual=True, quantized=True, aligned=False))
+        yield NormRows.for_shape(x, layer, arch, k, residual=residual, quantized=quantized).emit()
+    yield NormRows.for_shape(F16, True, arch, 77, residual=True, quantized=True, aligned=False).emit()
     for rotation in rotations():
         many = rotation is ROTATION
-        yield emit_norm(NormRows.for_shape(F16, False, arch, 4096, residual=True, many=many, rotation=rotation))
+        yield NormRows.for_shape(F16, False, arch, 4096, residual=True, many=many, rotation=rotation).emit()
 
 
 def activations(arch: str) -> Iterator[KernelSource]:
     for rotation in rotations():
-        yield emit_activation(ActivateRows.rotating("silu_mul", F16, arch, 14336, rotation))
+        yield ActivateRows.rotating("silu_mul", F16, arch, 14336, rotation).emit()
     for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
-        yield emit_activation(ActivateRows(kind, x, arch, aligned))
+        yield ActivateRows(kind, x, arch, aligned).emit()
 
 
 def appends(arch: str) -> list[RotateAndAppend]:
@@ -64,29 +64,27 @@ def appends(arch: str) -> list[RotateAndAppend]:
 
 
 def append_sources(arch: str) -> Iterator[KernelSource]:
-    yield from map(emit_append, appends(arch))
-    yield emit_append(RotateAndAppend(F16, F16, 128, "half", arch, True, ring=True))
-    yield emit_append(RotateAndAppend(BF16, S8, 256, "half", arch, ring=True))
-    yield emit_append(RotateAndAppend(F16, U4, 64, "none", arch, values=U4, ring=True))
+    yield from (desc.emit() for desc in appends(arch))
+    yield RotateAndAppend(F16, F16, 128, "half", arch, True, ring=True).emit()
+    yield RotateAndAppend(BF16, S8, 256, "half", arch, ring=True).emit()
+    yield RotateAndAppend(F16, U4, 64, "none", arch, values=U4, ring=True).emit()
 
 
 def append_instructions(source: KernelSource) -> tuple[str, ...]:
     """Whole vectors move 16 bytes at a time."""
-    whole = {
-        emit_append(d).name for d in appends(source.arch) if d.aligned and d.vector * d.x.bits == 128 and d.cache is d.x
-    }
+    whole = {d.emit().name for d in appends(source.arch) if d.aligned and d.vector * d.x.bits == 128 and d.cache is d.x}
     return (r"STG.*128", r"!STG(?!.*128)", r"!LDG\.E\.(U16|64)") if source.name in whole else ("STG",)
 
 
 def argmaxes(arch: str) -> Iterator[KernelSource]:
     if arch == ARCH:
-        yield from (emit_argmax(ArgmaxRows(x, arch, x is F16, argmax.PARTS, x is F16)) for x in (F16, F32))
-    yield from (emit_argmax(ArgmaxRows(x, arch, x is F16)) for x in FLOATS)
+        yield from (ArgmaxRows(x, arch, x is F16, argmax.PARTS, x is F16).emit() for x in (F16, F32))
+    yield from (ArgmaxRows(x, arch, x is F16).emit() for x in FLOATS)
 
 
 def embeds(arch: str) -> Iterator[KernelSource]:
     for x, places, aligned in ((x, p, a) for x in FLOATS for p in (False, True) for a in (False, True)):
-        yield from (emit_embed(EmbedRows(x, table, arch, places, aligned, places)) for table in (x, S8))
+        yield from (EmbedRows(x, table, arch, places, aligned, places).emit() for table in (x, S8))
 
 
 def embed_instructions(source: KernelSource) -> Iterator[str]:
@@ -108,7 +106,7 @@ def codebook_embeds(arch: str) -> Iterator[KernelSource]:
         {"bits": (4, 4), "zeroes": True},
         {"bits": (3, 2), "group": 0, "x": F32, "places": True},
     ):
-        yield emit_embed_codebook(replace(first, **changes))  # type: ignore[arg-type]
+        yield replace(first, **changes).emit()  # type: ignore[arg-type]
 
 
 def codebook_embed_instructions(source: KernelSource) -> Iterator[str]:
@@ -123,17 +121,17 @@ def token_quantizers(arch: str) -> Iterator[KernelSource]:
     descs += [QuantizePerToken(F16, arch, 256, 0), QuantizePerToken(BF16, arch, 256, 2, aligned=False)]
     descs.append(QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True))
     descs.append(QuantizePerToken(F32, arch, 256, 0, aligned=False, halves=True))
-    yield from map(quantize.emit_quantize_per_token, descs)
+    yield from (desc.emit() for desc in descs)
 
 
 def tensor_quantizers(arch: str) -> Iterator[KernelSource]:
     descs = [*(QuantizePerTensor(x, arch) for x in FLOATS), QuantizePerTensor(F32, arch, aligned=False)]
-    yield from map(quantize.emit_quantize_per_tensor, descs)
+    yield from (desc.emit() for desc in descs)
 
 
 def dequantizers(arch: str) -> Iterator[KernelSource]:
     descs = [*(Dequantize(x, arch) for x in FLOATS), Dequantize(F16, arch, aligned=False)]
-    yield from map(quantize.emit_dequantize, descs)
+    yield from (desc.emit() for desc in descs)
 
 
 NORM_REFUSALS: dict[str, list[Any]] = {
@@ -176,20 +174,25 @@ PER_TOKEN_REFUSALS: dict[str, list[Any]] = {
 }
 
 ROWS = {
-    "norm": Row(emit_norm, norms, norm.CONSTRAINTS, NORM_REFUSALS, legal=NORM),
-    "activation": Row(emit_activation, activations, activate.CONSTRAINTS, ACTIVATE_REFUSALS, legal=ACTIVATE),
+    "norm": Row(NormRows.emit, norms, norm.CONSTRAINTS, NORM_REFUSALS, legal=NORM),
+    "activation": Row(ActivateRows.emit, activations, activate.CONSTRAINTS, ACTIVATE_REFUSALS, legal=ACTIVATE),
     "append": Row(
-        emit_append, append_sources, append.CONSTRAINTS, APPEND_REFUSALS, legal=APPEND, instructions=append_instructions
+        RotateAndAppend.emit,
+        append_sources,
+        append.CONSTRAINTS,
+        APPEND_REFUSALS,
+        legal=APPEND,
+        instructions=append_instructions,
     ),
     "argmax": Row(
-        emit_argmax,
+        ArgmaxRows.emit,
         argmaxes,
         argmax.CONSTRAINTS,
         {"x": [{"x": S8}], "parts": [{"parts": 2}, {"parts": 8, "arch": "sm_89"}]},
         legal=ArgmaxRows(F16, ARCH),
     ),
     "embed": Row(
-        emit_embed,
+        EmbedRows.emit,
         embeds,
         embed.CONSTRAINTS,
         {"x": [{"x": S8, "table": S8}], "table": [{"table": BF16}]},
@@ -197,7 +200,7 @@ ROWS = {
         instructions=embed_instructions,
     ),
     "embed_codebook": Row(
-        emit_embed_codebook,
+        EmbedCodebook.emit,
         codebook_embeds,
         embed_codebook.CONSTRAINTS,
         CODEBOOK_REFUSALS,
@@ -205,30 +208,28 @@ ROWS = {
         instructions=codebook_embed_instructions,
     ),
     "quantize_per_token": Row(
-        quantize.emit_quantize_per_token,
+        QuantizePerToken.emit,
         token_quantizers,
         refusals=PER_TOKEN_REFUSALS,
         legal=QuantizePerToken(F16, "sm_80"),
         instructions=lambda source: (r"LDG\.E\.128", r"STG\.E\.64$") if source.name.endswith("f16_t32v6") else (),
     ),
     "quantize_per_tensor": Row(
-        quantize.emit_quantize_per_tensor,
+        QuantizePerTensor.emit,
         tensor_quantizers,
         refusals={"0 vectors per thread; allowed are 1 to": [{"vectors": 0}]},
         legal=QuantizePerTensor(F16, "sm_80"),
     ),
     "dequantize": Row(
-        quantize.emit_dequantize,
+        Dequantize.emit,
         dequantizers,
         refusals={"dequantize: float type 's32'": [{"x": DType.S32}]},
         legal=Dequantize(F16, "sm_80"),
     ),
-    "colsum": Row(
-        quantize.emit_colsum, lambda arch: [quantize.emit_colsum(ColSum(arch, aligned)) for aligned in (True, False)]
-    ),
+    "colsum": Row(ColSum.emit, lambda arch: [ColSum(arch, aligned).emit() for aligned in (True, False)]),
     "split_halves": Row(
-        emit_split_halves,
-        lambda arch: [emit_split_halves(SplitHalves(arch, aligned)) for aligned in (True, False)],
+        SplitHalves.emit,
+        lambda arch: [SplitHalves(arch, aligned).emit() for aligned in (True, False)],
         instructions=lambda source: ("!FADD|FMUL|FFMA",),
     ),
 }

@@ -68,6 +68,7 @@ def mma_sources(arch: str) -> Iterator[KernelSource]:
         kernels.append((problem, max(tiles, key=lambda t: (t.warp_shape[0] * t.warp_shape[1], t.threads))))
     if arch == ARCH:
         kernels += [(GemmProblem(epilogue=epilogue), SPLIT) for epilogue in (HALVES, RESCALED, RESCALED_HALVES)]
+    kernels += [(replace(problem, device_m=True), SMALL) for problem in layouts_of(DYNAMIC)[:2]]
     yield from {s.name: s for s in (INT8_MMA.emit(problem, tile, arch) for problem, tile in kernels)}.values()
 
 
@@ -169,6 +170,7 @@ DP4A_REFUSALS = {
     "operands": [(replace(BIASED, a=F16), SIMT, "sm_80")],
     "halves": [(replace(BIASED, epilogue=Epilogue(F16, halves=True)), SIMT, "sm_80")],
     "rescale": [(replace(BIASED, epilogue=RESCALED), SIMT, "sm_80")],
+    "device_m": [(replace(BIASED, device_m=True), SIMT, "sm_80")],
     "alignments": [(replace(BIASED, alignment_n=0), SIMT, "sm_80")],
     "architecture": [(BIASED, SIMT, "sm_75")],
     "power_of_two": [
@@ -253,6 +255,7 @@ def w8a16_wgmma_instructions(source: KernelSource) -> Iterator[str]:
 
 WGMMA_REFUSALS = {
     **float_refusals(VECTORS, GROUPS),
+    "device_m": [(replace(VECTORS, device_m=True), GROUPS, ARCH)],
     "architecture": [(VECTORS, GROUPS, "sm_80")],
     "alignment_k": [(replace(VECTORS, alignment_k=4), GROUPS, ARCH)],
     "alignment_n": [(replace(VECTORS, alignment_n=0), GROUPS, ARCH)],
@@ -308,6 +311,7 @@ CUTLASS_REFUSALS = {
     ],
     "raw accumulators": [cutlass_case(ARCH, {}, epilogue=epilogue) for epilogue in RAW],
     "rescale: ": [cutlass_case("sm_80", {}, epilogue=RESCALED)],
+    "device_m: ": [cutlass_case(ARCH, {}, device_m=True)],
     "halves: ": [
         cutlass_case("sm_80", {}, epilogue=HALVES),
         cutlass_case(ARCH, {}, epilogue=replace(HALVES, residual=True)),
@@ -369,6 +373,7 @@ W8A16_CUTLASS_REFUSALS = {
     **transposed_refusals(VECTORS, MIXED, 64),
     "operands": [(replace(VECTORS, a=S8), MIXED, ARCH)],
     "layouts": [(replace(VECTORS, layout_a="column"), MIXED, ARCH)],
+    "device_m": [(replace(VECTORS, device_m=True), MIXED, ARCH)],
     "alignment_k": [(replace(VECTORS, alignment_k=4), MIXED, ARCH)],
     "alignment_n": [(replace(VECTORS, alignment_n=4), MIXED, ARCH)],
     "epilogue": [

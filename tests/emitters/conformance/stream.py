@@ -154,6 +154,7 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
 
 W8A16_REFUSALS = {
     **float_refusals(W8A16, ONE),
+    "device_m": [(replace(W8A16, device_m=True), ONE, "sm_80")],
     "architecture": [(W8A16, ONE, "sm_75")],
     "alignments": [(replace(W8A16, alignment_k=0), ONE, "sm_80")],
     "tokens": [(W8A16, replace(ONE, tokens=64), "sm_80")],

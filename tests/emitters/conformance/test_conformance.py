@@ -8,6 +8,7 @@ import json
 import pkgutil
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -17,9 +18,9 @@ import pytest
 
 from qcut import emitters
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
-from qcut.emitters.core.family import Grid
+from qcut.emitters.core.family import Grid, Kernel
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.emitters.families import ALL_FAMILIES, FAMILIES, SPELLINGS, TUNED_FAMILIES, family
 from tests.architectures.reading import code_faults, report_faults
 from tests.emitters.conformance import attention, codebook, decoder, gemm, stream
@@ -54,11 +55,11 @@ def digest(name: str) -> str:
 
 
 def test_every_emitter_has_a_row() -> None:
-    emits = {family(name).emit for name in ALL_FAMILIES}
+    emits: set[Callable[..., KernelSource]] = {family(name).emit for name in ALL_FAMILIES}
     for module in pkgutil.walk_packages(emitters.__path__, "qcut.emitters."):
-        for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
-            if name.startswith("emit_") and inspect.signature(function).return_annotation == "KernelSource":
-                emits.add(function)
+        for _, kind in inspect.getmembers(import_module(module.name), inspect.isclass):
+            if issubclass(kind, Kernel) and not inspect.isabstract(kind):
+                emits.add(kind.emit)
     assert emits == {row.emit for row in ROWS.values()}
     assert set(ALL_FAMILIES) <= set(ROWS)
 
@@ -160,7 +161,7 @@ def test_unknown_architectures_are_refused(arch: str) -> None:
     with pytest.raises(EmitError, match=f"architecture '{arch}' is not one of sm_80"):
         architecture(arch)
     with pytest.raises(EmitError, match=f"^qcut_argmax_{arch.replace('_', '')}_f16: architecture '{arch}' is not"):
-        emit_argmax(ArgmaxRows(DType.F16, arch))
+        ArgmaxRows(DType.F16, arch).emit()
 
 
 def test_families_are_found_by_name_and_spelling() -> None:

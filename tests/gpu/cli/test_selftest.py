@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from qcut.backends.cuda import next_token
 from qcut.backends.cuda.launch.plans import forget_plans
 from qcut.cli.selftest import all_checks, run_check, selftest
 from qcut.emitters.core.source import KernelSource
+from qcut.emitters.decoder.argmax import ArgmaxRows
 
 # All that every GPU runs, and what Hopper adds.
 FAMILIES = ("int8_cutlass", "int8_mma", "int8_wmma", "int8_dp4a", "int8_stream", "w8a16_mma", "w8a16_stream")
@@ -36,16 +35,16 @@ def test_a_broken_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that starts to read at the second logit."""
     device = torch.device("cuda", torch.cuda.current_device())
     (check,) = (check for check in all_checks() if check.family == "argmax")
-    emit = next_token.emit_argmax
+    emit = ArgmaxRows.emit
 
-    def broken(desc: Any) -> KernelSource:
+    def broken(desc: ArgmaxRows) -> KernelSource:
         source = emit(desc)
         assert source.text.count("(x, best") == 1
         text = source.text.replace("(x, best", "(x + 1, best").replace(source.name, f"{source.name}_broken")
         return replace(source, name=f"{source.name}_broken", entry=f"{source.name}_broken", text=text)
 
     with monkeypatch.context() as patch:
-        patch.setattr(next_token, "emit_argmax", broken)
+        patch.setattr(ArgmaxRows, "emit", broken)
         forget_plans()
         verdict = run_check(check, device)
     forget_plans()

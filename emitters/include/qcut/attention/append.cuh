@@ -1,5 +1,5 @@
-// The attention of a decoder's step in one launch: norms of heads, rotary positions, the new key and value of each
-// sequence to the cache, and attention over the cache. The results are those of norm_rows (decoder/norm.cuh) of each
+// Decode attention in one launch: norms of heads, rotary positions, the new key and value of each sequence to the
+// cache, and attention over the cache. The results are those of norm_rows (decoder/norm.cuh) of each
 // head, rotate_and_append (decoder/append.cuh) and TensorAttention (mma.cuh).
 //
 // No CTA reads the new row of the cache back. Every CTA rotates its queries into shared memory. A CTA whose part of the
@@ -15,7 +15,7 @@ namespace qcut {
 
 // AttentionAppend in emitters/attention/append.py describes the sizes. With kNormed, queries and keys are
 // RMS-normalized head by head before they are rotated. With kSettled, nothing but q, k and v is written by kernels that
-// may still run: the first keys and values are on their way before the kernel waits for those.
+// may still run: the first keys and values are in flight before the kernel waits for those.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
           bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false,
           bool kSettled = false>
@@ -122,7 +122,7 @@ struct AppendAttention {
     }
   }
 
-  // Replaces a lane's share of the slot's key and value, also in the places past the end that repeat the last key.
+  // Replaces a lane's share of the slot's key and value, also past the end, where the last key is repeated.
   static __device__ __forceinline__ void replace(Tile& into, const Shared& shared, const Rows& rows, int tile, int slot,
                                                  int g, int t) {
 #pragma unroll
@@ -163,7 +163,7 @@ struct AppendAttention {
 
     const int position = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1), slot = slots[place.batch];
     rows.length = position + 1;
-    // Places, the slot's too, are counted from the first that is seen: before it, a slot is below 0.
+    // Positions and the slot are counted from the first visible one: before it, a slot is below 0.
     const int first = kWindowed ? first_seen(rows.length, window) : 0;
     if constexpr (kRing) {
       rows.skip_places(first, context);
@@ -198,7 +198,7 @@ struct AppendAttention {
     int own_slot = kWindowed ? max(slot, -1) - first : slot, row = own_slot;
     bool has_slot = slot >= 0 && slot < (kRing ? ring : context);
     if constexpr (kRing) {
-      // The place that is seen in the slot's row; none without a slot, whose remainder may be that of a place.
+      // The visible position in the slot's row; none without a slot, since its remainder may be that of a position.
       own_slot = has_slot ? (own_slot % context + context) % context : -1;
       row = rows.row(max(own_slot, 0));
     }

@@ -1,5 +1,4 @@
-// The last step of attention over a cache that many warps share: the warps' maxima, sums of weights and weighted values
-// become results.
+// The last step of decode attention: combines the warps' maxima, sums of weights and weighted values into results.
 //
 // The warps of a CTA are combined in shared memory. Parts of the context, which are CTAs along x, are combined in the
 // shared memory of their cluster, where each CTA adds up a share of the columns; without a cluster, they are combined
@@ -24,7 +23,7 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   return before;
 }
 
-// T is the type of results. With kTurned, values are those of turned rows (nibbles.cuh) and results are turned back. A
+// T is the type of results. With kTurned, values are rotated (nibbles.cuh) and results are rotated back. A
 // kernel calls begin() first and run() last.
 template <class T, int kHead, int kGroup, int kWarps, int kCluster, bool kTurned = false>
 struct AttentionMerge {
@@ -79,7 +78,7 @@ struct AttentionMerge {
     return Vector<T>{low, high, 0, 0}.abs_max();
   }
 
-  // Turns the columns of a query back: a lane has four columns of each of kChunks times 4 * kLanes. All lanes call.
+  // Rotates the columns of a query back: a lane has four columns of each of kChunks times 4 * kLanes. All lanes call.
   template <int kLanes, int kChunks>
   static __device__ __forceinline__ void turn_back(Combined (&sums)[kChunks], int lane) {
     const float size = turned_size<kHead>();

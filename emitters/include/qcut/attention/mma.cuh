@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_streamed(uint32_t (&w)[kWords], const void*
   }
 }
 
-// Transposes an 8 x 8 matrix of 16-bit elements, of which lane 4g + t holds (g, 2t) and (g, 2t + 1).
+// Transposes an 8 x 8 matrix of 16-bit elements; lane 4g + t holds (g, 2t) and (g, 2t + 1).
 __device__ __forceinline__ uint32_t transposed(uint32_t w) {
   uint32_t d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(w));
@@ -64,7 +64,7 @@ __device__ __forceinline__ float log2_approx(float v) {
   return d;
 }
 
-// Pairs of nibbles as 16-bit floats by a mask alone, for products in float32. Nibbles k and k + 4 of a word are its low
+// Pairs of nibbles as 16-bit floats, only by a mask, for products in float32. Nibbles k and k + 4 of a word are its low
 // and its high half, k of 0 to 3; a float is kOffset + code * kUnit[k % 2].
 //
 // Source: subnormal operands of mma.sync are exact: Fasi et al., "Numerical behavior of NVIDIA tensor cores" (2021).
@@ -133,7 +133,7 @@ struct RowPieces {
       if (lane + kLanes * j < kPieces) load_streamed(w[j], row + kLanes * j * kBytes, kBytes == 2);
     }
   }
-  // The same from shared memory.
+  // Loads the pieces from shared memory.
   static __device__ __forceinline__ void copy(uint32_t (&w)[kOwn][kWords], const char* row, int lane) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -155,10 +155,10 @@ struct RowPieces {
 };
 
 // T is the type of queries and results; C and V are those of keys and values: T for both, or each int8_t or Nibbles.
-// Queries are turned as 4-bit keys are. AttentionMma in emitters/attention/mma.py describes the sizes.
+// Queries are rotated like 4-bit keys. AttentionMma in emitters/attention/mma.py describes the sizes.
 // With kWindowed, a query sees the last `window` keys up to its own: the others are not loaded. With kCapped, scores are
-// softcap * tanh(q K / that): `scale` has the factor of capped() then. With kRing, places are below `ring`, and place p is
-// row p % context.
+// softcap * tanh(q K / softcap): `scale` then has capped()'s factor. With kRing, positions are below `ring`, and
+// position p is row p % context.
 template <class T, class C, class V, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_,
           bool kWindowed_ = false, bool kCapped_ = false, bool kRing_ = false>
 struct TensorAttention {
@@ -194,7 +194,7 @@ struct TensorAttention {
       if constexpr (kScaled) key_scales += count, value_scales += count;
       length -= count;
     }
-    // The same of places of a ring, which has `count` rows.
+    // Leaves out positions of a ring, which has `count` rows.
     __device__ __forceinline__ void skip_places(int places, int count) {
       this->first = places % count, this->rows = count;
       length -= places;
@@ -237,8 +237,8 @@ struct TensorAttention {
   };
 
   // The state of queries 2t and 2t + 1: the largest score so far, as an exponent of 2 that includes the scale of the
-  // score's value; this lane's part of the sum of weights; and the sum of weighted values, relative to 2^peak. Of 4-bit
-  // values, what all columns have in common is this lane's part of `lift`.
+  // score's value; this lane's part of the sum of weights; and the sum of weighted values, relative to 2^peak. With
+  // 4-bit values, the term that all columns share is this lane's part of `lift`.
   struct State {
     float peak[2], sum[2], values[kRows][4];
     float lift[2];
@@ -372,7 +372,7 @@ struct TensorAttention {
     for (int h = 0; h < 2; ++h) sum[h] = __shfl_sync(kAll, own, 4 * (2 * t + h));
   }
 
-  // Turns the scores of a warp's tiles into weights relative to a common maximum, the B operand of O. With `partial`,
+  // Makes weights of the scores of a warp's tiles, relative to a common maximum, the B operand of O. With `partial`,
   // some keys lie past the end.
   static __device__ __forceinline__ void soften(State& state, const Tile (&tiles)[kTiles], float (&score)[kTiles][4],
                                                 uint32_t (&weight)[kTiles][2], const int (&tile)[kTiles], int length,

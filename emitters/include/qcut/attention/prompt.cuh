@@ -1,8 +1,8 @@
-// What all kernels of prompt attention share: arguments, the rows of a tile, the softmax of a row, and its result.
+// Shared by all prefill attention kernels: arguments, the rows of a tile, the softmax of a row, and its result.
 //
 // A row is one query of a token. The rows of a sequence and a head of keys are its tokens' queries for that head, token
-// by token; a tile is some rows that follow one another. Rows of token i see the places 0 to start + i of the cache, or
-// the last ones of these that a window leaves.
+// by token; a tile is some consecutive rows. Rows of token i see positions 0 to start + i of the cache, or the last of
+// these within a window.
 #pragma once
 
 #include <qcut/attention/softmax.cuh>
@@ -32,9 +32,9 @@ struct PromptArgs {
   float scale;  // of scores, times log2(e)
 };
 
-// With kWindowed, a token sees `window` places, 1 or more, up to its own. With kCapped, scores are softcap *
-// tanh(q K / that), times log2(e): `scale` has the factor of capped() then. With kRing, places are below `ring`, and place
-// p is row p % context; a block's keys divide the context.
+// With kWindowed, a token sees `window` positions, 1 or more, up to its own. With kCapped, scores are softcap *
+// tanh(q K / softcap), times log2(e): `scale` then has capped()'s factor. With kRing, positions are below `ring`, and
+// position p is row p % context; the keys of a block divide the context.
 template <class T, class Keys, class Values, bool kWindowed_, bool kCapped_, bool kRing_>
 struct MaskedPromptArgs : PromptArgs<T, Keys, Values> {
   static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_, kRing = kRing_;
@@ -53,8 +53,8 @@ struct PromptArgsOf<T, Keys, Values, false, false, false> {
   using Type = PromptArgs<T, Keys, Values>;
 };
 
-// Offset of a place's row among those of a cache that is a ring, where a head has `rows` of them from `first` on. A ring
-// holds whole blocks, the rows of which follow one another.
+// Offset of a position's row in a ring cache, where a head has `rows` rows from `first` on. A ring
+// holds whole blocks of consecutive rows.
 struct RingRow {
   long long first;
   int place, rows;
@@ -64,13 +64,13 @@ struct RingRow {
   __device__ __forceinline__ operator long long() const { return first + place % rows; }
 };
 
-// The rows of a tile, and the places that they see. With a window, places are counted from `origin`, before
-// which lie blocks that no row of the tile sees.
+// The rows of a tile, and the positions that they see. With a window, positions are counted from `origin`: no row sees
+// the blocks before it.
 struct PromptRows {
   int sequence, kv_head, group;
   int row;     // the first
   int tokens;  // real tokens of the sequence
-  int start;   // places before its first token
+  int start;   // positions before its first token
   int places;  // seen by a row of the tile; 0 without real tokens
   int clear;   // seen by all rows of the tile
   int origin = 0;
@@ -84,7 +84,7 @@ struct PromptRows {
     row = (tiles - 1 - tile / heads) * tile_rows;
     sequence = head / args.kv_heads;
     kv_head = head % args.kv_heads;
-    int limit = args.context;  // of places
+    int limit = args.context;  // of positions
     if constexpr (Args::kRing) limit = args.ring;
     start = min(max(args.starts[sequence], 0), limit);
     tokens = min(min(max(args.lengths[sequence], 0), args.length), limit - start);
@@ -93,7 +93,7 @@ struct PromptRows {
     places = first < tokens ? start + last + 1 : 0;
     clear = start + first + 1;
     if constexpr (Args::kWindowed) {
-      // Blocks begin at the same places of the cache for every tile, so that a row's sums do not depend on its tile.
+      // Blocks begin at the same positions of the cache for every tile, so that a row's sums do not depend on its tile.
       origin = places > 0 ? first_seen(clear, args.window) / block * block : 0;
       start -= origin, places -= origin, clear -= origin;
     }
@@ -123,7 +123,7 @@ struct PromptRows {
   }
 };
 
-// The score of a place that a row does not see.
+// The score of a position that a row does not see.
 #define QCUT_HIDDEN __int_as_float(static_cast<int>(0xff800000u))
 
 // Scores of two rows, those of lane / 4 and 8 further, in the order of an accumulator of m16n8k16 or of wgmma; lanes
@@ -150,7 +150,7 @@ struct PromptSoftmax {
       float most = fmaxf(top[0], top[1]);
       most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
       most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-      offset[r] = most == QCUT_HIDDEN ? 0.0f : -most * scale;  // no place is seen so far: all weights are 0
+      offset[r] = most == QCUT_HIDDEN ? 0.0f : -most * scale;  // no position is seen so far: all weights are 0
       factor[r] = power(fmaf(largest[r], scale, offset[r]));
       largest[r] = most;
     }
@@ -177,7 +177,7 @@ struct PromptSoftmax {
   }
 };
 
-// Hides scores of places past a row's last one. `place` is that of the first score of lane 0.
+// Hides scores of positions past a row's last one. `place` is the position of the first score of lane 0.
 template <int kScores>
 __device__ __forceinline__ void hide_scores(float (&s)[kScores], int place, int last, int last8) {
   const int column = place + 2 * static_cast<int>(threadIdx.x % 4);
@@ -188,7 +188,7 @@ __device__ __forceinline__ void hide_scores(float (&s)[kScores], int place, int 
   }
 }
 
-// Hides scores of places up to `before` and, of the rows 8 further, `before8`: those that a window leaves out.
+// Hides scores of positions outside a window: up to `before`, and in the rows 8 further up to `before8`.
 template <int kScores>
 __device__ __forceinline__ void hide_early_scores(float (&s)[kScores], int place, int before, int before8) {
   const int column = place + 2 * static_cast<int>(threadIdx.x % 4);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
-// Turns rows of weighted 4-bit values back (nibbles.cuh), columns in the order of an accumulator.
+// Rotates rows of weighted 4-bit values back (nibbles.cuh), columns in the order of an accumulator.
 template <int kHead, int kValues>
 __device__ __forceinline__ void turn_rows_back(float (&o)[kValues]) {
   constexpr int kTiles = kHead / 8;

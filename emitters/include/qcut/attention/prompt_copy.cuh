@@ -1,4 +1,4 @@
-// Copies of queries, keys and values to shared memory by 128 threads, for all kernels of prompt attention.
+// Copies of queries, keys and values to shared memory by 128 threads, for all prefill attention kernels.
 //
 // A tile in shared memory is blocks of 64 columns of 16-bit floats: rows of 128 bytes one after the other, the 16-byte
 // chunk c of row r at c ^ (r % 8). Columns past the head and rows that do not exist are 0.
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t tile_at(int row, int chunk, int block) {
   return chunk / 8 * block + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 
-// How 128 threads copy a block of rows of int8 or Nibbles, 16 bytes each, of which they are to make 16-bit floats.
+// Copy of a block of int8 or Nibbles rows by 128 threads, 16 bytes each, to be converted to 16-bit floats.
 template <class C, int kHead, int kColumns, int kKeys>
 struct RawRows {
   static constexpr bool kNibbles = CacheType<C>::kTurned;
@@ -90,7 +90,7 @@ struct PromptCopy {
     }
   }
 
-  // The same of compressed rows, in two steps: raw bytes, of which each thread gets those that it is to convert, and
+  // Copy of compressed rows in two steps: raw bytes, each to the thread that converts them, and
   // 16-bit floats, exactly. With keys come what the scores of the block need of its scales. `odd`: the first row is an
   // odd one of all rows of the cache.
   static constexpr int kKeyBytes = RawRows<Keys, kHead, kColumns, kKeys>::kBytes;
@@ -216,7 +216,7 @@ struct PromptCopy {
   }
 };
 
-// Makes weights of a block's scores, the first of which is at place `at`, and returns by what to multiply earlier sums.
+// Turns a block's scores, which start at position `at`, into weights, and returns the factor of earlier sums.
 // Scores of a compressed cache become s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative
 // to the largest such product of a row; the sum that divides takes weights without it. `scales` is the shared address
 // of PromptCopy's.

@@ -1,7 +1,7 @@
-// Attention of prompts with mma.sync, on every architecture.
+// Prefill attention with mma.sync, on every architecture.
 //
 // Each of the four warps of a CTA has 16 rows of a tile. Blocks of keys and values come to one of two stages of shared
-// memory while the other stage is multiplied; blocks go from the last place seen to the first.
+// memory while the other stage is multiplied; blocks go from the last visible position to the first.
 //
 // Shared memory: queries; two stages of keys, values, and the scales of an int8 cache.
 #pragma once
@@ -29,7 +29,7 @@ struct PromptMmaTile {
   static constexpr int kTileBytes = kBlocks * kKeyBlock;
   static constexpr int kStageBytes = 2 * kTileBytes + (kScaled ? Copy::kScaleBytes : 0);
   static constexpr int kStages = kBlocks * kQueryBlock;  // offset of the first stage
-  static constexpr int kRaw = kStages + 2 * kStageBytes;  // int8 keys and values on their way to a stage
+  static constexpr int kRaw = kStages + 2 * kStageBytes;  // int8 keys and values before they are converted
   // Queries stay in registers where these suffice.
   static constexpr bool kHoldsQueries = kColumns <= (kScaled ? 96 : 128);
 };
@@ -57,7 +57,7 @@ struct PromptWarp {
     }
   }
 
-  // One block: the first key is at place `at`.
+  // One block: the first key is at position `at`.
   template <class Args>
   __device__ __forceinline__ void attend(const Args& args, const PromptRows& rows, int at, uint32_t stage, int last,
                                          int last8) {
@@ -93,7 +93,7 @@ struct PromptWarp {
     }
   }
 
-  // c += a b of 16 columns, of which the first accumulator is c[first].
+  // c += a b of 16 columns; the first accumulator is c[first].
   template <int kSums>
   static __device__ __forceinline__ void multiply(float (&c)[kSums], int first, const uint32_t (&a)[4],
                                                   const uint32_t (&b)[4]) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void prompt_attention_mma(const typename Tile::Args& 
   if (rows.places > 0) {
     const auto first = rows.cache_row(args);
     const uint32_t raw = base + Tile::kRaw;
-    const bool odd = first % 2 != 0;  // blocks start at even places
+    const bool odd = first % 2 != 0;  // blocks start at even positions
     const auto stage = [&](int i) { return base + Tile::kStages + (i & 1) * Tile::kStageBytes; };
     const auto fetch = [&](int at, uint32_t to) {
       const int count = min(rows.places - at, Tile::kKeys);

@@ -1,14 +1,14 @@
-// Attention of prompts with Hopper's products of warpgroups (sm_90a).
+// Prefill attention with wgmma (sm_90a).
 //
 // The last warpgroup of a CTA copies queries, keys and values to shared memory. Each of the others has 64 rows of a
 // tile: S = Q K^T of a block of keys, the softmax of its rows, O += P V with P in registers. While the tensor cores
 // multiply a block's P by V, the next block's scores, which precede them, become weights. Warpgroups take turns in
-// issuing products, so that one's softmax runs beside another's products. Blocks go from the last place seen to the
-// first: those that some rows do not see come first.
+// issuing products, so that one's softmax overlaps another's products. Blocks go from the last visible position
+// to the first: those that some rows do not see come first.
 //
 // Keys and values lie in one ring of slots in the order of their use: K of the last block, then K and V of two
-// neighbours in turn. int8 rows are fetched to a place of their own and become 16-bit floats, exactly, on their way to
-// the ring; their scales lie beside the slot of the keys.
+// neighbours in turn. int8 rows are fetched to a buffer of their own and become 16-bit floats, exactly, in the
+// ring; their scales lie with the slot of the keys.
 #pragma once
 
 #include <qcut/core/barrier.cuh>
@@ -29,7 +29,7 @@ struct PromptTile {
   static constexpr int kGroups = kGroups_;    // warpgroups that multiply
   static constexpr int kKeys = kKeys_;        // of a block
   static constexpr int kSlots = kSlots_;
-  static constexpr int kParts = kParts_;  // CTAs of a cluster that share the places of a tile
+  static constexpr int kParts = kParts_;  // CTAs of a cluster that divide the positions of a tile
   static constexpr bool kScaled = CacheType<Keys>::kScaled;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kThreads = 128 * kGroups + 128;
@@ -72,11 +72,11 @@ struct TileRounds {
   }
 };
 
-// This CTA's places of a tile: `first` to the tile's last, `at` the first of the last block; at < first: none.
+// This CTA's positions of a tile: `first` to the tile's last, `at` the first of the last block; at < first: none.
 template <int kParts, int kKeys>
 struct PromptPart {
   int first, at;
-  bool alone;  // the CTA has all places of the tile
+  bool alone;  // the CTA has all positions of the tile
 
   __device__ __forceinline__ explicit PromptPart(const PromptRows& rows) {
     const int blocks = (rows.places + kKeys - 1) / kKeys;
@@ -103,7 +103,7 @@ struct RingPlace {
 };
 
 // Keeps what follows behind the computation of v, which is at least 0. The assembler would move a wait for products up
-// to the products, above the softmax that is to run beside them, but not across a barrier of the warp.
+// to the products, above the softmax that is to overlap them, but not across a barrier of the warp.
 __device__ __forceinline__ void hold(float v) {
   asm volatile("bar.warp.sync %0;" ::"r"(v < 0.0f ? 0 : -1) : "memory");
 }
@@ -117,8 +117,8 @@ struct PromptFeed {
   uint32_t base;
   Copy copy;
   RingPlace<Tile::kSlots> place;
-  // Of compressed rows: tiles fetched and not converted, two bits of each, 1 for keys and 2 for an odd first row, and the
-  // places of the next ones.
+  // Compressed rows: tiles fetched and not converted, two bits each, 1 for keys and 2 for an odd first row, and the
+  // positions of the next ones.
   int held = 0, fetched = 0, converted = 0;
   unsigned kinds = 0;
 
@@ -398,7 +398,7 @@ __device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& 
     float all = 0.0f, v[4] = {};
 #pragma unroll
     for (int part = 0; part < Tile::kParts; ++part) {
-      // A part without places has weights and sums of 0. NaN is no maximum: its sum is NaN.
+      // A part without positions has weights and sums of 0. NaN is no maximum: its sum is NaN.
       const float factor = largest[part] == QCUT_HIDDEN ? (sums[part] == 0.0f ? 0.0f : 1.0f)
                                                         : power((largest[part] - most) * scale);
       uint32_t w[4];

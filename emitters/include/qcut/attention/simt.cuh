@@ -4,7 +4,7 @@
 // key lies in a set of kLanes lanes, kChunks chunks of 16 bytes each. A warp reads one key for each of its sets of
 // lanes at a time, and has kUnroll such reads in flight. Every set of lanes keeps the maximum, the sum of weights and
 // the weighted values of its own keys. Sets of a warp are combined by shuffles, warps in shared memory, and parts of
-// the context in a workspace, whose records the last CTA adds up.
+// the context in a workspace, where the last CTA adds up the records.
 //
 // Exactness: float32, with exponentials of 2 ulp. The order of all sums is fixed by the length and the number of parts.
 //
@@ -49,8 +49,9 @@ __device__ constexpr int next_power_of_two(int v) { return v <= 1 ? 1 : 2 * next
 
 // T is the type of queries and results; C is the cache's type, T or int8_t. AttentionDecode in
 // emitters/attention/simt.py describes the sizes.
-// With kWindowed, a query sees the last `window` keys up to its own. With kCapped, scores are softcap * tanh(q K / that):
-// `scale` has the factor of capped() then. With kRing, places are below `ring`, and place p is row p % context.
+// With kWindowed, a query sees the last `window` keys up to its own. With kCapped, scores are softcap *
+// tanh(q K / softcap): `scale` then has capped()'s factor. With kRing, positions are below `ring`, and position p is
+// row p % context.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_, bool kWindowed = false,
           bool kCapped = false, bool kRing = false>
 struct DecodeAttention {
@@ -131,7 +132,7 @@ struct DecodeAttention {
     launch_dependents();
     wait_for_dependencies();
 
-    // Places are counted from the first that is seen.
+    // Positions are counted from the first visible one.
     const int whole = min(max(positions[batch], 0), (kRing ? ring : context) - 1) + 1;
     int first_key = kWindowed ? first_seen(whole, window) : 0;
     const int length = whole - first_key;

@@ -15,7 +15,7 @@ __device__ __forceinline__ float power(float v) {
   return d;
 }
 
-// Scores that a tanh bounds: cap * tanh(x), of y = 2 log2(e) x, is cap - 2 cap / (2^y + 1), within 2^-20 of cap. Where
+// Softcap of scores: cap * tanh(x), of y = 2 log2(e) x, is cap - 2 cap / (2^y + 1), within 2^-20 of cap. Where
 // 2^y is infinite or 0, that is +-cap; NaN stays.
 __device__ __forceinline__ float capped(float y, float cap) {
   float d;
@@ -23,17 +23,17 @@ __device__ __forceinline__ float capped(float y, float cap) {
   return fmaf(-2.0f * cap, d, cap);
 }
 
-// The first place of a cache that the last of `length` tokens sees through a window.
+// The first position that the last of `length` tokens sees through a window.
 __device__ __forceinline__ int first_seen(int length, int window) { return max(length - window, 0); }
 
-// What goes with the rows of a cache that is a ring, in which place p is row p % rows; nothing goes with others.
+// Arguments of a ring cache, in which position p is row p % rows; empty for other caches.
 template <bool kRing>
 struct RingRows {};
 template <>
 struct RingRows<true> {
-  int first, rows;  // row of the first place that is seen, and their number
+  int first, rows;  // row of the first visible position, and the number of rows
 
-  // Row of the i-th place that is seen; i is below `rows`. Before the end, `rows` less is no unsigned number.
+  // Row of the i-th visible position; i is below `rows`. Before the end, the row minus `rows` is negative.
   __device__ __forceinline__ int row(int i) const {
     return static_cast<int>(min(static_cast<unsigned>(first + i), static_cast<unsigned>(first + i - rows)));
   }

@@ -9,7 +9,7 @@
 //   PairTable     a table in shared memory with an entry for each byte (two indices) and lane. One PRMT and
 //                 one LDS without bank conflicts give two 16-bit values. For few tokens, where decoding takes
 //                 most of the time.
-//   RegisterBook  PRMT alone, without memory. For many tokens, where the tensor cores take most of the time.
+//   RegisterBook  PRMT only, without memory. For many tokens, where the tensor cores take most of the time.
 //   RowBook       int8 values of one row, with the row's norm folded in: q = rne(value * (norm * fold)).
 //   PairFactors   int8 values of a codebook of pairs, whose bytes are indices of two values: a table gives float16
 //                 values, and one HFMA2 for each two makes integers of them: q = rne(value * f16(norm * fold)).
@@ -353,7 +353,7 @@ __device__ __forceinline__ float2 norm_pair(uint32_t w) {
   return __half22float2(*reinterpret_cast<const __half2*>(&w));
 }
 
-// What a slot has beside its indices, of rows g and g + 8, as the lanes of row g hold it: the norms, a word of two
+// The scales of a slot, of rows g and g + 8, as the lanes of row g hold it: the norms, a word of two
 // float16. With offsets, a second word of two numbers that are added to values before the norms multiply them.
 template <bool kOffsets>
 struct SlotNorms {

@@ -3,12 +3,12 @@
 // A CTA computes a tile of D. A cp.async pipeline copies blocks of tokens and units of weights, 128 columns
 // at a time, to shared memory without reordering: tokens are swizzled for ldmatrix in global memory already,
 // and a lane's part of a unit is contiguous. Weights are the product's first operand (16 rows of N) and
-// tokens the second (8 rows of M). Indices become the first operand's registers by PRMT alone, those of a
+// tokens the second (8 rows of M). Indices become the first operand's registers only by PRMT, those of a
 // codebook of pairs by a dense table in shared memory, before the pipeline. A warp's tile
 // should be tall in M, because each warp decodes the weights that it multiplies.
 //
 // Exactness: 16-bit weights times their norms are rounded once (bfloat16: the norms, too), and float32 sums are
-// added in a fixed order. The norms are folded into int8 weights (RowBook), whose products are added in int32.
+// added in a fixed order. The norms are fused into int8 weights (RowBook); their products are added in int32.
 //
 // Source: PTX ISA "cp.async", "ldmatrix", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
 #pragma once
@@ -150,8 +150,8 @@ struct CodebookStage {
   }
 };
 
-// The kernel. kAlignD is the alignment of D's rows in bytes (kAlign of TileWriter). `fold` is read for int8 tokens
-// alone.
+// The kernel. kAlignD is the alignment of D's rows in bytes (kAlign of TileWriter). `fold` is read only for
+// int8 tokens.
 template <class Tile, class T, int kBits, int kSlots, bool kOffsets, class E, int kAlignD, class B>
 __device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
                                              typename E::Out* d, int m, int n, int units_k, int ldd, const B& book,

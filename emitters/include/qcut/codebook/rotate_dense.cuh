@@ -1,8 +1,8 @@
 // Tokens times a dense rotation of each group, on mma.sync.m16n8k16: r[m, j] = sum_i x[m, i] * q[j, i]. Results are
 // blocks of 16-bit tokens or rows of float32.
 //
-// A CTA computes kM tokens x kN columns of one group, whose padding in memory counts as columns. Both operands pass
-// through two stages of shared memory in pieces of 64 columns. A staged row has 128 bytes, whose 16-byte chunk c lies
+// A CTA computes kM tokens x kN columns of one group; padding in memory counts as columns. Both operands pass
+// through two stages of shared memory in pieces of 64 columns. A staged row has 128 bytes; its 16-byte chunk c lies
 // at c ^ (row % 8), so that ldmatrix reads the rows without bank conflicts. Results are staged in shared memory, too.
 //
 // Exactness: products are exact in float32; the tensor core adds them in a fixed order.

@@ -1,4 +1,4 @@
-// D^T = epilogue(W X^T) of a prompt's rotated tokens X and codebook weights W (sm_90a). Decoded weights are the
+// D^T = epilogue(W X^T) of many rotated tokens X and codebook weights W (sm_90a), for prefill. Decoded weights are the
 // operand of wgmma that lies in registers.
 //
 // A CTA computes tiles of 128 rows of weights x kTokens tokens with three warpgroups. Two of them multiply 64 rows
@@ -42,7 +42,7 @@ __device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, in
   }
 }
 
-// The work of the two multiplying warpgroups, each of which writes its 64 channels of D.
+// The work of the two multiplying warpgroups. Each writes its 64 channels of D.
 template <class T, class E, int kAlign, class B>
 __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const char* units, const char* norms,
                                                 const float* fold, typename E::Out* d, int n, int ldd, const B& book,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
   using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder, HalfDecoder>::Type;
   constexpr int kSteps = Decoder::kSteps;
-  // Products are issued in batches of kBatch, whose weights are decoded together into one of kRing buffers.
+  // Products are issued in batches of kBatch. The weights of a batch are decoded together into one of kRing buffers.
   constexpr int kBatch = T::kFine ? 1 : kSteps / 2;
   constexpr int kBatches = kSteps / kBatch;
   constexpr int kRing = T::kFine ? 4 : 2;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   }
 }
 
-// The kernel. `fold` is read for int8 tokens alone. kAlign is the alignment of D's rows in bytes, as in TileWriter.
+// The kernel. `fold` is read only for int8 tokens. kAlign is the alignment of D's rows in bytes, as in TileWriter.
 template <class T, class E, int kAlign, class B>
 __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,

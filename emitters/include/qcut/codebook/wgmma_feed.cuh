@@ -150,7 +150,7 @@ struct PromptPairDecoder {
   }
 };
 
-// The same for int8 values of a codebook of pairs.
+// Decodes int8 values of a codebook of pairs.
 template <class T>
 struct PromptPairDecoderS8 {
   static constexpr int kSteps = 4;

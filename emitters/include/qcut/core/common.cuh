@@ -33,6 +33,13 @@ __device__ __forceinline__ void wait_for_dependencies() {
 #endif
 }
 
+// Waits for the previous kernel and reads a count that it wrote; from 0 to the bound that the grid was made for.
+__device__ __forceinline__ int device_count(const int* count, int bound) {
+  launch_dependents();
+  wait_for_dependencies();
+  return min(max(*count, 0), bound);
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -206,7 +213,7 @@ struct Vector<int8_t> {
 
 // Loads the vectors first, first + step, ... of a row of `k` elements; elements past the end are zero. With
 // kAligned the row starts at a multiple of 16 bytes. A second loop loads the partial vector at the end of a
-// row, so that the first loop consists of predicated 16-byte loads alone, which are in flight together.
+// row, so that the first loop consists only of predicated 16-byte loads, which are in flight together.
 template <class T, int kVecs, bool kAligned>
 __device__ __forceinline__ void load_vectors(Vector<T> (&v)[kVecs], const T* row, int first, int step, int k) {
   constexpr int kSize = Vector<T>::kSize;

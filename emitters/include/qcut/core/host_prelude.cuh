@@ -1,4 +1,4 @@
-// Declarations of device names for a host compiler that reads CUTLASS's headers for their types alone.
+// Declarations of device names for a host compiler that reads CUTLASS's headers only for their types.
 //
 // A launcher needs a kernel's parameter block and not its code. nvcc's host pass takes 20 s to read CUTLASS's headers.
 // g++ takes 4 s, but lacks the few device names that the headers use outside of templates: they are declared here.

@@ -1,4 +1,4 @@
-// The epilogue of layers in integers alone: 64-bit sums and biases, rescaled by a multiplier and a shift of each column.
+// The epilogue of integer-only layers: 64-bit sums and biases, rescaled by a multiplier and a shift of each column.
 //
 // Exactness: every integer equals qcut.numerics.integers bitwise. No step overflows 64 bits where a sum and its bias are
 // at most 2^38 each, and a multiplier is below 2^24: their product is then below 2^63.

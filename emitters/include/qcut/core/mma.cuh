@@ -16,7 +16,7 @@
 namespace qcut {
 
 // Copies kSize bytes from global to shared memory. With `zero` the copy reads nothing and writes zeros. Copies of 16
-// bytes skip the L1 (`.cg`), in which tiles would be of no use; shorter copies exist as `.ca` alone.
+// bytes skip the L1 (`.cg`), which tiles do not need; shorter copies exist only as `.ca`.
 template <int kSize>
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool zero) {
   static_assert(kSize == 4 || kSize == 8 || kSize == 16, "what cp.async copies");

@@ -1,4 +1,4 @@
-// The end of kernels whose sums lie in shared memory by token: a thread finishes four neighbouring elements of D.
+// The end of kernels with sums in shared memory by token: a thread finishes four neighbouring elements of D.
 #pragma once
 
 #include <qcut/core/epilogue.cuh>

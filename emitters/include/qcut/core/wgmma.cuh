@@ -1,4 +1,4 @@
-// Hopper's products of a warpgroup (wgmma), and registers passed between warpgroups (setmaxnreg): sm_90a alone.
+// Hopper's products of a warpgroup (wgmma), and registers passed between warpgroups (setmaxnreg). Only sm_90a.
 //
 // The functions have no guard for other architectures: a kernel that calls one of them there does not compile.
 //

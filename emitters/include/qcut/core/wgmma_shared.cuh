@@ -1,5 +1,5 @@
-// Products of a warpgroup of 16-bit floats beside those of core/wgmma.cuh: A from shared memory, or B with its rows
-// along K. sm_90a alone.
+// Products of a warpgroup of 16-bit floats that core/wgmma.cuh does not have: A from shared memory, or B with its rows
+// along K. Only sm_90a.
 //
 // Operands lie in blocks of 64 columns, rows of 128 bytes one after the other; the 16-byte chunk c of row r lies at
 // c ^ (r % 8). Where K runs along the columns, a product takes 32 bytes of each row: the descriptor is

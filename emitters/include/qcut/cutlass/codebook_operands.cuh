@@ -5,7 +5,7 @@
 // fragments: a thread's 16 indices of one wgmma lie in 8 neighbouring bytes.
 //
 // Tokens. Blocks carry the 128-byte swizzle of shared memory already, so a plain box of a tensor map brings them to
-// where wgmma looks for them. BlockTokens has that tensor map beside CUTLASS's own.
+// where wgmma looks for them. BlockTokens has that tensor map in addition to CUTLASS's.
 //
 // Source: CUTLASS 4.2.0, cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized_mixed_input.hpp.
 #pragma once

@@ -114,7 +114,7 @@ struct Sm90Dequantize : Sm90Node<DequantizeArguments> {
 
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
       using namespace cute;
-      if (epi_m != 0) return;  // the loop over subtiles runs along M first, and columns depend on epi_n alone
+      if (epi_m != 0) return;  // the loop over subtiles runs along M first, and columns depend only on epi_n
       int slot = 0;
       auto fetch = [&](RegVector& r) {
         Tensor s = filter_zeros(s_vec(_, _, _, epi_m, epi_n));
@@ -164,7 +164,7 @@ struct Sm90Dequantize : Sm90Node<DequantizeArguments> {
     Tensor s_vec = sm90_partition_for_epilogue<kReferenceSrc>(s_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
     Tensor r_vec = make_tensor_like<float>(take<0, 3>(s_vec));
 
-    // A tile that varies along M alone and serves only to give the per-token registers their layout.
+    // A tile that varies only along M, to give the per-token registers their layout.
     Tensor row_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_1{}, _0{}));
     Tensor row_part =
         sm90_partition_for_epilogue<kReferenceSrc>(row_tile, args.epi_tile, args.tiled_copy, args.thread_idx);

@@ -1,6 +1,6 @@
-// The whole SM90 epilogue of products of int16 tokens, as one visitor node of CUTLASS's: of the kernel's rows, 16 belong
-// to eight tokens, eight rows of their high halves and eight of their low ones. D has a row for each token and is not
-// CUTLASS's (ElementD is void): the node stores it.
+// The whole SM90 epilogue of products of int16 tokens, as one visitor node of CUTLASS. 16 rows of the kernel hold eight
+// tokens as a hi/lo split: eight rows of high bytes and eight of low bytes. D has a row for each token and is not
+// CUTLASS's (ElementD is void): the node stores D.
 //
 // A thread's accumulators are those of wgmma: four for eight columns, of which two belong to row g and two to row g + 8.
 // So it has both sums of an element, combines them in 64 bits and rounds once. Two columns of four blocks of eight then
@@ -18,7 +18,7 @@
 #include <qcut/cutlass/sm90_node.cuh>
 #include "cutlass/arch/grid_dependency_control.h"
 
-#if !defined(__CUDACC__)  // for a host compiler that reads types alone, as core/host_prelude.cuh
+#if !defined(__CUDACC__)  // for a host compiler that only reads types, as core/host_prelude.cuh
 unsigned __shfl_xor_sync(unsigned, unsigned, int, int = 32);
 #endif
 
@@ -132,7 +132,7 @@ struct Sm90DequantizeHalves : Sm90Node<HalvesArguments> {
 
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
       using namespace cute;
-      if (epi_m != 0) return;  // the loop over subtiles runs along M first, and columns depend on epi_n alone
+      if (epi_m != 0) return;  // the loop over subtiles runs along M first, and columns depend only on epi_n
       int slot = 0;
       auto fetch = [&](RegVector& r) {
         Tensor s = filter_zeros(s_vec(_, _, _, epi_m, epi_n));
@@ -228,7 +228,7 @@ struct Sm90DequantizeHalves : Sm90Node<HalvesArguments> {
     Tensor s_vec = sm90_partition_for_epilogue<kReferenceSrc>(s_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
     Tensor r_vec = make_tensor_like<float>(take<0, 3>(s_vec));
 
-    // A tile that varies along M alone and serves only to give the per-token registers their layout.
+    // A tile that varies only along M, to give the per-token registers their layout.
     Tensor row_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_1{}, _0{}));
     Tensor row_part =
         sm90_partition_for_epilogue<kReferenceSrc>(row_tile, args.epi_tile, args.tiled_copy, args.thread_idx);

@@ -101,7 +101,7 @@ struct Sm90DequantizeTransposed : Sm90Node<TransposedScales> {
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
       using namespace cute;
       if constexpr (kTokenScale) {
-        if (epi_m != 0) return;  // the loop over subtiles runs along M first, and tokens depend on epi_n alone
+        if (epi_m != 0) return;  // the loop over subtiles runs along M first, and tokens depend only on epi_n
         copy_aligned(filter_zeros(s_vec(_, _, _, epi_m, epi_n)), filter(r_token));
       }
     }
@@ -140,7 +140,7 @@ struct Sm90DequantizeTransposed : Sm90Node<TransposedScales> {
     Tensor s_vec = sm90_partition_for_epilogue<kReferenceSrc>(s_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
     Tensor r_vec = make_tensor_like<float>(take<0, 3>(s_vec));
 
-    // A tile that varies along M alone and serves only to give the channels' registers their layout.
+    // A tile that varies only along M, to give the channels' registers their layout.
     Tensor row_tile = make_tensor(make_smem_ptr(token), take<0, 2>(CtaTile{}), make_stride(_1{}, _0{}));
     Tensor row_part =
         sm90_partition_for_epilogue<kReferenceSrc>(row_tile, args.epi_tile, args.tiled_copy, args.thread_idx);

@@ -43,7 +43,7 @@ __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, flo
   if (threadIdx.x % 32 == 0 && peak > 0) atomicMax(reinterpret_cast<unsigned*>(absmax) + row, peak);
 }
 
-// The kernel whose rows a rotation (codebook/rotate_rows.cuh) stores as blocks of tokens, rounded to T before. Each of
+// The kernel with a rotation (codebook/rotate_rows.cuh), which stores rows, rounded to T, as blocks of tokens. Each of
 // kThreads threads has kVecs vectors of a row; rotations that need a row's largest magnitude have one CTA for each row.
 template <class T, bool kGated, int kThreads, int kVecs, bool kAligned, class Rotation>
 __device__ __forceinline__ void activate_rotated(const T* x, const T* up, void* y, float* scale, long long x_stride,

@@ -146,7 +146,7 @@ struct HeadShare {
     }
   }
 
-  // Turns the head (nibbles.cuh), and returns its columns: those of `low`, then those of `high`. All lanes call.
+  // Rotates the head (nibbles.cuh), and returns its columns: those of `low`, then those of `high`. All lanes call.
   static constexpr bool kTurns = kPieces == 1 && kShares == kLanes && kApart == kHead / 2;
   __device__ __forceinline__ void turned(float (&y)[2 * kVec], int lane) const {
     static_assert(kTurns, "a lane has one piece of each half");
@@ -183,8 +183,8 @@ struct HeadShare {
     low[0].set(a), high[0].set(b);
   }
 
-  // Stores the head in a cache at element `at`, with its scale at `scale_at` of those; `y` are turned columns, which a
-  // guide or null goes with. All lanes call, and those of heads that are `kept` store.
+  // Stores the head in a cache at element `at`, with its scale at `scale_at`; `y` are rotated columns. `guide` is
+  // null or their KV calibration. All lanes call; those of heads that are `kept` store.
   template <class C, class Scale>
   __device__ __forceinline__ void keep(C* cache, Scale* scales, long long at, long long scale_at,
                                        const float (&y)[2 * kVec], const GuideColumn* guide, int lane,
@@ -263,9 +263,9 @@ struct HeadShare {
 // The kernel. q [tokens, heads, kHead] is rotated in place; k and v are [tokens, kv_heads, kHead]. Tokens are q_stride
 // and kv_stride elements apart; the `length` tokens of a sequence follow one another. cos and sin [context, kHead] hold
 // the factors of each column in T. C and V are the types of keys and values: T for both, or each int8 or Nibbles with a
-// scale for each token and head. Queries are turned as keys are. `guide`, kHead + 2 columns for each head of keys,
-// is null where Nibbles are not guided. Caches are
-// [sequences, kv_heads, context, kHead], batch_stride elements between sequences. kVec elements are read at once: rows,
+// scale for each token and head. Queries are rotated like keys. `guide`, kHead + 2 columns for each head of keys,
+// is the KV calibration of Nibbles, or null. Caches are [sequences, kv_heads, context, kHead], batch_stride elements
+// between sequences. kVec elements are read at once: rows,
 // tables and caches start at multiples of kVec elements. A CTA has kTokens tokens; each thread has kHeads heads. With
 // kRing, slots are below `ring`, and a slot's row of the cache is slot % context.
 template <class T, class C, class V, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads,
@@ -325,7 +325,7 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
     }
     if (kAtOnce == 1 && head < heads) continue;  // uniform over the CTA: every group has this query
     const bool is_key = head < rotated;
-    // Asked here: as a flag from before the loop it splits the stores of queries.
+    // Tested here: as a flag from before the loop it splits the stores of queries.
     const bool has_place = static_cast<unsigned>(slot) < static_cast<unsigned>(kRing ? ring : context);
     const bool kept = live && head >= heads && head < total && has_place;
     const int mine = head - (is_key ? heads : rotated);

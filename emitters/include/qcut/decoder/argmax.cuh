@@ -1,7 +1,7 @@
 // The index of the largest element of each row; of equal elements, the lowest index.
 //
 // A CTA, or a cluster of CTAs, has a row. Its threads read 16-byte vectors and keep the largest key, an integer that
-// orders elements and their indices. Exactness: comparisons alone.
+// orders elements and their indices. Exactness: only comparisons.
 #pragma once
 
 #include <qcut/core/cluster.cuh>
@@ -18,8 +18,8 @@ __device__ __forceinline__ unsigned long long argmax_key(float v, int index) {
 
 // The kernel. Rows of `columns` elements are `stride` elements apart and may start at any element. With kAdvances, each
 // row's position and slot are raised by one, up to context - 1 and context. A cluster of kParts CTAs along x has a row,
-// and rows are along y; without clusters, rows are along x. If told is not null, [turns, rows] in the host's memory,
-// its row number turn[row] gets the result too, and the turn goes on, after the last to the first.
+// and rows are along y; without clusters, rows are along x. If told is not null, [turns, rows] in pinned host memory,
+// its row turn[row] also gets the result, and turn[row] is raised by one, modulo turns.
 template <class T, bool kAdvances, int kThreads, int kUnroll, int kParts = 1>
 __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* positions, int* slots, long long stride,
                                             int columns, int context, long long* told = nullptr, int* turn = nullptr,

@@ -1,4 +1,4 @@
-// Gathers rows of a table of embeddings, dequantizes int8 rows, and adds rows of a table of positions.
+// Gathers token embeddings, dequantizes int8 rows, and adds position embeddings.
 //
 // A thread computes 16 bytes of the result. Exactness: as eager modules do, a row is rounded to T before a position's
 // row is added, and the sum is rounded.

@@ -1,6 +1,6 @@
-// Gathers rows of a codebook weight, decodes them, rotates them back, and adds rows of a table of positions.
+// Gathers token embeddings of a codebook weight, decodes them, rotates them back, and adds position embeddings.
 //
-// A thread computes 16 neighbouring columns, whose indices are four pieces of two bytes of one unit (three bits: and
+// A thread computes 16 neighbouring columns. Their indices are four pieces of two bytes of one unit (three bits: and
 // four of the third bits). The CTA has the codebooks in shared memory, in float32. A group's threads are neighbours in
 // a warp.
 //
@@ -14,7 +14,7 @@
 
 namespace qcut {
 
-// What a pass reads beside norms and signs: the pass's first unit of the first tile of 16 rows, bytes from a tile to the
+// Operands of a pass except norms and signs: its first unit of the first tile of 16 rows, bytes from a tile to the
 // next, and the codebook, floats or pairs of them.
 struct CodebookPass {
   const char* units;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void embed_codebook(const long long* ids, const Codeb
     scales[p] = to_float(norms[at * kPasses * groups + p * groups + own_group]) * factor;
     flips[p] = kGroup ? signs[(p * k_padded + col) / 32] >> col % 32 : 0u;
   }
-  // Only now is the codebook waited for, with all other loads on their way.
+  // The codebook is waited for last, with all other loads in flight.
 #pragma unroll
   for (int p = 0; p < kPasses; ++p) {
 #pragma unroll

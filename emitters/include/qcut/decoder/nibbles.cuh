@@ -1,14 +1,14 @@
-// Keys and values of 4 bits: rows turned by a rotation, and 16 levels with a scale and a zero point for each row.
+// Keys and values of 4 bits: rotated rows, and 16 levels with a scale and a zero point for each row.
 //
-// A turned row is H (s * x) / sqrt(d): fixed signs s, the Walsh-Hadamard matrix H. A level is scale * (c - m), with a
+// A rotated row is H (s * x) / sqrt(d): fixed signs s, the Walsh-Hadamard matrix H. A level is scale * (c - m), with a
 // code c of 0 to 15 and m = 5.5 + z / 8; a row's word holds the upper 11 bits of a float16 scale, and z of 5 bits. The
 // code of an even column is the lower half of its byte.
 //
-// Keys may be guided: a guide of a head of keys holds their mean, which a row is rounded without, and the main directions
-// of the queries, along which errors are to cancel.
+// Keys may be calibrated: the guide of a head of keys has their mean, which is subtracted before rounding, and the main
+// directions of the queries, along which errors cancel.
 //
 // Exactness: codes and words are bitwise those of qcut.numerics.int4: butterflies of neighbours come first, and a row's
-// loss and the errors along directions are sums of integers, whose order is of no matter.
+// loss and the errors along directions are sums of integers, so that their order does not matter.
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -42,7 +42,7 @@ constexpr bool kSameTypes = false;
 template <class A>
 constexpr bool kSameTypes<A, A> = true;
 
-// The sign of a column before a row is turned.
+// The sign of a column before a row is rotated.
 __device__ __forceinline__ float turned_sign(int column) {
   uint32_t h = static_cast<uint32_t>(column) * 0x9E3779B1u;
   h = (h ^ h >> 15) * 0x85EBCA6Bu;
@@ -67,13 +67,13 @@ __device__ __forceinline__ void butterfly(float& low, float& high) {
   low = sum, high = difference;
 }
 
-// What a row's word says: level c is scale * (c - 8 + lift).
+// A row's word, decoded: level c is scale * (c - 8 + lift).
 struct RowScale {
   float scale, lift;
   __device__ __forceinline__ explicit RowScale(uint32_t word) {
     const unsigned short half = static_cast<unsigned short>(word >> 1 & 0x7ff0u);
     scale = __half2float(__ushort_as_half(half));
-    uint32_t z;  // (word & 31) | 2^20, whose last bit is 1 / 8
+    uint32_t z;  // (word & 31) | 2^20; the last bit is 1 / 8
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(z) : "r"(word), "r"(31u), "r"(0x49800000u));
     lift = 1048578.5f - __uint_as_float(z);  // 2.5 - z / 8
   }
@@ -97,9 +97,9 @@ struct alignas(16) GuideColumn {
   int directions[2], mean, cost;
 };
 
-// A row of 4 bits, of which a thread has kCount elements; `column(i)` says which. Reduce has `least`, `most` (of floats),
-// `total`, `largest` (of uint32_t) and `any` over the threads of the row; all lanes of the warp call. `guide`, null where
-// there is none, is the same for the threads of a row, and may differ between rows of a warp.
+// A row of 4 bits. A thread has kCount elements, at `column(i)`. Reduce has `least`, `most` (of floats),
+// `total`, `largest` (of uint32_t) and `any` over the threads of the row; all lanes of the warp call. `guide`, or
+// null, is the same for the threads of a row, and may differ between rows of a warp.
 template <int kCount, class Reduce>
 struct RowQuantizer {
   uint32_t word;

@@ -58,7 +58,7 @@ __device__ __forceinline__ float normalized(float v, float mean, float inv, floa
   return to_float(from_float<T>(kLayer ? fmaf(scaled, weight, bias) : to_float(from_float<T>(scaled)) * weight));
 }
 
-// Rows that stay as they are; codebook/rotate_rows.cuh has what rotates them.
+// Rows that are not rotated; codebook/rotate_rows.cuh rotates them.
 struct NotRotated {
   static constexpr bool kRotates = false;
 };
@@ -66,7 +66,7 @@ struct NotRotated {
 // The kernel. With kLayer, LayerNorm with `bias` if it is not null; otherwise RMSNorm. With kResidual, the kernel adds
 // `residual` and writes the sum to `sum`, which may be x or the residual itself. With kQuantized, y is int8
 // [m, k_padded] with `scale`, as quantize_per_token computes them from the norm rounded to T; otherwise y is T [m, k].
-// Rows of x, residual and sum are x_stride elements apart; y is contiguous. A rotation stores y, rounded to T before, as
+// Rows of x, residual and sum are x_stride elements apart; y is contiguous. A rotation rounds y to T and stores it as
 // blocks of tokens.
 template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned,
           class Rotation = NotRotated>

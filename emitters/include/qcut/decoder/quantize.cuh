@@ -27,14 +27,28 @@ __device__ __forceinline__ void store_bytes(int8_t* row, int col, int columns, c
   }
 }
 
-// scale[m] = max_k |x[m, k]| / 127, or 1 if this is 0; q = clamp(rne(x / scale), -127, 127); columns
-// k..k_padded of q are 0. See QuantizedRow.
+// A row of int8.
+struct Int8Row {
+  int8_t* q;
+
+  __device__ __forceinline__ Int8Row(int8_t* q, long long row, int k_padded) : q(q + row * k_padded) {}
+  template <bool kAligned, int kSize>
+  __device__ __forceinline__ void store(const QuantizedRow& quantized, const float (&f)[kSize], int col,
+                                        int k_padded) const {
+    uint32_t packed[kSize / 4];
+    quantized.quantize(f, packed);
+    store_bytes<kSize, kAligned>(q, col, k_padded, packed);
+  }
+};
+
+// Quantizes each row of x as Quantized does with the row's largest magnitude, writes its scale, and stores the row as
+// Row does; columns k..k_padded are 0.
 //
 // With kVecs > 0, threads keep the row in registers between the two passes, and kVecs * kThreads vectors cover
 // k_padded. With kVecs = 0, threads read the row twice, for any k.
-template <class T, int kThreads, int kRows, int kVecs, bool kAligned>
-__device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float* scale, long long x_stride, int m,
-                                                   int k, int k_padded) {
+template <class Quantized, class Row, class T, int kThreads, int kRows, int kVecs, bool kAligned>
+__device__ __forceinline__ void quantize_rows(const T* x, int8_t* q, float* scale, long long x_stride, int m, int k,
+                                              int k_padded) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kWarps = kThreads / 32;
   constexpr int kStep = kThreads * kSize;
@@ -47,7 +61,7 @@ __device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float*
   const bool live = row < m;  // threads of a row past m still take part in the CTA's barrier
   const int columns = live ? k : 0;
   const T* x_row = x + row * x_stride;
-  int8_t* q_row = q + row * k_padded;
+  const Row q_row(q, row, k_padded);
 
   Vector<T> v[kVecs > 0 ? kVecs : 1];
   uint32_t peak = 0;
@@ -72,15 +86,13 @@ __device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float*
   }
   if (!live) return;
 
-  const QuantizedRow quantized(peak);
+  const Quantized quantized(peak);
   if (thread == 0) scale[row] = quantized.scale();
 
   const auto emit = [&](const Vector<T>& vector, int col) {
     float f[kSize];
-    uint32_t packed[kSize / 4];
     vector.to_float(f);
-    quantized.quantize(f, packed);
-    store_bytes<kSize, kAligned>(q_row, col, k_padded, packed);
+    q_row.template store<kAligned>(quantized, f, col, k_padded);
   };
   if constexpr (kVecs > 0) {
 #pragma unroll
@@ -94,6 +106,13 @@ __device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float*
       emit(v[0], col);
     }
   }
+}
+
+// scale[m] = max_k |x[m, k]| / 127, or 1 if this is 0; q = clamp(rne(x / scale), -127, 127). See QuantizedRow.
+template <class T, int kThreads, int kRows, int kVecs, bool kAligned>
+__device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float* scale, long long x_stride, int m,
+                                                   int k, int k_padded) {
+  quantize_rows<QuantizedRow, Int8Row, T, kThreads, kRows, kVecs, kAligned>(x, q, scale, x_stride, m, k, k_padded);
 }
 
 // q = clamp(rne(x / scale) + zero_point, -128, 127) with one scale. NaN becomes zero_point, +-Inf

@@ -1,5 +1,5 @@
-// int16 tokens as rows of int8: 16 for each eight tokens, first the rows of their high halves, then those of their low
-// ones. Rows of tokens past m are not written; columns past k are zero.
+// int16 tokens as a hi/lo split: 16 rows of int8 for each eight tokens, first their high bytes, then their low bytes.
+// Rows of tokens past m are not written; columns past k are zero.
 //
 // Exactness: bitwise qcut.numerics.int16.in_blocks.
 #pragma once

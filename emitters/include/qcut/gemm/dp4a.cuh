@@ -38,7 +38,7 @@ struct alignas(kCount > 4 ? 16 : 4 * kCount) Words {
 // Copies the tiles of an operand that is contiguous along K, in pieces of up to 16 bytes of one row.
 //
 // Where a row of the tile has 32 bytes, two neighbouring lanes copy them. The two pieces lie four words of K
-// apart in shared memory, whose padding of 4 words brings their stores to the two halves of the banks.
+// apart in shared memory; the padding of 4 words brings their stores to the two halves of the banks.
 template <int kRows, int kBlockK, int kThreads, int kAlign>
 struct AlongK {
   static constexpr int kWordsK = kBlockK / 4;

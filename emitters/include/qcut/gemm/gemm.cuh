@@ -81,6 +81,15 @@ __device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_
   return make_int2(first + inside % height, inside / height);
 }
 
+// Whether this block has a tile of D: a grid that was made for a bound of m has blocks without one. All CTAs of a
+// cluster agree.
+template <class Tile>
+__device__ __forceinline__ bool has_tile(int m, int n) {
+  const int tiles_m = (m + Tile::kBlockM - 1) / Tile::kBlockM;
+  const int tiles_n = (n + Tile::kBlockN - 1) / Tile::kBlockN;
+  return static_cast<int>(blockIdx.x) < tiles_m * tiles_n * Tile::kSplits;
+}
+
 // A layout gives the place of chunk c (16 bytes) of run r of a tile in shared memory, the chunk that a thread
 // copies first, and the run of global memory that becomes run r. Threads copy kRowStep runs at a time, and
 // offsets repeat with them: offset(r + i * kRowStep, c) is offset(r, c) + offset(i * kRowStep, 0).

@@ -1,6 +1,6 @@
 // D = epilogue(X W^T) of up to 16 rotated tokens X and codebook weights W, for any K and little shared memory.
 //
-// codebook.cuh keeps the tokens of all K in the registers of its warps, and a table of 64 KB beside. Here the warps of a
+// codebook.cuh keeps the tokens of all K in the registers of its warps, and a table of 64 KB. Here the warps of a
 // CTA go along K in rounds: in each round a warp multiplies one unit of 128 columns of kRowTiles tiles of 16 rows.
 // Values are chosen by PRMT from a book in registers (those of a codebook of pairs from a dense table), and sums stay in registers until the last round, so that shared
 // memory holds nothing but the tokens of one round, and later the sums. The weights of the next round take the place of

@@ -17,7 +17,7 @@
 //   next(column)             loads and settles the tokens of the columns of a later round
 //   multiply(acc, unit, u)   adds the products of unit u of a row tile
 // Shared memory of a Tile: what the epilogue needs of rows of weights (ColumnStore); from Tile::kSums on, the sums of
-// warps. A Tile whose kCommonSums is true has one set of sums for all warps, of integers.
+// warps. A Tile with kCommonSums has one set of integer sums for all warps.
 //
 // Codebook weights have a kernel of their own in codebook.cuh.
 //

@@ -13,7 +13,7 @@
 
 namespace qcut {
 
-// W8A16Tile in emitters/stream/w8a16.py describes the sizes. The previous kernel may write the tokens alone, so
+// W8A16Tile in emitters/stream/w8a16.py describes the sizes. The previous kernel may only write the tokens, so
 // that weights are read before the wait.
 template <int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens, int kSplits>
 struct W8A16Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {

@@ -18,7 +18,7 @@
 namespace qcut {
 
 // The form of the tokens. kNone, kGiven: int8 with a scale for each token; with kNone the previous kernel may also have
-// written the weights. kRows: rows of a floating type, with their largest magnitudes. kFloats: such rows alone.
+// written the weights. kRows: rows of a floating type, with their largest magnitudes. kFloats: only rows.
 enum class Tokens { kNone, kGiven, kRows, kFloats };
 
 // W8A8Tile in emitters/stream/w8a8.py describes the sizes. T is the tokens' type for kRows and kFloats.

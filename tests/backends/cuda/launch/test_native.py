@@ -23,12 +23,7 @@ from qcut.backends.cuda.launch import plans
 from qcut.backends.cuda.launch.plans import LaunchPlan, PlanCache, m_bucket
 from qcut.backends.cuda.linear import LinearLayer, LinearPlan
 from qcut.emitters.core.family import Grid
-from qcut.emitters.decoder.quantize import (
-    QuantizePerTensor,
-    QuantizePerToken,
-    emit_quantize_per_tensor,
-    emit_quantize_per_token,
-)
+from qcut.emitters.decoder.quantize import QuantizePerTensor, QuantizePerToken
 from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import QcutError
@@ -94,10 +89,10 @@ def setting(
         desc: Any
         if scheme in BY_TOKEN:
             desc = QuantizePerToken(dtype, "sm_90a", threads=32, halves=problem.epilogue.halves)
-            source = emit_quantize_per_token(desc)
+            source = desc.emit()
         else:
             desc = QuantizePerTensor(dtype, "sm_90a", threads=32, vectors=1)
-            source = emit_quantize_per_tensor(desc)
+            source = desc.emit()
         grid = Grid(desc.rows, desc.grid(1, k_padded))
         quantize = launch_plan(Kernel(driver, handle(QUANTIZE, scheme), source.params, host=False), grid)
         if hosted:

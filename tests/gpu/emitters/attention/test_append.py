@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.emitters.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.attention.mma import AttentionMma, emit_attention_mma
+from qcut.emitters.attention.append import AttentionAppend
+from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.append import RotateAndAppend, emit_append
+from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
@@ -72,12 +72,12 @@ def append(
     where = [*tables, positions, slots] if rotary else [slots]
     heads = (KV_HEADS * CONTEXT * head, KV_HEADS * queries * rotary, KV_HEADS, CONTEXT, batch, 1)
     launch(
-        emit_append(rotate),
+        rotate.emit(),
         rotate.grid(batch, KV_HEADS * queries * rotary, KV_HEADS),
         *(rotated, k, v, *where, *kept, *strides, *heads),
     )
     given = (rotated, *kept, positions, out.tensor, workspace, counters)
-    launch(emit_attention_mma(attention), grid, *given, strides[0], KV_HEADS * CONTEXT * head, *sizes, scale)
+    launch(attention.emit(), grid, *given, strides[0], KV_HEADS * CONTEXT * head, *sizes, scale)
     want = out.take(width)
     assert not want.isnan().any()
 
@@ -87,7 +87,7 @@ def append(
         out, new, untouched = Guarded(batch, width, dtype), caches(x, cache, head), q.clone()
         given = (untouched, k, v, *tables, positions, slots, *new, out.tensor, workspace.fill_(math.nan), counters)
         where = 0 if absmax is None else absmax
-        launch(emit_attention_append(fused), grid, *given, where, *strides, KV_HEADS * CONTEXT * head, *sizes, scale)
+        launch(fused.emit(), grid, *given, where, *strides, KV_HEADS * CONTEXT * head, *sizes, scale)
         if absmax is not None:
             assert_same(absmax.cpu(), largest)
         assert_same(out.take(width), want)

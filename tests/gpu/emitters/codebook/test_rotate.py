@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.dispatch.codebook import emit_rotation
 from qcut.emitters.codebook.rotate import RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType
@@ -85,7 +84,7 @@ def run(
         scale = Guarded(1, m, torch.float32)
         args = [on_gpu, out.tensor] + ([scale.tensor] if desc.out is S8 else []) + extra
         sizes = [stride, m, k, geometry.k_padded]
-        launch(emit_rotation(desc), desc.grid(m, geometry.k_padded), *args, *sizes, pdl=pdl)
+        launch(desc.emit(), desc.grid(m, geometry.k_padded), *args, *sizes, pdl=pdl)
         got = out.take(per_block if blocked else columns)
         if blocked:
             blocks = got.view(-1, m8, 8, per_block)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers)
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.append import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend, emit_append
+from qcut.emitters.decoder.append import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
@@ -60,7 +60,7 @@ def check(desc: RotateAndAppend, batch: int, length: int, heads: int = 5, kv_hea
     strides = (q_stored.stride(0), k_stored.stride(0), kv_heads * context * head)
     given = [rotated, k_stored.to(DEVICE), v_stored.to(DEVICE), *tables, slots.int().to(DEVICE), *caches]
     sizes = (queries, kv_heads, context, tokens, length)
-    launch(emit_append(desc), desc.grid(tokens, queries, kv_heads), *given, *strides, *sizes)
+    launch(desc.emit(), desc.grid(tokens, queries, kv_heads), *given, *strides, *sizes)
 
     want_q = q_stored.clone()
     if queries:
@@ -111,7 +111,7 @@ def test_what_is_not_finite_stays_in_its_head() -> None:
         slots = torch.tensor([1, 1], dtype=torch.int32, device=DEVICE)
         given = (k.to(DEVICE), k.to(DEVICE), v.to(DEVICE), slots, keys, values, *scales)
         sizes = (kv_heads * head, kv_heads * head, kv_heads * context * head, 0, kv_heads, context, 2, 1)
-        launch(emit_append(desc), desc.grid(2, 0, kv_heads), *given, *sizes)
+        launch(desc.emit(), desc.grid(2, 0, kv_heads), *given, *sizes)
         for cache, scale, rows in ((keys, scales[0], k), (values, scales[1], v)):
             want, want_scale = numerics.quantize_per_token_ref(rows.reshape(-1, head).float(), head)
             assert_same(cache[:, :, 1].cpu().reshape(-1, head), want)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qcut.dispatch.attention import Attention, emit_attention, select_attention
+from qcut.dispatch.attention import Attention, select_attention
 from qcut.dispatch.gpus import Target, target_named
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
-from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
-from qcut.emitters.decoder.norm import NormRows, emit_norm
+from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
+from qcut.emitters.decoder.norm import NormRows
 from qcut.numerics import int8 as numerics
 from qcut.numerics import sampling
 from tests.gpu.support.launching import Guarded, arch, launch
@@ -87,7 +87,7 @@ def attend(
         out = Guarded(batch, width, dtype)
         workspace = torch.full((floats,), math.nan, device=DEVICE)
         launch(
-            emit_attention(desc),
+            desc.emit(),
             desc.grid(batch, kv_heads, queries, parts),
             q_gpu,
             *on_gpu,
@@ -208,7 +208,7 @@ def test_attention_on_tensor_cores_keeps_nan_that_is_read(cache: DType) -> None:
     workspace, counters = torch.empty(1, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     position = torch.tensor([39], dtype=torch.int32, device=DEVICE)
     sizes = (4 * 64, 2 * 40 * 64, 2, 2, 40, 0.125)
-    launch(emit_attention(desc), desc.grid(1, 2, 2, 1), q, *caches, position, out, workspace, counters, *sizes)
+    launch(desc.emit(), desc.grid(1, 2, 2, 1), q, *caches, position, out, workspace, counters, *sizes)
     want = torch.zeros(2, 2, 64, dtype=torch.bool)
     want[1] = True
     if cache is not S8:
@@ -228,7 +228,7 @@ def test_attention_of_one_value_is_that_value(form: Any) -> None:
     workspace, counters = torch.empty(4096, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     position = torch.tensor([49], dtype=torch.int32, device=DEVICE)
     rest: tuple[Any, ...] = (position, out, workspace, counters, 64, 50 * 64, 1, 1, 50, 1.0)
-    launch(emit_attention(desc), desc.grid(1, 1, 1, 2), q, keys, values, *rest)
+    launch(desc.emit(), desc.grid(1, 1, 1, 2), q, keys, values, *rest)
     assert torch.allclose(out, values[0, 0, :1], rtol=tolerance, atol=0.0)
 
 
@@ -248,7 +248,7 @@ def test_norms(x: DType, layer: bool, residual: bool, k: int, aligned: bool) -> 
     out = Guarded(m, k, dtype)
     given = [rows.to(DEVICE), *([added.to(DEVICE), total.tensor] if residual else []), weight.to(DEVICE)]
     given += [bias.to(DEVICE)] if layer else []
-    launch(emit_norm(desc), desc.grid(m), *given, out.tensor, k + extra, k, 1e-5)
+    launch(desc.emit(), desc.grid(m), *given, out.tensor, k + extra, k, 1e-5)
     s = rows[:, :k]
     if residual:
         s = (rows + added)[:, :k]
@@ -281,10 +281,10 @@ def test_quantized_norms_are_the_norms_quantized(x: DType, layer: bool, k: int, 
     biases = [bias] if layer else []
     desc = NormRows.for_shape(x, layer, arch(), k, aligned=aligned)
     plain = torch.empty(m, k, dtype=dtype, device=DEVICE)
-    launch(emit_norm(desc), desc.grid(m), rows, weight, *biases, plain, k, k, 1e-5)
+    launch(desc.emit(), desc.grid(m), rows, weight, *biases, plain, k, k, 1e-5)
     desc = NormRows.for_shape(x, layer, arch(), k, aligned=aligned, quantized=True)
     q, scale = Guarded(m, k_padded, torch.int8), Guarded(m, 1, torch.float32)
-    launch(emit_norm(desc), desc.grid(m), rows, weight, *biases, q.tensor, scale.tensor, k, k, k_padded, 1e-5)
+    launch(desc.emit(), desc.grid(m), rows, weight, *biases, q.tensor, scale.tensor, k, k, k_padded, 1e-5)
     want_q, want_scale = numerics.quantize_per_token_ref(plain.cpu(), k_padded)
     assert_same(q.take(k_padded), want_q)
     assert_same(scale.take(1)[:, 0], want_scale)
@@ -306,7 +306,7 @@ def test_activations(x: DType, kind: str, columns: int, aligned: bool) -> None:
     given = [rows.to(DEVICE), *([up.to(DEVICE)] if gated else [])]
     strides = [columns + extra] * len(given)
     absmax = torch.zeros(m, device=DEVICE)
-    launch(emit_activation(desc), desc.grid(m, columns), *given, out.tensor, absmax, *strides, columns)
+    launch(desc.emit(), desc.grid(m, columns), *given, out.tensor, absmax, *strides, columns)
     largest = torch.zeros(m)
     numerics.raise_absmax(largest, out.take(columns))
     assert_same(absmax.cpu(), largest)
@@ -345,15 +345,15 @@ def test_argmax(x: DType, columns: int) -> None:
     best = torch.full((12,), -7, dtype=torch.int64, device=DEVICE)
     if target_named(arch()).exchanges_in_clusters:
         split, found = ArgmaxRows(x, arch(), parts=PARTS), torch.full((12,), -7, dtype=torch.int64, device=DEVICE)
-        launch(emit_argmax(split), split.grid(11), logits.to(DEVICE), found, columns + 5, columns)
+        launch(split.emit(), split.grid(11), logits.to(DEVICE), found, columns + 5, columns)
         assert found.tolist() == [*sampling.argmax(logits[:, :columns]).tolist(), -7]
     desc = ArgmaxRows(x, arch())
-    launch(emit_argmax(desc), desc.grid(11), logits.to(DEVICE), best, columns + 5, columns)
+    launch(desc.emit(), desc.grid(11), logits.to(DEVICE), best, columns + 5, columns)
     assert best.tolist() == [*sampling.argmax(logits[:, :columns]).tolist(), -7]
     positions, slots = (torch.arange(k, k + 12, dtype=torch.int32, device=DEVICE) for k in (0, 1))
     desc, again = ArgmaxRows(x, arch(), advances=True), torch.full_like(best, -7)
     sizes = (columns + 5, columns, 9)
-    launch(emit_argmax(desc), desc.grid(11), logits.to(DEVICE), again, positions, slots, *sizes)
+    launch(desc.emit(), desc.grid(11), logits.to(DEVICE), again, positions, slots, *sizes)
     assert torch.equal(again, best)
     assert positions.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 11]
     assert slots.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 12]
@@ -363,7 +363,7 @@ def test_argmax(x: DType, columns: int) -> None:
         desc = ArgmaxRows(x, arch(), True, parts, True)
         args = (logits.to(DEVICE), again, positions, slots, *sizes, told, turn, 3)
         for shift in range(3):
-            launch(emit_argmax(desc), desc.grid(11), *args)
+            launch(desc.emit(), desc.grid(11), *args)
             torch.cuda.synchronize()
             assert [told[(row + shift) % 3, row].item() for row in range(11)] == best[:11].tolist()
         told.fill_(-7)

@@ -8,8 +8,8 @@ from torch import nn
 
 import qcut.ops  # noqa: F401  (registers)
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.embed import EmbedRows, emit_embed
-from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
+from qcut.emitters.decoder.embed import EmbedRows
+from qcut.emitters.decoder.embed_codebook import EmbedCodebook
 from qcut.layers.codebook import CodebookTable
 from qcut.layers.embedding import Embedding, Table, table_of
 from qcut.numerics import int8 as numerics
@@ -50,7 +50,7 @@ def test_rows(x: DType, int8: bool, places: bool, k: int, aligned: bool) -> None
         on_gpu = [t.to(DEVICE) for t in given]
         zeroed = Guarded(1, 3000, torch.float32)
         zeros = [zeroed.tensor, 3000] if places else []
-        launch(emit_embed(desc), desc.grid(tokens, k), *on_gpu, out.tensor, *strides, *counts, tokens, k, *zeros)
+        launch(desc.emit(), desc.grid(tokens, k), *on_gpu, out.tensor, *strides, *counts, tokens, k, *zeros)
         results.append(out.take(k))
         assert not places or not zeroed.take(3000).any()
     assert_same(results[0], results[1])
@@ -130,7 +130,7 @@ def test_rows_of_a_codebook_are_written_alone(places: bool) -> None:
         given = [ids, layer.units, layer.codebook, tile_bytes, layer.norms, layer.signs]
         given += [at, place_table, out.tensor, k + 8, 500, PLACES] if places else [out.tensor, 500]
         given += [tokens, k, geometry.k_padded, 128, *([zeroed.tensor, 3000] if places else [])]
-        launch(emit_embed_codebook(desc), desc.grid(tokens, k), *given)
+        launch(desc.emit(), desc.grid(tokens, k), *given)
         assert_same(out.take(k), want.cpu())
         assert not places or not zeroed.take(3000).any()
 

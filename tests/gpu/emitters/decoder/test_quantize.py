@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.quantize import (
-    ColSum,
-    Dequantize,
-    QuantizePerTensor,
-    QuantizePerToken,
-    emit_colsum,
-    emit_dequantize,
-    emit_quantize_per_tensor,
-    emit_quantize_per_token,
-)
+from qcut.emitters.decoder.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import TORCH_DTYPE, assert_same, full_range
@@ -52,7 +43,7 @@ def per_token(
     desc: QuantizePerToken, x: Tensor, k_padded: int, *, offset: int = 0, pad: int = 0
 ) -> tuple[Tensor, Tensor]:
     m, k = x.shape
-    source = emit_quantize_per_token(desc)
+    source = desc.emit()
     x = strided(x, k + pad, offset)
     results = []
     for _ in range(2):
@@ -134,7 +125,7 @@ def test_per_tensor(scale: float, zero_point: int, aligned: bool, x: DType) -> N
         device = strided(data, k_padded) if aligned else strided(data, k, 1)
         q = Guarded(m, k_padded, torch.int8)
         sizes = (device.stride(0), m, k, k_padded)
-        launch(emit_quantize_per_tensor(desc), desc.grid(m, k_padded), device, q.tensor, *sizes, scale, zero_point)
+        launch(desc.emit(), desc.grid(m, k_padded), device, q.tensor, *sizes, scale, zero_point)
         assert_same(q.take(k_padded), numerics.quantize_per_tensor_ref(data, scale, zero_point, k_padded))
 
 
@@ -152,7 +143,7 @@ def test_dequantize(x: DType) -> None:
         desc = Dequantize.for_shape(x, arch(), m, k, aligned=aligned)
         device = strided(q, stride, offset)
         out = Guarded(m, k, TORCH_DTYPE[x])
-        launch(emit_dequantize(desc), desc.grid(m, k), device, scale.cuda(), out.tensor, stride, m, k)
+        launch(desc.emit(), desc.grid(m, k), device, scale.cuda(), out.tensor, stride, m, k)
         assert_same(out.take(k), numerics.dequantize_ref(q, scale, TORCH_DTYPE[x]))
 
 
@@ -170,7 +161,7 @@ def test_colsum(value: int | None) -> None:
         desc = ColSum(arch(), aligned=stride % 16 == 0 and offset == 0)
         device = strided(q, stride, offset)
         out = Guarded(1, n, torch.int32)
-        launch(emit_colsum(desc), desc.grid(n, k), device, out.tensor, stride, n, k)
+        launch(desc.emit(), desc.grid(n, k), device, out.tensor, stride, n, k)
         assert_same(out.take(n)[0], q.sum(1, dtype=torch.int32))
 
 
@@ -179,7 +170,7 @@ def test_dependent_launches_see_each_other() -> None:
     m, k = 512, 4096
     desc = QuantizePerToken.for_shape(DType.F16, arch(), m, k)
     back = Dequantize.for_shape(DType.F16, arch(), m, k)
-    first, second = emit_quantize_per_token(desc), emit_dequantize(back)
+    first, second = desc.emit(), back.emit()
     x = torch.randn(m, k).half()
     stream, pdl = torch.cuda.Stream(), torch.cuda.get_device_capability()[0] >= 9
     with torch.cuda.stream(stream):

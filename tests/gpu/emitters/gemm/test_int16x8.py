@@ -14,7 +14,7 @@ from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.core.epilogue import ACTIVATIONS, Activation, Epilogue
 from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.decoder.quantize import QuantizePerToken, emit_quantize_per_token
+from qcut.emitters.decoder.quantize import QuantizePerToken
 from qcut.emitters.families import INT8_CUTLASS, INT8_MMA, INT8_STREAM, INT8_WMMA
 from qcut.emitters.gemm import mma
 from qcut.emitters.gemm.cutlass.tiles import tile as tile_of
@@ -157,7 +157,7 @@ def test_tokens_are_quantized(threads: int, vectors: int, x: DType) -> None:
             rows = int16.rows_of_blocks(m)
             q, scale = Guarded(rows, k_padded, torch.int8), Guarded(1, m, torch.float32)
             sizes = (on_device.stride(0), m, k, k_padded)
-            launch(emit_quantize_per_token(desc), desc.grid(m, k_padded), on_device, q.tensor, scale.tensor, *sizes)
+            launch(desc.emit(), desc.grid(m, k_padded), on_device, q.tensor, scale.tensor, *sizes)
             want, want_scale = int16.quantize_tokens_ref(data, k_padded)
             want = int16.in_blocks(want)
             for token in range(m, rows // 2):
