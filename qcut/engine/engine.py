@@ -1,12 +1,12 @@
 """`Engine`: a decoder-only model with memory for its context allocated once, and generation on top.
 
-`qcut.engine.decoder` computes the model, `qcut.engine.decode_loop` runs the steps.
+`qcut.engine.decoder` computes the model, `qcut.engine.runner` runs it, `qcut.engine.sequence` batches sequences.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,19 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.common import versions
-from qcut.engine.attention import PromptAttention, StepAttention
-from qcut.engine.chunked_prefill import Chunk, Span, size_for, size_within, spans
-from qcut.engine.decode_loop import DecodeLoop, Fetched
-from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
 from qcut.engine.families.fidelity import base_of
 from qcut.engine.families.generation_settings import GenerationSettings
-from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import calibration, ring_cache
-from qcut.engine.kv_cache.cache import KVCache, KVDtype
-from qcut.engine.likelihoods import check_top, likelihoods
-from qcut.engine.modes import inference
-from qcut.engine.sequence import Event, Generated, LogProbability, Running
+from qcut.engine.kv_cache.cache import KVDtype
+from qcut.engine.likelihoods import check_top
+from qcut.engine.runner import ModelRunner, inference
+from qcut.engine.sequence import Event, Generated, SequenceBatch, SequenceState
 from qcut.engine.token_ids import (
     Keep,
     Options,
@@ -40,7 +35,7 @@ from qcut.engine.token_ids import (
     token_row,
 )
 from qcut.errors import ConfigError, ContextError, ShapeError
-from qcut.numerics.sampling import History, Rows, Sampling, sample
+from qcut.numerics.sampling import Sampling
 from qcut.text.detokenizer import Detokenizer
 from qcut.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.text.sequence_text import Transcript
@@ -50,7 +45,7 @@ DEFAULT_CONTEXT = 4096
 
 Prompts = str | Sequence[str] | Chat | Sequence[Chat] | Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
-T = TypeVar("T")
+S = TypeVar("S", bound=SequenceState)
 
 
 class Engine:
@@ -100,10 +95,7 @@ class Engine:
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: keys and values.
-        logits: those of each prompt's last token after `fill`, ``[batch, vocabulary]``; the next call overwrites them.
-        likeliest: the largest of each row of ``logits``, int64 ``[batch]``.
-        prompt_rows: most tokens of prompts that a layer computes at once, which bounds the memory of its results. May
-            be changed between calls.
+        runner: runs the decoder over the cache; ``runner.max_prefill_tokens`` bounds the memory of prefill.
 
     Raises:
         UnsupportedError: another architecture; a module that computes otherwise than transformers' own; a setting of
@@ -120,8 +112,6 @@ class Engine:
     the longest, rounded up to 512, 1,024 and so on, decide the order of a step's sums in attention; a longer context
     does not, but in layers with windows.
     """
-
-    prompt_rows = 8192
 
     def __init__(
         self,
@@ -156,49 +146,22 @@ class Engine:
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
-        windows = [block.attention.window for block in decoder.blocks]
-        self._rings = [ring_cache.Ring.of(window, ring, context, decoder.heads.size) for window in windows]
-        self._allocate(batch, context, kv_cache, graphs)
+        runner = ModelRunner(self.decoder, batch, context, kv_cache=kv_cache, ring=ring, graphs=graphs)
+        self._use(runner)
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
-        held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
+        held = (*model.parameters(), *model.buffers()) if runner.graphs is not None else ()
         self._held = [tensor.detach() for tensor in held]
         if self.cache.takes_guides:
-            self._guide(model, guide_prompts, graphs=graphs, stack=stack)
+            self._calibrate(model, guide_prompts, graphs=graphs, stack=stack)
 
-    def _allocate(self, batch: int, context: int, kv_cache: KVDtype, graphs: bool) -> None:
-        """Memory for sequences."""
-        self.batch, self.context, decoder = batch, context, self.decoder
-        heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        with inference():
-            self.cache = self.cache_of(batch, kv_cache)
-            self._tables = decoder.rotary_tables(context)
-            # Each engine has counters of its own, since graphs of two engines may run at once.
-            self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
-            self.logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
-            self.likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
+    def _use(self, runner: ModelRunner) -> None:
+        self.runner, self.batch, self.context, self.cache = runner, runner.batch, runner.context, runner.cache
         self._lengths: list[int] = []
-        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
 
-    def cache_of(self, batch: int, kv_cache: KVDtype) -> KVCache:
-        """An empty cache of the model's keys and values, as long as this engine's context."""
-        decoder = self.decoder
-        return KVCache(
-            len(decoder.blocks),
-            batch,
-            decoder.heads.keys,
-            self.context + 1,  # sequences that have ended, and padding, write to the place behind the context
-            decoder.heads.size,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            kv_dtype=kv_cache,
-            rings=self._rings,
-        )
-
-    def beside(self, batch: int) -> Engine:
+    def with_batch(self, batch: int) -> Engine:
         """Another engine over the same weights, with memory of its own for ``batch`` sequences of the same context."""
         other = copy.copy(self)
-        other._allocate(batch, self.context, self.cache.kv_dtype, self._graphs is not None)
-        other.cache.share_guides(self.cache)
+        other._use(self.runner.with_batch(batch))
         return other
 
     @property
@@ -239,8 +202,8 @@ class Engine:
         Exactness: in which pieces a prompt is read may change the order of sums of floats.
         """
         ids, kept = self.checked(prompts, keep)
-        self.fill(ids, kept)
-        return self.logits[: len(ids)].clone()
+        self._prefill(ids, kept)
+        return self.runner.logits[: len(ids)].clone()
 
     @inference()
     def score(self, prompts: Prompts) -> list[Tensor]:
@@ -257,9 +220,11 @@ class Engine:
         """
         ids, kept = self.checked(prompts, False)
         scores: list[list[Tensor]] = [[] for _ in ids]
-        for row, first, logits in self.fill_scored(ids, kept):
+        self._lengths = []
+        for row, first, logits in self.runner.prefill_scored(ids, kept):
             following = ids[row][first + 1 : first + len(logits) + 1].to(logits.device)
             scores[row].append(F.cross_entropy(logits[: len(following)].float(), following, reduction="none"))
+        self._lengths = [len(row) for row in ids]
         return [torch.cat(found) for found in scores]
 
     @inference()
@@ -287,7 +252,7 @@ class Engine:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
         for i, length in enumerate(self._lengths):
             self._check_window(i, length)
-        logits = self.take_step(self.loop_from(flat, self._lengths)).clone()
+        logits = self.runner.decode_step(self.runner.decode_loop(flat, self._lengths)).clone()
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
@@ -313,13 +278,8 @@ class Engine:
                 raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
             if what == "length":
                 self.generate(torch.zeros(sequences, count, dtype=torch.int64, device="cpu"), 1)
-                self.capture_steps(sequences)
+                self.runner.capture_decode(sequences)
         self._lengths = []
-
-    @inference()
-    def capture_steps(self, sequences: int) -> None:
-        """Capture the steps of so many sequences of all lengths, unless they are; what they had to read is lost."""
-        self.loop_from(torch.zeros(sequences, dtype=torch.int64, device="cpu"), [0] * sequences).capture()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -363,11 +323,11 @@ class Engine:
         """
         check_top(top, self.decoder.vocabulary)
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
-        running, ids = self._begun(prompts, options, keep)
-        for event in self._continued(running, ids, self._lengths, top):
+        sequences = self._prefilled(prompts, options, keep, top)
+        for event in self._decoded(sequences, self._lengths):
             if on_token is not None and event.token is not None:
                 on_token(event.sequence, event.token)
-        return [sequence.result for sequence in running]
+        return [sequence.generated for sequence in sequences]
 
     @inference()
     def stream(
@@ -405,23 +365,37 @@ class Engine:
         """
         check_top(top, self.decoder.vocabulary)
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
-        running, ids = self._begun(prompts, options, keep)
-        return self._continued(running, ids, self._lengths, top)
+        return self._decoded(self._prefilled(prompts, options, keep, top), self._lengths)
 
-    def _begun(self, prompts: Prompts, options: Options, keep: Keep) -> tuple[list[Running], list[Tensor]]:
-        """Check what `generate` takes, read the prompts, and make their sequences; the prompts' ids are with them."""
+    def _prefilled(self, prompts: Prompts, options: Options, keep: Keep, top: int | None) -> list[SequenceState]:
+        """Check what `generate` takes, read the prompts, and make their sequences."""
         ids, kept = self.checked(prompts, keep)
         lengths = [before + len(row) for before, row in zip(kept, ids, strict=True)]
-        running = self.sequences(ids, lengths, options)
-        self.fill(ids, kept)
-        return running, ids
+        sequences = self.sequences(partial(SequenceState, top=top), ids, lengths, options)
+        self._prefill(ids, kept)
+        return sequences
+
+    def _prefill(self, prompts: list[Tensor], kept: list[int]) -> None:
+        self._lengths = kept if any(kept) else []
+        self.runner.prefill(prompts, kept)
+        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
 
     def sequences(
-        self, prompts: Sequence[Tensor], lengths: Sequence[int], options: Options, fewest: int = 1
-    ) -> list[Running]:
-        """Sequences to be continued, of checked prompts; ``lengths`` are those in the cache once prompts are read.
+        self,
+        make: Callable[..., S],
+        prompts: Sequence[Tensor],
+        lengths: Sequence[int],
+        options: Options,
+        fewest: int = 1,
+    ) -> list[S]:
+        """Sequences to be continued, of checked prompts.
 
-        ``fewest`` is the least ``max_new_tokens``.
+        Args:
+            make: takes the arguments of `SequenceState`.
+            prompts: ids of each.
+            lengths: tokens of each sequence in the cache once its prompt has been read.
+            options: what the caller asks for.
+            fewest: least ``max_new_tokens``.
 
         Raises:
             ConfigError: see `generate`.
@@ -431,17 +405,19 @@ class Engine:
         stops, strings = stops_of(options.stop, text=detokenizer is not None)
         settings, least = self.settings, options.min_new_tokens
         return [
-            Running(
+            make(
+                ids,
                 length,
                 self.context,
                 options.max_new_tokens,
                 stops,
-                None if detokenizer is None else Transcript(detokenizer, row.tolist(), strings),
+                None if detokenizer is None else Transcript(detokenizer, ids, strings),
+                index=i,
                 sampling=settings.sampling(options.sampling),
                 bans=settings.bans(sorted(stops), length, least),
                 least=least or 0,
             )
-            for row, length in zip(prompts, lengths, strict=True)
+            for i, (ids, length) in enumerate(zip([prompt.tolist() for prompt in prompts], lengths, strict=True))
         ]
 
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
@@ -453,87 +429,30 @@ class Engine:
             self._detokenizers[skip_special_tokens] = found
         return found
 
-    def _continued(
-        self, running: list[Running], prompts: list[Tensor], lengths: list[int], top: int | None
-    ) -> Generator[Event, None, None]:
-        """Continue sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
+    def _decoded(self, sequences: list[SequenceState], lengths: list[int]) -> Generator[Event, None, None]:
+        """Decode sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
         self._check_current(lengths)
-        n, device = len(running), self.decoder.device
         # Not around the whole: a generator enters and leaves its contexts for every token.
         with inference():
-            first, history = self.likeliest[:n], None
-            sampling: Sampling | Rows = running[0].sampling  # one for all
-            if any(sequence.bans for sequence in running):
-                sampling = Rows.of([running[0].sampling] * n, device, [sequence.bans for sequence in running])
-            if sampling.penalizes:
-                history = History.empty(n, self.decoder.vocabulary, device)
-                for row, prompt in enumerate(prompts):
-                    history.start(row, prompt)
-            chooses = not running[0].takes_likeliest
-            if chooses:
-                sequences = torch.arange(n, device=device, dtype=torch.int64)
-                positions = torch.tensor(lengths, device=device, dtype=torch.int64)
-                first = sample(self.logits[:n], sampling, sequences, positions, history)
-            loop = self.loop_from(first, lengths)
-            found = likelihoods(self.logits[:n], first, [top] * n)
-
-        @inference()
-        def advance() -> tuple[Fetched, list[LogProbability | None]]:
-            if history is not None:
-                history.add(loop.tokens)
-            following = self.take_step(loop)
-            if chooses:
-                loop.choose(sample(following, sampling, sequences, positions.add_(1), history))
-            return loop.fetched(), likelihoods(following, loop.tokens, [top] * n)
-
-        arriving = Fetched(loop.tokens), found
+            batch = SequenceBatch[SequenceState](self.runner, len(sequences))
+            arriving = batch.start(sequences)
+        step = inference()(batch.step)
         while True:
             # The device computes the next step while the host waits; wasted where stops end all sequences.
-            ahead = advance() if device.type == "cuda" and any(s.may_want_two for s in running) else None
-            tokens, found = arriving
-            for i, token in enumerate(tokens.wait()):
-                sequence = running[i]
-                if sequence.reason is not None:
-                    loop.park(i)
+            ahead = step() if batch.runs_ahead and any(s.wants_more for s in sequences) else None
+            for sequence, token, log_probability in arriving.wait():
+                if sequence.finish_reason is not None:
+                    batch.pad(sequence)
                     continue
-                likelihood = found[i] if found else None
-                text = sequence.take(token, likelihood)
-                lengths[i] = sequence.length
-                yield Event(i, token, text, sequence.reason, likelihood)
+                text = sequence.append(token, log_probability)
+                lengths[sequence.index] = sequence.length
+                yield Event(sequence.index, token, text, sequence.finish_reason, log_probability)
                 self._check_current(lengths)
-            if all(s.reason for s in running):
+            if all(s.finish_reason for s in sequences):
                 return
-            arriving = ahead or advance()
+            arriving = ahead or step()
 
-    def loop_from(self, tokens: Tensor, lengths: Sequence[int]) -> DecodeLoop:
-        """The decode loop for the first n sequences; captured in a graph where graphs are used.
-
-        Args:
-            tokens: the next of each, int64 ``[n]``.
-            lengths: tokens of each before it.
-        """
-        n = len(lengths)
-        size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
-
-        def make() -> DecodeLoop:
-            return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
-
-        if self._graphs is None:
-            loop = make()
-        else:
-            self._graphs.refresh()
-            loop = self._graphs.get(("steps", size), make)
-        loop.start(tokens, torch.tensor(lengths, dtype=torch.int32, device="cpu"))
-        return loop
-
-    def take_step(self, loop: DecodeLoop) -> Tensor:
-        """Queue a step of a loop's n sequences; logits ``[n, vocabulary]`` in memory that the next may overwrite."""
-        logits = loop.step()
-        for row, end in enumerate(loop.ends):
-            self.cache.wrote(row, 1, end)
-        return logits
-
-    def _guide(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
+    def _calibrate(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
         """Find by what keys of 4 bits are rounded: an engine over a cache of floats reads the prompts."""
         rows = None if prompts is None else self._rows(prompts)
         if rows == []:
@@ -541,123 +460,11 @@ class Engine:
         batch = calibration.PROMPTS if rows is None else min(calibration.PROMPTS, len(rows))
         longest = calibration.TOKENS if rows is None else max(1, *map(len, rows))
         reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
-        read = calibration.drawn(reader, self.decoder.vocabulary) if rows is None else rows
+        given = calibration.drawn(reader, self.decoder.vocabulary) if rows is None else rows
         with inference():
-            self.cache.set_guides(calibration.guides_of(reader, read, self._tables))
-
-    def watched(
-        self, prompts: list[Tensor], watch: Callable[[PromptAttention], calibration.Watch]
-    ) -> list[calibration.Watch]:
-        """Read prompts as `prefill` does, for `qcut.engine.kv_cache.calibration`: what each chunk attended to."""
-        seen = []
-        for chunk, _ in self._chunks(*self.checked([row.tolist() for row in prompts], False)):
-
-            def read(chunk: Chunk = chunk) -> calibration.Watch:
-                found = watch(self._prompt_attention(chunk))
-                positions, _ = chunk.places()
-                self.decoder(chunk.ids.flatten(), positions, chunk.sequences, found)
-                return found
-
-            seen.append(self._launched(read))
-        self._lengths = []
-        return seen
-
-    # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
-
-    def fill(self, prompts: list[Tensor], kept: list[int]) -> None:
-        """Read prompts after the tokens that are kept; `logits` and `likeliest` tokens after them are in memory then.
-
-        Args:
-            prompts: checked ids of each, int64 ``[T]`` on the host, T at least 1, that fit the context.
-            kept: tokens of each sequence before its prompt.
-        """
-        self._lengths = kept if any(kept) else []
-        for chunk, _ in self._chunks(prompts, kept):
-            if chunk.graph is not None:
-                chunk.graph.replay()
-            elif self._graphs is not None:
-                chunk.graph = self._graphs.run_and_capture(partial(self._read_ends, chunk))
-            else:
-                self._launched(partial(self._read_ends, chunk))
-        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
-
-    def fill_scored(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[int, int, Tensor]]:
-        """Read prompts as `fill` does, and give what follows each of their tokens, chunk by chunk.
-
-        Args:
-            prompts: see `fill`.
-            kept: see `fill`.
-
-        Returns:
-            Index of a prompt, that of its first token in a chunk, and logits ``[T, vocabulary]`` after each token.
-        """
-        self._lengths = []
-        for chunk, span in self._chunks(prompts, kept):
-            logits = self._launched(partial(self._read_all, chunk))
-            for row, (rows, first, count) in enumerate(zip(logits, *span, strict=False)):
-                yield row, first, rows[:count]
-        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
-
-    def _chunks(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[Chunk, Span]]:
-        """Chunks that cover prompts in order, filled, and what of the prompts they read."""
-        if self._graphs is not None:
-            self._graphs.refresh()
-        sequences = min(self.batch, size_for(len(prompts), doubling=1))
-        rooms = [ring.room for ring in self._rings if ring is not None]
-        most = size_within(min([max(1, self.prompt_rows // sequences), *rooms]))
-        for row, (prompt, start) in enumerate(zip(prompts, kept, strict=True)):
-            self.cache.wrote(row, start, start + len(prompt))
-        for span in spans([len(prompt) for prompt in prompts], most):
-            size = sequences, min(size_for(max(span.counts)), self.context)
-            make = partial(Chunk, *size, self.context, self.decoder.device)
-            chunk = make() if self._graphs is None else self._graphs.get(("chunk", *size), make)
-            chunk.fill(prompts, kept, span)
-            yield chunk, span
-
-    def _launched(self, run: Callable[[], T]) -> T:
-        """What ``run`` returns, which may run twice: on a GPU, kernels that it lacks are built together."""
-        if self.decoder.device.type != "cuda":
-            return run()
-        from qcut.jit.waiting import dry_run_first
-
-        return dry_run_first(run)
-
-    def _read_all(self, chunk: Chunk) -> Tensor:
-        """Read a chunk as `_read_ends` does; logits after every token, ``[S, T, vocabulary]``."""
-        read = self._read(chunk)
-        self._end(chunk, *read)
-        return self.decoder.logits(*read).unflatten(0, (chunk.sequences, chunk.rows))
-
-    def _read_ends(self, chunk: Chunk) -> None:
-        """Read a chunk; logits and likeliest tokens after the last token of each sequence are in memory then."""
-        self._end(chunk, *self._read(chunk))
-
-    def _end(self, chunk: Chunk, x: Tensor, unadded: Tensor | None) -> None:
-        rows, n = chunk.last_rows(), chunk.sequences
-        logits = self.decoder.logits(x[rows], None if unadded is None else unadded[rows])
-        self.logits[:n].copy_(logits)
-        self.likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
-
-    def _read(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
-        """A chunk of S times T tokens through all blocks: what `Decoder.logits` takes, ``[S T, hidden]``."""
-        positions, slots = chunk.places()
-        attention: Attention
-        if chunk.rows == 1:
-            attention = StepAttention(self.cache, self._tables, positions, slots, self._counters)
-        else:
-            attention = self._prompt_attention(chunk)
-        return self.decoder(chunk.ids.flatten(), positions, chunk.sequences, attention)
-
-    def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
-        return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
-
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, reach: int, others: Sequence[int] = ()) -> Tensor:
-        """A step as `DecodeLoop` reads it."""
-        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
-        # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
-        settled = self._graphs is not None
-        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
-        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
+            lists = [row.tolist() for row in given]
+            ids = [row for i in range(0, len(lists), batch) for row in reader.checked(lists[i : i + batch], False)[0]]
+            self.cache.set_guides(calibration.guides_of(reader.runner, ids, self.runner.tables))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 

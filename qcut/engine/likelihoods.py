@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from qcut.engine.sequence import LogProbability
 from qcut.engine.token_ids import is_whole
 from qcut.errors import ConfigError, shown
 from qcut.numerics.sampling import log_probabilities
 
 MOST_TOP = 20
-"""Most tokens that are listed beside one."""
+"""Most tokens that are listed with one."""
+
+
+@dataclass(frozen=True)
+class LogProbability:
+    """Of a token by the model, before temperature and penalties.
+
+    Attributes:
+        chosen: of the token.
+        top: the likeliest tokens and theirs, the likeliest first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
 
 
 def check_top(top: object, vocabulary: int, name: str = "top") -> None:

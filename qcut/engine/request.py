@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from qcut.common.failures import is_interrupt
-from qcut.engine.sequence import End, Event, Generated, LogProbability, Running
+from qcut.engine.likelihoods import LogProbability
+from qcut.engine.sequence import End, Event, Generated, SequenceState
 from qcut.errors import QcutError
 
 _log = logging.getLogger("qcut")
@@ -15,21 +17,20 @@ _log = logging.getLogger("qcut")
 Listener = Callable[[Event], object]
 
 
-class Request:
-    """A prompt that is being continued.
+class Request(SequenceState):
+    """A prompt that is being continued by a scheduler.
 
-    Iterating gives the new tokens as they come, in any thread but the scheduler's; with a listener there is nothing to
-    iterate over.
+    Iterating gives the new tokens as they come, in any thread except the scheduler's; with a listener there is nothing
+    to iterate over.
 
     Args:
-        prompt: its ids.
-        running: the sequence.
-        top: how many of the likeliest tokens each event lists; None: no log-probabilities.
-        prompt_top: the same of the prompt's tokens.
+        arguments: of `SequenceState`, of the prompt on.
+        prompt_top: how many of the likeliest tokens are listed with each token of the prompt; None: none is scored.
         listener: called with each event, in place of the queue.
+        options: of `SequenceState`.
 
     Attributes:
-        reason: why the sequence has ended; None while it goes on.
+        reason: why the sequence has ended, once that has been delivered; None before.
         found: tokens of the prompt that the cache of beginnings had.
         prompt_log_probabilities: of the prompt's tokens from the second on, where they were asked for, once the prompt
             has been read, which is before the first event; else None.
@@ -37,15 +38,9 @@ class Request:
         is_cancelled: whether the sender has ended it.
     """
 
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        running: Running,
-        top: int | None,
-        prompt_top: int | None,
-        listener: Listener | None,
-    ) -> None:
-        self.prompt, self.running, self.top, self.prompt_top = prompt, running, top, prompt_top
+    def __init__(self, *arguments: Any, prompt_top: int | None, listener: Listener | None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.prompt_top = prompt_top
         self.reason: End | None = None
         self.found = 0
         self.prompt_log_probabilities: list[LogProbability] | None = None
@@ -53,11 +48,6 @@ class Request:
         self.is_cancelled = False
         self._listener = listener
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-
-    @property
-    def tokens(self) -> list[int]:
-        """Ids of the new tokens so far."""
-        return self.running.tokens
 
     def cancel(self) -> None:
         """End the sequence before its next token; nothing where it has ended. May be called in any thread."""
@@ -89,9 +79,9 @@ class Request:
         """
         for _ in self.events():
             pass
-        return self.running.result
+        return self.generated
 
-    def tell(self, event: Event) -> None:
+    def deliver(self, event: Event) -> None:
         """Pass an event on; the scheduler does."""
         self.reason = event.reason
         if self._listener is None:
@@ -104,3 +94,13 @@ class Request:
                 raise
             _log.exception("a request's listener has failed; the request is cancelled")
             self.cancel()
+
+    def deliver_cancelled(self) -> None:
+        """End the sequence, and tell its sender."""
+        self.deliver(Event(self.index, None, self.finish_cancelled(), "cancelled"))
+
+    def fail(self, error: QcutError) -> None:
+        """Tell the sender what the sequence has failed with, unless its end has been delivered."""
+        if self.reason is None:
+            self.error = error
+            self.deliver(Event(self.index, None, None, "failed"))

@@ -7,8 +7,9 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import cast
 
@@ -17,17 +18,16 @@ from torch import Tensor
 
 from qcut.common.failures import is_interrupt
 from qcut.engine.chunked_prefill import size_for
-from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.failures import as_failure, check_device
 from qcut.engine.kv_cache.prefix_cache import Found, Prefixes
-from qcut.engine.likelihoods import check_top, likelihoods
-from qcut.engine.modes import inference
+from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
 from qcut.engine.request import Listener, Request
-from qcut.engine.sequence import Event, LogProbability, Running
+from qcut.engine.runner import inference
+from qcut.engine.sequence import Event, NewTokens, SequenceBatch
 from qcut.engine.token_ids import Options, is_whole
-from qcut.errors import BusyError, ConfigError, QcutError, ShapeError
-from qcut.numerics.sampling import History, Rows, Sampling, sample
+from qcut.errors import BusyError, ConfigError, ShapeError
+from qcut.numerics.sampling import Sampling
 from qcut.text.prompts import Chat
 
 Prompt = str | Chat | Sequence[int] | Tensor
@@ -67,46 +67,12 @@ class Load:
 
 
 @dataclass(eq=False)
-class _Sequence:
-    """A sequence of the batch.
-
-    Attributes:
-        request: its sender's.
-        index: among the samples of its prompt, which its draws depend on.
-        read: tokens in the cache, those of steps on the way included.
-        chosen: new tokens, those on the way included.
-        row: in the batch, while the sequence is in it.
-    """
-
-    request: Request
-    index: int
-    read: int = 0
-    chosen: int = 0
-    row: int | None = None
-
-    @property
-    def running(self) -> Running:
-        """The sequence on the host."""
-        return self.request.running
-
-    def cancel(self) -> None:
-        """Tell its sender that the sequence has been cancelled."""
-        self.request.tell(Event(self.index, None, self.running.cancel(), "cancelled"))
-
-    def fail(self, error: QcutError) -> None:
-        """Tell its sender what the sequence has failed with, unless it has ended."""
-        if self.request.reason is None:
-            self.request.error = error
-            self.request.tell(Event(self.index, None, None, "failed"))
-
-
-@dataclass(eq=False)
 class _Prompt:
     """A prompt, and the sequences that go on from it.
 
     Attributes:
         ids: int64 ``[T]``.
-        sequences: those that have not ended.
+        requests: those that have not ended.
         number: of those that came before.
         scores: log-probabilities of the tokens that have been read; None: nobody wants them.
         read: tokens that have been read.
@@ -114,20 +80,11 @@ class _Prompt:
     """
 
     ids: Tensor
-    sequences: list[_Sequence]
+    requests: list[Request]
     number: int
     scores: list[LogProbability] | None = None
     read: int = 0
     is_begun: bool = False
-
-
-@dataclass(eq=False)
-class _Arriving:
-    """Tokens on their way to the host, one for each sequence."""
-
-    tokens: Fetched
-    sequences: list[_Sequence]
-    found: list[LogProbability | None] = field(default_factory=list)
 
 
 class Scheduler:
@@ -169,22 +126,13 @@ class Scheduler:
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is {value!r}; allowed: {least} and more")
         self.engine, self._chunk, self._most_waiting = engine, chunk, most_waiting
-        self._reader = engine.beside(min(READERS, engine.batch))
-        kept = engine.cache_of(prefixes, engine.cache.kv_dtype) if prefixes else None
+        self._batch = SequenceBatch[Request](engine.runner, engine.batch)
+        self._reader = engine.runner.with_batch(min(READERS, engine.batch))
+        kept = engine.runner.new_cache(prefixes) if prefixes else None
         self._prefixes = Prefixes(kept, prefixes, engine.context)
-        device, vocabulary = engine.decoder.device, engine.decoder.vocabulary
-        self._ahead = device.type == "cuda"
-        """Whether the device computes the next step while the host waits for the last one's tokens."""
-        self._next = torch.zeros(engine.batch, dtype=torch.int64, device=device)
-        self._history: Callable[[], History] = lambda: History.empty(engine.batch, vocabulary, device)
-        self._counts: History | None = None
         self._waiting: deque[_Prompt] = deque()
         self._reading: list[_Prompt] = []
-        self._running: list[_Sequence] = []
-        self._arriving: deque[_Arriving] = deque()
-        self._loop: DecodeLoop | None = None  # None: the sequences are others than in the last step
-        self._settings: Rows | None = None
-        self._places: tuple[Tensor, Tensor] | None = None
+        self._arriving: deque[NewTokens[Request]] = deque()
         self._done = {"prompt_tokens": 0, "found_tokens": 0, "new_tokens": 0, "steps": 0}
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -268,11 +216,9 @@ class Scheduler:
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")
-        given, fewest = tuple(ids.tolist()), 1 if prompt_top is None else 0
-        sequences = [
-            _Sequence(Request(given, running, top, prompt_top, listener), i)
-            for i, running in enumerate(engine.sequences([ids] * samples, [len(ids)] * samples, options, fewest))
-        ]
+        make = partial(Request, top=top, prompt_top=prompt_top, listener=listener)
+        fewest = 1 if prompt_top is None else 0
+        requests = engine.sequences(make, [ids] * samples, [len(ids)] * samples, options, fewest)
         with self._lock:
             if self.error is not None:
                 raise BusyError(f"the scheduler has ended, and takes no further prompt: {self.error}")
@@ -281,14 +227,14 @@ class Scheduler:
             if len(self._waiting) >= self._most_waiting:
                 raise BusyError(f"{len(self._waiting)} prompts wait; allowed: {self._most_waiting}")
             scores: list[LogProbability] | None = None if prompt_top is None else []
-            self._waiting.append(_Prompt(ids, sequences, next(self._numbers), scores))
+            self._waiting.append(_Prompt(ids, list(requests), next(self._numbers), scores))
             self._lock.notify()
-        return [sequence.request for sequence in sequences]
+        return requests
 
     @property
     def load(self) -> Load:
         """What is under way, and what has been done."""
-        counts = len(self._waiting), len(self._reading), len(self._running)
+        counts = len(self._waiting), len(self._reading), len(self._batch.sequences)
         return Load(*counts, self._prefixes.tokens, **self._done)
 
     @property
@@ -302,12 +248,12 @@ class Scheduler:
         Sizes are those of steps, by the number of sequences and the tokens of the longest, and those of chunks, by
         prompts and tokens. On the CPU nothing is built, and nothing done.
         """
-        if not self._ahead:
+        if not self._batch.runs_ahead:
             return
         batch = self.engine.batch
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
             self._answer(self.submit_samples([0], count, 2))
-            self.engine.capture_steps(count)
+            self.engine.runner.capture_decode(count)
         for count, length in self._chunk_sizes():
             self._answer([self.submit([0] * length, 2) for _ in range(count)])
         self._done = dict.fromkeys(self._done, 0)
@@ -365,19 +311,19 @@ class Scheduler:
             DeviceError: the device computes no more.
         """
         self._drop_cancelled()
-        busy = bool(self._waiting or self._reading or self._running or self._arriving)
-        if self._running:
+        busy = bool(self._waiting or self._reading or self._batch.sequences or self._arriving)
+        if self._batch.sequences:
             try:
                 self._step()
             except BaseException as error:
-                self._fail(self._running, error)
+                self._fail(self._batch.sequences, error)
         self._read()
-        while len(self._arriving) > (1 if self._ahead and self._running else 0):
+        while len(self._arriving) > (1 if self._batch.runs_ahead and self._batch.sequences else 0):
             self._deliver(self._arriving.popleft())
         return busy
 
-    def _fail(self, sequences: Iterable[_Sequence], error: BaseException) -> None:
-        """End sequences with an error, and nothing else.
+    def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
+        """End requests with an error, and nothing else.
 
         Raises:
             DeviceError: the device computes no more.
@@ -385,16 +331,16 @@ class Scheduler:
         """
         if is_interrupt(error):
             raise error
-        check_device(self._next.device, error)
+        check_device(self.engine.decoder.device, error)
         _log.error("requests have failed", exc_info=error)
         failure = as_failure(error)
-        for sequence in list(sequences):
-            self._leave(sequence, keep=False)
-            sequence.fail(failure)
+        for request in list(requests):
+            self._batch.retire(request)
+            request.fail(failure)
         self._has_failed = True
 
     def _turn_until_closed(self) -> None:
-        device = self._next.device
+        device = self.engine.decoder.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 while self.turn() or self._wait():
@@ -404,8 +350,8 @@ class Scheduler:
                 self._is_closing, self.error = True, error
                 left = self._all()
                 self._waiting.clear()
-            for sequence in left:
-                sequence.fail(as_failure(error))
+            for request in left:
+                request.fail(as_failure(error))
             raise
 
     def _wait(self) -> bool:
@@ -415,10 +361,10 @@ class Scheduler:
                 self._lock.wait()
             return bool(self._waiting) or not self._is_closing
 
-    def _all(self) -> list[_Sequence]:
+    def _all(self) -> list[Request]:
         prompts = (*self._waiting, *self._reading)
-        arriving = [s for each in self._arriving for s in each.sequences if s.row is None]
-        return [*(s for prompt in prompts for s in prompt.sequences), *self._running, *arriving]
+        arriving = [request for new in self._arriving for request in new.sequences if request.slot is None]
+        return [*(request for prompt in prompts for request in prompt.requests), *self._batch.sequences, *arriving]
 
     # ── prompts ──────────────────────────────────────────────────────────────────────────────────
 
@@ -426,9 +372,9 @@ class Scheduler:
         """Read a chunk of the prompts that are next."""
         reader, reading = self._reader, self._reading
         with self._lock:
-            taken = len(self._running) + sum(len(prompt.sequences) for prompt in reading)
+            taken = len(self._batch.sequences) + sum(len(prompt.requests) for prompt in reading)
             while self._waiting and len(reading) < reader.batch:
-                taken += len(self._waiting[0].sequences)
+                taken += len(self._waiting[0].requests)
                 if taken > self.engine.batch:
                     break
                 reading.append(self._waiting.popleft())
@@ -439,7 +385,7 @@ class Scheduler:
             chosen = self._chosen()
             self._read_chunk(chosen)
         except BaseException as error:
-            self._fail([sequence for prompt in chosen for sequence in prompt.sequences], error)
+            self._fail([request for prompt in chosen for request in prompt.requests], error)
 
     def _chosen(self) -> list[_Prompt]:
         """The prompts of the next chunk: the first comes first, and as many beside it as its tokens leave room for."""
@@ -457,7 +403,7 @@ class Scheduler:
         most = min(self._chunk, len(reading[0].ids) - reading[0].read)
         pieces = [prompt.ids[prompt.read : prompt.read + most] for prompt in chosen]
         if chosen[0].scores is None:
-            reader.fill(pieces, [prompt.read for prompt in chosen])
+            reader.prefill(pieces, [prompt.read for prompt in chosen])
         else:
             self._score(chosen[0], pieces[0])
         for prompt, piece in zip(chosen, pieces, strict=True):
@@ -485,8 +431,8 @@ class Scheduler:
     def _score(self, prompt: _Prompt, piece: Tensor) -> None:
         """Read a piece of a prompt into the reader's first row, and note the likelihoods of what follows each token."""
         scores = cast(list[LogProbability], prompt.scores)
-        wanted = max((each.request.prompt_top or 0 for each in prompt.sequences), default=0)
-        for _, first, logits in self._reader.fill_scored([piece], [prompt.read]):
+        wanted = max((request.prompt_top or 0 for request in prompt.requests), default=0)
+        for _, first, logits in self._reader.prefill_scored([piece], [prompt.read]):
             start = prompt.read + first + 1
             following = prompt.ids[start : start + len(logits)].to(logits.device)
             for rows, tokens in zip(logits.split(_SCORED), following.split(_SCORED), strict=False):
@@ -503,122 +449,56 @@ class Scheduler:
         prompt.read, prompt.is_begun = found.length, True
         self._done["prompt_tokens"] += len(prompt.ids)
         self._done["found_tokens"] += found.length
-        for sequence in prompt.sequences:
-            sequence.request.found = found.length
+        for request in prompt.requests:
+            request.found = found.length
 
     def _join(self, row: int) -> None:
         """Let the sequences of a prompt that the reader has read into a row take part in the next step."""
         prompt, reader = self._reading[row], self._reader
         self._prefixes.keep(prompt.ids, reader.cache, row)
-        for sequence in [s for s in prompt.sequences if s.request.reason is None]:
-            sequence.request.prompt_log_probabilities = prompt.scores
+        for request in [each for each in prompt.requests if each.reason is None]:
+            request.prompt_log_probabilities = prompt.scores
             try:
-                self._enter(sequence, row)
+                if request.wants_more:
+                    self._arriving.append(self._batch.admit(request, reader, row))
+                else:
+                    request.finish_without_token()
+                    request.deliver(Event(request.index, None, None, request.finish_reason))
             except BaseException as error:
-                self._fail([sequence], error)
-
-    def _enter(self, sequence: _Sequence, row: int) -> None:
-        """Choose the first token of a sequence whose prompt is in a row of the reader, and let it run."""
-        reader, running, n = self._reader, sequence.running, len(self._running)
-        length, logits = len(sequence.request.prompt), reader.logits[row : row + 1]
-        if running.most < 1:
-            running.end()
-            sequence.request.tell(Event(sequence.index, None, None, running.reason))
-            return
-        history = self._started(n, sequence.request.prompt) if running.sampling.penalizes else None
-        if running.takes_likeliest:
-            first = reader.likeliest[row : row + 1].clone()
-        else:
-            settings = Rows.of([running.sampling], logits.device, [running.bans])
-            places = torch.tensor([[sequence.index], [length]], dtype=torch.int64, device="cpu")
-            index, position = places.to(logits.device, non_blocking=True)
-            first = sample(logits, settings, index, position, None if history is None else history.of(n))
-        sequence.read, sequence.chosen = length, 1
-        self._arriving.append(_Arriving(Fetched(first), [sequence], self._asked([sequence], logits, first)))
-        if running.most > 1:
-            self.engine.cache.copy_row(reader.cache, row, n, 0, length)
-            self._next[n : n + 1] = first
-            if history is not None:
-                history.of(n).add(first)
-            sequence.row = n
-            self._running.append(sequence)
-            self._loop = None
-
-    def _started(self, row: int, prompt: Sequence[int]) -> History:
-        """The tokens before of all rows, with one row begun anew."""
-        if self._counts is None:
-            self._counts = self._history()
-        self._counts.start(row, torch.tensor(prompt, dtype=torch.int64, device="cpu"))
-        return self._counts
+                self._fail([request], error)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     def _step(self) -> None:
         """Queue a step of all sequences that run."""
-        running, n = self._running, len(self._running)
-        if self._loop is None:
-            lengths = [sequence.read for sequence in running]
-            self._loop = self.engine.loop_from(self._next[:n], lengths)
-            self._settings = self._places = None
-            if not all(sequence.running.takes_likeliest for sequence in running):
-                device = self._next.device
-                bans = [sequence.running.bans for sequence in running]
-                self._settings = Rows.of([sequence.running.sampling for sequence in running], device, bans)
-                numbers = [sequence.index for sequence in running]
-                places = torch.tensor([numbers, lengths], dtype=torch.int64, device="cpu")
-                indices, positions = places.to(device, non_blocking=True)
-                self._places = indices, positions
-        logits = self.engine.take_step(self._loop)
-        if self._settings is not None and self._places is not None:
-            indices, positions = self._places
-            chosen = sample(logits, self._settings, indices, positions.add_(1), self._counts)
-            self._loop.choose(chosen)
-        tokens = self._next[:n].copy_(self._loop.tokens)
-        if self._counts is not None and self._settings is not None:
-            self._counts.add(tokens)
+        self._arriving.append(self._batch.step())
         self._done["steps"] += 1
-        # A step in the meantime would overwrite tokens that the host has not fetched.
-        fetched = Fetched(tokens if tokens.is_cuda else tokens.clone())
-        self._arriving.append(_Arriving(fetched, list(running), self._asked(running, logits, tokens)))
-        for sequence in running:
-            sequence.read += 1
-            sequence.chosen += 1
-        for sequence in [s for s in running if s.chosen == s.running.most]:
-            self._leave(sequence)
+        for request in [each for each in self._batch.sequences if not each.wants_more]:
+            self._leave(request)
 
-    def _leave(self, sequence: _Sequence, *, keep: bool = True) -> None:
-        """Free a sequence's row for the last one, and keep its beginning, unless something has failed."""
-        row, sequence.row, cache = sequence.row, None, self.engine.cache
-        if row is None:
-            return
-        if keep:
-            tokens = [*sequence.request.prompt, *sequence.request.tokens][: sequence.read]
-            self._prefixes.keep(torch.tensor(tokens, dtype=torch.int64, device="cpu"), cache, row)
-        last = self._running.pop()
-        if last is not sequence:
-            end = len(self._running)
-            cache.copy_row(cache, end, row, 0, last.read)
-            self._next[row] = self._next[end]
-            if self._counts is not None:
-                self._counts.move(end, row)
-            last.row, self._running[row] = row, last
-        self._loop = None
+    def _leave(self, request: Request) -> None:
+        """Free a sequence's slot, and keep its beginning."""
+        if request.slot is not None:
+            tokens = [*request.prompt, *request.tokens][: request.cached]
+            ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+            self._prefixes.keep(ids, self.engine.cache, request.slot)
+            self._batch.retire(request)
 
     def _drop_cancelled(self) -> None:
         """End what has been cancelled."""
         if self._cancels_all:
-            for sequence in self._all():
-                sequence.request.cancel()
+            for request in self._all():
+                request.cancel()
         with self._lock:
             prompts = [*self._waiting, *self._reading]
-        cancelled = [s for prompt in prompts for s in prompt.sequences if s.request.is_cancelled]
-        for sequence in [*cancelled, *(s for s in self._running if s.request.is_cancelled)]:
+        cancelled = [request for prompt in prompts for request in prompt.requests if request.is_cancelled]
+        for request in [*cancelled, *(each for each in self._batch.sequences if each.is_cancelled)]:
             try:
-                self._leave(sequence)
-                if sequence.request.reason is None:
-                    sequence.cancel()
+                self._leave(request)
+                if request.reason is None:
+                    request.deliver_cancelled()
             except BaseException as error:
-                self._fail([sequence], error)
+                self._fail([request], error)
         if cancelled or self._has_failed:
             self._has_failed = False
             self._drop_ended()
@@ -627,39 +507,33 @@ class Scheduler:
         """Drop prompts from which no sequence goes on."""
         with self._lock:
             for prompt in (*self._waiting, *self._reading):
-                prompt.sequences[:] = [s for s in prompt.sequences if s.request.reason is None]
-            for prompt in [p for p in self._waiting if not p.sequences]:
+                prompt.requests[:] = [request for request in prompt.requests if request.reason is None]
+            for prompt in [each for each in self._waiting if not each.requests]:
                 self._waiting.remove(prompt)
         for row in reversed(range(len(self._reading))):
-            if not self._reading[row].sequences:
+            if not self._reading[row].requests:
                 self._release(row)
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
-    def _asked(self, sequences: Sequence[_Sequence], logits: Tensor, tokens: Tensor) -> list[LogProbability | None]:
-        """The log-probabilities that senders have asked for; empty where none has."""
-        return likelihoods(logits, tokens, [sequence.request.top for sequence in sequences])
-
-    def _deliver(self, arriving: _Arriving) -> None:
-        """Pass tokens on to those who sent the prompts."""
-        found = arriving.found or [None] * len(arriving.sequences)
+    def _deliver(self, new: NewTokens[Request]) -> None:
+        """Pass new tokens on to those who sent the prompts."""
         try:
-            tokens = arriving.tokens.wait()
+            found = new.wait()
         except BaseException as error:
-            self._fail(arriving.sequences, error)
+            self._fail(new.sequences, error)
             return
-        for sequence, token, each in zip(arriving.sequences, tokens, found, strict=True):
-            running = sequence.running
-            if sequence.request.reason is not None:
+        for request, token, log_probability in found:
+            if request.reason is not None:
                 continue  # a step that was queued before the end was known
             self._done["new_tokens"] += 1
             try:
-                text = running.take(token, each)
-                if running.reason is not None:
-                    self._leave(sequence)
-                sequence.request.tell(Event(sequence.index, token, text, running.reason, each))
+                text = request.append(token, log_probability)
+                if request.finish_reason is not None:
+                    self._leave(request)
+                request.deliver(Event(request.index, token, text, request.finish_reason, log_probability))
             except BaseException as error:
-                self._fail([sequence], error)
+                self._fail([request], error)
 
 
 def _is_text(prompt: object) -> bool:

@@ -63,7 +63,7 @@ def test_pieces_of_integer_products_are_near(scheme: str) -> None:
 def test_chunks_of_any_size_are_the_prompts(kind: str, rows: int) -> None:
     model, prompts = small(kind), prompts_of(VOCABULARY, 30, 2, 64, 1)
     whole, parts = Engine(model, batch=4), Engine(model, batch=4)
-    parts.prompt_rows = rows
+    parts.runner.max_prefill_tokens = rows
     near(parts.prefill(prompts), whole.prefill(prompts))
     for one, other in zip(parts.score(prompts), whole.score(prompts), strict=True):
         assert torch.allclose(one, other, atol=1e-4)

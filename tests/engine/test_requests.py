@@ -122,8 +122,8 @@ def test_a_string_with_a_special_token_in_it_stops(talking: Engine) -> None:
     while len(request.tokens) < 4:
         scheduler.turn()
     assert request.reason is None
-    request.running.take(special)  # as if the model had chosen it
-    assert (request.running.reason, request.running.result.text) == ("stop", str(usual.text)[:-3])
+    request.append(special)  # as if the model had chosen it
+    assert (request.finish_reason, request.generated.text) == ("stop", str(usual.text)[:-3])
 
 
 # ── log-probabilities of prompts ─────────────────────────────────────────────────────────────────

@@ -73,7 +73,7 @@ def test_who_comes_and_goes_changes_nothing(kind: str, scheme: str | None, kv_ca
     news = [7, 1, 12, 20, 3, 9, None, 15]
     want = [alone(model, p, n, kv_cache=kv_cache) for p, n in zip(prompts, news, strict=True)]
     scheduler = Scheduler(engine_of(model, 3, kv_cache), chunk=8, prefixes=2)
-    scheduler._ahead = ahead
+    scheduler._batch.runs_ahead = ahead
     requests = []
     for prompt, new in zip(prompts, news, strict=True):
         requests.append(scheduler.submit(prompt, new))
@@ -136,7 +136,7 @@ def test_penalties_are_each_sequences_own(ahead: bool) -> None:
     ]
     prompts = prompts_of(VOCABULARY, 5, 8, 3, 6)
     scheduler = Scheduler(engine_of(model, 2))
-    scheduler._ahead = ahead
+    scheduler._batch.runs_ahead = ahead
     requests = [scheduler.submit(p, n, sampling=s) for p, s, n in zip(prompts, options, (20, 4, 9, 20), strict=True)]
     finished(scheduler)
     for request, prompt, each in zip(requests, prompts, options, strict=True):
@@ -179,7 +179,7 @@ def test_log_probabilities_are_the_models() -> None:
         logits = engine.decode([event.token or 0])
     found = [event.log_probability for event in chosen.events()]
     assert all(each is not None and each.top == () and each.chosen < 0 for each in found)
-    assert asked.running.result.log_probabilities == [event.log_probability for event in events]
+    assert asked.generated.log_probabilities == [event.log_probability for event in events]
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(2.0, seed=1), Sampling(presence_penalty=0.5)])
@@ -195,7 +195,7 @@ def test_log_probabilities_of_a_batch_are_those_of_requests(sampling: Sampling |
     scheduler = Scheduler(engine_of(model, 2))
     request = scheduler.submit(prompts[0], 5, sampling=sampling, top=2)
     finished(scheduler)
-    alone = request.running.result
+    alone = request.generated
     assert alone.tokens == results[0].tokens
     for one, other in zip(alone.log_probabilities or [], results[0].log_probabilities or [], strict=True):
         assert one.chosen == pytest.approx(other.chosen, abs=1e-5)
@@ -472,8 +472,8 @@ def test_text_and_chats_are_those_of_the_engine(talking: Engine) -> None:
     finished(scheduler)
     events = [list(request.events()) for request in requests]
     for request, seen, result in zip(requests, events, [*want, stopped], strict=True):
-        assert "".join(event.text or "" for event in seen) == request.running.result.text == result.text
-        assert request.running.result == result
+        assert "".join(event.text or "" for event in seen) == request.generated.text == result.text
+        assert request.generated == result
     assert (stopped.reason, stop in str(stopped.text), len(stopped.tokens) < 16) == ("stop", False, True)
 
 
@@ -487,7 +487,7 @@ def test_a_cancelled_text_is_whole(talking: Engine) -> None:
     events = list(request.events())
     assert events[-1].reason == "cancelled"
     said = talking.tokenizer.decode(talking.tokenizer("Strings are").input_ids + request.tokens)
-    assert "".join(event.text or "" for event in events) == request.running.result.text == said[len("Strings are") :]
+    assert "".join(event.text or "" for event in events) == request.generated.text == said[len("Strings are") :]
 
 
 def test_one_prompt_a_request(talking: Engine) -> None:

@@ -165,7 +165,7 @@ def serving(
                 assert thread.is_alive(), failed
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            yield Served(found.getsockname()[1], scheduler, one.beside(1), server, finished)
+            yield Served(found.getsockname()[1], scheduler, one.with_batch(1), server, finished)
         finally:
             server.should_exit = True
             thread.join(PATIENCE_S)

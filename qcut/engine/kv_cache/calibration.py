@@ -6,7 +6,7 @@ temperature 1 from a fixed seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qcut.engine.attention import PromptAttention
 from qcut.engine.decoder import HeadNorms, Scores, Tables
+from qcut.engine.runner import ModelRunner
 from qcut.engine.sequence import Generated
 from qcut.numerics import int4
 from qcut.numerics.sampling import Sampling
@@ -64,8 +65,8 @@ class Watch:
         return self.inner(layer, q, k, v, scores, None, absmax)
 
 
-class Reader(Protocol):
-    """What an engine over a cache of floats does for this module."""
+class Generates(Protocol):
+    """An engine over a cache of floats."""
 
     @property
     def batch(self) -> int:
@@ -78,11 +79,8 @@ class Reader(Protocol):
     def generate(self, prompts: Tensor, max_new_tokens: int, *, sampling: Sampling) -> list[Generated]:
         """Continue prompts."""
 
-    def watched(self, prompts: list[Tensor], watch: Callable[[PromptAttention], Watch]) -> list[Watch]:
-        """Read prompts; what watched the attention of each chunk."""
 
-
-def drawn(reader: Reader, vocabulary: int) -> list[Tensor]:
+def drawn(reader: Generates, vocabulary: int) -> list[Tensor]:
     """Text of the model's own: ids of as many sequences as the reader takes, each of its whole context."""
     first = torch.randint(
         vocabulary, (reader.batch, 1), generator=torch.Generator().manual_seed(SEED), dtype=torch.int64, device="cpu"
@@ -96,22 +94,22 @@ def drawn(reader: Reader, vocabulary: int) -> list[Tensor]:
     ]
 
 
-def guides_of(reader: Reader, prompts: list[Tensor], tables: Sequence[Tables]) -> list[Tensor]:
+def guides_of(runner: ModelRunner, prompts: list[Tensor], tables: Sequence[Tables]) -> list[Tensor]:
     """The guide of each layer, int32 on the host: see `qcut.numerics.int4.guide_of`.
 
     Queries and keys are taken to stand anywhere in the context: second moments and means are those of rows rotated to
     `PLACES` places of it. What rotary positions turn often has no mean, and no main direction.
 
     Args:
-        reader: an engine over the same model with a cache of floats.
+        runner: of the same model, over a cache of floats.
         prompts: ids ``[T]`` of each prompt.
         tables: cosines and sines ``[context, D]`` of all places, of each layer.
 
     Exactness: the same for the same prompts, device and versions of its libraries.
     """
     seen: list[Watch] = []
-    for i in range(0, len(prompts), reader.batch):
-        seen += reader.watched(prompts[i : i + reader.batch], Watch)
+    for i in range(0, len(prompts), runner.batch):
+        seen += runner.prefill_observed(prompts[i : i + runner.batch], Watch)
     count, found = sum(map(len, prompts)), []
     layers = zip(*([*zip(watch.moments, watch.keys, strict=True)] for watch in seen), strict=True)
     for parts, (cos, sin) in zip(layers, tables, strict=True):

@@ -32,9 +32,9 @@ def model_of(kind: str) -> Any:
 def engines(model: Any, batch: int = 1, kv_cache: KVDtype = "auto") -> tuple[Engine, Engine]:
     """One with rings and one without, which read prompts in the same chunks."""
     rung, whole = (Engine(model, batch=batch, ring=ring, kv_cache=kv_cache) for ring in (8, 0))
-    room = min(ring.room for ring in rung._rings if ring is not None)
+    room = min(ring.room for ring in rung.runner.rings if ring is not None)
     for engine in (rung, whole):
-        engine.prompt_rows = room
+        engine.runner.max_prefill_tokens = room
     return rung, whole
 
 
@@ -113,7 +113,7 @@ def test_logits_are_those_without(kind: str, kv_cache: KVDtype) -> None:
 @pytest.mark.parametrize("kind", LOCAL)
 def test_memory_is_that_of_the_rows(kind: str) -> None:
     rung, whole = engines(model_of(kind), 2)
-    windowed = sum(ring is not None for ring in rung._rings)
+    windowed = sum(ring is not None for ring in rung.runner.rings)
     assert windowed == sum(block.attention.window > 0 for block in rung.decoder.blocks) > 0
     layer = whole.cache.nbytes // 2
     assert rung.cache.nbytes == (2 - windowed) * layer + windowed * layer * BLOCK // (CONTEXT + 1)

@@ -44,7 +44,7 @@ def test_float32_pieces_are_the_cpus_whole(kv_cache: Any, rows: int) -> None:
     prompts = prompts_of(VOCABULARY, 7, 100, 1)
     want = Engine(cpu, batch=3, kv_cache=kv_cache).generate(prompts, 20)
     engine = Engine(copy.deepcopy(cpu).to(DEVICE), batch=3, kv_cache=kv_cache)
-    engine.prompt_rows = 3 * rows
+    engine.runner.max_prefill_tokens = 3 * rows
     assert engine.generate(prompts, 20) == want
     heads, tails = [p[: len(p) // 2] for p in prompts[:2]], [p[len(p) // 2 :] for p in prompts[:2]]
     engine.prefill(heads)
@@ -67,7 +67,7 @@ def test_half_precision_pieces_are_near_the_whole(kv_cache: Any, db: float) -> N
 def test_graphs_are_captured_anew_for_new_kernels() -> None:
     engine, prompts = Engine(llama("w8a8"), batch=2), prompts_of(VOCABULARY, 20, 3)
     want = engine.generate(prompts, 5)
-    first = engine._graphs
+    first = engine.runner.graphs
     assert first is not None
     assert first.count == 2
     forget_plans()
@@ -91,6 +91,6 @@ def test_prompts_of_every_length_take_no_more_memory(monkeypatch: pytest.MonkeyP
     for length in range(10, 300, 29):
         engine.prefill(prompts_of(VOCABULARY, length, 1))
         engine.prefill(prompts_of(VOCABULARY, length))
-    assert engine._graphs is not None
-    assert engine._graphs.count == 4
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.count == 4
     assert memory() <= before + (8 << 20)

@@ -79,8 +79,8 @@ def test_a_thread_serves_many_clients_the_same_twice(scheme: str) -> None:
     prompts = prompts_of(VOCABULARY, *(3 + 7 * i % 50 for i in range(24)))
     scheduler = Scheduler(engine, chunk=64)
     scheduler.warm_up()
-    assert engine._graphs is not None
-    steps = {size for size in engine._graphs._made if isinstance(size, tuple) and size[0] == "steps"}
+    assert engine.runner.graphs is not None
+    steps = {size for size in engine.runner.graphs._made if isinstance(size, tuple) and size[0] == "steps"}
     assert steps == {("steps", 1 << i) for i in range(4)}
     assert scheduler.load.new_tokens == scheduler.load.kept == 0
     answers: dict[int, list[int]] = {}

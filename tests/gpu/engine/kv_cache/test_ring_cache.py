@@ -28,7 +28,9 @@ def engines(
     options |= {"batch": batch, "kv_cache": kv_cache, "guide_prompts": [[1, 2, 3, 4]] if kv_cache == "int4" else None}
     rung, whole = (Engine(model, ring=ring, **options) for ring in (8, 0))
     assert rung.cache.nbytes < whole.cache.nbytes
-    rung.prompt_rows = whole.prompt_rows = min(ring.room for ring in rung._rings if ring is not None)
+    rung.runner.max_prefill_tokens = whole.runner.max_prefill_tokens = min(
+        ring.room for ring in rung.runner.rings if ring is not None
+    )
     return rung, whole
 
 
