@@ -1,4 +1,4 @@
-"""`Engine`: a decoder-only model with memory for its context allocated once, and generation on top.
+"""`Engine`: a decoder-only model with a KV cache, and generation.
 
 `qcut.engine.decoder` computes the model, `qcut.engine.runner` runs it, `qcut.engine.sequence` batches sequences.
 """
@@ -24,13 +24,13 @@ from qcut.engine.likelihoods import check_top
 from qcut.engine.runner import ModelRunner, inference
 from qcut.engine.sequence import Event, Generated, SequenceBatch, SequenceState
 from qcut.engine.token_ids import (
-    Keep,
     Options,
+    ReusePrefix,
     check_ids,
     end_tokens,
     is_whole,
-    kept_tokens,
     prompt_rows,
+    reused_tokens,
     stops_of,
     token_row,
 )
@@ -51,50 +51,49 @@ S = TypeVar("S", bound=SequenceState)
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules do the projections; kernels of qcut do the norms, the attention and the activations between
-    them. Projections that read the same rows are one product: their weights are put side by side, and the model's
-    tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
-    engines go on working. On a GPU steps and chunks of prompts are captured as CUDA graphs at their first use: steps
-    for each power of two of sequences, and of tokens of the longest from 512 up; chunks for sizes of a short list
-    (`warm_up`). The 128 sizes used last are kept; all write their results to the same memory, bounded by the largest.
+    The model's own modules compute the projections, qcut's kernels the norms, attention and activations. Projections of
+    the same input are one product: their weights are stacked, and the model's tensors become views of the stacked ones
+    (`qcut.layers.stacking`). No weight is in memory twice, and the model and further engines go on working. On a GPU
+    decode steps and prefill chunks are captured as CUDA graphs at their first use: decode steps for each power of two
+    of sequences, and each ``max_seq_len`` bucket from 512 up; chunks for sizes of a short list (`warm_up`). The 128
+    sizes used last are kept; all graphs share their memory, bounded by the largest.
 
-    Quantize, load or move the model, set adapters and edit configurations before the engine is made, which looks at
-    modules, their code and their hooks once; afterwards, make a new engine. Hooks that come later are not called by
-    replays, nor by what kernels compute in a module's place. The model is put in evaluation mode. An engine serves one
-    batch of sequences at a time, in one thread. Autocast and inference mode around a call change nothing.
+    Quantize, load or move the model, set adapters and edit configurations before the engine is made: it reads modules,
+    their code and their hooks once. After a change, make a new engine. Later hooks are not called by graph replays, nor
+    by kernels that compute in a module's place. The model is put in evaluation mode. An engine serves one batch of
+    sequences at a time, in one thread. Autocast and inference mode around a call change nothing.
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`, computing what transformers' own class does
             (`qcut.engine.families.fidelity`); or one of these in a `PeftModel`, with adapters of LoRA, IA3 or AdaLoRA.
-        tokenizer: the model's, of transformers; with it prompts may be text and chats, stops strings, and results have
-            text. Token ids are taken as without.
+        tokenizer: the model's, of transformers. With it prompts may be text and chats, stops strings, and results have
+            text.
         batch: most sequences at once.
         context: most tokens of a sequence, prompt included; None takes what the model was made for, up to
             `DEFAULT_CONTEXT`.
-        kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
-            memory of float16; ``int4`` a quarter of it and a little more, for heads of 32, 64, 128 or 256 columns, on a
-            GPU of float16 and bfloat16 models; ``int8/int4`` keys in int8 and values in 4 bits. Keys of ``int4`` are
-            rounded so that errors cancel along the main directions of the model's queries.
-        guide_prompts: token ids that the model reads first to find these directions, as `prefill` takes them, any
+        kv_cache: ``auto`` keeps keys and values in the model's dtype, ``int8`` with a scale for each token and head:
+            half the memory of float16; ``int4`` a quarter of it and a little more, for heads of 32, 64, 128 or 256
+            columns, on a GPU of float16 and bfloat16 models; ``int8/int4`` keys in int8 and values in 4 bits. Keys of
+            ``int4`` are rounded so that errors cancel along the main directions of the model's queries.
+        calibration_prompts: token ids that the model reads to find these directions, as `prefill` takes them, any
             number; None reads four sequences of up to 512 tokens that the model draws itself, always the same ones,
             which takes as long as generating them; an empty list rounds each code to the nearest.
-        graphs: capture steps and prompts on a GPU; False launches every kernel of each.
-        ring: layers whose windows are shorter than the context keep the last tokens of a sequence alone, where these
-            are fewer: a window, and room for so many more, in a `qcut.engine.kv_cache.ring_cache.Ring`. Chunks of
-            prompts have no more tokens then than there is room for, and ``keep`` goes back by no more, but to the
-            start. 0 keeps all tokens in all layers.
-        stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
-            calls each module and leaves the weights where they are.
+        graphs: capture CUDA graphs on a GPU; False launches every kernel.
+        ring: tokens beyond the window in the ring of a sliding-window layer, if that takes less memory than the context
+            (`qcut.engine.kv_cache.ring_cache.Ring`). Prefill chunks are then no longer than this, and ``reuse_prefix``
+            drops no more tokens than this, except all. 0: every layer keeps all tokens.
+        stack: one product for queries, keys and values, and one for gate and up, if the modules allow it; False calls
+            each module and leaves the weights where they are.
 
     Attributes:
         decoder: the model's parts.
         tokenizer: as given.
         end_tokens: ids that end texts, by the model's generation_config and the tokenizer. Nothing stops at them unless
             ``stop`` has them: ``stop=engine.end_tokens``, ``stop=[*engine.end_tokens, "###"]``.
-        settings: what else of the model's generation_config the engine goes by.
+        settings: further settings of the model's generation_config that the engine follows.
         batch: most sequences at once.
         context: most tokens of a sequence.
-        cache: keys and values.
+        cache: the KV cache.
         runner: runs the decoder over the cache; ``runner.max_prefill_tokens`` bounds the memory of prefill.
 
     Raises:
@@ -102,15 +101,13 @@ class Engine:
             the model's generation_config that changes greedy tokens and that the engine does not have; a cache for
             which the GPU has no kernel. The message names it. Or transformers is too old.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0,
-            another kind of cache, a 4-bit one that the model's heads or type do not go with, or
-            a tokenizer that is none.
-        RuntimeError: torch's, where memory is short. The model's values are as they were.
+            another kind of cache, a 4-bit one for other heads or dtypes, or another kind of tokenizer.
+        RuntimeError: torch's, if memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
-    cache. Tokens that a batch is padded with have no influence; the number of sequences, in which pieces prompts are
-    read, and ``stack`` may change the order of sums in products of floats. The number of sequences and the tokens of
-    the longest, rounded up to 512, 1,024 and so on, decide the order of a step's sums in attention; a longer context
-    does not, but in layers with windows.
+    cache. Padding has no influence. The number of sequences, prefill chunks, and ``stack`` may change the order of sums
+    in products of floats. The number of sequences and the ``max_seq_len`` bucket of the longest one decide the order of
+    sums of a decode step's attention; a longer context does not, except in layers with windows.
     """
 
     def __init__(
@@ -121,9 +118,9 @@ class Engine:
         batch: int = 1,
         context: int | None = None,
         kv_cache: KVDtype = "auto",
-        guide_prompts: Prompts | None = None,
+        calibration_prompts: Prompts | None = None,
         graphs: bool = True,
-        ring: int = ring_cache.BESIDE,
+        ring: int = ring_cache.SLACK,
         stack: bool = True,
     ) -> None:
         versions.require("transformers")
@@ -151,8 +148,8 @@ class Engine:
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
         held = (*model.parameters(), *model.buffers()) if runner.graphs is not None else ()
         self._held = [tensor.detach() for tensor in held]
-        if self.cache.takes_guides:
-            self._calibrate(model, guide_prompts, graphs=graphs, stack=stack)
+        if self.cache.needs_calibration:
+            self._calibrate(model, calibration_prompts, graphs=graphs, stack=stack)
 
     def _use(self, runner: ModelRunner) -> None:
         self.runner, self.batch, self.context, self.cache = runner, runner.batch, runner.context, runner.cache
@@ -169,45 +166,45 @@ class Engine:
         """Number of tokens in the cache for each sequence."""
         return tuple(self._lengths)
 
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+    # ── prefill and decode ───────────────────────────────────────────────────────────────────────
 
     @inference()
-    def prefill(self, prompts: Prompts, *, keep: Keep = False) -> Tensor:
-        """Read a prompt for each sequence, from the start or after tokens that the cache holds.
+    def prefill(self, prompts: Prompts, *, reuse_prefix: ReusePrefix = False) -> Tensor:
+        """Append a prompt to each sequence, from the start or after a prefix that the cache holds.
 
-        A chat keeps everything and reads what is new; requests that begin alike keep their common beginning, read once.
+        A chat reuses everything and appends its new message; requests with a common prefix reuse it.
 
         Args:
             prompts: token ids, of any lengths from 1 up; a tensor has one length for all. Ids on a device are fetched
                 to be checked. With a tokenizer also a string, a list of strings, a chat, which is a list of messages
                 ``{"role": …, "content": …}``, or a list of chats. Strings get the special tokens that the tokenizer
                 adds; chats go through its template, with the beginning of an answer.
-            keep: how many tokens of each sequence stay, from its first on: False for none, True for all, one number for
-                all sequences or a number for each prompt. Prompt i continues sequence i; sequences beyond the prompts
-                are dropped.
+            reuse_prefix: how many tokens of each sequence stay, from its first on: False for none, True for all, one
+                number for all sequences or a number for each prompt. Prompt i continues sequence i; sequences beyond
+                the prompts are dropped.
 
         Returns:
             Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
 
         Raises:
-            ContextError: more prompts than the batch, a prompt longer than what is left of the context, or tokens to
-                keep before which a layer's window is no longer in its ring. The cache stays as it was.
+            ContextError: more prompts than the batch, a prompt longer than the rest of the context, or a prefix whose
+                window is no longer in a layer's ring. The cache stays as it was.
             ShapeError: no prompt, an empty one, a tensor that is not ``[B, T]``, or another number of prompts than of
-                sequences to keep.
+                prefixes.
             DtypeError: text without a tokenizer, prompts of several kinds, or ids that are no integers.
             ConfigError: an id outside of the vocabulary, text that the tokenizer does not take, a message without role
-                or content, chats where the tokenizer has no template for them or it refuses one, or ``keep`` of another
-                kind or beyond what a sequence holds.
+                or content, chats that the tokenizer has no template for or refuses, or ``reuse_prefix`` of another kind
+                or beyond the tokens of a sequence.
 
-        Exactness: in which pieces a prompt is read may change the order of sums of floats.
+        Exactness: chunks of prefill may change the order of sums of floats.
         """
-        ids, kept = self.checked(prompts, keep)
-        self._prefill(ids, kept)
+        ids, starts = self.checked(prompts, reuse_prefix)
+        self._prefill(ids, starts)
         return self.runner.logits[: len(ids)].clone()
 
     @inference()
     def score(self, prompts: Prompts) -> list[Tensor]:
-        """Empty the cache, read a prompt for each sequence, and score its tokens. Logits of a chunk are in memory.
+        """Prefill new sequences, and score their tokens. Logits of a whole chunk are in memory.
 
         Args:
             prompts: see `prefill`.
@@ -218,10 +215,10 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        ids, kept = self.checked(prompts, False)
+        ids, starts = self.checked(prompts, False)
         scores: list[list[Tensor]] = [[] for _ in ids]
         self._lengths = []
-        for row, first, logits in self.runner.prefill_scored(ids, kept):
+        for row, first, logits in self.runner.prefill_scored(ids, starts):
             following = ids[row][first + 1 : first + len(logits) + 1].to(logits.device)
             scores[row].append(F.cross_entropy(logits[: len(following)].float(), following, reduction="none"))
         self._lengths = [len(row) for row in ids]
@@ -229,7 +226,7 @@ class Engine:
 
     @inference()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Read one more token for each sequence.
+        """Append a token to each sequence.
 
         Args:
             tokens: ids ``[B]``, B the number of prompts.
@@ -238,8 +235,8 @@ class Engine:
             Logits ``[B, vocabulary]``, in the model's dtype.
 
         Raises:
-            ContextError: a sequence fills the context, or its window is no longer in a layer's ring. The engine stays
-                as it is.
+            ContextError: a sequence fills the context, or its window is no longer in a layer's ring. The cache stays as
+                it was.
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
@@ -257,14 +254,14 @@ class Engine:
         return logits
 
     def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
-        """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
+        """Serve requests of some sizes once and empty the cache: later ones do not wait for kernels and graphs.
 
-        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs. Steps
-        are captured for sequences of all lengths.
+        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs. All
+        ``max_seq_len`` buckets of decode steps are captured.
 
         Args:
-            lengths: tokens of prompts to come. A chunk of a prompt has the next size of 1, 2, 4 to 64, and then four an
-                octave: 80, 96, 112, 128, 160 and so on.
+            lengths: tokens of prompts. A prefill chunk has the next size of 1, 2, 4 to 64, and then four an octave: 80,
+                96, 112, 128, 160 and so on.
             sequences: prompts of a request; a chunk has the next size of 1 to 8, 10, 12, 14, 16, 20 and so on.
 
         Raises:
@@ -295,7 +292,7 @@ class Engine:
         skip_special_tokens: bool = True,
         top: int | None = None,
         on_token: OnToken | None = None,
-        keep: Keep = False,
+        reuse_prefix: ReusePrefix = False,
     ) -> list[Generated]:
         """Continue prompts, each until a stop token or string, ``max_new_tokens``, or the context's end.
 
@@ -305,17 +302,18 @@ class Engine:
             min_new_tokens: before so many no id of ``stop`` is chosen, and no string of it ends a sequence; None takes
                 the model's, by its generation_config: none, mostly.
             sampling: how tokens are chosen; None takes the likeliest, by the model's own repetition penalty. Penalties
-                go by the prompts of this call and what continues them, not by what is kept.
+                count the tokens of this call's prompts and the new ones, not those of reused prefixes.
             stop: ids that end a sequence, and, with a tokenizer, strings. The string that is complete first ends it. It
-                is looked for in the text with those special tokens that it names.
+                is searched in the text with those special tokens that it names.
             skip_special_tokens: leave special tokens out of texts.
             top: `Generated.log_probabilities` has those of each token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
-            keep: see `prefill`. To go on after a call, keep all and begin each prompt with that call's last token.
+            reuse_prefix: see `prefill`. To go on after a call, reuse all and begin each prompt with that call's last
+                token.
 
         Returns:
-            One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
+            One `Generated` for each prompt. The last token of each is not in the cache: `decode` may go on from it.
 
         Raises:
             As `prefill`; and ConfigError: ``max_new_tokens`` below 1, ``min_new_tokens`` below 0 or beyond it, ``top``
@@ -323,7 +321,7 @@ class Engine:
         """
         check_top(top, self.decoder.vocabulary)
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
-        sequences = self._prefilled(prompts, options, keep, top)
+        sequences = self._prefilled(prompts, options, reuse_prefix, top)
         for event in self._decoded(sequences, self._lengths):
             if on_token is not None and event.token is not None:
                 on_token(event.sequence, event.token)
@@ -340,12 +338,12 @@ class Engine:
         stop: Iterable[int | str] = (),
         skip_special_tokens: bool = True,
         top: int | None = None,
-        keep: Keep = False,
+        reuse_prefix: ReusePrefix = False,
     ) -> Generator[Event, None, None]:
-        """Continue prompts as `generate` does, and give each token and its text as they come.
+        """Continue prompts as `generate` does, and yield each token and its text as they come.
 
-        Prompts are read before the call returns. Whoever closes the generator, or leaves a loop over it, ends
-        generation: the cache holds prompts and tokens up to each sequence's last event, whose token has not been read.
+        Prefill ends before the call returns. Closing the generator, or leaving a loop over it, ends generation: the
+        cache holds prompts and tokens up to each sequence's last event, except for its token.
 
         Args:
             prompts: see `prefill`.
@@ -355,30 +353,32 @@ class Engine:
             stop: see `generate`.
             skip_special_tokens: see `generate`.
             top: see `generate`; events have them.
-            keep: see `prefill`.
+            reuse_prefix: see `prefill`.
 
         Returns:
             A generator of `qcut.engine.sequence.Event`, of the sequences in turn.
 
         Raises:
-            As `generate`. The generator raises ConfigError where the engine has served another call since.
+            As `generate`. The generator raises ConfigError if the engine has served another call since.
         """
         check_top(top, self.decoder.vocabulary)
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
-        return self._decoded(self._prefilled(prompts, options, keep, top), self._lengths)
+        return self._decoded(self._prefilled(prompts, options, reuse_prefix, top), self._lengths)
 
-    def _prefilled(self, prompts: Prompts, options: Options, keep: Keep, top: int | None) -> list[SequenceState]:
-        """Check what `generate` takes, read the prompts, and make their sequences."""
-        ids, kept = self.checked(prompts, keep)
-        lengths = [before + len(row) for before, row in zip(kept, ids, strict=True)]
+    def _prefilled(
+        self, prompts: Prompts, options: Options, reuse_prefix: ReusePrefix, top: int | None
+    ) -> list[SequenceState]:
+        """Check the arguments of `generate`, make the sequences, and prefill them."""
+        ids, starts = self.checked(prompts, reuse_prefix)
+        lengths = [start + len(row) for start, row in zip(starts, ids, strict=True)]
         sequences = self.sequences(partial(SequenceState, top=top), ids, lengths, options)
-        self._prefill(ids, kept)
+        self._prefill(ids, starts)
         return sequences
 
-    def _prefill(self, prompts: list[Tensor], kept: list[int]) -> None:
-        self._lengths = kept if any(kept) else []
-        self.runner.prefill(prompts, kept)
-        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
+    def _prefill(self, prompts: list[Tensor], starts: list[int]) -> None:
+        self._lengths = starts if any(starts) else []
+        self.runner.prefill(prompts, starts)
+        self._lengths = [start + len(prompt) for start, prompt in zip(starts, prompts, strict=True)]
 
     def sequences(
         self,
@@ -393,8 +393,8 @@ class Engine:
         Args:
             make: takes the arguments of `SequenceState`.
             prompts: ids of each.
-            lengths: tokens of each sequence in the cache once its prompt has been read.
-            options: what the caller asks for.
+            lengths: tokens of each sequence in the cache after prefill.
+            options: of the caller.
             fewest: least ``max_new_tokens``.
 
         Raises:
@@ -430,17 +430,17 @@ class Engine:
         return found
 
     def _decoded(self, sequences: list[SequenceState], lengths: list[int]) -> Generator[Event, None, None]:
-        """Decode sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
+        """Decode prefilled sequences until all have ended; updates ``lengths``, their tokens in the cache."""
         self._check_current(lengths)
-        # Not around the whole: a generator enters and leaves its contexts for every token.
+        # Not around the whole body: a generator enters and leaves its contexts for every token.
         with inference():
             batch = SequenceBatch[SequenceState](self.runner, len(sequences))
-            arriving = batch.start(sequences)
+            new = batch.start(sequences)
         step = inference()(batch.step)
         while True:
-            # The device computes the next step while the host waits; wasted where stops end all sequences.
+            # The device computes the next step while the host waits; the step is wasted if stops end all sequences.
             ahead = step() if batch.runs_ahead and any(s.wants_more for s in sequences) else None
-            for sequence, token, log_probability in arriving.wait():
+            for sequence, token, log_probability in new.wait():
                 if sequence.finish_reason is not None:
                     batch.pad(sequence)
                     continue
@@ -450,10 +450,10 @@ class Engine:
                 self._check_current(lengths)
             if all(s.finish_reason for s in sequences):
                 return
-            arriving = ahead or step()
+            new = ahead or step()
 
     def _calibrate(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
-        """Find by what keys of 4 bits are rounded: an engine over a cache of floats reads the prompts."""
+        """Calibrate the rounding of 4-bit keys: an engine over a cache of floats prefills the prompts."""
         rows = None if prompts is None else self._rows(prompts)
         if rows == []:
             return
@@ -464,20 +464,20 @@ class Engine:
         with inference():
             lists = [row.tolist() for row in given]
             ids = [row for i in range(0, len(lists), batch) for row in reader.checked(lists[i : i + batch], False)[0]]
-            self.cache.set_guides(calibration.guides_of(reader.runner, ids, self.runner.tables))
+            self.cache.set_calibration(calibration.calibrate_keys(reader.runner, ids, self.runner.tables))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
     def _check_current(self, lengths: list[int]) -> None:
-        """Refuse to go on where the engine has served another call: each that writes the cache makes a new list."""
+        """Refuse to go on if the engine has served another call: each that writes the cache makes a new list."""
         if self._lengths is not lengths:
             raise ConfigError("this stream is over: the engine has served another call since")
 
-    def _check_window(self, row: int, length: int) -> None:
-        """Refuse to go on after tokens of a sequence before which a layer's window is no longer there."""
-        if 0 < length < (least := self.cache.least(row)):
+    def _check_window(self, slot: int, length: int) -> None:
+        """Refuse to go on after tokens of a sequence whose window is no longer in a layer's ring."""
+        if 0 < length < (least := self.cache.least(slot)):
             raise ContextError(
-                f"sequence {row} would go on after {length} tokens, some of which rings of layers with windows have"
+                f"sequence {slot} would go on after {length} tokens, some of which rings of layers with windows have"
                 f" lost; allowed: 0, {least} and more, or an engine with ring=0"
             )
 
@@ -485,21 +485,21 @@ class Engine:
         """Ids of each prompt, ``[T]`` on the host, not checked yet."""
         return prompt_rows(as_ids(prompts, self.tokenizer, self.decoder.vocabulary))
 
-    def checked(self, prompts: Prompts, keep: Keep) -> tuple[list[Tensor], list[int]]:
-        """Ids of each prompt, int64 ``[T]`` on the host, and the tokens that are kept before it."""
+    def checked(self, prompts: Prompts, reuse_prefix: ReusePrefix) -> tuple[list[Tensor], list[int]]:
+        """Ids of each prompt, int64 ``[T]`` on the host, and the tokens of its reused prefix."""
         rows = self._rows(prompts)
         if not rows:
             raise ShapeError("no prompt; allowed: 1 and more")
         if len(rows) > self.batch:
             raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
-        kept = kept_tokens(keep, self._lengths, len(rows))
-        for i, (row, before) in enumerate(zip(rows, kept, strict=True)):
+        starts = reused_tokens(reuse_prefix, self._lengths, len(rows))
+        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
             if not len(row):
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
-            if before + len(row) > self.context:
-                after = f" after {before}" if before else ""
+            if start + len(row) > self.context:
+                after = f" after {start}" if start else ""
                 raise ContextError(f"prompt {i} has {len(row)} tokens{after}; this engine's context is {self.context}")
-            self._check_window(i, before)
+            self._check_window(i, start)
         for row in rows:
             check_ids(row, self.decoder.vocabulary)
-        return [row.long() for row in rows], kept
+        return [row.long() for row in rows], starts

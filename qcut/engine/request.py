@@ -1,4 +1,4 @@
-"""A request to continue a prompt, as its sender holds it: what comes, and the way to end it."""
+"""`Request`: a sequence of a scheduler, its events, and its cancellation."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Request(SequenceState):
 
     Attributes:
         reason: why the sequence has ended, once that has been delivered; None before.
-        found: tokens of the prompt that the cache of beginnings had.
-        prompt_log_probabilities: of the prompt's tokens from the second on, where they were asked for, once the prompt
-            has been read, which is before the first event; else None.
-        error: what the request has failed with.
-        is_cancelled: whether the sender has ended it.
+        reused_tokens: prompt tokens whose keys and values came from the prefix cache.
+        prompt_log_probabilities: of the prompt's tokens from the second on, if asked for, once the prompt has been
+            prefilled, which is before the first event; else None.
+        error: the request's failure, or None.
+        is_cancelled: whether `cancel` was called.
     """
 
     def __init__(self, *arguments: Any, prompt_top: int | None, listener: Listener | None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.prompt_top = prompt_top
         self.reason: End | None = None
-        self.found = 0
+        self.reused_tokens = 0
         self.prompt_log_probabilities: list[LogProbability] | None = None
         self.error: QcutError | None = None
         self.is_cancelled = False
@@ -54,10 +54,10 @@ class Request(SequenceState):
         self.is_cancelled = True
 
     def events(self) -> Iterator[Event]:
-        """What comes, up to and with the end, once.
+        """Events up to and including the end, once.
 
         Raises:
-            QcutError: what the request has failed with.
+            QcutError: the request's `error`.
         """
         while True:
             event = self._events.get()
@@ -75,14 +75,14 @@ class Request(SequenceState):
         """Wait for the end. Tokens of a cancelled request are those that came before.
 
         Raises:
-            QcutError: what the request has failed with.
+            QcutError: the request's `error`.
         """
         for _ in self.events():
             pass
         return self.generated
 
     def deliver(self, event: Event) -> None:
-        """Pass an event on; the scheduler does."""
+        """Called by the scheduler with each event."""
         self.reason = event.reason
         if self._listener is None:
             self._events.put(event)
@@ -96,11 +96,11 @@ class Request(SequenceState):
             self.cancel()
 
     def deliver_cancelled(self) -> None:
-        """End the sequence, and tell its sender."""
+        """End a cancelled sequence."""
         self.deliver(Event(self.index, None, self.finish_cancelled(), "cancelled"))
 
     def fail(self, error: QcutError) -> None:
-        """Tell the sender what the sequence has failed with, unless its end has been delivered."""
+        """End the sequence with an error, unless its end has been delivered."""
         if self.reason is None:
             self.error = error
             self.deliver(Event(self.index, None, None, "failed"))

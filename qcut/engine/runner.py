@@ -95,7 +95,7 @@ class ModelRunner:
         other = copy.copy(self)
         other.graphs = None if self.graphs is None else Graphs(self.decoder.device)
         other._allocate(batch)
-        other.cache.share_guides(self.cache)
+        other.cache.share_calibration(self.cache)
         return other
 
     @inference()

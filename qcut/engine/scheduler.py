@@ -1,4 +1,4 @@
-"""Continuous batching: sequences join and leave a batch that keeps running."""
+"""Continuous batching: a batch that keeps running admits sequences and retires them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qcut.common.failures import is_interrupt
 from qcut.engine.chunked_prefill import size_for
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.failures import as_failure, check_device
-from qcut.engine.kv_cache.prefix_cache import Found, Prefixes
+from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
 from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
 from qcut.engine.request import Listener, Request
 from qcut.engine.runner import inference
@@ -31,109 +31,109 @@ from qcut.numerics.sampling import Sampling
 from qcut.text.prompts import Chat
 
 Prompt = str | Chat | Sequence[int] | Tensor
-"""A text, a chat or ids."""
+"""A text, a chat or token ids."""
 
-READERS = 8
-"""Most prompts that are read at once."""
-_SCORED = 64
-"""Most rows of logits whose log-probabilities are in memory at once."""
+MAX_PREFILLS = 8
+"""Most prompts in prefill at once."""
+_SCORED_TOKENS = 64
+"""Most tokens whose log-probabilities are in memory at once."""
 
 _log = logging.getLogger("qcut")
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a scheduler does, and has done.
+    """Current and past work of a scheduler.
 
     Attributes:
-        waiting: prompts that nobody reads yet.
-        reading: prompts that are being read.
-        running: sequences that are being continued.
-        kept: tokens in the cache of beginnings.
+        waiting: prompts in the queue.
+        prefilling: prompts in prefill.
+        running: sequences that are decoded.
+        prefix_cache_tokens: tokens in the prefix cache.
         prompt_tokens: tokens of all prompts so far.
-        found_tokens: of these, tokens that the cache of beginnings had.
+        reused_tokens: prompt tokens whose keys and values came from the prefix cache.
         new_tokens: new tokens so far.
-        steps: steps so far.
+        steps: decode steps so far.
     """
 
     waiting: int
-    reading: int
+    prefilling: int
     running: int
-    kept: int
+    prefix_cache_tokens: int
     prompt_tokens: int
-    found_tokens: int
+    reused_tokens: int
     new_tokens: int
     steps: int
 
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt, and the sequences that go on from it.
+    """A prompt, and the requests that continue it.
 
     Attributes:
         ids: int64 ``[T]``.
         requests: those that have not ended.
-        number: of those that came before.
-        scores: log-probabilities of the tokens that have been read; None: nobody wants them.
-        read: tokens that have been read.
-        is_begun: whether the prefix cache has been looked at.
+        number: of earlier prompts.
+        scores: log-probabilities of the tokens so far; None: not asked for.
+        prefilled: tokens in the KV cache.
+        is_begun: whether the prefix cache has been searched.
     """
 
     ids: Tensor
     requests: list[Request]
     number: int
     scores: list[LogProbability] | None = None
-    read: int = 0
+    prefilled: int = 0
     is_begun: bool = False
 
 
 class Scheduler:
-    """Continues prompts that come when they like, all in one batch.
+    """Continues prompts that arrive at any time, all in one batch.
 
-    Every turn takes one step of the sequences that run, and reads at most ``chunk`` tokens of prompts that wait: a long
-    prompt delays running sequences by one chunk a turn. A sequence that has ended leaves its row to the last one, whose
-    keys and values are copied; the rows in use are always the first ones, which steps of `qcut.Engine` take as they
-    are. Prompts are read beside the batch, and join it when they have been read.
+    Each iteration runs one decode step of all running sequences and one prefill chunk of at most ``chunk`` tokens, so
+    that a long prompt delays running sequences by one chunk an iteration. Prefill has a KV cache of its own; then a
+    sequence is admitted to the next batch slot. When a sequence finishes, the last sequence moves into its batch slot
+    and its KV cache is copied.
 
-    `run` turns in a thread of its own, until `close`; or call `turn` yourself. Only one thread may turn.
+    `run` iterates in a thread of its own, until `close`; or call `step` yourself. Only one thread may do so.
 
     Args:
-        engine: its ``batch`` bounds the sequences that run at once. The scheduler's while it lives.
-        chunk: most tokens of prompts in a turn.
-        prefixes: sequences whose beginnings are kept, to be found again by their tokens; as much memory as so many
-            sequences of the batch.
-        most_waiting: prompts that may wait.
+        engine: its ``batch`` bounds the running sequences. It is the scheduler's while the scheduler lives.
+        chunk: most prompt tokens of an iteration.
+        prefix_cache: sequences in the prefix cache, each of the memory of a running sequence; 0: no prefix cache.
+        max_waiting: prompts that may wait.
 
-    Exactness: with greedy sampling and layers of int8 products a sequence's tokens do not depend on its neighbours,
-    but for sums of floats in attention, whose order depends on the pieces in which a prompt is read and on kernels
-    chosen by the number of sequences and the longest of them; with other layers products' sums have that order, too.
-    Draws depend on the seed, the index among the prompt's samples, and the position alone.
+    Exactness: with greedy sampling and layers of int8 products a sequence's tokens do not depend on other sequences,
+    except for the order of float sums in attention, which depends on the prefill chunks and on kernels chosen by the
+    number of sequences and the longest one; in other layers products sum in such an order, too. Draws depend only on
+    the seed, the index among the prompt's samples, and the position.
 
     Raises:
         ConfigError: a number below its least.
 
-    What fails ends as little as it can: a listener or a tokenizer its own request, a step or a chunk of prompts the
-    requests that it was for (`Request.error`). Others go on, and new ones are taken, unless the device computes no
-    more.
+    A failure ends as few requests as possible: that of a listener or a tokenizer its own request, that of a decode step
+    or a prefill chunk the requests in it (`Request.error`). Others go on, and new ones are taken, unless the device
+    computes no more.
 
     Attributes:
-        error: what has ended the thread; no request is taken any more.
+        error: failure that ended the thread; further requests are refused.
     """
 
     @inference()
-    def __init__(self, engine: Engine, *, chunk: int = 512, prefixes: int = 8, most_waiting: int = 1024) -> None:
-        for name, value, least in (("chunk", chunk, 1), ("prefixes", prefixes, 0), ("most_waiting", most_waiting, 1)):
+    def __init__(self, engine: Engine, *, chunk: int = 512, prefix_cache: int = 8, max_waiting: int = 1024) -> None:
+        given = {"chunk": (chunk, 1), "prefix_cache": (prefix_cache, 0), "max_waiting": (max_waiting, 1)}
+        for name, (value, least) in given.items():
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is {value!r}; allowed: {least} and more")
-        self.engine, self._chunk, self._most_waiting = engine, chunk, most_waiting
+        self.engine, self._chunk, self._max_waiting = engine, chunk, max_waiting
         self._batch = SequenceBatch[Request](engine.runner, engine.batch)
-        self._reader = engine.runner.with_batch(min(READERS, engine.batch))
-        kept = engine.runner.new_cache(prefixes) if prefixes else None
-        self._prefixes = Prefixes(kept, prefixes, engine.context)
+        self._prefill_runner = engine.runner.with_batch(min(MAX_PREFILLS, engine.batch))
+        cache = engine.runner.new_cache(prefix_cache) if prefix_cache else None
+        self._prefix_cache = PrefixCache(cache, prefix_cache, engine.context)
         self._waiting: deque[_Prompt] = deque()
-        self._reading: list[_Prompt] = []
-        self._arriving: deque[NewTokens[Request]] = deque()
-        self._done = {"prompt_tokens": 0, "found_tokens": 0, "new_tokens": 0, "steps": 0}
+        self._prefilling: list[_Prompt] = []  # by slot of the prefill runner
+        self._pending: deque[NewTokens[Request]] = deque()
+        self._done = {"prompt_tokens": 0, "reused_tokens": 0, "new_tokens": 0, "steps": 0}
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = self._cancels_all = self._has_failed = False
@@ -167,11 +167,11 @@ class Scheduler:
             top: each event has the log-probabilities of its token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             prompt_top: `Request.prompt_log_probabilities` has those of the prompt's tokens, each with so many of the
-                likeliest ones; None: of none. The whole prompt is read then, whatever the prefix cache has.
-            listener: called with each `Event` in the thread that turns, in place of the request's own queue.
+                likeliest ones; None: of none. No prefix is reused for such a prompt.
+            listener: called with each `Event` in the scheduler's thread, in place of the request's own queue.
 
         Raises:
-            BusyError: as many prompts wait as may; or the scheduler closes.
+            BusyError: ``max_waiting`` prompts wait already; or the scheduler closes.
             As `qcut.Engine.generate`.
         """
         (request,) = self.submit_samples(
@@ -202,7 +202,7 @@ class Scheduler:
         prompt_top: int | None = None,
         listener: Listener | None = None,
     ) -> list[Request]:
-        """Continue a prompt several times, which is read once: see `submit`.
+        """Continue a prompt several times after a single prefill: see `submit`.
 
         Raises:
             ConfigError, also: samples below 1 or beyond the engine's batch.
@@ -224,8 +224,8 @@ class Scheduler:
                 raise BusyError(f"the scheduler has ended, and takes no further prompt: {self.error}")
             if self._is_closing:
                 raise BusyError("the scheduler closes; no further prompt is taken")
-            if len(self._waiting) >= self._most_waiting:
-                raise BusyError(f"{len(self._waiting)} prompts wait; allowed: {self._most_waiting}")
+            if len(self._waiting) >= self._max_waiting:
+                raise BusyError(f"{len(self._waiting)} prompts wait; allowed: {self._max_waiting}")
             scores: list[LogProbability] | None = None if prompt_top is None else []
             self._waiting.append(_Prompt(ids, list(requests), next(self._numbers), scores))
             self._lock.notify()
@@ -233,56 +233,56 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        """What is under way, and what has been done."""
-        counts = len(self._waiting), len(self._reading), len(self._batch.sequences)
-        return Load(*counts, self._prefixes.tokens, **self._done)
+        """Current and past work."""
+        counts = len(self._waiting), len(self._prefilling), len(self._batch.sequences)
+        return Load(*counts, self._prefix_cache.tokens, **self._done)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory for keys and values: of the batch, of prompts that are being read, and of beginnings."""
-        return self.engine.cache.nbytes + self._reader.cache.nbytes + self._prefixes.nbytes
+        """Memory for keys and values: of the batch, of prefill, and of the prefix cache."""
+        return self.engine.cache.nbytes + self._prefill_runner.cache.nbytes + self._prefix_cache.nbytes
 
     def warm_up(self) -> None:
-        """Serve a request of each size once, before `run`, so that none waits for kernels and graphs of its first time.
+        """Serve a request of each size once, before `run`: later ones do not wait for kernels and graphs.
 
-        Sizes are those of steps, by the number of sequences and the tokens of the longest, and those of chunks, by
-        prompts and tokens. On the CPU nothing is built, and nothing done.
+        Sizes are those of decode steps, by the number of sequences and the ``max_seq_len`` bucket, and those of prefill
+        chunks, by prompts and tokens. Does nothing on the CPU.
         """
         if not self._batch.runs_ahead:
             return
         batch = self.engine.batch
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
-            self._answer(self.submit_samples([0], count, 2))
+            self._serve(self.submit_samples([0], count, 2))
             self.engine.runner.capture_decode(count)
         for count, length in self._chunk_sizes():
-            self._answer([self.submit([0] * length, 2) for _ in range(count)])
+            self._serve([self.submit([0] * length, 2) for _ in range(count)])
         self._done = dict.fromkeys(self._done, 0)
 
     def _chunk_sizes(self) -> list[tuple[int, int]]:
-        """Prompts and tokens of each, one for each size of a chunk: few enough that the graphs of all are kept."""
-        counts = [1 << i for i in range(min(self._reader.batch, self._chunk, self._most_waiting).bit_length())]
+        """Number of prompts and tokens of each, for each size of a chunk: the graphs of all sizes fit `MAX_GRAPHS`."""
+        counts = [1 << i for i in range(min(self._prefill_runner.batch, self._chunk, self._max_waiting).bit_length())]
         most = {count: min(self._chunk // count, self.engine.context) for count in counts}
         return [(n, t) for n in counts for t in sorted({min(size_for(i), most[n]) for i in range(1, most[n] + 1)})]
 
-    def _answer(self, requests: Iterable[Request]) -> None:
-        """Turn until nothing is left to do, and forget the prompts' beginnings."""
-        while self.turn():
+    def _serve(self, requests: Iterable[Request]) -> None:
+        """Serve requests, and clear the prefix cache."""
+        while self.step():
             pass
-        self._prefixes.forget()
+        self._prefix_cache.clear()
         for request in requests:
             request.result()  # raises what it has failed with
 
-    # ── turning ──────────────────────────────────────────────────────────────────────────────────
+    # ── iterations ───────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> Scheduler:
-        """Turn in a thread until `close`; returns this scheduler."""
+        """Iterate in a thread until `close`; returns this scheduler."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._turn_until_closed, name="qcut-scheduler", daemon=True)
+            self._thread = threading.Thread(target=self._run_until_closed, name="qcut-scheduler", daemon=True)
             self._thread.start()
         return self
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no further prompt, finish or cancel what has been taken, and end the thread."""
+        """Refuse further prompts, finish or cancel all requests, and end the thread."""
         with self._lock:
             self._is_closing = True
             self._cancels_all |= cancel
@@ -290,7 +290,7 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join()
         else:
-            while self.turn():
+            while self.step():
                 pass
 
     def __enter__(self) -> Scheduler:
@@ -300,30 +300,30 @@ class Scheduler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`close`; where the block has failed, sequences are cancelled."""
+        """`close`; sequences are cancelled if the block has failed."""
         self.close(cancel=kind is not None)
 
     @inference()
-    def turn(self) -> bool:
-        """Take a step, read a chunk, and pass on what has come; False where there was nothing to do.
+    def step(self) -> bool:
+        """Run one decode step and one prefill chunk, then deliver new tokens. Returns False if idle.
 
         Raises:
             DeviceError: the device computes no more.
         """
         self._drop_cancelled()
-        busy = bool(self._waiting or self._reading or self._batch.sequences or self._arriving)
+        busy = bool(self._waiting or self._prefilling or self._batch.sequences or self._pending)
         if self._batch.sequences:
             try:
-                self._step()
+                self._decode()
             except BaseException as error:
                 self._fail(self._batch.sequences, error)
-        self._read()
-        while len(self._arriving) > (1 if self._batch.runs_ahead and self._batch.sequences else 0):
-            self._deliver(self._arriving.popleft())
+        self._prefill()
+        while len(self._pending) > (1 if self._batch.runs_ahead and self._batch.sequences else 0):
+            self._deliver(self._pending.popleft())
         return busy
 
     def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
-        """End requests with an error, and nothing else.
+        """End requests with an error.
 
         Raises:
             DeviceError: the device computes no more.
@@ -339,11 +339,11 @@ class Scheduler:
             request.fail(failure)
         self._has_failed = True
 
-    def _turn_until_closed(self) -> None:
+    def _run_until_closed(self) -> None:
         device = self.engine.decoder.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                while self.turn() or self._wait():
+                while self.step() or self._wait():
                     pass
         except BaseException as error:
             with self._lock:
@@ -355,146 +355,147 @@ class Scheduler:
             raise
 
     def _wait(self) -> bool:
-        """Wait for a prompt; False where none will come."""
+        """Wait for a prompt; returns False if the scheduler closes."""
         with self._lock:
             if not self._waiting and not self._is_closing:
                 self._lock.wait()
             return bool(self._waiting) or not self._is_closing
 
     def _all(self) -> list[Request]:
-        prompts = (*self._waiting, *self._reading)
-        arriving = [request for new in self._arriving for request in new.sequences if request.slot is None]
-        return [*(request for prompt in prompts for request in prompt.requests), *self._batch.sequences, *arriving]
+        prompts = (*self._waiting, *self._prefilling)
+        pending = [request for new in self._pending for request in new.sequences if request.slot is None]
+        return [*(request for prompt in prompts for request in prompt.requests), *self._batch.sequences, *pending]
 
-    # ── prompts ──────────────────────────────────────────────────────────────────────────────────
+    # ── prefill ──────────────────────────────────────────────────────────────────────────────────
 
-    def _read(self) -> None:
-        """Read a chunk of the prompts that are next."""
-        reader, reading = self._reader, self._reading
+    def _prefill(self) -> None:
+        """Run a chunk of the next prompts."""
+        prefilling = self._prefilling
         with self._lock:
-            taken = len(self._batch.sequences) + sum(len(prompt.requests) for prompt in reading)
-            while self._waiting and len(reading) < reader.batch:
+            taken = len(self._batch.sequences) + sum(len(prompt.requests) for prompt in prefilling)
+            while self._waiting and len(prefilling) < self._prefill_runner.batch:
                 taken += len(self._waiting[0].requests)
                 if taken > self.engine.batch:
                     break
-                reading.append(self._waiting.popleft())
-        if not reading:
+                prefilling.append(self._waiting.popleft())
+        if not prefilling:
             return
-        chosen = reading[:1]
+        chosen = prefilling[:1]
         try:
-            chosen = self._chosen()
-            self._read_chunk(chosen)
+            chosen = self._next_prompts()
+            self._prefill_chunk(chosen)
         except BaseException as error:
             self._fail([request for prompt in chosen for request in prompt.requests], error)
 
-    def _chosen(self) -> list[_Prompt]:
-        """The prompts of the next chunk: the first comes first, and as many beside it as its tokens leave room for."""
-        reading = self._reading
-        self._begin(0)
-        most = min(self._chunk, len(reading[0].ids) - reading[0].read)
-        together = next((i for i, prompt in enumerate(reading) if prompt.scores is not None), len(reading)) or 1
-        return reading[: _power_of_two(min(together, max(1, self._chunk // most)))]
+    def _next_prompts(self) -> list[_Prompt]:
+        """The prompts of the next chunk: the first one, and as many more as its tokens leave room for."""
+        prefilling = self._prefilling
+        self._reuse_prefix(0)
+        most = min(self._chunk, len(prefilling[0].ids) - prefilling[0].prefilled)
+        unscored = next((i for i, prompt in enumerate(prefilling) if prompt.scores is not None), len(prefilling)) or 1
+        room = min(unscored, max(1, self._chunk // most))
+        return prefilling[: 1 << (room.bit_length() - 1)]
 
-    def _read_chunk(self, chosen: list[_Prompt]) -> None:
-        """Read a chunk of the first prompts; as far of each, since a chunk is padded to its longest."""
-        reading, reader = self._reading, self._reader
-        for row in range(1, len(chosen)):
-            self._begin(row)
-        most = min(self._chunk, len(reading[0].ids) - reading[0].read)
-        pieces = [prompt.ids[prompt.read : prompt.read + most] for prompt in chosen]
+    def _prefill_chunk(self, chosen: list[_Prompt]) -> None:
+        """Prefill as many tokens of each of the first prompts, since a chunk is padded to its longest."""
+        prefilling, runner = self._prefilling, self._prefill_runner
+        for slot in range(1, len(chosen)):
+            self._reuse_prefix(slot)
+        most = min(self._chunk, len(prefilling[0].ids) - prefilling[0].prefilled)
+        chunks = [prompt.ids[prompt.prefilled : prompt.prefilled + most] for prompt in chosen]
         if chosen[0].scores is None:
-            reader.prefill(pieces, [prompt.read for prompt in chosen])
+            runner.prefill(chunks, [prompt.prefilled for prompt in chosen])
         else:
-            self._score(chosen[0], pieces[0])
-        for prompt, piece in zip(chosen, pieces, strict=True):
-            prompt.read += len(piece)
-        for row in reversed(range(len(chosen))):
-            if reading[row].read == len(reading[row].ids):
-                self._join(row)
-                self._release(row)
+            self._prefill_scored(chosen[0], chunks[0])
+        for prompt, chunk in zip(chosen, chunks, strict=True):
+            prompt.prefilled += len(chunk)
+        for slot in reversed(range(len(chosen))):
+            if prefilling[slot].prefilled == len(prefilling[slot].ids):
+                self._admit(slot)
+                self._release(slot)
 
-    def _release(self, row: int) -> None:
-        """Free a row of the reader for the last prompt, and the first row for the prompt that came first."""
-        reading, cache = self._reading, self._reader.cache
+    def _release(self, slot: int) -> None:
+        """Free a slot of the prefill runner: the last prompt moves there, and the oldest prompt into slot 0."""
+        prefilling, cache = self._prefilling, self._prefill_runner.cache
 
         def move(source: int, target: int) -> None:
             if source != target:
-                cache.copy_row(cache, source, target, 0, reading[source].read)
-                reading[target] = reading[source]
+                cache.copy_sequence(cache, source, target, 0, prefilling[source].prefilled)
+                prefilling[target] = prefilling[source]
 
-        if row == 0 and len(reading) > 1:
-            row = min(range(1, len(reading)), key=lambda i: reading[i].number)
-            move(row, 0)
-        move(len(reading) - 1, row)
-        reading.pop()
+        if slot == 0 and len(prefilling) > 1:
+            slot = min(range(1, len(prefilling)), key=lambda i: prefilling[i].number)
+            move(slot, 0)
+        move(len(prefilling) - 1, slot)
+        prefilling.pop()
 
-    def _score(self, prompt: _Prompt, piece: Tensor) -> None:
-        """Read a piece of a prompt into the reader's first row, and note the likelihoods of what follows each token."""
+    def _prefill_scored(self, prompt: _Prompt, chunk: Tensor) -> None:
+        """Prefill a chunk in slot 0, and add the log-probabilities of the token that follows each token."""
         scores = cast(list[LogProbability], prompt.scores)
         wanted = max((request.prompt_top or 0 for request in prompt.requests), default=0)
-        for _, first, logits in self._reader.prefill_scored([piece], [prompt.read]):
-            start = prompt.read + first + 1
+        for _, first, logits in self._prefill_runner.prefill_scored([chunk], [prompt.prefilled]):
+            start = prompt.prefilled + first + 1
             following = prompt.ids[start : start + len(logits)].to(logits.device)
-            for rows, tokens in zip(logits.split(_SCORED), following.split(_SCORED), strict=False):
-                found = likelihoods(rows[: len(tokens)], tokens, [wanted] * len(tokens))
+            for part, tokens in zip(logits.split(_SCORED_TOKENS), following.split(_SCORED_TOKENS), strict=False):
+                found = likelihoods(part[: len(tokens)], tokens, [wanted] * len(tokens))
                 scores += cast(list[LogProbability], found)
 
-    def _begin(self, row: int) -> None:
-        """Copy the beginning of a prompt to the reader's row where it is known, once."""
-        prompt = self._reading[row]
+    def _reuse_prefix(self, slot: int) -> None:
+        """Copy the longest cached prefix of a prompt to its slot of the prefill runner, once."""
+        prompt = self._prefilling[slot]
         if prompt.is_begun:
             return
-        found = self._prefixes.find(prompt.ids) if prompt.scores is None else Found(0, 0)
-        self._prefixes.take(found, self._reader.cache, row)
-        prompt.read, prompt.is_begun = found.length, True
+        match = self._prefix_cache.find(prompt.ids) if prompt.scores is None else Match(0, 0)
+        self._prefix_cache.copy_to(match, self._prefill_runner.cache, slot)
+        prompt.prefilled, prompt.is_begun = match.length, True
         self._done["prompt_tokens"] += len(prompt.ids)
-        self._done["found_tokens"] += found.length
+        self._done["reused_tokens"] += match.length
         for request in prompt.requests:
-            request.found = found.length
+            request.reused_tokens = match.length
 
-    def _join(self, row: int) -> None:
-        """Let the sequences of a prompt that the reader has read into a row take part in the next step."""
-        prompt, reader = self._reading[row], self._reader
-        self._prefixes.keep(prompt.ids, reader.cache, row)
+    def _admit(self, slot: int) -> None:
+        """Admit the requests of a prefilled prompt to the batch."""
+        prompt, runner = self._prefilling[slot], self._prefill_runner
+        self._prefix_cache.insert(prompt.ids, runner.cache, slot)
         for request in [each for each in prompt.requests if each.reason is None]:
             request.prompt_log_probabilities = prompt.scores
             try:
                 if request.wants_more:
-                    self._arriving.append(self._batch.admit(request, reader, row))
+                    self._pending.append(self._batch.admit(request, runner, slot))
                 else:
                     request.finish_without_token()
                     request.deliver(Event(request.index, None, None, request.finish_reason))
             except BaseException as error:
                 self._fail([request], error)
 
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+    # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
-    def _step(self) -> None:
-        """Queue a step of all sequences that run."""
-        self._arriving.append(self._batch.step())
+    def _decode(self) -> None:
+        """Queue a decode step, and retire sequences whose last token is in it."""
+        self._pending.append(self._batch.step())
         self._done["steps"] += 1
         for request in [each for each in self._batch.sequences if not each.wants_more]:
-            self._leave(request)
+            self._retire(request)
 
-    def _leave(self, request: Request) -> None:
-        """Free a sequence's slot, and keep its beginning."""
+    def _retire(self, request: Request) -> None:
+        """Copy a sequence with a batch slot to the prefix cache, and free the slot."""
         if request.slot is not None:
             tokens = [*request.prompt, *request.tokens][: request.cached]
             ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-            self._prefixes.keep(ids, self.engine.cache, request.slot)
+            self._prefix_cache.insert(ids, self.engine.cache, request.slot)
             self._batch.retire(request)
 
     def _drop_cancelled(self) -> None:
-        """End what has been cancelled."""
+        """End cancelled requests."""
         if self._cancels_all:
             for request in self._all():
                 request.cancel()
         with self._lock:
-            prompts = [*self._waiting, *self._reading]
+            prompts = [*self._waiting, *self._prefilling]
         cancelled = [request for prompt in prompts for request in prompt.requests if request.is_cancelled]
         for request in [*cancelled, *(each for each in self._batch.sequences if each.is_cancelled)]:
             try:
-                self._leave(request)
+                self._retire(request)
                 if request.reason is None:
                     request.deliver_cancelled()
             except BaseException as error:
@@ -504,20 +505,18 @@ class Scheduler:
             self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Drop prompts from which no sequence goes on."""
+        """Drop prompts whose requests have all ended."""
         with self._lock:
-            for prompt in (*self._waiting, *self._reading):
+            for prompt in (*self._waiting, *self._prefilling):
                 prompt.requests[:] = [request for request in prompt.requests if request.reason is None]
             for prompt in [each for each in self._waiting if not each.requests]:
                 self._waiting.remove(prompt)
-        for row in reversed(range(len(self._reading))):
-            if not self._reading[row].requests:
-                self._release(row)
-
-    # ── tokens ───────────────────────────────────────────────────────────────────────────────────
+        for slot in reversed(range(len(self._prefilling))):
+            if not self._prefilling[slot].requests:
+                self._release(slot)
 
     def _deliver(self, new: NewTokens[Request]) -> None:
-        """Pass new tokens on to those who sent the prompts."""
+        """Append new tokens to their sequences, and send events."""
         try:
             found = new.wait()
         except BaseException as error:
@@ -525,23 +524,18 @@ class Scheduler:
             return
         for request, token, log_probability in found:
             if request.reason is not None:
-                continue  # a step that was queued before the end was known
+                continue  # the step was queued before the end was known
             self._done["new_tokens"] += 1
             try:
                 text = request.append(token, log_probability)
                 if request.finish_reason is not None:
-                    self._leave(request)
+                    self._retire(request)
                 request.deliver(Event(request.index, token, text, request.finish_reason, log_probability))
             except BaseException as error:
                 self._fail([request], error)
 
 
 def _is_text(prompt: object) -> bool:
-    """Whether a prompt is text or a chat, as an engine takes them; else it is a row of ids."""
+    """Whether a prompt is a text or a chat; otherwise it is token ids."""
     is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return is_chat or isinstance(prompt, str | Mapping)
-
-
-def _power_of_two(limit: int) -> int:
-    """The largest up to ``limit``, which is at least 1."""
-    return 1 << (limit.bit_length() - 1)

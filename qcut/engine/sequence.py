@@ -255,7 +255,7 @@ class SequenceBatch(Generic[S]):
         self._leave_loop()
         new = self._first_tokens([sequence], source, row, slot)
         if sequence.wants_more:
-            self._runner.cache.copy_row(source.cache, row, slot, 0, sequence.cached)
+            self._runner.cache.copy_sequence(source.cache, row, slot, 0, sequence.cached)
             sequence.slot = slot
             self.sequences.append(sequence)
         return new
@@ -307,7 +307,7 @@ class SequenceBatch(Generic[S]):
         last = self.sequences.pop()
         if last is not sequence:
             end = len(self.sequences)
-            self._runner.cache.copy_row(self._runner.cache, end, slot, 0, last.cached)
+            self._runner.cache.copy_sequence(self._runner.cache, end, slot, 0, last.cached)
             self._tokens[slot] = self._tokens[end]
             if self._history is not None:
                 self._history.move(end, slot)

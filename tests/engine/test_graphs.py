@@ -95,7 +95,7 @@ def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, cap
             assert torch.equal(replayed.prefill(prompts), launched.prefill(prompts))
             assert torch.equal(replayed.decode(range(len(lengths))), launched.decode(range(len(lengths))))
             more = [prompt[:4] for prompt in prompts]
-            assert replayed.generate(more, 5, keep=True) == launched.generate(more, 5, keep=True)
+            assert replayed.generate(more, 5, reuse_prefix=True) == launched.generate(more, 5, reuse_prefix=True)
             hot = Sampling(temperature=1.0, seed=turn)
             assert replayed.generate(prompts, 5, sampling=hot) == launched.generate(prompts, 5, sampling=hot)
             for one, other in zip(replayed.score(prompts), launched.score(prompts), strict=True):
@@ -112,26 +112,26 @@ def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, cap
 
 
 @pytest.mark.parametrize(
-    ("batch", "chunk", "most_waiting", "first"), [(5, 48, 64, 512), (8, 100, 64, 16), (8, 16, 3, 16), (1, 1, 1, 512)]
+    ("batch", "chunk", "max_waiting", "first"), [(5, 48, 64, 512), (8, 100, 64, 16), (8, 16, 3, 16), (1, 1, 1, 512)]
 )
 def test_nothing_is_captured_once_a_scheduler_is_warm(
-    batch: int, chunk: int, most_waiting: int, first: int, captured: list[object], monkeypatch: pytest.MonkeyPatch
+    batch: int, chunk: int, max_waiting: int, first: int, captured: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "FIRST_BUCKET", first)
     engine = Engine(small("llama"), batch=batch)
     engine.runner.graphs = Graphs(torch.device("cpu"))
-    scheduler = Scheduler(engine, chunk=chunk, most_waiting=most_waiting)
+    scheduler = Scheduler(engine, chunk=chunk, max_waiting=max_waiting)
     scheduler._batch.runs_ahead = True  # as on a GPU
     scheduler.warm_up()
     count = len(captured)
     steps = engine.runner.graphs.count * len(runner.buckets(engine.context))
-    assert count == steps + scheduler._reader.graphs.count  # type: ignore[union-attr]
+    assert count == steps + scheduler._prefill_runner.graphs.count  # type: ignore[union-attr]
     for turn in range(12):
         for prompt in prompts_of(
-            VOCABULARY, *(1 + (7 * turn + 11 * i) % 60 for i in range(min(most_waiting, turn + 1)))
+            VOCABULARY, *(1 + (7 * turn + 11 * i) % 60 for i in range(min(max_waiting, turn + 1)))
         ):
             scheduler.submit(prompt, 1 + turn % 4)
-        while scheduler.turn():
+        while scheduler.step():
             pass
     assert len(captured) == count
 
@@ -156,6 +156,6 @@ def test_sequences_come_to_further_bounds(kind: str, captured: list[object], mon
         assert [int(engine.decode([token]).argmax()) for token in one[0].tokens[:-1]] == one[0].tokens[1:]
     scheduler = Scheduler(served, chunk=16)
     requests = [scheduler.submit(prompt) for prompt in prompts]
-    while scheduler.turn():
+    while scheduler.step():
         pass
     assert [request.result() for request in requests] == want

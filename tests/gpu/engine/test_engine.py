@@ -99,7 +99,7 @@ def test_a_step_that_fails_leaves_the_engine_usable() -> None:
             engine.decode([1, 2])
         assert engine.lengths == (5, 9)
         with pytest.raises(RuntimeError):
-            engine.prefill([[1] * 40], keep=[3])
+            engine.prefill([[1] * 40], reuse_prefix=[3])
         assert engine.lengths == (3,)
     assert torch.cuda.current_stream() == stream
     torch.cuda.synchronize()
@@ -115,7 +115,7 @@ def test_a_long_context_is_a_short_one_while_sequences_are_short(
     model = llama("w8a8")
     guide: Any = [] if kv_cache == "int4" else None  # guides are made for the places of the whole context
     short, launched, captured = (
-        Engine(model, batch=2, context=context, kv_cache=kv_cache, graphs=graphs, guide_prompts=guide)
+        Engine(model, batch=2, context=context, kv_cache=kv_cache, graphs=graphs, calibration_prompts=guide)
         for context, graphs in ((64, True), (290, False), (290, True))
     )
     for engine in (short, launched, captured):

@@ -31,7 +31,7 @@ def test_captured_prompts_are_the_launched_ones(scheme: str | None, kv_cache: An
             assert_same(captured.prefill(prompts), launched.prefill(prompts))
             assert_same(captured.decode(range(len(lengths))), launched.decode(range(len(lengths))))
             more = prompts_of(VOCABULARY, *(length + 3 for length in lengths))
-            assert_same(captured.prefill(more, keep=True), launched.prefill(more, keep=True))
+            assert_same(captured.prefill(more, reuse_prefix=True), launched.prefill(more, reuse_prefix=True))
     again = captured.prefill(prompts_of(VOCABULARY, *LENGTHS[1]))
     captured.prefill(prompts_of(VOCABULARY, *LENGTHS[2]))
     assert_same(again, launched.prefill(prompts_of(VOCABULARY, *LENGTHS[1])))  # no view of what a graph writes
@@ -48,7 +48,7 @@ def test_float32_pieces_are_the_cpus_whole(kv_cache: Any, rows: int) -> None:
     assert engine.generate(prompts, 20) == want
     heads, tails = [p[: len(p) // 2] for p in prompts[:2]], [p[len(p) // 2 :] for p in prompts[:2]]
     engine.prefill(heads)
-    assert engine.generate(tails, 20, keep=True) == want[:2]
+    assert engine.generate(tails, 20, reuse_prefix=True) == want[:2]
 
 
 @pytest.mark.parametrize(("kv_cache", "db"), [("auto", 40), ("int8", 25)])  # int8 keys may be a step off
@@ -59,7 +59,7 @@ def test_half_precision_pieces_are_near_the_whole(kv_cache: Any, db: float) -> N
     for pieces in ((1, 249), (249, 1), (64, 100, 86), (3,) * 83 + (1,)):
         first, kept = 0, False
         for count in pieces:
-            got = engine.prefill([prompt[first : first + count]], keep=kept)
+            got = engine.prefill([prompt[first : first + count]], reuse_prefix=kept)
             first, kept = first + count, True
         assert sqnr_db(want, got) > db
 
