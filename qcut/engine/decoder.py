@@ -179,7 +179,7 @@ class Scores(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """Weights ``[D]`` of the RMSNorms of queries and of keys, and what is added under both roots."""
+    """Weights ``[D]`` of the RMSNorms of queries and of keys, and eps of both."""
 
     query: Tensor
     key: Tensor
@@ -398,7 +398,7 @@ def _ended(norm: AddNorm | None, x: Tensor) -> Tensor:
 
 
 class Attention(Protocol):
-    """Attention of all layers, at the positions of the tokens that are read.
+    """Attention of all layers, at the positions of the tokens.
 
     Attributes:
         raises_absmax: whether calls may be given an ``absmax``.
@@ -531,20 +531,20 @@ class Decoder:
         return tuple(tables(block.attention.rotary) for block in self.blocks)
 
     def stacked(self, model: nn.Module) -> Decoder:
-        """The decoder with one product for queries, keys and values, and one for gate and up, where there can be.
+        """The decoder with one product for queries, keys and values, and one for gate and up, if the layers allow it.
 
         Weights of the model are moved, a set at a time; see `qcut.layers.stacking`.
 
         Args:
-            model: what the decoder was made of.
+            model: of the decoder.
 
         Raises:
-            RuntimeError: torch's, where memory for the next set is short. Sets before it stay as they are then.
+            RuntimeError: torch's, if memory for the next set is short. Earlier sets stay stacked then.
         """
         stacker = Stacker(model)
         blocks = tuple(block.stacked(stacker) for block in self.blocks)
         if stacker.moved_bytes and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
+            torch.cuda.empty_cache()  # the weights' former memory: torch caches it in pieces too small for the next
         return replace(self, blocks=blocks)
 
     @property

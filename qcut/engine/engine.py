@@ -38,7 +38,7 @@ from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling
 from qcut.text.detokenizer import Detokenizer
 from qcut.text.prompts import Chat, as_ids, check_tokenizer
-from qcut.text.sequence_text import Transcript
+from qcut.text.sequence_text import SequenceText
 
 DEFAULT_CONTEXT = 4096
 """Default context in tokens of an engine whose model was made for more."""
@@ -356,7 +356,7 @@ class Engine:
             reuse_prefix: see `prefill`.
 
         Returns:
-            A generator of `qcut.engine.sequence.Event`, of the sequences in turn.
+            A generator of `qcut.engine.sequence.Event`, in order of the sequences at each step.
 
         Raises:
             As `generate`. The generator raises ConfigError if the engine has served another call since.
@@ -411,7 +411,7 @@ class Engine:
                 self.context,
                 options.max_new_tokens,
                 stops,
-                None if detokenizer is None else Transcript(detokenizer, ids, strings),
+                None if detokenizer is None else SequenceText(detokenizer, ids, strings),
                 index=i,
                 sampling=settings.sampling(options.sampling),
                 bans=settings.bans(sorted(stops), length, least),
@@ -439,7 +439,7 @@ class Engine:
         step = inference()(batch.step)
         while True:
             # The device computes the next step while the host waits; the step is wasted if stops end all sequences.
-            ahead = step() if batch.runs_ahead and any(s.wants_more for s in sequences) else None
+            ahead = step() if batch.runs_ahead and any(s.has_next for s in sequences) else None
             for sequence, token, log_probability in new.wait():
                 if sequence.finish_reason is not None:
                     batch.pad(sequence)
@@ -454,17 +454,17 @@ class Engine:
 
     def _calibrate(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
         """Calibrate the rounding of 4-bit keys: an engine over a cache of floats prefills the prompts."""
-        rows = None if prompts is None else self._rows(prompts)
-        if rows == []:
+        given = None if prompts is None else self._ids(prompts)
+        if given == []:
             return
-        batch = calibration.PROMPTS if rows is None else min(calibration.PROMPTS, len(rows))
-        longest = calibration.TOKENS if rows is None else max(1, *map(len, rows))
-        reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
-        given = calibration.drawn(reader, self.decoder.vocabulary) if rows is None else rows
+        batch = calibration.PROMPTS if given is None else min(calibration.PROMPTS, len(given))
+        longest = calibration.TOKENS if given is None else max(1, *map(len, given))
+        other = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
+        given = calibration.drawn(other, self.decoder.vocabulary) if given is None else given
         with inference():
-            lists = [row.tolist() for row in given]
-            ids = [row for i in range(0, len(lists), batch) for row in reader.checked(lists[i : i + batch], False)[0]]
-            self.cache.set_calibration(calibration.calibrate_keys(reader.runner, ids, self.runner.tables))
+            lists = [prompt.tolist() for prompt in given]
+            ids = [each for i in range(0, len(lists), batch) for each in other.checked(lists[i : i + batch], False)[0]]
+            self.cache.set_calibration(calibration.calibrate_keys(other.runner, ids, self.runner.tables))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
@@ -481,25 +481,25 @@ class Engine:
                 f" lost; allowed: 0, {least} and more, or an engine with ring=0"
             )
 
-    def _rows(self, prompts: Prompts) -> list[Tensor]:
+    def _ids(self, prompts: Prompts) -> list[Tensor]:
         """Ids of each prompt, ``[T]`` on the host, not checked yet."""
         return prompt_rows(as_ids(prompts, self.tokenizer, self.decoder.vocabulary))
 
     def checked(self, prompts: Prompts, reuse_prefix: ReusePrefix) -> tuple[list[Tensor], list[int]]:
         """Ids of each prompt, int64 ``[T]`` on the host, and the tokens of its reused prefix."""
-        rows = self._rows(prompts)
-        if not rows:
+        ids = self._ids(prompts)
+        if not ids:
             raise ShapeError("no prompt; allowed: 1 and more")
-        if len(rows) > self.batch:
-            raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
-        starts = reused_tokens(reuse_prefix, self._lengths, len(rows))
-        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            if not len(row):
+        if len(ids) > self.batch:
+            raise ContextError(f"{len(ids)} prompts; this engine's batch is {self.batch}")
+        starts = reused_tokens(reuse_prefix, self._lengths, len(ids))
+        for i, (prompt, start) in enumerate(zip(ids, starts, strict=True)):
+            if not len(prompt):
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
-            if start + len(row) > self.context:
-                after = f" after {start}" if start else ""
-                raise ContextError(f"prompt {i} has {len(row)} tokens{after}; this engine's context is {self.context}")
+            if start + len(prompt) > self.context:
+                found = f"{len(prompt)} tokens after {start}" if start else f"{len(prompt)} tokens"
+                raise ContextError(f"prompt {i} has {found}; this engine's context is {self.context}")
             self._check_window(i, start)
-        for row in rows:
-            check_ids(row, self.decoder.vocabulary)
-        return [row.long() for row in rows], starts
+        for prompt in ids:
+            check_ids(prompt, self.decoder.vocabulary)
+        return [prompt.long() for prompt in ids], starts

@@ -1,6 +1,6 @@
 """`ModelRunner`: a decoder with a KV cache of some batch slots, run by chunked prefill and by decode steps.
 
-A `DecodeLoop` holds what a decode step reads on the device: a token and a position for each slot.
+A `DecodeLoop` has the inputs of a decode step on the device: a token and a position for each slot.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ModelRunner:
         tables: cosines and sines ``[context, D]`` of each layer.
         logits: of each prompt's last token after `prefill`, ``[batch, vocabulary]``; the next call overwrites them.
         likeliest: the first largest of each row of ``logits``, int64 ``[batch]``.
-        graphs: what has been captured; None captures nothing.
+        graphs: captured graphs; None captures nothing.
         max_prefill_tokens: most tokens that a prefill chunk has in all sequences together, which bounds the memory of
             each layer's result. May be changed between calls.
     """
@@ -150,7 +150,7 @@ class ModelRunner:
 
             def run(chunk: Chunk = chunk) -> Tensor:
                 logits = self.decoder.logits(*self._prefill_chunk(chunk))
-                return logits.unflatten(0, (chunk.sequences, chunk.rows))
+                return logits.unflatten(0, (chunk.sequences, chunk.tokens))
 
             for i, (logits, first, length) in enumerate(zip(self._launched(run), *span, strict=False)):
                 yield i, first, logits[:length]
@@ -196,16 +196,16 @@ class ModelRunner:
         Returns:
             Hidden states ``[S T, hidden]`` of all tokens, as `Decoder.logits` takes them.
         """
-        attention = self._prompt_attention(chunk) if chunk.rows > 1 else self._step_attention(*chunk.places())
+        attention = self._prompt_attention(chunk) if chunk.tokens > 1 else self._step_attention(*chunk.positions())
         x, residual = self.decoder(chunk.ids.flatten(), attention.positions, chunk.sequences, attention)
-        last, n = chunk.last_rows(), chunk.sequences
+        last, n = chunk.last_tokens(), chunk.sequences
         logits = self.decoder.logits(x[last], None if residual is None else residual[last])
         self.logits[:n].copy_(logits)
         self.likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
         return x, residual
 
     def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
-        return PromptAttention(self.cache, self.tables, *chunk.places(), chunk.starts, chunk.lengths)
+        return PromptAttention(self.cache, self.tables, *chunk.positions(), chunk.starts, chunk.lengths)
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +234,7 @@ class ModelRunner:
 
     @inference()
     def capture_decode(self, sequences: int) -> None:
-        """Capture the decode steps of so many sequences for all ``max_seq_len`` buckets, where graphs are used."""
+        """Capture the decode steps of so many sequences for all ``max_seq_len`` buckets, if graphs are used."""
         self.decode_loop(torch.zeros(sequences, dtype=torch.int64, device="cpu"), [0] * sequences).capture()
 
     def _forward_step(
@@ -312,7 +312,7 @@ class DecodeLoop:
         """Start with n tokens, int64 ``[n]``, at positions int32 ``[n]``, which are on the host.
 
         Raises:
-            RuntimeError: torch's, where the step cannot be captured.
+            RuntimeError: torch's, if the step cannot be captured.
         """
         n = self._used = len(tokens)
         self.lengths, self._padded, self._is_set = positions.tolist(), set(), True
@@ -345,11 +345,11 @@ class DecodeLoop:
         """Append the tokens and return logits ``[n, vocabulary]``, in memory that the next step may overwrite.
 
         Raises:
-            RuntimeError: torch's, where the step cannot be captured. No token has been appended then.
+            RuntimeError: torch's, if the step cannot be captured. No token has been appended then.
         """
         max_seq_len = self._max_seq_len()
-        # Captured where a sequence first comes to a bucket, and not before: once in an engine's life, that takes as
-        # long as some of the 512 steps and more up to there, and most sequences may never come.
+        # Captured when a sequence first comes to a bucket: the capture takes as long as some of the 512 steps and more
+        # up to there, and most sequences may never come.
         self._capture(max_seq_len)
         if self._host is not None:
             self._host.make_room()
@@ -373,7 +373,7 @@ class DecodeLoop:
         return self._run(self._max_seq_len())
 
     def capture(self) -> None:
-        """Capture the steps of all `buckets`, where graphs are used."""
+        """Capture the steps of all `buckets`, if graphs are used."""
         for max_seq_len in self._max_seq_lens:
             self._capture(max_seq_len)
 
@@ -389,7 +389,7 @@ class DecodeLoop:
         return logits
 
     def _capture(self, max_seq_len: int) -> None:
-        """Capture a step unless it has been, or no graphs are used. What the next step reads stays as it is."""
+        """Capture a step once, if graphs are used. The inputs of the next step stay as they are."""
         if self._graphs is None or max_seq_len in self._graph_of:
             return
 
@@ -404,7 +404,7 @@ class DecodeLoop:
         with torch.inference_mode(False), torch.no_grad():  # its tensors are written in other modes, too
             kept = [tensor.clone() for tensor in state]
             try:
-                # A step that is tried keeps nothing of the tokens it reads.
+                # The step before the capture writes its keys and values to padding.
                 self._tokens.zero_()
                 self._positions.zero_()
                 self._slots.fill_(self._context)

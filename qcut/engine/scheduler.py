@@ -158,8 +158,8 @@ class Scheduler:
         """Continue a prompt, until a stop token, ``max_new_tokens``, or the context's end. May be called in any thread.
 
         Args:
-            prompt: ids, 1 and more; or, where the engine has a tokenizer, a text or a chat.
-            max_new_tokens: None fills the context. 0, with ``prompt_top``, reads only the prompt.
+            prompt: ids, 1 and more; or, with a tokenizer, a text or a chat.
+            max_new_tokens: None fills the context. 0, with ``prompt_top``, only scores the prompt.
             min_new_tokens: see `qcut.Engine.generate`.
             sampling: see `qcut.Engine.generate`.
             stop: see `qcut.Engine.generate`.
@@ -270,7 +270,7 @@ class Scheduler:
             pass
         self._prefix_cache.clear()
         for request in requests:
-            request.result()  # raises what it has failed with
+            request.result()  # raises its error
 
     # ── iterations ───────────────────────────────────────────────────────────────────────────────
 
@@ -460,7 +460,7 @@ class Scheduler:
         for request in [each for each in prompt.requests if each.reason is None]:
             request.prompt_log_probabilities = prompt.scores
             try:
-                if request.wants_more:
+                if request.has_next:
                     self._pending.append(self._batch.admit(request, runner, slot))
                 else:
                     request.finish_without_token()
@@ -474,7 +474,7 @@ class Scheduler:
         """Queue a decode step, and retire sequences whose last token is in it."""
         self._pending.append(self._batch.step())
         self._done["steps"] += 1
-        for request in [each for each in self._batch.sequences if not each.wants_more]:
+        for request in [each for each in self._batch.sequences if not each.has_next]:
             self._retire(request)
 
     def _retire(self, request: Request) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from qcut.engine.likelihoods import LogProbability, likelihoods
 from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, sample
-from qcut.text.sequence_text import Transcript
+from qcut.text.sequence_text import SequenceText
 
 Reason = Literal["stop", "length", "context", "cancelled"]
 End = Reason | Literal["failed"]
@@ -25,10 +25,9 @@ class Generated:
     Attributes:
         tokens: ids of the new tokens, a stop token included, or the token that completed a stop string.
         reason: why generation ended: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``context``
-            where the context was full, ``cancelled`` where its sender ended it.
-        text: the new tokens' text, without special tokens, without a stop token and without a stop string and what
-            follows it; None where the engine has no tokenizer.
-        log_probabilities: of each token, where they were asked for; else None.
+            when the context was full, ``cancelled`` by `Request.cancel`.
+        text: the new tokens' text up to a stop token or string, without special tokens; None without a tokenizer.
+        log_probabilities: of each token, if asked for; else None.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -43,12 +42,12 @@ class Event:
 
     Attributes:
         sequence: index of the prompt that is continued, or of the sample of a request's prompt.
-        token: id of the new token; None where the sequence has been cancelled, or has failed with its scheduler.
+        token: id of the new token; None if the sequence ends without one.
         text: text that is certain with this token, often none: half a character waits for the other half, and the
-            beginning of a stop string for its end. All texts of a sequence are `Generated.text`. None where the engine
-            has no tokenizer.
+            beginning of a stop string for its end. All texts of a sequence together are `Generated.text`. None without
+            a tokenizer.
         reason: why the sequence ends with this token, as in `Generated`, or ``failed``; None while it goes on.
-        log_probability: of the token, where a request asked for it.
+        log_probability: of the token, if asked for.
     """
 
     sequence: int
@@ -63,11 +62,11 @@ class SequenceState:
 
     Args:
         prompt: ids, by which penalties go.
-        length: tokens in the KV cache once the prompt has been read.
-        context: tokens that the cache has room for. The last new token is not read and needs no room.
+        length: tokens in the KV cache after prefill.
+        context: tokens that the cache has room for. The last new token is not cached.
         max_new_tokens: most new tokens, or None.
         stops: ids that end the sequence.
-        transcript: the sequence's text; None without a tokenizer.
+        text: the sequence's; None without a tokenizer.
         index: among the sequences of a prompt or a call, which draws depend on.
         top: how many of the likeliest tokens are listed with each; None: no log-probabilities.
         sampling: how tokens are chosen.
@@ -76,7 +75,7 @@ class SequenceState:
 
     Attributes:
         tokens: ids of the new tokens that the host has.
-        log_probabilities: of the new tokens, where they were asked for.
+        log_probabilities: of the new tokens, if asked for.
         finish_reason: why the sequence ended; None while it goes on.
         max_tokens: most new tokens, by ``max_new_tokens`` and the context.
         queued: new tokens, including those of queued steps.
@@ -90,7 +89,7 @@ class SequenceState:
         context: int,
         max_new_tokens: int | None,
         stops: frozenset[int],
-        transcript: Transcript | None = None,
+        text: SequenceText | None = None,
         *,
         index: int = 0,
         top: int | None = None,
@@ -105,14 +104,14 @@ class SequenceState:
         self.sampling, self.bans = sampling or Sampling(), bans
         self.queued = 0
         self.slot: int | None = None
-        self._prompt_length, self._stops, self._transcript, self._least = length, stops, transcript, least
+        self._prompt_length, self._stops, self._text, self._least = length, stops, text, least
         room = context - length + 1
         self.max_tokens = room if max_new_tokens is None else min(room, max_new_tokens)
         self._at_end: Reason = "length" if self.max_tokens == max_new_tokens else "context"
 
     @property
     def length(self) -> int:
-        """Tokens in the KV cache up to the last token that the host has, which has not been read."""
+        """Tokens in the KV cache before the last token that the host has."""
         return self._prompt_length + max(0, len(self.tokens) - 1)
 
     @property
@@ -126,7 +125,7 @@ class SequenceState:
         return self._prompt_length + self.queued
 
     @property
-    def wants_more(self) -> bool:
+    def has_next(self) -> bool:
         """Whether there may be a token after those that are queued."""
         return self.finish_reason is None and self.queued < self.max_tokens
 
@@ -139,7 +138,7 @@ class SequenceState:
     @property
     def generated(self) -> Generated:
         """What has been generated."""
-        text = None if self._transcript is None else self._transcript.text
+        text = None if self._text is None else self._text.text
         return Generated(self.tokens, self.finish_reason or "length", text, self.log_probabilities)
 
     def finish_without_token(self) -> None:
@@ -149,7 +148,7 @@ class SequenceState:
     def finish_cancelled(self) -> str | None:
         """End the sequence; returns the text held back."""
         self.finish_reason = "cancelled"
-        return None if self._transcript is None else self._transcript.rest()
+        return None if self._text is None else self._text.rest()
 
     def append(self, token: int, log_probability: LogProbability | None = None) -> str | None:
         """Append a token, which may be the last, and return the text that is certain with it."""
@@ -161,12 +160,12 @@ class SequenceState:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_tokens:
             self.finish_reason = self._at_end
-        if self._transcript is None:
+        if self._text is None:
             return None
-        text = "" if self.finish_reason == "stop" else self._transcript.add(token, len(self.tokens) >= self._least)
+        text = "" if self.finish_reason == "stop" else self._text.add(token, len(self.tokens) >= self._least)
         if self.finish_reason is not None:
-            text += self._transcript.rest()
-        if self._transcript.stopped:
+            text += self._text.rest()
+        if self._text.stopped:
             self.finish_reason = "stop"
         return text
 
@@ -180,7 +179,7 @@ class NewTokens(Generic[S]):
     Args:
         tokens: one of each sequence.
         sequences: in the tokens' order.
-        log_probabilities: of the tokens; empty where no sequence asks for any.
+        log_probabilities: of the tokens; None if no sequence needs any.
     """
 
     def __init__(
@@ -214,8 +213,8 @@ class _BatchSampling:
 class SequenceBatch(Generic[S]):
     """Sequences in the first slots of a runner's batch, decoded together.
 
-    No call waits for the device, except where log-probabilities are asked for: the host may read the tokens of a step
-    while the device computes the next one.
+    No call waits for the device, except for log-probabilities: the host may read the tokens of a step while the device
+    computes the next one.
 
     Args:
         runner: its slots are this batch's while it is used.
@@ -232,11 +231,11 @@ class SequenceBatch(Generic[S]):
         self.runs_ahead = self._device.type == "cuda"
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._history: History | None = None
-        self._loop: DecodeLoop | None = None  # None: the sequences are others than in the last step
+        self._loop: DecodeLoop | None = None  # None: the batch has changed since the last step
         self._sampling: _BatchSampling | None = None  # None: all take the likeliest
 
     def start(self, sequences: list[S]) -> NewTokens[S]:
-        """Fill the first slots with sequences whose prompts the runner has read there; returns their first tokens."""
+        """Start with sequences that the runner has prefilled in the first slots; returns their first tokens."""
         new = self._first_tokens(sequences, self._runner, 0, 0)
         for slot, sequence in enumerate(sequences):
             sequence.slot = slot
@@ -248,20 +247,20 @@ class SequenceBatch(Generic[S]):
 
         Args:
             sequence: to be continued.
-            source: another runner, which has read the prompt, and from whose cache keys and values are copied.
+            source: another runner, which has prefilled the prompt; keys and values are copied from its cache.
             row: slot of the prompt in ``source``.
         """
         slot = len(self.sequences)
         self._leave_loop()
         new = self._first_tokens([sequence], source, row, slot)
-        if sequence.wants_more:
+        if sequence.has_next:
             self._runner.cache.copy_sequence(source.cache, row, slot, 0, sequence.cached)
             sequence.slot = slot
             self.sequences.append(sequence)
         return new
 
     def _first_tokens(self, sequences: list[S], source: ModelRunner, row: int, slot: int) -> NewTokens[S]:
-        """Choose the first tokens of sequences for some slots, whose prompts are in rows of ``source``."""
+        """Choose the first tokens of sequences for slots from ``slot`` on, prefilled in ``source`` from ``row`` on."""
         n, history = len(sequences), None
         logits = source.logits[row : row + n]
         if any(sequence.sampling.penalizes for sequence in sequences):
@@ -314,7 +313,7 @@ class SequenceBatch(Generic[S]):
             last.slot, self.sequences[slot] = slot, last
 
     def _leave_loop(self) -> None:
-        """Keep the tokens that come next, since other sequences will read them."""
+        """Save the next tokens before the loop of other sequences starts."""
         if self._loop is not None:
             self._tokens[: len(self.sequences)].copy_(self._loop.tokens)
             self._loop = None

@@ -53,7 +53,7 @@ def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, 
     A token counts if `NOISE` at each logit does not change it.
     """
     ids = alone.tokenizer(prompt)["input_ids"]
-    pieces = Detokenizer(alone.tokenizer).pieces(ids)
+    pieces = Detokenizer(alone.tokenizer).incremental(ids)
     noise = torch.randn(32, alone.decoder.vocabulary, generator=torch.Generator().manual_seed(1)) * NOISE
     noise[0] = 0
     texts: list[str] = []

@@ -66,26 +66,7 @@ class KVCache:
         kv_dtype: KVDtype = "auto",
         rings: Sequence[Ring | None] = (),
     ) -> None:
-        if kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
-        keys, _, values = kv_dtype.partition("/")
-        kinds = (keys, values or keys)
-        if "int4" in kinds:
-            int4.check_head(head_size)
-            if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
-                name = str(dtype).removeprefix("torch.")
-                raise ConfigError(
-                    f"kv_cache is {kv_dtype!r} of a {name} model; allowed on a GPU: float16 and bfloat16 models"
-                )
-        if device.type == "cuda":
-            from qcut.backends.cuda.attention import check_cache
-
-            of_keys, of_values = (_STORED.get(kind, dtype) for kind in kinds)
-            number = torch.empty(0, dtype=dtype, device=device).get_device()
-            try:
-                check_cache(dtype, of_keys, of_values, head_size, number)
-            except UnsupportedError as error:
-                raise UnsupportedError(f"kv_cache is {kv_dtype!r} for heads of {head_size} columns: {error}") from error
+        kinds = _kinds(kv_dtype, head_size, dtype, device)
         self._rings, self._context = tuple(rings) or (None,) * layers, context - 1
         self._written = [0] * batch
         # Layers with the same ring, or with none, lie in one tensor of each kind, in which a layer's are contiguous.
@@ -149,6 +130,31 @@ class KVCache:
     def layer(self, index: int) -> Memory:
         """A layer's memory: keys, values ``[batch, kv_heads, rows, D]`` and, of compressed ones, their scales."""
         return self._layers[index]
+
+
+def _kinds(kv_dtype: KVDtype, head_size: int, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    """How keys and values are stored; raises as `KVCache`."""
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
+    keys, _, values = kv_dtype.partition("/")
+    kinds = keys, values or keys
+    if "int4" in kinds:
+        int4.check_head(head_size)
+        if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"kv_cache is {kv_dtype!r} of a {name} model; allowed on a GPU: float16 and bfloat16 models"
+            )
+    if device.type == "cuda":
+        from qcut.backends.cuda.attention import check_cache
+
+        of_keys, of_values = (_STORED.get(kind, dtype) for kind in kinds)
+        number = torch.empty(0, dtype=dtype, device=device).get_device()
+        try:
+            check_cache(dtype, of_keys, of_values, head_size, number)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"kv_cache is {kv_dtype!r} for heads of {head_size} columns: {error}") from error
+    return kinds
 
 
 def _rows(kind: str, shape: tuple[int, ...], head: int, dtype: torch.dtype, device: torch.device) -> Tensor:
