@@ -110,7 +110,7 @@ def copy_us(engine: qcut.Engine, tokens: int) -> Timing:
     found = []
     for _ in range(COPIES):
         start = time.perf_counter()
-        cache.copy_row(cache, engine.batch - 1, 0, 0, tokens)
+        cache.copy_sequence(cache, engine.batch - 1, 0, 0, tokens)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append((time.perf_counter() - start) * 1e6)
@@ -154,14 +154,14 @@ def main(options: argparse.Namespace) -> int:
     prompts = prompts_of(clients * options.rounds, case.vocabulary, shortest, longest)
     results = harness.Results("bench_batching", harness.environment())
     try:
-        with qcut.Scheduler(shallow, chunk=options.chunk, prefixes=options.prefixes) as scheduler:
+        with qcut.Scheduler(shallow, chunk=options.chunk, prefix_cache=options.prefixes) as scheduler:
             check(shallow, prompts[:clients], load(scheduler, prompts[:clients], clients, new)[1])
-        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefixes=options.prefixes)
+        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefix_cache=options.prefixes)
         scheduler.warm_up()
         with scheduler:
             load(scheduler, prompts[:clients], clients, new)
             seconds, answers = load(scheduler, prompts, clients, new)
-            found = scheduler.load.found_tokens
+            found = scheduler.load.reused_tokens
         static(engine, prompts[:clients], clients, new)
         static_seconds = static(engine, prompts, clients, new)
     except CheckError as error:

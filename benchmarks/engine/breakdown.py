@@ -202,7 +202,7 @@ def measured(model: Any, layers: int, vocabulary: int, batch: int) -> tuple[floa
     engine.prefill(prompts_of(vocabulary, batch, PROMPT))
     tokens = torch.zeros(batch, dtype=torch.int64)
     lengths = [PROMPT + NEW // 2] * batch
-    loop = engine.loop_from(tokens, lengths)
+    loop = engine.runner.decode_loop(tokens, lengths)
     starts: Tensor = torch.tensor(lengths, dtype=torch.int32)
     graph = StepGraph(loop.launch)
     memory = [*weights_of(model), *cache_of(engine, layers, batch, lengths[0] + LAUNCHES / 2)]

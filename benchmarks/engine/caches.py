@@ -41,7 +41,7 @@ def step_us(engine: qcut.Engine, length: int, batch: int, new: int, rounds: int)
     Each call goes on from the same ``length`` tokens of the cache.
     """
     last = [[0]] * batch
-    one, many = (functools.partial(engine.generate, last, count, keep=length) for count in (1, new))
+    one, many = (functools.partial(engine.generate, last, count, reuse_prefix=length) for count in (1, new))
     first = statistics.median(wall_us(one, rounds))
     return Timing.of([(us - first) / (new - 1) for us in wall_us(many, rounds)], "wall")
 
@@ -49,7 +49,7 @@ def step_us(engine: qcut.Engine, length: int, batch: int, new: int, rounds: int)
 def engine_of(model: Any, batch: int, context: int, cache: KVDtype, vocabulary: int) -> qcut.Engine:
     """An engine with room for a context; 4-bit keys are rounded by a short prompt, since speed asks no more."""
     guide = prompts_of(vocabulary, 1, min(GUIDE, context)) if cache == "int4" else None
-    return qcut.Engine(model, batch=batch, context=context, kv_cache=cache, guide_prompts=guide)
+    return qcut.Engine(model, batch=batch, context=context, kv_cache=cache, calibration_prompts=guide)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -144,14 +144,14 @@ def main(options: argparse.Namespace) -> int:
     prompts = prompts_of(clients * options.rounds, case.vocabulary, shortest, longest)
     results = harness.Results("bench_server", harness.environment())
     try:
-        with serving(qcut.Scheduler(shallow, chunk=options.chunk, prefixes=0)) as port:
+        with serving(qcut.Scheduler(shallow, chunk=options.chunk, prefix_cache=0)) as port:
             check(shallow, prompts[:clients], over_http(port, prompts[:clients], clients, new)[1])
-        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefixes=0)
+        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefix_cache=0)
         scheduler.warm_up()
         with scheduler:
             load(scheduler, prompts[:clients], clients, new)
             alone, _ = load(scheduler, prompts, clients, new)
-        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefixes=0)
+        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefix_cache=0)
         scheduler.warm_up()
         with serving(scheduler) as port:
             over_http(port, prompts[:clients], clients, new)

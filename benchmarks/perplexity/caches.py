@@ -39,7 +39,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache": "int8"},
     "int8/int4": {"kv_cache": "int8/int4"},
     "int4": {"kv_cache": "int4"},
-    "int4, nearest codes": {"kv_cache": "int4", "guide_prompts": []},
+    "int4, nearest codes": {"kv_cache": "int4", "calibration_prompts": []},
 }
 """Arguments of engines, by the cache's name in rows."""
 UNTURNED = "int4, not rotated"

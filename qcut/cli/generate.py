@@ -140,7 +140,7 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
         raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {runner.context}")
     write, added = _Output(arguments.json), _Output(True)
     write(arguments.prompt)
-    pieces = Detokenizer(tokenizer).pieces(ids)
+    pieces = Detokenizer(tokenizer).incremental(ids)
 
     def show(token: int) -> None:
         piece = pieces.add(token)

@@ -196,7 +196,7 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
         kv_cache=arguments.kv_cache,
     )
     scheduler = Scheduler(
-        engine, chunk=arguments.chunk, prefixes=arguments.prefixes, most_waiting=arguments.max_waiting
+        engine, chunk=arguments.chunk, prefix_cache=arguments.prefixes, max_waiting=arguments.max_waiting
     )
     if engine.decoder.device.type == "cuda":
         _say("building kernels that the cache lacks, and warming up")

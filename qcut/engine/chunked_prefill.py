@@ -1,4 +1,4 @@
-"""Prompts are read in chunks: at once up to some number of tokens of each sequence, of a short list of numbers."""
+"""Chunked prefill: a chunk has up to T tokens of each of S sequences, T and S of a short list of sizes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 def size_for(count: int, doubling: int = 64) -> int:
     """The least size from ``count`` up: a power of two to ``doubling``, then one of four to an octave, if whole.
 
-    Chunks have these sizes, so that few graphs serve all prompts. Tokens double to 64, since reading the weights takes
-    most of the time up to there: 1, 2, 4 to 64, 80, 96, 112, 128, 160. Sequences, which multiply tokens, do not double:
-    1 to 8, 10, 12, 14, 16, 20. Padding is less than a quarter of either, then.
+    Few sizes need few graphs. Tokens double up to 64, where loading the weights takes most of the time: 1, 2, 4 to 64,
+    80, 96, 112, 128, 160. Sequences, which multiply tokens, do not double: 1 to 8, 10, 12, 14, 16, 20. Padding is then
+    less than a quarter of either.
     """
     octave = 1 << max(0, count - 1).bit_length()
     step = max(1, octave // 8) if octave > doubling else octave
@@ -29,22 +29,22 @@ def size_within(limit: int) -> int:
 
 
 class Span(NamedTuple):
-    """The tokens of each prompt that a chunk reads.
+    """The tokens of each prompt in a chunk.
 
     Attributes:
         firsts: index of the first for each prompt.
-        counts: number of tokens of each prompt; 0 where it has not begun.
+        counts: number of tokens of each prompt; 0 before its first chunk.
     """
 
     firsts: list[int]
     counts: list[int]
 
 
-def spans(lengths: Sequence[int], rows: int) -> Iterator[Span]:
-    """Divide prompts into chunks of at most ``rows`` tokens each, so that all prompts end in the last chunk."""
-    for left in range(-(-max(lengths) // rows) - 1, -1, -1):
-        firsts = [max(0, length - (left + 1) * rows) for length in lengths]
-        ends = [max(0, length - left * rows) for length in lengths]
+def spans(lengths: Sequence[int], most: int) -> Iterator[Span]:
+    """Divide prompts into chunks of at most so many tokens of each, so that all prompts end in the last chunk."""
+    for left in range(-(-max(lengths) // most) - 1, -1, -1):
+        firsts = [max(0, length - (left + 1) * most) for length in lengths]
+        ends = [max(0, length - left * most) for length in lengths]
         yield Span(firsts, [end - first for first, end in zip(firsts, ends, strict=True)])
 
 
@@ -55,24 +55,24 @@ class Chunk:
 
     Args:
         sequences: S.
-        rows: T.
-        context: places of a sequence; keys and values of padding go to the place behind.
+        tokens: T.
+        context: most tokens of a sequence; keys and values of padding go to the position after it.
         device: of the memory.
 
     Attributes:
-        ids: token ids, int64 ``[S, T]``; padding holds some id.
+        ids: token ids, int64 ``[S, T]``; padding has some id.
         starts: int32 ``[S]``, tokens of each sequence before this chunk.
         lengths: int32 ``[S]``, tokens in this chunk, 0 to T.
         graph: the graph that reads this memory, once there is one.
     """
 
-    def __init__(self, sequences: int, rows: int, context: int, device: torch.device) -> None:
-        self.sequences, self.rows, self._context = sequences, rows, context
-        count = sequences * rows
+    def __init__(self, sequences: int, tokens: int, context: int, device: torch.device) -> None:
+        self.sequences, self.tokens, self._context = sequences, tokens, context
+        count = sequences * tokens
         self._given = torch.zeros(count + sequences, dtype=torch.int64, device=device)
         self.ids, self.starts, self.lengths = self._parts(self._given)
-        self._tokens = torch.arange(rows, dtype=torch.int32, device=device)
-        self._begins = torch.arange(0, count, rows, dtype=torch.int32, device=device)
+        self._index = torch.arange(tokens, dtype=torch.int32, device=device)
+        self._firsts = torch.arange(0, count, tokens, dtype=torch.int32, device=device)
         self.graph: Any = None
 
     def fill(self, prompts: Sequence[Tensor], starts: Sequence[int], span: Span) -> None:
@@ -81,7 +81,7 @@ class Chunk:
         Args:
             prompts: int64 ``[length]`` each, on the host, at most S.
             starts: tokens of each sequence before its prompt.
-            span: what of the prompts to read.
+            span: tokens of the prompts.
         """
         # Memory of its own for each copy: the device may be about to read the last one.
         host = torch.zeros(self._given.shape, dtype=torch.int64, pin_memory=self._given.is_cuda, device="cpu")
@@ -95,17 +95,17 @@ class Chunk:
         lengths[:n] = torch.tensor(span.counts, dtype=torch.int64, device="cpu")
         self._given.copy_(host, non_blocking=True)
 
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Position of each token and its place in the cache, int32 ``[S T]``."""
-        places = self.starts[:, None] + self._tokens
-        slots = places.masked_fill(self._tokens >= self.lengths[:, None], self._context)
-        return places.clamp(max=self._context - 1).flatten(), slots.flatten()
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """Position of each token, and its position in the KV cache, int32 ``[S T]``."""
+        positions = self.starts[:, None] + self._index
+        slots = positions.masked_fill(self._index >= self.lengths[:, None], self._context)
+        return positions.clamp(max=self._context - 1).flatten(), slots.flatten()
 
-    def last_rows(self) -> Tensor:
-        """Of the rows ``[S T]``, that of each sequence's last token; the first of a sequence without tokens."""
-        return self._begins + (self.lengths - 1).clamp(min=0)
+    def last_tokens(self) -> Tensor:
+        """Index in ``[S T]`` of each sequence's last token; of its first position if it has no tokens."""
+        return self._firsts + (self.lengths - 1).clamp(min=0)
 
     def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        count = self.sequences * self.rows
+        count = self.sequences * self.tokens
         starts, lengths = memory[count:].view(torch.int32).view(2, self.sequences)
-        return memory[:count].view(self.sequences, self.rows), starts, lengths
+        return memory[:count].view(self.sequences, self.tokens), starts, lengths

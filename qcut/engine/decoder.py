@@ -2,7 +2,7 @@
 
 A `Decoder` holds the modules of a Hugging Face model by their role; `qcut.engine.families` makes decoders. Linear
 layers are called as modules. Norms, activations and embeddings are computed by qcut's kernels from the modules'
-weights. Attention is an argument: `qcut.engine.attention` has one class for prompts and one for steps.
+weights. Attention is an argument: `qcut.engine.attention` has one class for prefill and one for decode.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,65 +21,65 @@ from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
-# ── rows between modules ─────────────────────────────────────────────────────────────────────────
+# ── activations between layers ──────────────────────────────────────────────────────────────────
 
 
-class Int8Rows(NamedTuple):
-    """Rows quantized by `torch.ops.qcut.quantize_per_token`: int8 ``[R, K_padded]``, scales float32 ``[R]``."""
+class Int8Tokens(NamedTuple):
+    """Tokens quantized by `torch.ops.qcut.quantize_per_token`: int8 ``[M, K_padded]``, scales float32 ``[M]``."""
 
     q: Tensor
     scale: Tensor
     dtype: torch.dtype
 
+    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
+        """The layer's `W8A8Linear.forward_int8`."""
+        return cast(Tensor, layer.forward_int8(*self, absmax))
 
-class RowsWithAbsmax(NamedTuple):
-    """Rows ``[R, K]``, and the largest magnitude of each, float32 ``[R]``."""
+
+class TokensWithAbsmax(NamedTuple):
+    """Tokens ``[M, K]``, and the largest magnitude of each, float32 ``[M]``."""
 
     x: Tensor
     absmax: Tensor
 
+    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
+        """The layer's `W8A8Linear.forward_with_absmax`."""
+        return cast(Tensor, layer.forward_with_absmax(*self))
 
-class RotatedRows(NamedTuple):
-    """Rows ``[R, K]`` of a dtype as `torch.ops.qcut.rotate_tokens` makes blocks and scales of them."""
+
+class RotatedTokens(NamedTuple):
+    """M tokens of a dtype as blocks and scales of `torch.ops.qcut.rotate_tokens`."""
 
     blocks: Tensor
     scale: Tensor
-    rows: int
+    tokens: int
     dtype: torch.dtype
 
-
-Rows = Tensor | Int8Rows | RowsWithAbsmax | RotatedRows
-
-
-def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
-    """Whether a module is a linear layer that computes with int8 rows and a scale for each."""
-    return isinstance(module, W8A8Linear)
+    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
+        """The layer's `CodebookLinear.forward_rotated`."""
+        return cast(Tensor, layer.forward_rotated(*self))
 
 
-def takes_absmax(module: nn.Module, rows: int) -> bool:
-    """Whether a module quantizes ``rows`` rows in its product, by their largest magnitudes."""
-    return takes_int8(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS
+Activations = Tensor | Int8Tokens | TokensWithAbsmax | RotatedTokens
 
 
-def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tensor:
-    """Apply a linear layer to rows.
+def takes_absmax(module: nn.Module, tokens: int) -> bool:
+    """Whether a layer quantizes M tokens in its product, by their largest magnitudes."""
+    return isinstance(module, W8A8Linear) and tokens <= FEW_ROWS and tokens * module.in_features <= FEW_ELEMENTS
+
+
+def project(layer: nn.Module, x: Activations, absmax: Tensor | None = None) -> Tensor:
+    """Apply a linear layer to M tokens of K elements, of a kind that the layer takes.
 
     Args:
-        module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds; rotated rows
-            need a `CodebookLinear` that rotates so.
-        rows: R rows of K elements.
-        absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows`.
+        layer: a linear layer.
+        x: tokens.
+        absmax: float32 ``[M]``, raised to the largest magnitude of each token of the result; only with `Int8Tokens`.
 
     Returns:
-        ``[R, N]``.
+        ``[M, N]``.
     """
-    if isinstance(rows, Int8Rows):
-        return cast(W8A8Linear, module).forward_int8(*rows, absmax)
-    if isinstance(rows, RowsWithAbsmax):
-        return cast(W8A8Linear, module).forward_with_absmax(*rows)
-    if isinstance(rows, RotatedRows):
-        return cast(CodebookLinear, module).forward_rotated(*rows)
-    return cast(Tensor, module(rows))
+    return cast(Tensor, layer(x)) if isinstance(x, Tensor) else x.project(layer, absmax)
 
 
 # ── parts of a block ─────────────────────────────────────────────────────────────────────────────
@@ -87,14 +87,14 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
 
 @dataclass(frozen=True)
 class AddNorm:
-    """Adds two tensors, and normalizes the sum.
+    """Adds a branch to the residual, and normalizes the sum.
 
     Attributes:
         norm: RMSNorm or LayerNorm.
         module: holds the weight, and the bias if there is one.
         eps: added under the root.
-        k_padded: columns of the normalized rows in int8, where all linear layers that read them take int8; else None.
-        rotating: a linear layer as which all rotate that read the normalized rows; else None.
+        k_padded: columns of the normalized tokens in int8, if all layers that read them take int8; else None.
+        rotating: one of the layers that read the normalized tokens, if all rotate alike; else None.
     """
 
     norm: Literal["rms", "layer"]
@@ -113,30 +113,30 @@ class AddNorm:
         """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result."""
         return cls("layer", module, module.eps, _int8_columns(readers), _rotating(readers))
 
-    def __call__(self, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
-        """The sum ``x + unadded``, or x where ``unadded`` is None, and the norm of the sum; ``[R, hidden]`` each."""
+    def __call__(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
+        """The sum ``x + branch``, or x if ``branch`` is None, and the norm of the sum; ``[M, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
-        given = (x, unadded, weight, bias, self.norm == "layer", self.eps)
-        rows: Rows
+        given = (x, branch, weight, bias, self.norm == "layer", self.eps)
+        normed: Activations
         rotation = None if self.rotating is None else self.rotating.rotation_of(x)
         if rotation is not None:
             total, blocks, scale = torch.ops.qcut.add_norm_rotated(*given, *rotation, constants=True)
-            rows = RotatedRows(blocks, scale, len(x), x.dtype)
+            normed = RotatedTokens(blocks, scale, len(x), x.dtype)
         elif self.k_padded is None:
-            total, rows = torch.ops.qcut.add_norm(*given, constants=True)
+            total, normed = torch.ops.qcut.add_norm(*given, constants=True)
         else:
             total, q, scale = torch.ops.qcut.add_norm_int8(*given, self.k_padded, constants=True)
-            rows = Int8Rows(q, scale, x.dtype)
-        return x if unadded is None else total, rows
+            normed = Int8Tokens(q, scale, x.dtype)
+        return x if branch is None else total, normed
 
 
 def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
-    columns = {module.qweight.shape[1] if takes_int8(module) else None for module in readers}
+    columns = {module.qweight.shape[1] if isinstance(module, W8A8Linear) else None for module in readers}
     return columns.pop() if len(columns) == 1 else None
 
 
 def _rotating(readers: Sequence[nn.Module]) -> CodebookLinear | None:
-    """The first of layers that rotate rows alike; None where one does not."""
+    """The first of layers that all rotate tokens alike; None if one does not."""
     layers = [module for module in readers if isinstance(module, CodebookLinear)]
     return layers[0] if len(layers) == len(readers) and len({layer.reads for layer in layers}) == 1 else None
 
@@ -155,22 +155,22 @@ class Heads(NamedTuple):
     size: int
 
     def split(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[R, queries, size]``, keys and values ``[R, keys, size]`` of three projections, or of one."""
+        """Queries ``[M, queries, size]``, keys and values ``[M, keys, size]`` of three projections, or of one."""
         if len(projected) == 3:
             q, k, v = (part.view(len(part), -1, self.size) for part in projected)
         else:
-            (rows,) = projected
-            q, k, v = rows.view(len(rows), -1, self.size).split((self.queries, self.keys, self.keys), 1)
+            (qkv,) = projected
+            q, k, v = qkv.view(len(qkv), -1, self.size).split((self.queries, self.keys, self.keys), 1)
         return q, k, v
 
 
 class Scores(NamedTuple):
-    """How a layer's scores come about.
+    """How a layer computes attention scores.
 
     Attributes:
         scaling: factor of the products of queries and keys.
-        window: places that a query sees, its own the last; 0: all up to its own.
-        softcap: scores s are ``softcap * tanh(s / softcap)``; 0: they stay.
+        window: positions that a query attends to, its own the last; 0: all up to its own.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
     """
 
     scaling: float
@@ -179,7 +179,7 @@ class Scores(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """Weights ``[D]`` of the RMSNorms of queries and of keys, and what is added under both roots."""
+    """Weights ``[D]`` of the RMSNorms of queries and of keys, and eps of both."""
 
     query: Tensor
     key: Tensor
@@ -187,21 +187,21 @@ class HeadWeights(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of queries and of keys before they are rotated: of each head, or of all heads of a row together."""
+    """RMSNorms of queries and of keys before rotary positions: of each head, or of all heads of a token together."""
 
     query: AddNorm
     key: AddNorm
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalized queries and keys of the same shapes, of ``[R, heads, D]``."""
-        mine, theirs = (
+        """Normalized queries and keys ``[M, heads, D]``."""
+        normed_q, normed_k = (
             cast(Tensor, norm(x.reshape(-1, len(cast(Tensor, norm.module.weight))), None)[1]).view(x.shape)
             for norm, x in zip(self, (q, k), strict=True)
         )
-        return mine, theirs
+        return normed_q, normed_k
 
     def by_head(self, size: int) -> HeadWeights | None:
-        """What normalizes each head of so many elements by itself; None where the norms do otherwise."""
+        """Weights of norms that normalize each head of so many elements by itself; None for other norms."""
         query, key = (cast(Tensor, norm.module.weight) for norm in self)
         if len(query) != size or len(key) != size or self.query.eps != self.key.eps:
             return None
@@ -220,17 +220,17 @@ Tables = tuple[Tensor, Tensor] | tuple[None, None]
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """Projections to queries, keys and values, attention over them, and a projection of its heads.
+    """Projections to queries, keys and values, attention, and the output projection.
 
     Attributes:
         projections: three modules for queries, keys and values, or one module whose result holds all three.
-        output: the projection of the heads, side by side.
+        output: the projection of the concatenated heads.
         heads: heads of a token.
         scaling: factor of the scores.
-        norms: of queries and of keys, before they are rotated; or None.
-        rotary: makes cosines and sines of positions; None: nothing is rotated.
-        order: int64, columns of the projections' results side by side, in the order that ``heads`` wants them in and
-            rotations pair them in; None: they are in that order.
+        norms: of queries and of keys, before rotary positions; or None.
+        rotary: makes cosines and sines of positions; None: no rotary positions.
+        order: int64, columns of the concatenated projections in the order that ``heads`` and rotary pairs require;
+            None: they are in that order.
         window: see `Scores`.
         softcap: see `Scores`.
     """
@@ -245,14 +245,18 @@ class SelfAttention:
     window: int = 0
     softcap: float = 0.0
 
-    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
-        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
-        projected = [project(module, rows) for module in self.projections]
+    def stacked(self, stacker: Stacker) -> SelfAttention:
+        """Attention with one product for queries, keys and values, if the layers allow it."""
+        return replace(self, projections=stacker.joined(self.projections))
+
+    def __call__(self, x: Activations, attend: Attend, absmax: Tensor | None) -> Tensor:
+        """``[M, hidden]``; ``absmax``, zeros ``[M]``, is raised to the heads' largest magnitudes for ``output``."""
+        projected = [project(module, x) for module in self.projections]
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
         q, k, v = self.heads.split(projected)
         mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
-        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
+        return project(self.output, mixed if absmax is None else TokensWithAbsmax(mixed, absmax))
 
 
 @cache
@@ -265,13 +269,28 @@ def kernel_activations(gated: bool) -> frozenset[type[nn.Module]]:
     return frozenset({nn.SiLU, *found} if gated else found)
 
 
+class FeedForward(Protocol):
+    """The part of a block after attention: a dense `MLP`, or a mixture of experts."""
+
+    def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
+        """``[M, hidden]`` of M tokens; ``absmax``, zeros ``[M]``, is scratch memory if `takes_absmax`."""
+
+    def takes_absmax(self, tokens: int) -> bool:
+        """Whether calls of M tokens need an ``absmax``."""
+
+    def stacked(self, stacker: Stacker) -> FeedForward:
+        """The same computation with projections of one input as one product, if the layers allow it."""
+
+
 @dataclass(frozen=True)
 class MLP:
     """Projections up, an activation, a projection down.
 
     Attributes:
-        projections: the projection up; in a gated MLP gate and up, or one module whose result holds both.
-        activation: applied to the projection up, or to the gate, by which up is then multiplied.
+        projections: the up projection; in a gated MLP gate and up, or one module whose result holds both.
+        activation: applied to the up projection, or to the gate, by which up is then multiplied. The module decides
+            what is computed, not the model's configuration: a quantized projection may compute the activation, and
+            ``nn.Identity`` then stands in its place.
         down: the projection back to the hidden size.
         gated: whether there is a gate.
     """
@@ -291,17 +310,21 @@ class MLP:
         """Whether the projection up computes the activation, if it computes any."""
         return isinstance(self.activation, nn.Identity) and not self.gated
 
-    def __call__(self, rows: Rows, absmax: Tensor | None) -> Tensor:
-        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of the rows that it reads.
+    def takes_absmax(self, tokens: int) -> bool:
+        """See `FeedForward`."""
+        return takes_absmax(self.down, tokens)
 
-        The activation's module decides what is computed, not the model's configuration: a quantized projection may
-        compute the activation, and ``nn.Identity`` then stands in its place.
-        """
+    def stacked(self, stacker: Stacker) -> MLP:
+        """See `FeedForward`."""
+        return replace(self, projections=stacker.joined(self.projections))
+
+    def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
+        """``[M, hidden]``; ``absmax``, zeros ``[M]``, is raised to the largest magnitudes of ``down``'s tokens."""
         by_kernel = self.activated_by_kernel
-        by_projection = self.activated_by_projection and isinstance(rows, Int8Rows)
+        by_projection = self.activated_by_projection and isinstance(x, Int8Tokens)
         if not (by_kernel or by_projection):
             absmax = None  # no kernel computes the magnitudes
-        parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
+        parts = [project(up, x, absmax if by_projection else None) for up in self.projections]
         if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
         else:
@@ -310,47 +333,29 @@ class MLP:
         rotation = None if rotating is None else rotating.rotation_of(gate)
         if rotation is not None:
             blocks, scale = torch.ops.qcut.activate_rotated(gate, up, *rotation, constants=True)
-            return project(self.down, RotatedRows(blocks, scale, len(gate), gate.dtype))
+            return project(self.down, RotatedTokens(blocks, scale, len(gate), gate.dtype))
         if up is not None:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
             y = torch.ops.qcut.gelu_tanh(gate, absmax) if by_kernel else self.activation(gate)
-        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
+        return project(self.down, y if absmax is None else TokensWithAbsmax(y, absmax))
 
 
-class BlockAbsmax(NamedTuple):
-    """Zeros ``[R]`` to be raised to the largest magnitudes of rows, or None where the projection does not use them.
-
-    Attributes:
-        attention: for the rows that ``attention.output`` reads.
-        mlp: for the rows that ``mlp.down`` reads.
-    """
-
-    attention: Tensor | None
-    mlp: Tensor | None
-
-
-_NO_ABSMAX = BlockAbsmax(None, None)
-
-
-class _Absmax(NamedTuple):
-    """All blocks' magnitudes, and the memory that is to be zeroed before they are raised, or None."""
-
-    memory: Tensor | None
-    blocks: list[BlockAbsmax]
+BlockAbsmax = tuple[Tensor | None, Tensor | None]
+"""Zeros ``[M]`` to be raised to the largest magnitudes of tokens, for ``attention`` and for ``mlp``; None: not used."""
 
 
 @dataclass(frozen=True)
 class Block:
     """One layer of a decoder: ``x + end(attention(norm(x)))``, then ``x + end(mlp(norm(x)))``.
 
-    In a parallel block, both read the same x. The first norm of the next block computes the last sum of a block.
+    In a parallel block, both read the same x. The first norm of the next block adds the last branch of a block.
 
     Attributes:
         attention_norm: before attention, or None.
         attention: the block's.
         mlp_norm: before the MLP, or None.
-        mlp: the block's.
+        mlp: dense, or a mixture of experts.
         attention_end: after attention, or None.
         mlp_end: after the MLP, or None.
         parallel: the MLP reads what attention reads, not its sum.
@@ -359,30 +364,33 @@ class Block:
     attention_norm: AddNorm | None
     attention: SelfAttention
     mlp_norm: AddNorm | None
-    mlp: MLP
+    mlp: FeedForward
     attention_end: AddNorm | None = None
     mlp_end: AddNorm | None = None
     parallel: bool = False
 
-    def __call__(self, x: Tensor, unadded: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
-        """Two summands of the result from two summands of the input, ``[R, hidden]`` each."""
-        x, rows = _normed(self.attention_norm, x, unadded)
-        attended = _ended(self.attention_end, self.attention(rows, attend, absmax.attention))
-        x, rows = _normed(self.mlp_norm, x, None if self.parallel else attended)
-        added = _ended(self.mlp_end, self.mlp(rows, absmax.mlp))
+    def __call__(self, x: Tensor, branch: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
+        """Residual and last branch ``[M, hidden]`` of the result, from those of the input."""
+        x, normed = _normed(self.attention_norm, x, branch)
+        attended = _ended(self.attention_end, self.attention(normed, attend, absmax[0]))
+        x, normed = _normed(self.mlp_norm, x, None if self.parallel else attended)
+        added = _ended(self.mlp_end, self.mlp(normed, absmax[1]))
         return x, added + attended if self.parallel else added
 
+    def stacked(self, stacker: Stacker) -> Block:
+        """The block with projections of one input as one product, if the layers allow it."""
+        return replace(self, attention=self.attention.stacked(stacker), mlp=self.mlp.stacked(stacker))
 
-def _normed(norm: AddNorm | None, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
-    """The sum of x and ``unadded``, and what the block's next part reads."""
+
+def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
+    """The sum of residual and branch, and its norm, if there is one."""
     if norm is not None:
-        return norm(x, unadded)
-    x = x if unadded is None else x + unadded
+        return norm(x, branch)
+    x = x if branch is None else x + branch
     return x, x
 
 
 def _ended(norm: AddNorm | None, x: Tensor) -> Tensor:
-    """A result's norm, where it has one."""
     return x if norm is None else cast(Tensor, norm(x, None)[1])
 
 
@@ -390,7 +398,7 @@ def _ended(norm: AddNorm | None, x: Tensor) -> Tensor:
 
 
 class Attention(Protocol):
-    """Attention of all layers, at the positions of the tokens that are read.
+    """Attention of all layers, at the positions of the tokens.
 
     Attributes:
         raises_absmax: whether calls may be given an ``absmax``.
@@ -408,19 +416,19 @@ class Attention(Protocol):
         norms: HeadNorms | None,
         absmax: Tensor | None,
     ) -> Tensor:
-        """Keep a layer's new keys and values, and mix the values of all tokens up to each query's own.
+        """Append a layer's keys and values to the cache, and attend to all tokens up to each query's own.
 
         Args:
             layer: index of the layer.
-            q: ``[R, queries, D]``, before norms and rotations; may be overwritten.
-            k: ``[R, keys, D]``, before norms and rotations.
-            v: ``[R, keys, D]``.
-            scores: how the layer's scores come about.
+            q: ``[M, queries, D]``, before norms and rotary positions; may be overwritten.
+            k: ``[M, keys, D]``, before norms and rotary positions.
+            v: ``[M, keys, D]``.
+            scores: how the layer computes scores.
             norms: of queries and keys, or None.
-            absmax: float32 ``[R]``, raised to the largest magnitudes of the result, or None.
+            absmax: float32 ``[M]``, raised to the largest magnitudes of the result, or None.
 
         Returns:
-            Heads side by side, ``[R, queries * D]``.
+            Concatenated heads ``[M, queries * D]``.
         """
         ...
 
@@ -441,7 +449,7 @@ class Decoder:
         context: most tokens that the model was made for.
         dtype: dtype of activations.
         device: device of the weights.
-        softcap: logits are ``softcap * tanh(logits / softcap)``; None: they are as the head makes them.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None: they stay.
     """
 
     architecture: str
@@ -460,48 +468,47 @@ class Decoder:
     def __call__(
         self, ids: Tensor, positions: Tensor, batch: int, attention: Attention
     ) -> tuple[Tensor, Tensor | None]:
-        """Read tokens.
+        """Run all blocks.
 
         Args:
-            ids: int64 ``[R]``, R = batch T, sequence after sequence, each id in the vocabulary.
-            positions: int32 ``[R]``.
+            ids: int64 ``[M]``, M = batch T, sequence after sequence, each id in the vocabulary.
+            positions: int32 ``[M]``.
             batch: number of sequences.
             attention: attention of all layers at these positions.
 
         Returns:
-            Two summands of the last block's result, ``[R, hidden]`` each, or the result and None; `logits` takes them.
+            Residual ``[M, hidden]`` and the last block's branch, to be added to it by `logits`; or None as the branch.
         """
-        absmax = self._absmax(len(ids)) if attention.raises_absmax else self._no_absmax()
-        x, unadded = self.embed(ids, positions, batch, absmax.memory), None
-        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax.blocks, strict=True)):
-            x, unadded = block(x, unadded, partial(attention, i), magnitudes)
-        return x, unadded
+        memory, of_blocks = self._absmax(len(ids)) if attention.raises_absmax else self._no_absmax
+        x, branch = self.embed(ids, positions, batch, memory), None
+        for i, (block, absmax) in enumerate(zip(self.blocks, of_blocks, strict=True)):
+            x, branch = block(x, branch, partial(attention, i), absmax)
+        return x, branch
 
-    def logits(self, x: Tensor, unadded: Tensor | None) -> Tensor:
-        """Logits ``[R, vocabulary]`` of rows whose two summands are x and ``unadded``, or that are x."""
-        _, rows = self.norm(x, unadded)
-        logits = project(self.head, rows)
+    def logits(self, x: Tensor, branch: Tensor | None) -> Tensor:
+        """Logits ``[M, vocabulary]`` of hidden states ``x + branch``, or x."""
+        logits = project(self.head, self.norm(x, branch)[1])
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:
-        """Embeddings of R tokens ``[R, hidden]``, which the first block reads.
+        """Embeddings ``[M, hidden]`` of M tokens.
 
         Args:
-            ids: int64 ``[R]``.
-            positions: int32 ``[R]``.
-            batch: sequences; each has R / batch tokens.
+            ids: int64 ``[M]``.
+            positions: int32 ``[M]``.
+            batch: sequences; each has M / batch tokens.
             zeroed: float32, to which zeros are written, if possible by the same kernel: one that does nothing else
                 would not begin before its predecessor ends; or None.
 
         Exactness: bitwise the sum of what the modules return.
         """
-        tokens, places = table_of(self.tokens), None
+        tokens, of_positions = table_of(self.tokens), None
         if self.positions is not None:
-            places = table_of(self.positions)
-        plain = isinstance(places, Table) and places.scale is None and places.dtype is self.dtype
+            of_positions = table_of(self.positions)
+        plain = isinstance(of_positions, Table) and of_positions.scale is None and of_positions.dtype is self.dtype
         if tokens is not None and tokens.dtype is self.dtype and (plain or self.positions is None):
-            at, rows = (positions, places.rows) if isinstance(places, Table) else (None, None)
-            return tokens.embed(ids, at, rows, zeroed)
+            at, table = (positions, of_positions.rows) if isinstance(of_positions, Table) else (None, None)
+            return tokens.embed(ids, at, table, zeroed)
         if zeroed is not None:
             zeroed.zero_()
         x: Tensor = self.tokens(ids.view(batch, -1))
@@ -512,49 +519,45 @@ class Decoder:
     def rotary_tables(self, context: int) -> tuple[Tables, ...]:
         """Cosines and sines ``[context, D]`` of each layer in the model's dtype, by its own modules."""
         example = torch.empty(0, dtype=self.dtype, device=self.device)
-        places = torch.arange(context, device=self.device, dtype=torch.int64)[None]
+        positions = torch.arange(context, device=self.device, dtype=torch.int64)[None]
 
         @cache
         def tables(rotary: Rotary | None) -> Tables:
             if rotary is None:
                 return None, None
-            cos, sin = rotary(example, places)
+            cos, sin = rotary(example, positions)
             return cos[0].to(self.dtype), sin[0].to(self.dtype)  # some models keep float32
 
         return tuple(tables(block.attention.rotary) for block in self.blocks)
 
     def stacked(self, model: nn.Module) -> Decoder:
-        """The decoder with one product for queries, keys and values, and one for gate and up, where there can be.
+        """The decoder with one product for queries, keys and values, and one for gate and up, if the layers allow it.
 
         Weights of the model are moved, a set at a time; see `qcut.layers.stacking`.
 
         Args:
-            model: what the decoder was made of.
+            model: of the decoder.
 
         Raises:
-            RuntimeError: torch's, where memory for the next set is short. Sets before it stay as they are then.
+            RuntimeError: torch's, if memory for the next set is short. Earlier sets stay stacked then.
         """
         stacker = Stacker(model)
-        blocks = []
-        for block in self.blocks:
-            attention = replace(block.attention, projections=stacker.joined(block.attention.projections))
-            mlp = replace(block.mlp, projections=stacker.joined(block.mlp.projections))
-            blocks.append(replace(block, attention=attention, mlp=mlp))
+        blocks = tuple(block.stacked(stacker) for block in self.blocks)
         if stacker.moved_bytes and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
-        return replace(self, blocks=tuple(blocks))
+            torch.cuda.empty_cache()  # the weights' former memory: torch caches it in pieces too small for the next
+        return replace(self, blocks=blocks)
 
-    def _no_absmax(self) -> _Absmax:
-        return _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
+    @property
+    def _no_absmax(self) -> tuple[None, list[BlockAbsmax]]:
+        return None, [(None, None)] * len(self.blocks)
 
-    def _absmax(self, rows: int) -> _Absmax:
-        """Memory for each block, all from one allocation."""
-        wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
-        if not any(map(any, wanted)):
-            return self._no_absmax()
-        memory = torch.empty((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
-        blocks = [
-            BlockAbsmax(*(zeros if of_block else None for zeros, of_block in zip(z, which, strict=True)))
-            for z, which in zip(memory, wanted, strict=True)
+    def _absmax(self, tokens: int) -> tuple[Tensor | None, list[BlockAbsmax]]:
+        """Memory to be zeroed, float32 ``[L, 2, M]`` of all blocks, and the parts of it that each block uses."""
+        used = [(takes_absmax(b.attention.output, tokens), b.mlp.takes_absmax(tokens)) for b in self.blocks]
+        if not any(map(any, used)):
+            return self._no_absmax
+        memory = torch.empty((len(used), 2, tokens), dtype=torch.float32, device=self.device)
+        of_blocks = [
+            (part[0] if a else None, part[1] if m else None) for part, (a, m) in zip(memory, used, strict=True)
         ]
-        return _Absmax(memory, blocks)
+        return memory, of_blocks

@@ -1,12 +1,12 @@
-"""`Engine`: a decoder-only model with memory for its context allocated once, and generation on top.
+"""`Engine`: a decoder-only model with a KV cache, and generation.
 
-`qcut.engine.decoder` computes the model, `qcut.engine.decode_loop` runs the steps.
+`qcut.engine.decoder` computes the model, `qcut.engine.runner` runs it, `qcut.engine.sequence` batches sequences.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,113 +15,100 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.common import versions
-from qcut.engine.attention import PromptAttention, StepAttention
-from qcut.engine.chunked_prefill import Chunk, Span, size_for, size_within, spans
-from qcut.engine.decode_loop import DecodeLoop, Fetched
-from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
 from qcut.engine.families.fidelity import base_of
 from qcut.engine.families.generation_settings import GenerationSettings
-from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import calibration, ring_cache
-from qcut.engine.kv_cache.cache import KVCache, KVDtype
-from qcut.engine.likelihoods import check_top, likelihoods
-from qcut.engine.modes import inference
-from qcut.engine.sequence import Event, Generated, LogProbability, Running
+from qcut.engine.kv_cache.cache import KVDtype
+from qcut.engine.likelihoods import check_top
+from qcut.engine.runner import ModelRunner, inference
+from qcut.engine.sequence import Event, Generated, SequenceBatch, SequenceState
 from qcut.engine.token_ids import (
-    Keep,
     Options,
+    ReusePrefix,
     check_ids,
     end_tokens,
     is_whole,
-    kept_tokens,
     prompt_rows,
+    reused_tokens,
     stops_of,
     token_row,
 )
 from qcut.errors import ConfigError, ContextError, ShapeError
-from qcut.numerics.sampling import History, Rows, Sampling, sample
+from qcut.numerics.sampling import Sampling
 from qcut.text.detokenizer import Detokenizer
 from qcut.text.prompts import Chat, as_ids, check_tokenizer
-from qcut.text.sequence_text import Transcript
+from qcut.text.sequence_text import SequenceText
 
 DEFAULT_CONTEXT = 4096
 """Default context in tokens of an engine whose model was made for more."""
 
 Prompts = str | Sequence[str] | Chat | Sequence[Chat] | Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
-T = TypeVar("T")
+S = TypeVar("S", bound=SequenceState)
 
 
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules do the projections; kernels of qcut do the norms, the attention and the activations between
-    them. Projections that read the same rows are one product: their weights are put side by side, and the model's
-    tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
-    engines go on working. On a GPU steps and chunks of prompts are captured as CUDA graphs at their first use: steps
-    for each power of two of sequences, and of tokens of the longest from 512 up; chunks for sizes of a short list
-    (`warm_up`). The 128 sizes used last are kept; all write their results to the same memory, bounded by the largest.
+    The model's own modules compute the projections, qcut's kernels the norms, attention and activations. Projections of
+    the same input are one product: their weights are stacked, and the model's tensors become views of the stacked ones
+    (`qcut.layers.stacking`). No weight is in memory twice, and the model and further engines go on working. On a GPU
+    decode steps and prefill chunks are captured as CUDA graphs at their first use: decode steps for each power of two
+    of sequences, and each ``max_seq_len`` bucket from 512 up; chunks for sizes of a short list (`warm_up`). The 128
+    sizes used last are kept; all graphs share their memory, bounded by the largest.
 
-    Quantize, load or move the model, set adapters and edit configurations before the engine is made, which looks at
-    modules, their code and their hooks once; afterwards, make a new engine. Hooks that come later are not called by
-    replays, nor by what kernels compute in a module's place. The model is put in evaluation mode. An engine serves one
-    batch of sequences at a time, in one thread. Autocast and inference mode around a call change nothing.
+    Quantize, load or move the model, set adapters and edit configurations before the engine is made: it reads modules,
+    their code and their hooks once. After a change, make a new engine. Later hooks are not called by graph replays, nor
+    by kernels that compute in a module's place. The model is put in evaluation mode. An engine serves one batch of
+    sequences at a time, in one thread. Autocast and inference mode around a call change nothing.
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`, computing what transformers' own class does
             (`qcut.engine.families.fidelity`); or one of these in a `PeftModel`, with adapters of LoRA, IA3 or AdaLoRA.
-        tokenizer: the model's, of transformers; with it prompts may be text and chats, stops strings, and results have
-            text. Token ids are taken as without.
+        tokenizer: the model's, of transformers. With it prompts may be text and chats, stops strings, and results have
+            text.
         batch: most sequences at once.
         context: most tokens of a sequence, prompt included; None takes what the model was made for, up to
             `DEFAULT_CONTEXT`.
-        kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
-            memory of float16; ``int4`` a quarter of it and a little more, for heads of 32, 64, 128 or 256 columns, on a
-            GPU of float16 and bfloat16 models; ``int8/int4`` keys in int8 and values in 4 bits. Keys of ``int4`` are
-            rounded so that errors cancel along the main directions of the model's queries.
-        guide_prompts: token ids that the model reads first to find these directions, as `prefill` takes them, any
+        kv_cache: ``auto`` keeps keys and values in the model's dtype, ``int8`` with a scale for each token and head:
+            half the memory of float16; ``int4`` a quarter of it and a little more, for heads of 32, 64, 128 or 256
+            columns, on a GPU of float16 and bfloat16 models; ``int8/int4`` keys in int8 and values in 4 bits. Keys of
+            ``int4`` are rounded so that errors cancel along the main directions of the model's queries.
+        calibration_prompts: token ids that the model reads to find these directions, as `prefill` takes them, any
             number; None reads four sequences of up to 512 tokens that the model draws itself, always the same ones,
             which takes as long as generating them; an empty list rounds each code to the nearest.
-        graphs: capture steps and prompts on a GPU; False launches every kernel of each.
-        ring: layers whose windows are shorter than the context keep the last tokens of a sequence alone, where these
-            are fewer: a window, and room for so many more, in a `qcut.engine.kv_cache.ring_cache.Ring`. Chunks of
-            prompts have no more tokens then than there is room for, and ``keep`` goes back by no more, but to the
-            start. 0 keeps all tokens in all layers.
-        stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
-            calls each module and leaves the weights where they are.
+        graphs: capture CUDA graphs on a GPU; False launches every kernel.
+        ring: tokens beyond the window in the ring of a sliding-window layer, if that takes less memory than the context
+            (`qcut.engine.kv_cache.ring_cache.Ring`). Prefill chunks are then no longer than this, and ``reuse_prefix``
+            drops no more tokens than this, except all. 0: every layer keeps all tokens.
+        stack: one product for queries, keys and values, and one for gate and up, if the modules allow it; False calls
+            each module and leaves the weights where they are.
 
     Attributes:
         decoder: the model's parts.
         tokenizer: as given.
         end_tokens: ids that end texts, by the model's generation_config and the tokenizer. Nothing stops at them unless
             ``stop`` has them: ``stop=engine.end_tokens``, ``stop=[*engine.end_tokens, "###"]``.
-        settings: what else of the model's generation_config the engine goes by.
+        settings: further settings of the model's generation_config that the engine follows.
         batch: most sequences at once.
         context: most tokens of a sequence.
-        cache: keys and values.
-        logits: those of each prompt's last token after `fill`, ``[batch, vocabulary]``; the next call overwrites them.
-        likeliest: the largest of each row of ``logits``, int64 ``[batch]``.
-        prompt_rows: most tokens of prompts that a layer computes at once, which bounds the memory of its results. May
-            be changed between calls.
+        cache: the KV cache.
+        runner: runs the decoder over the cache; ``runner.max_prefill_tokens`` bounds the memory of prefill.
 
     Raises:
         UnsupportedError: another architecture; a module that computes otherwise than transformers' own; a setting of
             the model's generation_config that changes greedy tokens and that the engine does not have; a cache for
             which the GPU has no kernel. The message names it. Or transformers is too old.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0,
-            another kind of cache, a 4-bit one that the model's heads or type do not go with, or
-            a tokenizer that is none.
-        RuntimeError: torch's, where memory is short. The model's values are as they were.
+            another kind of cache, a 4-bit one for other heads or dtypes, or another kind of tokenizer.
+        RuntimeError: torch's, if memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
-    cache. Tokens that a batch is padded with have no influence; the number of sequences, in which pieces prompts are
-    read, and ``stack`` may change the order of sums in products of floats. The number of sequences and the tokens of
-    the longest, rounded up to 512, 1,024 and so on, decide the order of a step's sums in attention; a longer context
-    does not, but in layers with windows.
+    cache. Padding has no influence. The number of sequences, prefill chunks, and ``stack`` may change the order of sums
+    in products of floats. The number of sequences and the ``max_seq_len`` bucket of the longest one decide the order of
+    sums of a decode step's attention; a longer context does not, except in layers with windows.
     """
-
-    prompt_rows = 8192
 
     def __init__(
         self,
@@ -131,9 +118,9 @@ class Engine:
         batch: int = 1,
         context: int | None = None,
         kv_cache: KVDtype = "auto",
-        guide_prompts: Prompts | None = None,
+        calibration_prompts: Prompts | None = None,
         graphs: bool = True,
-        ring: int = ring_cache.BESIDE,
+        ring: int = ring_cache.SLACK,
         stack: bool = True,
     ) -> None:
         versions.require("transformers")
@@ -156,49 +143,22 @@ class Engine:
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
-        windows = [block.attention.window for block in decoder.blocks]
-        self._rings = [ring_cache.Ring.of(window, ring, context, decoder.heads.size) for window in windows]
-        self._allocate(batch, context, kv_cache, graphs)
+        runner = ModelRunner(self.decoder, batch, context, kv_cache=kv_cache, ring=ring, graphs=graphs)
+        self._use(runner)
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
-        held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
+        held = (*model.parameters(), *model.buffers()) if runner.graphs is not None else ()
         self._held = [tensor.detach() for tensor in held]
-        if self.cache.takes_guides:
-            self._guide(model, guide_prompts, graphs=graphs, stack=stack)
+        if self.cache.needs_calibration:
+            self._calibrate(model, calibration_prompts, graphs=graphs, stack=stack)
 
-    def _allocate(self, batch: int, context: int, kv_cache: KVDtype, graphs: bool) -> None:
-        """Memory for sequences."""
-        self.batch, self.context, decoder = batch, context, self.decoder
-        heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        with inference():
-            self.cache = self.cache_of(batch, kv_cache)
-            self._tables = decoder.rotary_tables(context)
-            # Each engine has counters of its own, since graphs of two engines may run at once.
-            self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
-            self.logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
-            self.likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
+    def _use(self, runner: ModelRunner) -> None:
+        self.runner, self.batch, self.context, self.cache = runner, runner.batch, runner.context, runner.cache
         self._lengths: list[int] = []
-        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
 
-    def cache_of(self, batch: int, kv_cache: KVDtype) -> KVCache:
-        """An empty cache of the model's keys and values, as long as this engine's context."""
-        decoder = self.decoder
-        return KVCache(
-            len(decoder.blocks),
-            batch,
-            decoder.heads.keys,
-            self.context + 1,  # sequences that have ended, and padding, write to the place behind the context
-            decoder.heads.size,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            kv_dtype=kv_cache,
-            rings=self._rings,
-        )
-
-    def beside(self, batch: int) -> Engine:
+    def with_batch(self, batch: int) -> Engine:
         """Another engine over the same weights, with memory of its own for ``batch`` sequences of the same context."""
         other = copy.copy(self)
-        other._allocate(batch, self.context, self.cache.kv_dtype, self._graphs is not None)
-        other.cache.share_guides(self.cache)
+        other._use(self.runner.with_batch(batch))
         return other
 
     @property
@@ -206,45 +166,45 @@ class Engine:
         """Number of tokens in the cache for each sequence."""
         return tuple(self._lengths)
 
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+    # ── prefill and decode ───────────────────────────────────────────────────────────────────────
 
     @inference()
-    def prefill(self, prompts: Prompts, *, keep: Keep = False) -> Tensor:
-        """Read a prompt for each sequence, from the start or after tokens that the cache holds.
+    def prefill(self, prompts: Prompts, *, reuse_prefix: ReusePrefix = False) -> Tensor:
+        """Append a prompt to each sequence, from the start or after a prefix that the cache holds.
 
-        A chat keeps everything and reads what is new; requests that begin alike keep their common beginning, read once.
+        A chat reuses everything and appends its new message; requests with a common prefix reuse it.
 
         Args:
             prompts: token ids, of any lengths from 1 up; a tensor has one length for all. Ids on a device are fetched
                 to be checked. With a tokenizer also a string, a list of strings, a chat, which is a list of messages
                 ``{"role": …, "content": …}``, or a list of chats. Strings get the special tokens that the tokenizer
                 adds; chats go through its template, with the beginning of an answer.
-            keep: how many tokens of each sequence stay, from its first on: False for none, True for all, one number for
-                all sequences or a number for each prompt. Prompt i continues sequence i; sequences beyond the prompts
-                are dropped.
+            reuse_prefix: how many tokens of each sequence stay, from its first on: False for none, True for all, one
+                number for all sequences or a number for each prompt. Prompt i continues sequence i; sequences beyond
+                the prompts are dropped.
 
         Returns:
             Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
 
         Raises:
-            ContextError: more prompts than the batch, a prompt longer than what is left of the context, or tokens to
-                keep before which a layer's window is no longer in its ring. The cache stays as it was.
+            ContextError: more prompts than the batch, a prompt longer than the rest of the context, or a prefix whose
+                window is no longer in a layer's ring. The cache stays as it was.
             ShapeError: no prompt, an empty one, a tensor that is not ``[B, T]``, or another number of prompts than of
-                sequences to keep.
+                prefixes.
             DtypeError: text without a tokenizer, prompts of several kinds, or ids that are no integers.
             ConfigError: an id outside of the vocabulary, text that the tokenizer does not take, a message without role
-                or content, chats where the tokenizer has no template for them or it refuses one, or ``keep`` of another
-                kind or beyond what a sequence holds.
+                or content, chats that the tokenizer has no template for or refuses, or ``reuse_prefix`` of another kind
+                or beyond the tokens of a sequence.
 
-        Exactness: in which pieces a prompt is read may change the order of sums of floats.
+        Exactness: chunks of prefill may change the order of sums of floats.
         """
-        ids, kept = self.checked(prompts, keep)
-        self.fill(ids, kept)
-        return self.logits[: len(ids)].clone()
+        ids, starts = self.checked(prompts, reuse_prefix)
+        self._prefill(ids, starts)
+        return self.runner.logits[: len(ids)].clone()
 
     @inference()
     def score(self, prompts: Prompts) -> list[Tensor]:
-        """Empty the cache, read a prompt for each sequence, and score its tokens. Logits of a chunk are in memory.
+        """Prefill new sequences, and score their tokens. Logits of a whole chunk are in memory.
 
         Args:
             prompts: see `prefill`.
@@ -255,16 +215,18 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        ids, kept = self.checked(prompts, False)
+        ids, starts = self.checked(prompts, False)
         scores: list[list[Tensor]] = [[] for _ in ids]
-        for row, first, logits in self.fill_scored(ids, kept):
+        self._lengths = []
+        for row, first, logits in self.runner.prefill_scored(ids, starts):
             following = ids[row][first + 1 : first + len(logits) + 1].to(logits.device)
             scores[row].append(F.cross_entropy(logits[: len(following)].float(), following, reduction="none"))
+        self._lengths = [len(row) for row in ids]
         return [torch.cat(found) for found in scores]
 
     @inference()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Read one more token for each sequence.
+        """Append a token to each sequence.
 
         Args:
             tokens: ids ``[B]``, B the number of prompts.
@@ -273,8 +235,8 @@ class Engine:
             Logits ``[B, vocabulary]``, in the model's dtype.
 
         Raises:
-            ContextError: a sequence fills the context, or its window is no longer in a layer's ring. The engine stays
-                as it is.
+            ContextError: a sequence fills the context, or its window is no longer in a layer's ring. The cache stays as
+                it was.
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
@@ -287,19 +249,19 @@ class Engine:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
         for i, length in enumerate(self._lengths):
             self._check_window(i, length)
-        logits = self.take_step(self.loop_from(flat, self._lengths)).clone()
+        logits = self.runner.decode_step(self.runner.decode_loop(flat, self._lengths)).clone()
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
     def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
-        """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
+        """Serve requests of some sizes once and empty the cache: later ones do not wait for kernels and graphs.
 
-        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs. Steps
-        are captured for sequences of all lengths.
+        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs. All
+        ``max_seq_len`` buckets of decode steps are captured.
 
         Args:
-            lengths: tokens of prompts to come. A chunk of a prompt has the next size of 1, 2, 4 to 64, and then four an
-                octave: 80, 96, 112, 128, 160 and so on.
+            lengths: tokens of prompts. A prefill chunk has the next size of 1, 2, 4 to 64, and then four an octave: 80,
+                96, 112, 128, 160 and so on.
             sequences: prompts of a request; a chunk has the next size of 1 to 8, 10, 12, 14, 16, 20 and so on.
 
         Raises:
@@ -313,13 +275,8 @@ class Engine:
                 raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
             if what == "length":
                 self.generate(torch.zeros(sequences, count, dtype=torch.int64, device="cpu"), 1)
-                self.capture_steps(sequences)
+                self.runner.capture_decode(sequences)
         self._lengths = []
-
-    @inference()
-    def capture_steps(self, sequences: int) -> None:
-        """Capture the steps of so many sequences of all lengths, unless they are; what they had to read is lost."""
-        self.loop_from(torch.zeros(sequences, dtype=torch.int64, device="cpu"), [0] * sequences).capture()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -335,7 +292,7 @@ class Engine:
         skip_special_tokens: bool = True,
         top: int | None = None,
         on_token: OnToken | None = None,
-        keep: Keep = False,
+        reuse_prefix: ReusePrefix = False,
     ) -> list[Generated]:
         """Continue prompts, each until a stop token or string, ``max_new_tokens``, or the context's end.
 
@@ -345,17 +302,18 @@ class Engine:
             min_new_tokens: before so many no id of ``stop`` is chosen, and no string of it ends a sequence; None takes
                 the model's, by its generation_config: none, mostly.
             sampling: how tokens are chosen; None takes the likeliest, by the model's own repetition penalty. Penalties
-                go by the prompts of this call and what continues them, not by what is kept.
+                count the tokens of this call's prompts and the new ones, not those of reused prefixes.
             stop: ids that end a sequence, and, with a tokenizer, strings. The string that is complete first ends it. It
-                is looked for in the text with those special tokens that it names.
+                is searched in the text with those special tokens that it names.
             skip_special_tokens: leave special tokens out of texts.
             top: `Generated.log_probabilities` has those of each token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
-            keep: see `prefill`. To go on after a call, keep all and begin each prompt with that call's last token.
+            reuse_prefix: see `prefill`. To go on after a call, reuse all and begin each prompt with that call's last
+                token.
 
         Returns:
-            One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
+            One `Generated` for each prompt. The last token of each is not in the cache: `decode` may go on from it.
 
         Raises:
             As `prefill`; and ConfigError: ``max_new_tokens`` below 1, ``min_new_tokens`` below 0 or beyond it, ``top``
@@ -363,11 +321,11 @@ class Engine:
         """
         check_top(top, self.decoder.vocabulary)
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
-        running, ids = self._begun(prompts, options, keep)
-        for event in self._continued(running, ids, self._lengths, top):
+        sequences = self._prefilled(prompts, options, reuse_prefix, top)
+        for event in self._decoded(sequences, self._lengths):
             if on_token is not None and event.token is not None:
                 on_token(event.sequence, event.token)
-        return [sequence.result for sequence in running]
+        return [sequence.generated for sequence in sequences]
 
     @inference()
     def stream(
@@ -380,12 +338,12 @@ class Engine:
         stop: Iterable[int | str] = (),
         skip_special_tokens: bool = True,
         top: int | None = None,
-        keep: Keep = False,
+        reuse_prefix: ReusePrefix = False,
     ) -> Generator[Event, None, None]:
-        """Continue prompts as `generate` does, and give each token and its text as they come.
+        """Continue prompts as `generate` does, and yield each token and its text as they come.
 
-        Prompts are read before the call returns. Whoever closes the generator, or leaves a loop over it, ends
-        generation: the cache holds prompts and tokens up to each sequence's last event, whose token has not been read.
+        Prefill ends before the call returns. Closing the generator, or leaving a loop over it, ends generation: the
+        cache holds prompts and tokens up to each sequence's last event, except for its token.
 
         Args:
             prompts: see `prefill`.
@@ -395,33 +353,49 @@ class Engine:
             stop: see `generate`.
             skip_special_tokens: see `generate`.
             top: see `generate`; events have them.
-            keep: see `prefill`.
+            reuse_prefix: see `prefill`.
 
         Returns:
-            A generator of `qcut.engine.sequence.Event`, of the sequences in turn.
+            A generator of `qcut.engine.sequence.Event`, in order of the sequences at each step.
 
         Raises:
-            As `generate`. The generator raises ConfigError where the engine has served another call since.
+            As `generate`. The generator raises ConfigError if the engine has served another call since.
         """
         check_top(top, self.decoder.vocabulary)
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
-        running, ids = self._begun(prompts, options, keep)
-        return self._continued(running, ids, self._lengths, top)
+        return self._decoded(self._prefilled(prompts, options, reuse_prefix, top), self._lengths)
 
-    def _begun(self, prompts: Prompts, options: Options, keep: Keep) -> tuple[list[Running], list[Tensor]]:
-        """Check what `generate` takes, read the prompts, and make their sequences; the prompts' ids are with them."""
-        ids, kept = self.checked(prompts, keep)
-        lengths = [before + len(row) for before, row in zip(kept, ids, strict=True)]
-        running = self.sequences(ids, lengths, options)
-        self.fill(ids, kept)
-        return running, ids
+    def _prefilled(
+        self, prompts: Prompts, options: Options, reuse_prefix: ReusePrefix, top: int | None
+    ) -> list[SequenceState]:
+        """Check the arguments of `generate`, make the sequences, and prefill them."""
+        ids, starts = self.checked(prompts, reuse_prefix)
+        lengths = [start + len(row) for start, row in zip(starts, ids, strict=True)]
+        sequences = self.sequences(partial(SequenceState, top=top), ids, lengths, options)
+        self._prefill(ids, starts)
+        return sequences
+
+    def _prefill(self, prompts: list[Tensor], starts: list[int]) -> None:
+        self._lengths = starts if any(starts) else []
+        self.runner.prefill(prompts, starts)
+        self._lengths = [start + len(prompt) for start, prompt in zip(starts, prompts, strict=True)]
 
     def sequences(
-        self, prompts: Sequence[Tensor], lengths: Sequence[int], options: Options, fewest: int = 1
-    ) -> list[Running]:
-        """Sequences to be continued, of checked prompts; ``lengths`` are those in the cache once prompts are read.
+        self,
+        make: Callable[..., S],
+        prompts: Sequence[Tensor],
+        lengths: Sequence[int],
+        options: Options,
+        fewest: int = 1,
+    ) -> list[S]:
+        """Sequences to be continued, of checked prompts.
 
-        ``fewest`` is the least ``max_new_tokens``.
+        Args:
+            make: takes the arguments of `SequenceState`.
+            prompts: ids of each.
+            lengths: tokens of each sequence in the cache after prefill.
+            options: of the caller.
+            fewest: least ``max_new_tokens``.
 
         Raises:
             ConfigError: see `generate`.
@@ -431,17 +405,19 @@ class Engine:
         stops, strings = stops_of(options.stop, text=detokenizer is not None)
         settings, least = self.settings, options.min_new_tokens
         return [
-            Running(
+            make(
+                ids,
                 length,
                 self.context,
                 options.max_new_tokens,
                 stops,
-                None if detokenizer is None else Transcript(detokenizer, row.tolist(), strings),
+                None if detokenizer is None else SequenceText(detokenizer, ids, strings),
+                index=i,
                 sampling=settings.sampling(options.sampling),
                 bans=settings.bans(sorted(stops), length, least),
                 least=least or 0,
             )
-            for row, length in zip(prompts, lengths, strict=True)
+            for i, (ids, length) in enumerate(zip([prompt.tolist() for prompt in prompts], lengths, strict=True))
         ]
 
     def _detokenizer(self, skip_special_tokens: bool) -> Detokenizer | None:
@@ -453,246 +429,77 @@ class Engine:
             self._detokenizers[skip_special_tokens] = found
         return found
 
-    def _continued(
-        self, running: list[Running], prompts: list[Tensor], lengths: list[int], top: int | None
-    ) -> Generator[Event, None, None]:
-        """Continue sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
+    def _decoded(self, sequences: list[SequenceState], lengths: list[int]) -> Generator[Event, None, None]:
+        """Decode prefilled sequences until all have ended; updates ``lengths``, their tokens in the cache."""
         self._check_current(lengths)
-        n, device = len(running), self.decoder.device
-        # Not around the whole: a generator enters and leaves its contexts for every token.
+        # Not around the whole body: a generator enters and leaves its contexts for every token.
         with inference():
-            first, history = self.likeliest[:n], None
-            sampling: Sampling | Rows = running[0].sampling  # one for all
-            if any(sequence.bans for sequence in running):
-                sampling = Rows.of([running[0].sampling] * n, device, [sequence.bans for sequence in running])
-            if sampling.penalizes:
-                history = History.empty(n, self.decoder.vocabulary, device)
-                for row, prompt in enumerate(prompts):
-                    history.start(row, prompt)
-            chooses = not running[0].takes_likeliest
-            if chooses:
-                sequences = torch.arange(n, device=device, dtype=torch.int64)
-                positions = torch.tensor(lengths, device=device, dtype=torch.int64)
-                first = sample(self.logits[:n], sampling, sequences, positions, history)
-            loop = self.loop_from(first, lengths)
-            found = likelihoods(self.logits[:n], first, [top] * n)
-
-        @inference()
-        def advance() -> tuple[Fetched, list[LogProbability | None]]:
-            if history is not None:
-                history.add(loop.tokens)
-            following = self.take_step(loop)
-            if chooses:
-                loop.choose(sample(following, sampling, sequences, positions.add_(1), history))
-            return loop.fetched(), likelihoods(following, loop.tokens, [top] * n)
-
-        arriving = Fetched(loop.tokens), found
+            batch = SequenceBatch[SequenceState](self.runner, len(sequences))
+            new = batch.start(sequences)
+        step = inference()(batch.step)
         while True:
-            # The device computes the next step while the host waits; wasted where stops end all sequences.
-            ahead = advance() if device.type == "cuda" and any(s.may_want_two for s in running) else None
-            tokens, found = arriving
-            for i, token in enumerate(tokens.wait()):
-                sequence = running[i]
-                if sequence.reason is not None:
-                    loop.park(i)
+            # The device computes the next step while the host waits; the step is wasted if stops end all sequences.
+            ahead = step() if batch.runs_ahead and any(s.has_next for s in sequences) else None
+            for sequence, token, log_probability in new.wait():
+                if sequence.finish_reason is not None:
+                    batch.pad(sequence)
                     continue
-                likelihood = found[i] if found else None
-                text = sequence.take(token, likelihood)
-                lengths[i] = sequence.length
-                yield Event(i, token, text, sequence.reason, likelihood)
+                text = sequence.append(token, log_probability)
+                lengths[sequence.index] = sequence.length
+                yield Event(sequence.index, token, text, sequence.finish_reason, log_probability)
                 self._check_current(lengths)
-            if all(s.reason for s in running):
+            if all(s.finish_reason for s in sequences):
                 return
-            arriving = ahead or advance()
+            new = ahead or step()
 
-    def loop_from(self, tokens: Tensor, lengths: Sequence[int]) -> DecodeLoop:
-        """The decode loop for the first n sequences; captured in a graph where graphs are used.
-
-        Args:
-            tokens: the next of each, int64 ``[n]``.
-            lengths: tokens of each before it.
-        """
-        n = len(lengths)
-        size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
-
-        def make() -> DecodeLoop:
-            return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
-
-        if self._graphs is None:
-            loop = make()
-        else:
-            self._graphs.refresh()
-            loop = self._graphs.get(("steps", size), make)
-        loop.start(tokens, torch.tensor(lengths, dtype=torch.int32, device="cpu"))
-        return loop
-
-    def take_step(self, loop: DecodeLoop) -> Tensor:
-        """Queue a step of a loop's n sequences; logits ``[n, vocabulary]`` in memory that the next may overwrite."""
-        logits = loop.step()
-        for row, end in enumerate(loop.ends):
-            self.cache.wrote(row, 1, end)
-        return logits
-
-    def _guide(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
-        """Find by what keys of 4 bits are rounded: an engine over a cache of floats reads the prompts."""
-        rows = None if prompts is None else self._rows(prompts)
-        if rows == []:
+    def _calibrate(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
+        """Calibrate the rounding of 4-bit keys: an engine over a cache of floats prefills the prompts."""
+        given = None if prompts is None else self._ids(prompts)
+        if given == []:
             return
-        batch = calibration.PROMPTS if rows is None else min(calibration.PROMPTS, len(rows))
-        longest = calibration.TOKENS if rows is None else max(1, *map(len, rows))
-        reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
-        read = calibration.drawn(reader, self.decoder.vocabulary) if rows is None else rows
+        batch = calibration.PROMPTS if given is None else min(calibration.PROMPTS, len(given))
+        longest = calibration.TOKENS if given is None else max(1, *map(len, given))
+        other = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
+        given = calibration.drawn(other, self.decoder.vocabulary) if given is None else given
         with inference():
-            self.cache.set_guides(calibration.guides_of(reader, read, self._tables))
-
-    def watched(
-        self, prompts: list[Tensor], watch: Callable[[PromptAttention], calibration.Watch]
-    ) -> list[calibration.Watch]:
-        """Read prompts as `prefill` does, for `qcut.engine.kv_cache.calibration`: what each chunk attended to."""
-        seen = []
-        for chunk, _ in self._chunks(*self.checked([row.tolist() for row in prompts], False)):
-
-            def read(chunk: Chunk = chunk) -> calibration.Watch:
-                found = watch(self._prompt_attention(chunk))
-                positions, _ = chunk.places()
-                self.decoder(chunk.ids.flatten(), positions, chunk.sequences, found)
-                return found
-
-            seen.append(self._launched(read))
-        self._lengths = []
-        return seen
-
-    # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
-
-    def fill(self, prompts: list[Tensor], kept: list[int]) -> None:
-        """Read prompts after the tokens that are kept; `logits` and `likeliest` tokens after them are in memory then.
-
-        Args:
-            prompts: checked ids of each, int64 ``[T]`` on the host, T at least 1, that fit the context.
-            kept: tokens of each sequence before its prompt.
-        """
-        self._lengths = kept if any(kept) else []
-        for chunk, _ in self._chunks(prompts, kept):
-            if chunk.graph is not None:
-                chunk.graph.replay()
-            elif self._graphs is not None:
-                chunk.graph = self._graphs.run_and_capture(partial(self._read_ends, chunk))
-            else:
-                self._launched(partial(self._read_ends, chunk))
-        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
-
-    def fill_scored(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[int, int, Tensor]]:
-        """Read prompts as `fill` does, and give what follows each of their tokens, chunk by chunk.
-
-        Args:
-            prompts: see `fill`.
-            kept: see `fill`.
-
-        Returns:
-            Index of a prompt, that of its first token in a chunk, and logits ``[T, vocabulary]`` after each token.
-        """
-        self._lengths = []
-        for chunk, span in self._chunks(prompts, kept):
-            logits = self._launched(partial(self._read_all, chunk))
-            for row, (rows, first, count) in enumerate(zip(logits, *span, strict=False)):
-                yield row, first, rows[:count]
-        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
-
-    def _chunks(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[Chunk, Span]]:
-        """Chunks that cover prompts in order, filled, and what of the prompts they read."""
-        if self._graphs is not None:
-            self._graphs.refresh()
-        sequences = min(self.batch, size_for(len(prompts), doubling=1))
-        rooms = [ring.room for ring in self._rings if ring is not None]
-        most = size_within(min([max(1, self.prompt_rows // sequences), *rooms]))
-        for row, (prompt, start) in enumerate(zip(prompts, kept, strict=True)):
-            self.cache.wrote(row, start, start + len(prompt))
-        for span in spans([len(prompt) for prompt in prompts], most):
-            size = sequences, min(size_for(max(span.counts)), self.context)
-            make = partial(Chunk, *size, self.context, self.decoder.device)
-            chunk = make() if self._graphs is None else self._graphs.get(("chunk", *size), make)
-            chunk.fill(prompts, kept, span)
-            yield chunk, span
-
-    def _launched(self, run: Callable[[], T]) -> T:
-        """What ``run`` returns, which may run twice: on a GPU, kernels that it lacks are built together."""
-        if self.decoder.device.type != "cuda":
-            return run()
-        from qcut.jit.waiting import dry_run_first
-
-        return dry_run_first(run)
-
-    def _read_all(self, chunk: Chunk) -> Tensor:
-        """Read a chunk as `_read_ends` does; logits after every token, ``[S, T, vocabulary]``."""
-        read = self._read(chunk)
-        self._end(chunk, *read)
-        return self.decoder.logits(*read).unflatten(0, (chunk.sequences, chunk.rows))
-
-    def _read_ends(self, chunk: Chunk) -> None:
-        """Read a chunk; logits and likeliest tokens after the last token of each sequence are in memory then."""
-        self._end(chunk, *self._read(chunk))
-
-    def _end(self, chunk: Chunk, x: Tensor, unadded: Tensor | None) -> None:
-        rows, n = chunk.last_rows(), chunk.sequences
-        logits = self.decoder.logits(x[rows], None if unadded is None else unadded[rows])
-        self.logits[:n].copy_(logits)
-        self.likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
-
-    def _read(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
-        """A chunk of S times T tokens through all blocks: what `Decoder.logits` takes, ``[S T, hidden]``."""
-        positions, slots = chunk.places()
-        attention: Attention
-        if chunk.rows == 1:
-            attention = StepAttention(self.cache, self._tables, positions, slots, self._counters)
-        else:
-            attention = self._prompt_attention(chunk)
-        return self.decoder(chunk.ids.flatten(), positions, chunk.sequences, attention)
-
-    def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
-        return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
-
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, reach: int, others: Sequence[int] = ()) -> Tensor:
-        """A step as `DecodeLoop` reads it."""
-        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
-        # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
-        settled = self._graphs is not None
-        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
-        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
+            lists = [prompt.tolist() for prompt in given]
+            ids = [each for i in range(0, len(lists), batch) for each in other.checked(lists[i : i + batch], False)[0]]
+            self.cache.set_calibration(calibration.calibrate_keys(other.runner, ids, self.runner.tables))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
     def _check_current(self, lengths: list[int]) -> None:
-        """Refuse to go on where the engine has served another call: each that writes the cache makes a new list."""
+        """Refuse to go on if the engine has served another call: each that writes the cache makes a new list."""
         if self._lengths is not lengths:
             raise ConfigError("this stream is over: the engine has served another call since")
 
-    def _check_window(self, row: int, length: int) -> None:
-        """Refuse to go on after tokens of a sequence before which a layer's window is no longer there."""
-        if 0 < length < (least := self.cache.least(row)):
+    def _check_window(self, slot: int, length: int) -> None:
+        """Refuse to go on after tokens of a sequence whose window is no longer in a layer's ring."""
+        if 0 < length < (least := self.cache.least(slot)):
             raise ContextError(
-                f"sequence {row} would go on after {length} tokens, some of which rings of layers with windows have"
+                f"sequence {slot} would go on after {length} tokens, some of which rings of layers with windows have"
                 f" lost; allowed: 0, {least} and more, or an engine with ring=0"
             )
 
-    def _rows(self, prompts: Prompts) -> list[Tensor]:
+    def _ids(self, prompts: Prompts) -> list[Tensor]:
         """Ids of each prompt, ``[T]`` on the host, not checked yet."""
         return prompt_rows(as_ids(prompts, self.tokenizer, self.decoder.vocabulary))
 
-    def checked(self, prompts: Prompts, keep: Keep) -> tuple[list[Tensor], list[int]]:
-        """Ids of each prompt, int64 ``[T]`` on the host, and the tokens that are kept before it."""
-        rows = self._rows(prompts)
-        if not rows:
+    def checked(self, prompts: Prompts, reuse_prefix: ReusePrefix) -> tuple[list[Tensor], list[int]]:
+        """Ids of each prompt, int64 ``[T]`` on the host, and the tokens of its reused prefix."""
+        ids = self._ids(prompts)
+        if not ids:
             raise ShapeError("no prompt; allowed: 1 and more")
-        if len(rows) > self.batch:
-            raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
-        kept = kept_tokens(keep, self._lengths, len(rows))
-        for i, (row, before) in enumerate(zip(rows, kept, strict=True)):
-            if not len(row):
+        if len(ids) > self.batch:
+            raise ContextError(f"{len(ids)} prompts; this engine's batch is {self.batch}")
+        starts = reused_tokens(reuse_prefix, self._lengths, len(ids))
+        for i, (prompt, start) in enumerate(zip(ids, starts, strict=True)):
+            if not len(prompt):
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
-            if before + len(row) > self.context:
-                after = f" after {before}" if before else ""
-                raise ContextError(f"prompt {i} has {len(row)} tokens{after}; this engine's context is {self.context}")
-            self._check_window(i, before)
-        for row in rows:
-            check_ids(row, self.decoder.vocabulary)
-        return [row.long() for row in rows], kept
+            if start + len(prompt) > self.context:
+                found = f"{len(prompt)} tokens after {start}" if start else f"{len(prompt)} tokens"
+                raise ContextError(f"prompt {i} has {found}; this engine's context is {self.context}")
+            self._check_window(i, start)
+        for prompt in ids:
+            check_ids(prompt, self.decoder.vocabulary)
+        return [prompt.long() for prompt in ids], starts

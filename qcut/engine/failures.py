@@ -1,4 +1,4 @@
-"""What a failure ends: one request, those of a step, or, where the device is lost, the scheduler."""
+"""Errors of requests, and errors after which the device computes no more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qcut.errors import DeviceError, QcutError, RequestError
 
 
 def as_failure(error: BaseException) -> QcutError:
-    """The error that a request's sender gets. Panics of tokenizers and exits of listeners are no `Exception`."""
+    """A failure as the error of a request. Panics of tokenizers and exits of listeners are no `Exception`."""
     # Frames of the failure would keep their tensors alive as long as the request, and memory may be what is short.
     traceback.clear_frames(error.__traceback__)
     if isinstance(error, QcutError):

@@ -1,4 +1,4 @@
-"""CUDA graphs of an engine, captured once for each size."""
+"""CUDA graphs, captured once for each size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import torch
 T = TypeVar("T")
 
 MAX_GRAPHS = 128
-"""Most sizes whose graphs an engine keeps. A graph takes memory on the host and the device, its kernels' results do
-not: all graphs write them to the same memory."""
+"""Most sizes whose graphs are kept. A graph takes memory on the host and the device; results share one pool."""
 
 
 class Graphs:
-    """What an engine has captured, by size: steps and chunks of prompts.
+    """Graphs of a runner by size, of decode steps and prefill chunks.
 
-    The graphs share one pool of memory and one stream, so that the results of the largest bound the memory of all: no
-    two run at a time, and nobody reads what one has left in the pool after the next. The graphs that have not been used
-    for longest are dropped.
+    The graphs share one memory pool and one stream: no two run at a time, no result in the pool is read after the next
+    replay, and the results of the largest graph bound the memory of all. The least recently used graphs are dropped.
 
     Args:
         device: a CUDA device.
@@ -39,13 +37,13 @@ class Graphs:
         return len(self._made)
 
     def refresh(self) -> None:
-        """Drop all graphs if kernels have been chosen anew since: graphs launch the kernels of their time."""
+        """Drop all graphs if kernels have been chosen anew since: graphs launch the earlier ones."""
         if self._generation != _generation():
             self._made.clear()
             self._pool, self._generation = None, _generation()
 
     def get(self, size: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` has made for a size, now or before. It holds its graph, and is of one type for each size."""
+        """The result of ``make`` for a size, now or earlier. It holds its graph, and has one type for each size."""
         made = self._made.get(size)
         if made is None:
             with torch.inference_mode(False), torch.no_grad():  # its tensors are written in other modes, too
@@ -59,12 +57,12 @@ class Graphs:
     def run_and_capture(
         self, run: Callable[[], object], before: Callable[[], object] | None = None
     ) -> torch.cuda.CUDAGraph:
-        """Do some work, and capture it in a graph.
+        """Run some work, and capture it in a graph.
 
         Args:
-            run: queues the work. It runs before it is captured, so that kernels are built and loaded and memory that
-                outlives a call is allocated; twice where kernels are missing, which are built together.
-            before: runs in place of ``run`` before it is captured, where more than its kernels are to be ready.
+            run: queues the work. It runs before it is captured, so that kernels are built and loaded and lasting memory
+                is allocated; twice if kernels are missing, which are built together.
+            before: runs in place of ``run`` before the capture, to build and load further kernels.
 
         Raises:
             RuntimeError: torch's, where ``run`` cannot be captured.

@@ -1,13 +1,15 @@
-"""A request to continue a prompt, as its sender holds it: what comes, and the way to end it."""
+"""`Request`: a sequence of a scheduler, its events, and its cancellation."""
 
 from __future__ import annotations
 
 import logging
 import queue
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from qcut.common.failures import is_interrupt
-from qcut.engine.sequence import End, Event, Generated, LogProbability, Running
+from qcut.engine.likelihoods import LogProbability
+from qcut.engine.sequence import End, Event, Generated, SequenceState
 from qcut.errors import QcutError
 
 _log = logging.getLogger("qcut")
@@ -15,59 +17,47 @@ _log = logging.getLogger("qcut")
 Listener = Callable[[Event], object]
 
 
-class Request:
-    """A prompt that is being continued.
+class Request(SequenceState):
+    """A prompt that is being continued by a scheduler.
 
-    Iterating gives the new tokens as they come, in any thread but the scheduler's; with a listener there is nothing to
-    iterate over.
+    Iterating gives the new tokens as they come, in any thread except the scheduler's; with a listener there is nothing
+    to iterate over.
 
     Args:
-        prompt: its ids.
-        running: the sequence.
-        top: how many of the likeliest tokens each event lists; None: no log-probabilities.
-        prompt_top: the same of the prompt's tokens.
+        arguments: of `SequenceState`, of the prompt on.
+        prompt_top: how many of the likeliest tokens are listed with each token of the prompt; None: none is scored.
         listener: called with each event, in place of the queue.
+        options: of `SequenceState`.
 
     Attributes:
-        reason: why the sequence has ended; None while it goes on.
-        found: tokens of the prompt that the cache of beginnings had.
-        prompt_log_probabilities: of the prompt's tokens from the second on, where they were asked for, once the prompt
-            has been read, which is before the first event; else None.
-        error: what the request has failed with.
-        is_cancelled: whether the sender has ended it.
+        reason: why the sequence has ended, once that has been delivered; None before.
+        reused_tokens: prompt tokens whose keys and values came from the prefix cache.
+        prompt_log_probabilities: of the prompt's tokens from the second on, if asked for, once the prompt has been
+            prefilled, which is before the first event; else None.
+        error: the request's failure, or None.
+        is_cancelled: whether `cancel` was called.
     """
 
-    def __init__(
-        self,
-        prompt: tuple[int, ...],
-        running: Running,
-        top: int | None,
-        prompt_top: int | None,
-        listener: Listener | None,
-    ) -> None:
-        self.prompt, self.running, self.top, self.prompt_top = prompt, running, top, prompt_top
+    def __init__(self, *arguments: Any, prompt_top: int | None, listener: Listener | None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.prompt_top = prompt_top
         self.reason: End | None = None
-        self.found = 0
+        self.reused_tokens = 0
         self.prompt_log_probabilities: list[LogProbability] | None = None
         self.error: QcutError | None = None
         self.is_cancelled = False
         self._listener = listener
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
-    @property
-    def tokens(self) -> list[int]:
-        """Ids of the new tokens so far."""
-        return self.running.tokens
-
     def cancel(self) -> None:
         """End the sequence before its next token; nothing where it has ended. May be called in any thread."""
         self.is_cancelled = True
 
     def events(self) -> Iterator[Event]:
-        """What comes, up to and with the end, once.
+        """Events up to and including the end, once.
 
         Raises:
-            QcutError: what the request has failed with.
+            QcutError: the request's `error`.
         """
         while True:
             event = self._events.get()
@@ -85,14 +75,14 @@ class Request:
         """Wait for the end. Tokens of a cancelled request are those that came before.
 
         Raises:
-            QcutError: what the request has failed with.
+            QcutError: the request's `error`.
         """
         for _ in self.events():
             pass
-        return self.running.result
+        return self.generated
 
-    def tell(self, event: Event) -> None:
-        """Pass an event on; the scheduler does."""
+    def deliver(self, event: Event) -> None:
+        """Called by the scheduler with each event."""
         self.reason = event.reason
         if self._listener is None:
             self._events.put(event)
@@ -104,3 +94,13 @@ class Request:
                 raise
             _log.exception("a request's listener has failed; the request is cancelled")
             self.cancel()
+
+    def deliver_cancelled(self) -> None:
+        """End a cancelled sequence."""
+        self.deliver(Event(self.index, None, self.finish_cancelled(), "cancelled"))
+
+    def fail(self, error: QcutError) -> None:
+        """End the sequence with an error, unless its end has been delivered."""
+        if self.reason is None:
+            self.error = error
+            self.deliver(Event(self.index, None, None, "failed"))

@@ -1,4 +1,4 @@
-"""Continuous batching: sequences join and leave a batch that keeps running."""
+"""Continuous batching: a batch that keeps running admits sequences and retires them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import cast
 
@@ -17,175 +18,122 @@ from torch import Tensor
 
 from qcut.common.failures import is_interrupt
 from qcut.engine.chunked_prefill import size_for
-from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.failures import as_failure, check_device
-from qcut.engine.kv_cache.prefix_cache import Found, Prefixes
-from qcut.engine.likelihoods import check_top, likelihoods
-from qcut.engine.modes import inference
+from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
+from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
 from qcut.engine.request import Listener, Request
-from qcut.engine.sequence import Event, LogProbability, Running
+from qcut.engine.runner import inference
+from qcut.engine.sequence import Event, NewTokens, SequenceBatch
 from qcut.engine.token_ids import Options, is_whole
-from qcut.errors import BusyError, ConfigError, QcutError, ShapeError
-from qcut.numerics.sampling import History, Rows, Sampling, sample
+from qcut.errors import BusyError, ConfigError, ShapeError
+from qcut.numerics.sampling import Sampling
 from qcut.text.prompts import Chat
 
 Prompt = str | Chat | Sequence[int] | Tensor
-"""A text, a chat or ids."""
+"""A text, a chat or token ids."""
 
-READERS = 8
-"""Most prompts that are read at once."""
-_SCORED = 64
-"""Most rows of logits whose log-probabilities are in memory at once."""
+MAX_PREFILLS = 8
+"""Most prompts in prefill at once."""
+_SCORED_TOKENS = 64
+"""Most tokens whose log-probabilities are in memory at once."""
 
 _log = logging.getLogger("qcut")
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a scheduler does, and has done.
+    """Current and past work of a scheduler.
 
     Attributes:
-        waiting: prompts that nobody reads yet.
-        reading: prompts that are being read.
-        running: sequences that are being continued.
-        kept: tokens in the cache of beginnings.
+        waiting: prompts in the queue.
+        prefilling: prompts in prefill.
+        running: sequences that are decoded.
+        prefix_cache_tokens: tokens in the prefix cache.
         prompt_tokens: tokens of all prompts so far.
-        found_tokens: of these, tokens that the cache of beginnings had.
+        reused_tokens: prompt tokens whose keys and values came from the prefix cache.
         new_tokens: new tokens so far.
-        steps: steps so far.
+        steps: decode steps so far.
     """
 
     waiting: int
-    reading: int
+    prefilling: int
     running: int
-    kept: int
+    prefix_cache_tokens: int
     prompt_tokens: int
-    found_tokens: int
+    reused_tokens: int
     new_tokens: int
     steps: int
 
 
 @dataclass(eq=False)
-class _Sequence:
-    """A sequence of the batch.
-
-    Attributes:
-        request: its sender's.
-        index: among the samples of its prompt, which its draws depend on.
-        read: tokens in the cache, those of steps on the way included.
-        chosen: new tokens, those on the way included.
-        row: in the batch, while the sequence is in it.
-    """
-
-    request: Request
-    index: int
-    read: int = 0
-    chosen: int = 0
-    row: int | None = None
-
-    @property
-    def running(self) -> Running:
-        """The sequence on the host."""
-        return self.request.running
-
-    def cancel(self) -> None:
-        """Tell its sender that the sequence has been cancelled."""
-        self.request.tell(Event(self.index, None, self.running.cancel(), "cancelled"))
-
-    def fail(self, error: QcutError) -> None:
-        """Tell its sender what the sequence has failed with, unless it has ended."""
-        if self.request.reason is None:
-            self.request.error = error
-            self.request.tell(Event(self.index, None, None, "failed"))
-
-
-@dataclass(eq=False)
 class _Prompt:
-    """A prompt, and the sequences that go on from it.
+    """A prompt, and the requests that continue it.
 
     Attributes:
         ids: int64 ``[T]``.
-        sequences: those that have not ended.
-        number: of those that came before.
-        scores: log-probabilities of the tokens that have been read; None: nobody wants them.
-        read: tokens that have been read.
-        is_begun: whether the prefix cache has been looked at.
+        requests: those that have not ended.
+        number: of earlier prompts.
+        scores: log-probabilities of the tokens so far; None: not asked for.
+        prefilled: tokens in the KV cache.
+        is_begun: whether the prefix cache has been searched.
     """
 
     ids: Tensor
-    sequences: list[_Sequence]
+    requests: list[Request]
     number: int
     scores: list[LogProbability] | None = None
-    read: int = 0
+    prefilled: int = 0
     is_begun: bool = False
 
 
-@dataclass(eq=False)
-class _Arriving:
-    """Tokens on their way to the host, one for each sequence."""
-
-    tokens: Fetched
-    sequences: list[_Sequence]
-    found: list[LogProbability | None] = field(default_factory=list)
-
-
 class Scheduler:
-    """Continues prompts that come when they like, all in one batch.
+    """Continues prompts that arrive at any time, all in one batch.
 
-    Every turn takes one step of the sequences that run, and reads at most ``chunk`` tokens of prompts that wait: a long
-    prompt delays running sequences by one chunk a turn. A sequence that has ended leaves its row to the last one, whose
-    keys and values are copied; the rows in use are always the first ones, which steps of `qcut.Engine` take as they
-    are. Prompts are read beside the batch, and join it when they have been read.
+    Each iteration runs one decode step of all running sequences and one prefill chunk of at most ``chunk`` tokens, so
+    that a long prompt delays running sequences by one chunk an iteration. Prefill has a KV cache of its own; then a
+    sequence is admitted to the next batch slot. When a sequence finishes, the last sequence moves into its batch slot
+    and its KV cache is copied.
 
-    `run` turns in a thread of its own, until `close`; or call `turn` yourself. Only one thread may turn.
+    `run` iterates in a thread of its own, until `close`; or call `step` yourself. Only one thread may do so.
 
     Args:
-        engine: its ``batch`` bounds the sequences that run at once. The scheduler's while it lives.
-        chunk: most tokens of prompts in a turn.
-        prefixes: sequences whose beginnings are kept, to be found again by their tokens; as much memory as so many
-            sequences of the batch.
-        most_waiting: prompts that may wait.
+        engine: its ``batch`` bounds the running sequences. It is the scheduler's while the scheduler lives.
+        chunk: most prompt tokens of an iteration.
+        prefix_cache: sequences in the prefix cache, each of the memory of a running sequence; 0: no prefix cache.
+        max_waiting: prompts that may wait.
 
-    Exactness: with greedy sampling and layers of int8 products a sequence's tokens do not depend on its neighbours,
-    but for sums of floats in attention, whose order depends on the pieces in which a prompt is read and on kernels
-    chosen by the number of sequences and the longest of them; with other layers products' sums have that order, too.
-    Draws depend on the seed, the index among the prompt's samples, and the position alone.
+    Exactness: with greedy sampling and layers of int8 products a sequence's tokens do not depend on other sequences,
+    except for the order of float sums in attention, which depends on the prefill chunks and on kernels chosen by the
+    number of sequences and the longest one; in other layers products sum in such an order, too. Draws depend only on
+    the seed, the index among the prompt's samples, and the position.
 
     Raises:
         ConfigError: a number below its least.
 
-    What fails ends as little as it can: a listener or a tokenizer its own request, a step or a chunk of prompts the
-    requests that it was for (`Request.error`). Others go on, and new ones are taken, unless the device computes no
-    more.
+    A failure ends as few requests as possible: that of a listener or a tokenizer its own request, that of a decode step
+    or a prefill chunk the requests in it (`Request.error`). Others go on, and new ones are taken, unless the device
+    computes no more.
 
     Attributes:
-        error: what has ended the thread; no request is taken any more.
+        error: failure that ended the thread; further requests are refused.
     """
 
     @inference()
-    def __init__(self, engine: Engine, *, chunk: int = 512, prefixes: int = 8, most_waiting: int = 1024) -> None:
-        for name, value, least in (("chunk", chunk, 1), ("prefixes", prefixes, 0), ("most_waiting", most_waiting, 1)):
+    def __init__(self, engine: Engine, *, chunk: int = 512, prefix_cache: int = 8, max_waiting: int = 1024) -> None:
+        given = {"chunk": (chunk, 1), "prefix_cache": (prefix_cache, 0), "max_waiting": (max_waiting, 1)}
+        for name, (value, least) in given.items():
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is {value!r}; allowed: {least} and more")
-        self.engine, self._chunk, self._most_waiting = engine, chunk, most_waiting
-        self._reader = engine.beside(min(READERS, engine.batch))
-        kept = engine.cache_of(prefixes, engine.cache.kv_dtype) if prefixes else None
-        self._prefixes = Prefixes(kept, prefixes, engine.context)
-        device, vocabulary = engine.decoder.device, engine.decoder.vocabulary
-        self._ahead = device.type == "cuda"
-        """Whether the device computes the next step while the host waits for the last one's tokens."""
-        self._next = torch.zeros(engine.batch, dtype=torch.int64, device=device)
-        self._history: Callable[[], History] = lambda: History.empty(engine.batch, vocabulary, device)
-        self._counts: History | None = None
+        self.engine, self._chunk, self._max_waiting = engine, chunk, max_waiting
+        self._batch = SequenceBatch[Request](engine.runner, engine.batch)
+        self._prefill_runner = engine.runner.with_batch(min(MAX_PREFILLS, engine.batch))
+        cache = engine.runner.new_cache(prefix_cache) if prefix_cache else None
+        self._prefix_cache = PrefixCache(cache, prefix_cache, engine.context)
         self._waiting: deque[_Prompt] = deque()
-        self._reading: list[_Prompt] = []
-        self._running: list[_Sequence] = []
-        self._arriving: deque[_Arriving] = deque()
-        self._loop: DecodeLoop | None = None  # None: the sequences are others than in the last step
-        self._settings: Rows | None = None
-        self._places: tuple[Tensor, Tensor] | None = None
-        self._done = {"prompt_tokens": 0, "found_tokens": 0, "new_tokens": 0, "steps": 0}
+        self._prefilling: list[_Prompt] = []  # by slot of the prefill runner
+        self._pending: deque[NewTokens[Request]] = deque()
+        self._done = {"prompt_tokens": 0, "reused_tokens": 0, "new_tokens": 0, "steps": 0}
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = self._cancels_all = self._has_failed = False
@@ -210,8 +158,8 @@ class Scheduler:
         """Continue a prompt, until a stop token, ``max_new_tokens``, or the context's end. May be called in any thread.
 
         Args:
-            prompt: ids, 1 and more; or, where the engine has a tokenizer, a text or a chat.
-            max_new_tokens: None fills the context. 0, with ``prompt_top``, reads only the prompt.
+            prompt: ids, 1 and more; or, with a tokenizer, a text or a chat.
+            max_new_tokens: None fills the context. 0, with ``prompt_top``, only scores the prompt.
             min_new_tokens: see `qcut.Engine.generate`.
             sampling: see `qcut.Engine.generate`.
             stop: see `qcut.Engine.generate`.
@@ -219,11 +167,11 @@ class Scheduler:
             top: each event has the log-probabilities of its token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             prompt_top: `Request.prompt_log_probabilities` has those of the prompt's tokens, each with so many of the
-                likeliest ones; None: of none. The whole prompt is read then, whatever the prefix cache has.
-            listener: called with each `Event` in the thread that turns, in place of the request's own queue.
+                likeliest ones; None: of none. No prefix is reused for such a prompt.
+            listener: called with each `Event` in the scheduler's thread, in place of the request's own queue.
 
         Raises:
-            BusyError: as many prompts wait as may; or the scheduler closes.
+            BusyError: ``max_waiting`` prompts wait already; or the scheduler closes.
             As `qcut.Engine.generate`.
         """
         (request,) = self.submit_samples(
@@ -254,7 +202,7 @@ class Scheduler:
         prompt_top: int | None = None,
         listener: Listener | None = None,
     ) -> list[Request]:
-        """Continue a prompt several times, which is read once: see `submit`.
+        """Continue a prompt several times after a single prefill: see `submit`.
 
         Raises:
             ConfigError, also: samples below 1 or beyond the engine's batch.
@@ -268,75 +216,73 @@ class Scheduler:
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")
-        given, fewest = tuple(ids.tolist()), 1 if prompt_top is None else 0
-        sequences = [
-            _Sequence(Request(given, running, top, prompt_top, listener), i)
-            for i, running in enumerate(engine.sequences([ids] * samples, [len(ids)] * samples, options, fewest))
-        ]
+        make = partial(Request, top=top, prompt_top=prompt_top, listener=listener)
+        fewest = 1 if prompt_top is None else 0
+        requests = engine.sequences(make, [ids] * samples, [len(ids)] * samples, options, fewest)
         with self._lock:
             if self.error is not None:
                 raise BusyError(f"the scheduler has ended, and takes no further prompt: {self.error}")
             if self._is_closing:
                 raise BusyError("the scheduler closes; no further prompt is taken")
-            if len(self._waiting) >= self._most_waiting:
-                raise BusyError(f"{len(self._waiting)} prompts wait; allowed: {self._most_waiting}")
+            if len(self._waiting) >= self._max_waiting:
+                raise BusyError(f"{len(self._waiting)} prompts wait; allowed: {self._max_waiting}")
             scores: list[LogProbability] | None = None if prompt_top is None else []
-            self._waiting.append(_Prompt(ids, sequences, next(self._numbers), scores))
+            self._waiting.append(_Prompt(ids, list(requests), next(self._numbers), scores))
             self._lock.notify()
-        return [sequence.request for sequence in sequences]
+        return requests
 
     @property
     def load(self) -> Load:
-        """What is under way, and what has been done."""
-        counts = len(self._waiting), len(self._reading), len(self._running)
-        return Load(*counts, self._prefixes.tokens, **self._done)
+        """Current and past work."""
+        counts = len(self._waiting), len(self._prefilling), len(self._batch.sequences)
+        return Load(*counts, self._prefix_cache.tokens, **self._done)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory for keys and values: of the batch, of prompts that are being read, and of beginnings."""
-        return self.engine.cache.nbytes + self._reader.cache.nbytes + self._prefixes.nbytes
+        """Memory for keys and values: of the batch, of prefill, and of the prefix cache."""
+        return self.engine.cache.nbytes + self._prefill_runner.cache.nbytes + self._prefix_cache.nbytes
 
     def warm_up(self) -> None:
-        """Serve a request of each size once, before `run`, so that none waits for kernels and graphs of its first time.
+        """Serve a request of each size once, before `run`: later ones do not wait for kernels and graphs.
 
-        Sizes are those of steps, by the number of sequences and the tokens of the longest, and those of chunks, by
-        prompts and tokens. On the CPU nothing is built, and nothing done.
+        Sizes are those of decode steps, by the number of sequences and the ``max_seq_len`` bucket, and those of prefill
+        chunks, by prompts and tokens. Does nothing on the CPU.
         """
-        if not self._ahead:
+        if not self._batch.runs_ahead:
             return
         batch = self.engine.batch
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
-            self._answer(self.submit_samples([0], count, 2))
-            self.engine.capture_steps(count)
+            self._serve(self.submit_samples([0], count, 2))
+            self.engine.runner.capture_decode(count)
         for count, length in self._chunk_sizes():
-            self._answer([self.submit([0] * length, 2) for _ in range(count)])
+            self._serve([self.submit([0] * length, 2) for _ in range(count)])
         self._done = dict.fromkeys(self._done, 0)
 
     def _chunk_sizes(self) -> list[tuple[int, int]]:
-        """Prompts and tokens of each, one for each size of a chunk: few enough that the graphs of all are kept."""
-        counts = [1 << i for i in range(min(self._reader.batch, self._chunk, self._most_waiting).bit_length())]
+        """Number of prompts and tokens of each, for each size of a chunk: the graphs of all sizes fit `MAX_GRAPHS`."""
+        counts = [1 << i for i in range(min(self._prefill_runner.batch, self._chunk, self._max_waiting).bit_length())]
         most = {count: min(self._chunk // count, self.engine.context) for count in counts}
         return [(n, t) for n in counts for t in sorted({min(size_for(i), most[n]) for i in range(1, most[n] + 1)})]
 
-    def _answer(self, requests: Iterable[Request]) -> None:
-        """Turn until nothing is left to do, and forget the prompts' beginnings."""
-        while self.turn():
+    def _serve(self, requests: Iterable[Request]) -> None:
+        """Serve requests, and clear the prefix cache."""
+        while self.step():
             pass
-        self._prefixes.forget()
+        self._prefix_cache.clear()
         for request in requests:
-            request.result()  # raises what it has failed with
+            request.result()  # raises its error
 
-    # ── turning ──────────────────────────────────────────────────────────────────────────────────
+    # ── iterations ───────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> Scheduler:
-        """Turn in a thread until `close`; returns this scheduler."""
+        """Iterate in a thread until `close`; returns this scheduler."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._turn_until_closed, name="qcut-scheduler", daemon=True)
+            self._thread = threading.Thread(target=self._run_until_closed, name="qcut-scheduler", daemon=True)
             self._thread.start()
         return self
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no further prompt, finish or cancel what has been taken, and end the thread."""
+        """Refuse further prompts, finish or cancel all requests, and end the thread."""
         with self._lock:
             self._is_closing = True
             self._cancels_all |= cancel
@@ -344,7 +290,7 @@ class Scheduler:
         if self._thread is not None:
             self._thread.join()
         else:
-            while self.turn():
+            while self.step():
                 pass
 
     def __enter__(self) -> Scheduler:
@@ -354,30 +300,30 @@ class Scheduler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`close`; where the block has failed, sequences are cancelled."""
+        """`close`; sequences are cancelled if the block has failed."""
         self.close(cancel=kind is not None)
 
     @inference()
-    def turn(self) -> bool:
-        """Take a step, read a chunk, and pass on what has come; False where there was nothing to do.
+    def step(self) -> bool:
+        """Run one decode step and one prefill chunk, then deliver new tokens. Returns False if idle.
 
         Raises:
             DeviceError: the device computes no more.
         """
         self._drop_cancelled()
-        busy = bool(self._waiting or self._reading or self._running or self._arriving)
-        if self._running:
+        busy = bool(self._waiting or self._prefilling or self._batch.sequences or self._pending)
+        if self._batch.sequences:
             try:
-                self._step()
+                self._decode()
             except BaseException as error:
-                self._fail(self._running, error)
-        self._read()
-        while len(self._arriving) > (1 if self._ahead and self._running else 0):
-            self._deliver(self._arriving.popleft())
+                self._fail(self._batch.sequences, error)
+        self._prefill()
+        while len(self._pending) > (1 if self._batch.runs_ahead and self._batch.sequences else 0):
+            self._deliver(self._pending.popleft())
         return busy
 
-    def _fail(self, sequences: Iterable[_Sequence], error: BaseException) -> None:
-        """End sequences with an error, and nothing else.
+    def _fail(self, requests: Iterable[Request], error: BaseException) -> None:
+        """End requests with an error.
 
         Raises:
             DeviceError: the device computes no more.
@@ -385,289 +331,211 @@ class Scheduler:
         """
         if is_interrupt(error):
             raise error
-        check_device(self._next.device, error)
+        check_device(self.engine.decoder.device, error)
         _log.error("requests have failed", exc_info=error)
         failure = as_failure(error)
-        for sequence in list(sequences):
-            self._leave(sequence, keep=False)
-            sequence.fail(failure)
+        for request in list(requests):
+            self._batch.retire(request)
+            request.fail(failure)
         self._has_failed = True
 
-    def _turn_until_closed(self) -> None:
-        device = self._next.device
+    def _run_until_closed(self) -> None:
+        device = self.engine.decoder.device
         try:
             with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                while self.turn() or self._wait():
+                while self.step() or self._wait():
                     pass
         except BaseException as error:
             with self._lock:
                 self._is_closing, self.error = True, error
                 left = self._all()
                 self._waiting.clear()
-            for sequence in left:
-                sequence.fail(as_failure(error))
+            for request in left:
+                request.fail(as_failure(error))
             raise
 
     def _wait(self) -> bool:
-        """Wait for a prompt; False where none will come."""
+        """Wait for a prompt; returns False if the scheduler closes."""
         with self._lock:
             if not self._waiting and not self._is_closing:
                 self._lock.wait()
             return bool(self._waiting) or not self._is_closing
 
-    def _all(self) -> list[_Sequence]:
-        prompts = (*self._waiting, *self._reading)
-        arriving = [s for each in self._arriving for s in each.sequences if s.row is None]
-        return [*(s for prompt in prompts for s in prompt.sequences), *self._running, *arriving]
+    def _all(self) -> list[Request]:
+        prompts = (*self._waiting, *self._prefilling)
+        pending = [request for new in self._pending for request in new.sequences if request.slot is None]
+        return [*(request for prompt in prompts for request in prompt.requests), *self._batch.sequences, *pending]
 
-    # ── prompts ──────────────────────────────────────────────────────────────────────────────────
+    # ── prefill ──────────────────────────────────────────────────────────────────────────────────
 
-    def _read(self) -> None:
-        """Read a chunk of the prompts that are next."""
-        reader, reading = self._reader, self._reading
+    def _prefill(self) -> None:
+        """Run a chunk of the next prompts."""
+        prefilling = self._prefilling
         with self._lock:
-            taken = len(self._running) + sum(len(prompt.sequences) for prompt in reading)
-            while self._waiting and len(reading) < reader.batch:
-                taken += len(self._waiting[0].sequences)
+            taken = len(self._batch.sequences) + sum(len(prompt.requests) for prompt in prefilling)
+            while self._waiting and len(prefilling) < self._prefill_runner.batch:
+                taken += len(self._waiting[0].requests)
                 if taken > self.engine.batch:
                     break
-                reading.append(self._waiting.popleft())
-        if not reading:
+                prefilling.append(self._waiting.popleft())
+        if not prefilling:
             return
-        chosen = reading[:1]
+        chosen = prefilling[:1]
         try:
-            chosen = self._chosen()
-            self._read_chunk(chosen)
+            chosen = self._next_prompts()
+            self._prefill_chunk(chosen)
         except BaseException as error:
-            self._fail([sequence for prompt in chosen for sequence in prompt.sequences], error)
+            self._fail([request for prompt in chosen for request in prompt.requests], error)
 
-    def _chosen(self) -> list[_Prompt]:
-        """The prompts of the next chunk: the first comes first, and as many beside it as its tokens leave room for."""
-        reading = self._reading
-        self._begin(0)
-        most = min(self._chunk, len(reading[0].ids) - reading[0].read)
-        together = next((i for i, prompt in enumerate(reading) if prompt.scores is not None), len(reading)) or 1
-        return reading[: _power_of_two(min(together, max(1, self._chunk // most)))]
+    def _next_prompts(self) -> list[_Prompt]:
+        """The prompts of the next chunk: the first one, and as many more as its tokens leave room for."""
+        prefilling = self._prefilling
+        self._reuse_prefix(0)
+        most = min(self._chunk, len(prefilling[0].ids) - prefilling[0].prefilled)
+        unscored = next((i for i, prompt in enumerate(prefilling) if prompt.scores is not None), len(prefilling)) or 1
+        room = min(unscored, max(1, self._chunk // most))
+        return prefilling[: 1 << (room.bit_length() - 1)]
 
-    def _read_chunk(self, chosen: list[_Prompt]) -> None:
-        """Read a chunk of the first prompts; as far of each, since a chunk is padded to its longest."""
-        reading, reader = self._reading, self._reader
-        for row in range(1, len(chosen)):
-            self._begin(row)
-        most = min(self._chunk, len(reading[0].ids) - reading[0].read)
-        pieces = [prompt.ids[prompt.read : prompt.read + most] for prompt in chosen]
+    def _prefill_chunk(self, chosen: list[_Prompt]) -> None:
+        """Prefill as many tokens of each of the first prompts, since a chunk is padded to its longest."""
+        prefilling, runner = self._prefilling, self._prefill_runner
+        for slot in range(1, len(chosen)):
+            self._reuse_prefix(slot)
+        most = min(self._chunk, len(prefilling[0].ids) - prefilling[0].prefilled)
+        chunks = [prompt.ids[prompt.prefilled : prompt.prefilled + most] for prompt in chosen]
         if chosen[0].scores is None:
-            reader.fill(pieces, [prompt.read for prompt in chosen])
+            runner.prefill(chunks, [prompt.prefilled for prompt in chosen])
         else:
-            self._score(chosen[0], pieces[0])
-        for prompt, piece in zip(chosen, pieces, strict=True):
-            prompt.read += len(piece)
-        for row in reversed(range(len(chosen))):
-            if reading[row].read == len(reading[row].ids):
-                self._join(row)
-                self._release(row)
+            self._prefill_scored(chosen[0], chunks[0])
+        for prompt, chunk in zip(chosen, chunks, strict=True):
+            prompt.prefilled += len(chunk)
+        for slot in reversed(range(len(chosen))):
+            if prefilling[slot].prefilled == len(prefilling[slot].ids):
+                self._admit(slot)
+                self._release(slot)
 
-    def _release(self, row: int) -> None:
-        """Free a row of the reader for the last prompt, and the first row for the prompt that came first."""
-        reading, cache = self._reading, self._reader.cache
+    def _release(self, slot: int) -> None:
+        """Free a slot of the prefill runner: the last prompt moves there, and the oldest prompt into slot 0."""
+        prefilling, cache = self._prefilling, self._prefill_runner.cache
 
         def move(source: int, target: int) -> None:
             if source != target:
-                cache.copy_row(cache, source, target, 0, reading[source].read)
-                reading[target] = reading[source]
+                cache.copy_sequence(cache, source, target, 0, prefilling[source].prefilled)
+                prefilling[target] = prefilling[source]
 
-        if row == 0 and len(reading) > 1:
-            row = min(range(1, len(reading)), key=lambda i: reading[i].number)
-            move(row, 0)
-        move(len(reading) - 1, row)
-        reading.pop()
+        if slot == 0 and len(prefilling) > 1:
+            slot = min(range(1, len(prefilling)), key=lambda i: prefilling[i].number)
+            move(slot, 0)
+        move(len(prefilling) - 1, slot)
+        prefilling.pop()
 
-    def _score(self, prompt: _Prompt, piece: Tensor) -> None:
-        """Read a piece of a prompt into the reader's first row, and note the likelihoods of what follows each token."""
+    def _prefill_scored(self, prompt: _Prompt, chunk: Tensor) -> None:
+        """Prefill a chunk in slot 0, and add the log-probabilities of the token that follows each token."""
         scores = cast(list[LogProbability], prompt.scores)
-        wanted = max((each.request.prompt_top or 0 for each in prompt.sequences), default=0)
-        for _, first, logits in self._reader.fill_scored([piece], [prompt.read]):
-            start = prompt.read + first + 1
+        wanted = max((request.prompt_top or 0 for request in prompt.requests), default=0)
+        for _, first, logits in self._prefill_runner.prefill_scored([chunk], [prompt.prefilled]):
+            start = prompt.prefilled + first + 1
             following = prompt.ids[start : start + len(logits)].to(logits.device)
-            for rows, tokens in zip(logits.split(_SCORED), following.split(_SCORED), strict=False):
-                found = likelihoods(rows[: len(tokens)], tokens, [wanted] * len(tokens))
+            for part, tokens in zip(logits.split(_SCORED_TOKENS), following.split(_SCORED_TOKENS), strict=False):
+                found = likelihoods(part[: len(tokens)], tokens, [wanted] * len(tokens))
                 scores += cast(list[LogProbability], found)
 
-    def _begin(self, row: int) -> None:
-        """Copy the beginning of a prompt to the reader's row where it is known, once."""
-        prompt = self._reading[row]
+    def _reuse_prefix(self, slot: int) -> None:
+        """Copy the longest cached prefix of a prompt to its slot of the prefill runner, once."""
+        prompt = self._prefilling[slot]
         if prompt.is_begun:
             return
-        found = self._prefixes.find(prompt.ids) if prompt.scores is None else Found(0, 0)
-        self._prefixes.take(found, self._reader.cache, row)
-        prompt.read, prompt.is_begun = found.length, True
+        match = self._prefix_cache.find(prompt.ids) if prompt.scores is None else Match(0, 0)
+        self._prefix_cache.copy_to(match, self._prefill_runner.cache, slot)
+        prompt.prefilled, prompt.is_begun = match.length, True
         self._done["prompt_tokens"] += len(prompt.ids)
-        self._done["found_tokens"] += found.length
-        for sequence in prompt.sequences:
-            sequence.request.found = found.length
+        self._done["reused_tokens"] += match.length
+        for request in prompt.requests:
+            request.reused_tokens = match.length
 
-    def _join(self, row: int) -> None:
-        """Let the sequences of a prompt that the reader has read into a row take part in the next step."""
-        prompt, reader = self._reading[row], self._reader
-        self._prefixes.keep(prompt.ids, reader.cache, row)
-        for sequence in [s for s in prompt.sequences if s.request.reason is None]:
-            sequence.request.prompt_log_probabilities = prompt.scores
+    def _admit(self, slot: int) -> None:
+        """Admit the requests of a prefilled prompt to the batch."""
+        prompt, runner = self._prefilling[slot], self._prefill_runner
+        self._prefix_cache.insert(prompt.ids, runner.cache, slot)
+        for request in [each for each in prompt.requests if each.reason is None]:
+            request.prompt_log_probabilities = prompt.scores
             try:
-                self._enter(sequence, row)
+                if request.has_next:
+                    self._pending.append(self._batch.admit(request, runner, slot))
+                else:
+                    request.finish_without_token()
+                    request.deliver(Event(request.index, None, None, request.finish_reason))
             except BaseException as error:
-                self._fail([sequence], error)
+                self._fail([request], error)
 
-    def _enter(self, sequence: _Sequence, row: int) -> None:
-        """Choose the first token of a sequence whose prompt is in a row of the reader, and let it run."""
-        reader, running, n = self._reader, sequence.running, len(self._running)
-        length, logits = len(sequence.request.prompt), reader.logits[row : row + 1]
-        if running.most < 1:
-            running.end()
-            sequence.request.tell(Event(sequence.index, None, None, running.reason))
-            return
-        history = self._started(n, sequence.request.prompt) if running.sampling.penalizes else None
-        if running.takes_likeliest:
-            first = reader.likeliest[row : row + 1].clone()
-        else:
-            settings = Rows.of([running.sampling], logits.device, [running.bans])
-            places = torch.tensor([[sequence.index], [length]], dtype=torch.int64, device="cpu")
-            index, position = places.to(logits.device, non_blocking=True)
-            first = sample(logits, settings, index, position, None if history is None else history.of(n))
-        sequence.read, sequence.chosen = length, 1
-        self._arriving.append(_Arriving(Fetched(first), [sequence], self._asked([sequence], logits, first)))
-        if running.most > 1:
-            self.engine.cache.copy_row(reader.cache, row, n, 0, length)
-            self._next[n : n + 1] = first
-            if history is not None:
-                history.of(n).add(first)
-            sequence.row = n
-            self._running.append(sequence)
-            self._loop = None
+    # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
-    def _started(self, row: int, prompt: Sequence[int]) -> History:
-        """The tokens before of all rows, with one row begun anew."""
-        if self._counts is None:
-            self._counts = self._history()
-        self._counts.start(row, torch.tensor(prompt, dtype=torch.int64, device="cpu"))
-        return self._counts
-
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────
-
-    def _step(self) -> None:
-        """Queue a step of all sequences that run."""
-        running, n = self._running, len(self._running)
-        if self._loop is None:
-            lengths = [sequence.read for sequence in running]
-            self._loop = self.engine.loop_from(self._next[:n], lengths)
-            self._settings = self._places = None
-            if not all(sequence.running.takes_likeliest for sequence in running):
-                device = self._next.device
-                bans = [sequence.running.bans for sequence in running]
-                self._settings = Rows.of([sequence.running.sampling for sequence in running], device, bans)
-                numbers = [sequence.index for sequence in running]
-                places = torch.tensor([numbers, lengths], dtype=torch.int64, device="cpu")
-                indices, positions = places.to(device, non_blocking=True)
-                self._places = indices, positions
-        logits = self.engine.take_step(self._loop)
-        if self._settings is not None and self._places is not None:
-            indices, positions = self._places
-            chosen = sample(logits, self._settings, indices, positions.add_(1), self._counts)
-            self._loop.choose(chosen)
-        tokens = self._next[:n].copy_(self._loop.tokens)
-        if self._counts is not None and self._settings is not None:
-            self._counts.add(tokens)
+    def _decode(self) -> None:
+        """Queue a decode step, and retire sequences whose last token is in it."""
+        self._pending.append(self._batch.step())
         self._done["steps"] += 1
-        # A step in the meantime would overwrite tokens that the host has not fetched.
-        fetched = Fetched(tokens if tokens.is_cuda else tokens.clone())
-        self._arriving.append(_Arriving(fetched, list(running), self._asked(running, logits, tokens)))
-        for sequence in running:
-            sequence.read += 1
-            sequence.chosen += 1
-        for sequence in [s for s in running if s.chosen == s.running.most]:
-            self._leave(sequence)
+        for request in [each for each in self._batch.sequences if not each.has_next]:
+            self._retire(request)
 
-    def _leave(self, sequence: _Sequence, *, keep: bool = True) -> None:
-        """Free a sequence's row for the last one, and keep its beginning, unless something has failed."""
-        row, sequence.row, cache = sequence.row, None, self.engine.cache
-        if row is None:
-            return
-        if keep:
-            tokens = [*sequence.request.prompt, *sequence.request.tokens][: sequence.read]
-            self._prefixes.keep(torch.tensor(tokens, dtype=torch.int64, device="cpu"), cache, row)
-        last = self._running.pop()
-        if last is not sequence:
-            end = len(self._running)
-            cache.copy_row(cache, end, row, 0, last.read)
-            self._next[row] = self._next[end]
-            if self._counts is not None:
-                self._counts.move(end, row)
-            last.row, self._running[row] = row, last
-        self._loop = None
+    def _retire(self, request: Request) -> None:
+        """Copy a sequence with a batch slot to the prefix cache, and free the slot."""
+        if request.slot is not None:
+            tokens = [*request.prompt, *request.tokens][: request.cached]
+            ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+            self._prefix_cache.insert(ids, self.engine.cache, request.slot)
+            self._batch.retire(request)
 
     def _drop_cancelled(self) -> None:
-        """End what has been cancelled."""
+        """End cancelled requests."""
         if self._cancels_all:
-            for sequence in self._all():
-                sequence.request.cancel()
+            for request in self._all():
+                request.cancel()
         with self._lock:
-            prompts = [*self._waiting, *self._reading]
-        cancelled = [s for prompt in prompts for s in prompt.sequences if s.request.is_cancelled]
-        for sequence in [*cancelled, *(s for s in self._running if s.request.is_cancelled)]:
+            prompts = [*self._waiting, *self._prefilling]
+        cancelled = [request for prompt in prompts for request in prompt.requests if request.is_cancelled]
+        for request in [*cancelled, *(each for each in self._batch.sequences if each.is_cancelled)]:
             try:
-                self._leave(sequence)
-                if sequence.request.reason is None:
-                    sequence.cancel()
+                self._retire(request)
+                if request.reason is None:
+                    request.deliver_cancelled()
             except BaseException as error:
-                self._fail([sequence], error)
+                self._fail([request], error)
         if cancelled or self._has_failed:
             self._has_failed = False
             self._drop_ended()
 
     def _drop_ended(self) -> None:
-        """Drop prompts from which no sequence goes on."""
+        """Drop prompts whose requests have all ended."""
         with self._lock:
-            for prompt in (*self._waiting, *self._reading):
-                prompt.sequences[:] = [s for s in prompt.sequences if s.request.reason is None]
-            for prompt in [p for p in self._waiting if not p.sequences]:
+            for prompt in (*self._waiting, *self._prefilling):
+                prompt.requests[:] = [request for request in prompt.requests if request.reason is None]
+            for prompt in [each for each in self._waiting if not each.requests]:
                 self._waiting.remove(prompt)
-        for row in reversed(range(len(self._reading))):
-            if not self._reading[row].sequences:
-                self._release(row)
+        for slot in reversed(range(len(self._prefilling))):
+            if not self._prefilling[slot].requests:
+                self._release(slot)
 
-    # ── tokens ───────────────────────────────────────────────────────────────────────────────────
-
-    def _asked(self, sequences: Sequence[_Sequence], logits: Tensor, tokens: Tensor) -> list[LogProbability | None]:
-        """The log-probabilities that senders have asked for; empty where none has."""
-        return likelihoods(logits, tokens, [sequence.request.top for sequence in sequences])
-
-    def _deliver(self, arriving: _Arriving) -> None:
-        """Pass tokens on to those who sent the prompts."""
-        found = arriving.found or [None] * len(arriving.sequences)
+    def _deliver(self, new: NewTokens[Request]) -> None:
+        """Append new tokens to their sequences, and send events."""
         try:
-            tokens = arriving.tokens.wait()
+            found = new.wait()
         except BaseException as error:
-            self._fail(arriving.sequences, error)
+            self._fail(new.sequences, error)
             return
-        for sequence, token, each in zip(arriving.sequences, tokens, found, strict=True):
-            running = sequence.running
-            if sequence.request.reason is not None:
-                continue  # a step that was queued before the end was known
+        for request, token, log_probability in found:
+            if request.reason is not None:
+                continue  # the step was queued before the end was known
             self._done["new_tokens"] += 1
             try:
-                text = running.take(token, each)
-                if running.reason is not None:
-                    self._leave(sequence)
-                sequence.request.tell(Event(sequence.index, token, text, running.reason, each))
+                text = request.append(token, log_probability)
+                if request.finish_reason is not None:
+                    self._retire(request)
+                request.deliver(Event(request.index, token, text, request.finish_reason, log_probability))
             except BaseException as error:
-                self._fail([sequence], error)
+                self._fail([request], error)
 
 
 def _is_text(prompt: object) -> bool:
-    """Whether a prompt is text or a chat, as an engine takes them; else it is a row of ids."""
+    """Whether a prompt is a text or a chat; otherwise it is token ids."""
     is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return is_chat or isinstance(prompt, str | Mapping)
-
-
-def _power_of_two(limit: int) -> int:
-    """The largest up to ``limit``, which is at least 1."""
-    return 1 << (limit.bit_length() - 1)

@@ -1,28 +1,21 @@
-"""What generation returns, and each sequence's way there."""
+"""What generation returns, the state of a sequence on its way there, and the batch in which sequences are decoded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-from qcut.numerics.sampling import Ban, Sampling
-from qcut.text.sequence_text import Transcript
+import torch
+from torch import Tensor
+
+from qcut.engine.likelihoods import LogProbability, likelihoods
+from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
+from qcut.numerics.sampling import Ban, History, Rows, Sampling, sample
+from qcut.text.sequence_text import SequenceText
 
 Reason = Literal["stop", "length", "context", "cancelled"]
 End = Reason | Literal["failed"]
-
-
-@dataclass(frozen=True)
-class LogProbability:
-    """Of a token by the model, before temperature and penalties.
-
-    Attributes:
-        chosen: of the token.
-        top: the likeliest tokens and theirs, the likeliest first.
-    """
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -32,10 +25,9 @@ class Generated:
     Attributes:
         tokens: ids of the new tokens, a stop token included, or the token that completed a stop string.
         reason: why generation ended: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``context``
-            where the context was full, ``cancelled`` where its sender ended it.
-        text: the new tokens' text, without special tokens, without a stop token and without a stop string and what
-            follows it; None where the engine has no tokenizer.
-        log_probabilities: of each token, where they were asked for; else None.
+            when the context was full, ``cancelled`` by `Request.cancel`.
+        text: the new tokens' text up to a stop token or string, without special tokens; None without a tokenizer.
+        log_probabilities: of each token, if asked for; else None.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -50,12 +42,12 @@ class Event:
 
     Attributes:
         sequence: index of the prompt that is continued, or of the sample of a request's prompt.
-        token: id of the new token; None where the sequence has been cancelled, or has failed with its scheduler.
+        token: id of the new token; None if the sequence ends without one.
         text: text that is certain with this token, often none: half a character waits for the other half, and the
-            beginning of a stop string for its end. All texts of a sequence are `Generated.text`. None where the engine
-            has no tokenizer.
+            beginning of a stop string for its end. All texts of a sequence together are `Generated.text`. None without
+            a tokenizer.
         reason: why the sequence ends with this token, as in `Generated`, or ``failed``; None while it goes on.
-        log_probability: of the token, where a request asked for it.
+        log_probability: of the token, if asked for.
     """
 
     sequence: int
@@ -65,53 +57,77 @@ class Event:
     log_probability: LogProbability | None = None
 
 
-class Running:
+class SequenceState:
     """A sequence that is being continued.
 
     Args:
-        length: tokens of the prompt.
-        context: tokens that the cache has room for. The last new token is not read and needs no room.
+        prompt: ids, by which penalties go.
+        length: tokens in the KV cache after prefill.
+        context: tokens that the cache has room for. The last new token is not cached.
         max_new_tokens: most new tokens, or None.
         stops: ids that end the sequence.
-        transcript: the sequence's text; None without a tokenizer.
+        text: the sequence's; None without a tokenizer.
+        index: among the sequences of a prompt or a call, which draws depend on.
+        top: how many of the likeliest tokens are listed with each; None: no log-probabilities.
         sampling: how tokens are chosen.
         bans: tokens that are not chosen.
         least: new tokens before which no string ends the sequence.
 
     Attributes:
-        tokens: ids of the new tokens.
-        log_probabilities: of the new tokens, where somebody gives them.
-        reason: why the sequence ended; None while it goes on.
-        most: most new tokens, by ``max_new_tokens`` and the context.
-        sampling: as given.
-        bans: as given.
+        tokens: ids of the new tokens that the host has.
+        log_probabilities: of the new tokens, if asked for.
+        finish_reason: why the sequence ended; None while it goes on.
+        max_tokens: most new tokens, by ``max_new_tokens`` and the context.
+        queued: new tokens, including those of queued steps.
+        slot: in a batch; None while the sequence has none.
     """
 
     def __init__(
         self,
+        prompt: Sequence[int],
         length: int,
         context: int,
         max_new_tokens: int | None,
         stops: frozenset[int],
-        transcript: Transcript | None = None,
+        text: SequenceText | None = None,
         *,
+        index: int = 0,
+        top: int | None = None,
         sampling: Sampling | None = None,
         bans: tuple[Ban, ...] = (),
         least: int = 0,
     ) -> None:
         self.tokens: list[int] = []
         self.log_probabilities: list[LogProbability] | None = None
-        self.reason: Reason | None = None
+        self.finish_reason: Reason | None = None
+        self.prompt, self.index, self.top = prompt, index, top
         self.sampling, self.bans = sampling or Sampling(), bans
-        self._prompt_length, self._stops, self._transcript, self._least = length, stops, transcript, least
+        self.queued = 0
+        self.slot: int | None = None
+        self._prompt_length, self._stops, self._text, self._least = length, stops, text, least
         room = context - length + 1
-        self.most = room if max_new_tokens is None else min(room, max_new_tokens)
-        self._end: Reason = "length" if self.most == max_new_tokens else "context"
+        self.max_tokens = room if max_new_tokens is None else min(room, max_new_tokens)
+        self._at_end: Reason = "length" if self.max_tokens == max_new_tokens else "context"
 
     @property
     def length(self) -> int:
-        """Tokens that have been read."""
+        """Tokens in the KV cache before the last token that the host has."""
         return self._prompt_length + max(0, len(self.tokens) - 1)
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the KV cache once all queued steps have run."""
+        return self._prompt_length + max(0, self.queued - 1)
+
+    @property
+    def next_position(self) -> int:
+        """Position of the first token that no queued step chooses."""
+        return self._prompt_length + self.queued
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there may be a token after those that are queued."""
+        return self.finish_reason is None and self.queued < self.max_tokens
 
     @property
     def takes_likeliest(self) -> bool:
@@ -120,40 +136,192 @@ class Running:
         return sampling.greedy and not (sampling.penalizes or sampling.logit_bias or self.bans)
 
     @property
-    def may_want_two(self) -> bool:
-        """Whether there may be a token after the next."""
-        return self.reason is None and len(self.tokens) + 1 < self.most
-
-    @property
-    def result(self) -> Generated:
+    def generated(self) -> Generated:
         """What has been generated."""
-        text = None if self._transcript is None else self._transcript.text
-        return Generated(self.tokens, self.reason or "length", text, self.log_probabilities)
+        text = None if self._text is None else self._text.text
+        return Generated(self.tokens, self.finish_reason or "length", text, self.log_probabilities)
 
-    def end(self) -> None:
+    def finish_without_token(self) -> None:
         """End a sequence that has no room for a token."""
-        self.reason = self._end
+        self.finish_reason = self._at_end
 
-    def cancel(self) -> str | None:
+    def finish_cancelled(self) -> str | None:
         """End the sequence; returns the text held back."""
-        self.reason = "cancelled"
-        return None if self._transcript is None else self._transcript.rest()
+        self.finish_reason = "cancelled"
+        return None if self._text is None else self._text.rest()
 
-    def take(self, token: int, found: LogProbability | None = None) -> str | None:
+    def append(self, token: int, log_probability: LogProbability | None = None) -> str | None:
         """Append a token, which may be the last, and return the text that is certain with it."""
         self.tokens.append(token)
-        if found is not None:
+        if log_probability is not None:
             self.log_probabilities = self.log_probabilities or []
-            self.log_probabilities.append(found)
+            self.log_probabilities.append(log_probability)
         if token in self._stops:
-            self.reason = "stop"
-        elif len(self.tokens) == self.most:
-            self.reason = self._end
-        if self._transcript is None:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.max_tokens:
+            self.finish_reason = self._at_end
+        if self._text is None:
             return None
-        piece = "" if self.reason == "stop" else self._transcript.add(token, len(self.tokens) >= self._least)
-        if self.reason is not None:
-            piece += self._transcript.rest()
-        if self._transcript.stopped:
-            self.reason = "stop"
-        return piece
+        text = "" if self.finish_reason == "stop" else self._text.add(token, len(self.tokens) >= self._least)
+        if self.finish_reason is not None:
+            text += self._text.rest()
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        return text
+
+
+S = TypeVar("S", bound=SequenceState)
+
+
+class NewTokens(Generic[S]):
+    """New tokens of sequences, on their way to the host.
+
+    Args:
+        tokens: one of each sequence.
+        sequences: in the tokens' order.
+        log_probabilities: of the tokens; None if no sequence needs any.
+    """
+
+    def __init__(
+        self, tokens: HostCopy, sequences: list[S], log_probabilities: list[LogProbability | None] | None = None
+    ) -> None:
+        self.sequences, self._tokens = sequences, tokens
+        self._log_probabilities = log_probabilities or [None] * len(sequences)
+
+    def wait(self) -> Iterator[tuple[S, int, LogProbability | None]]:
+        """Wait for the device; returns each new token with its sequence, a sequence's tokens in order."""
+        return zip(self.sequences, self._tokens.wait(), self._log_probabilities, strict=True)
+
+
+class _BatchSampling:
+    """How the next token of each sequence is chosen, by settings, indices and positions on the device."""
+
+    def __init__(self, sequences: Sequence[SequenceState], device: torch.device) -> None:
+        settings, bans = [each.sampling for each in sequences], [each.bans for each in sequences]
+        self._rows = Rows.of(settings, device, bans)
+        draws = [[each.index for each in sequences], [each.next_position for each in sequences]]
+        on_host = torch.tensor(draws, dtype=torch.int64, device="cpu")
+        self._indices, self._positions = on_host.to(device, non_blocking=True)
+
+    def choose(self, logits: Tensor, history: History | None) -> Tensor:
+        """The next tokens, int64 ``[n]``."""
+        tokens = sample(logits, self._rows, self._indices, self._positions, history)
+        self._positions.add_(1)
+        return tokens
+
+
+class SequenceBatch(Generic[S]):
+    """Sequences in the first slots of a runner's batch, decoded together.
+
+    No call waits for the device, except for log-probabilities: the host may read the tokens of a step while the device
+    computes the next one.
+
+    Args:
+        runner: its slots are this batch's while it is used.
+        slots: most sequences.
+
+    Attributes:
+        sequences: by slot.
+        runs_ahead: whether the device computes a step while the host reads the tokens of the last one.
+    """
+
+    def __init__(self, runner: ModelRunner, slots: int) -> None:
+        self._runner, self._slots, self._device = runner, slots, runner.decoder.device
+        self.sequences: list[S] = []
+        self.runs_ahead = self._device.type == "cuda"
+        self._tokens = torch.zeros(slots, dtype=torch.int64, device=self._device)
+        self._history: History | None = None
+        self._loop: DecodeLoop | None = None  # None: the batch has changed since the last step
+        self._sampling: _BatchSampling | None = None  # None: all take the likeliest
+
+    def start(self, sequences: list[S]) -> NewTokens[S]:
+        """Start with sequences that the runner has prefilled in the first slots; returns their first tokens."""
+        new = self._first_tokens(sequences, self._runner, 0, 0)
+        for slot, sequence in enumerate(sequences):
+            sequence.slot = slot
+        self.sequences = sequences
+        return new
+
+    def admit(self, sequence: S, source: ModelRunner, row: int) -> NewTokens[S]:
+        """Give a sequence the next slot, unless its first token is its last; returns its first token.
+
+        Args:
+            sequence: to be continued.
+            source: another runner, which has prefilled the prompt; keys and values are copied from its cache.
+            row: slot of the prompt in ``source``.
+        """
+        slot = len(self.sequences)
+        self._leave_loop()
+        new = self._first_tokens([sequence], source, row, slot)
+        if sequence.has_next:
+            self._runner.cache.copy_sequence(source.cache, row, slot, 0, sequence.cached)
+            sequence.slot = slot
+            self.sequences.append(sequence)
+        return new
+
+    def _first_tokens(self, sequences: list[S], source: ModelRunner, row: int, slot: int) -> NewTokens[S]:
+        """Choose the first tokens of sequences for slots from ``slot`` on, prefilled in ``source`` from ``row`` on."""
+        n, history = len(sequences), None
+        logits = source.logits[row : row + n]
+        if any(sequence.sampling.penalizes for sequence in sequences):
+            if self._history is None:
+                self._history = History.empty(self._slots, logits.shape[1], self._device)
+            history = self._history.of(slot, n)
+            for i, sequence in enumerate(sequences):
+                history.start(i, torch.tensor(sequence.prompt, dtype=torch.int64, device="cpu"))
+        tokens = source.likeliest[row : row + n].clone()
+        if not all(sequence.takes_likeliest for sequence in sequences):
+            tokens = _BatchSampling(sequences, self._device).choose(logits, history)
+        new = self._new_tokens(HostCopy(tokens), sequences, logits, tokens)
+        self._tokens[slot : slot + n] = tokens
+        if history is not None:
+            history.add(tokens)
+        return new
+
+    def step(self) -> NewTokens[S]:
+        """Queue a decode step of all sequences; returns the next token of each."""
+        if self._loop is None:
+            lengths = [sequence.cached for sequence in self.sequences]
+            self._loop = self._runner.decode_loop(self._tokens[: len(lengths)], lengths)
+            likeliest = all(sequence.takes_likeliest for sequence in self.sequences)
+            self._sampling = None if likeliest else _BatchSampling(self.sequences, self._device)
+        logits = self._runner.decode_step(self._loop)
+        if self._sampling is not None:
+            self._loop.set_tokens(self._sampling.choose(logits, self._history))
+            if self._history is not None:
+                self._history.add(self._loop.tokens)
+        return self._new_tokens(self._loop.host_copy(), self.sequences, logits, self._loop.tokens)
+
+    def pad(self, sequence: S) -> None:
+        """Make the slot of a sequence that has ended padding: the other sequences stay in their slots."""
+        if self._loop is not None and sequence.slot is not None:
+            self._loop.pad(sequence.slot)
+
+    def retire(self, sequence: S) -> None:
+        """Remove a sequence, if it has a slot: the last sequence moves there, and its KV cache is copied."""
+        slot, sequence.slot = sequence.slot, None
+        if slot is None:
+            return
+        self._leave_loop()
+        last = self.sequences.pop()
+        if last is not sequence:
+            end = len(self.sequences)
+            self._runner.cache.copy_sequence(self._runner.cache, end, slot, 0, last.cached)
+            self._tokens[slot] = self._tokens[end]
+            if self._history is not None:
+                self._history.move(end, slot)
+            last.slot, self.sequences[slot] = slot, last
+
+    def _leave_loop(self) -> None:
+        """Save the next tokens before the loop of other sequences starts."""
+        if self._loop is not None:
+            self._tokens[: len(self.sequences)].copy_(self._loop.tokens)
+            self._loop = None
+
+    def _new_tokens(self, copy: HostCopy, sequences: list[S], logits: Tensor, tokens: Tensor) -> NewTokens[S]:
+        tops = [sequence.top for sequence in sequences]
+        wanted = any(top is not None for top in tops)
+        new = NewTokens(copy, list(sequences), likelihoods(logits, tokens, tops) if wanted else None)
+        for sequence in sequences:
+            sequence.queued += 1
+        return new

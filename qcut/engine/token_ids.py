@@ -1,4 +1,4 @@
-"""What callers of the engine pass as token ids: lists, arrays or tensors become tensors, and text is refused."""
+"""Checks of the engine's arguments: token ids in lists, arrays or tensors become tensors, and text is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from qcut.errors import ConfigError, DtypeError, ShapeError, shown
 from qcut.numerics.sampling import Sampling
 
-Keep = bool | int | Sequence[int]
+ReusePrefix = bool | int | Sequence[int]
 """How many tokens of each sequence stay in the cache."""
 
 _TOKENS = "token ids, as tokenizer(text)['input_ids'] has them"
@@ -22,7 +22,7 @@ _TEXT = "; text needs Engine(model, tokenizer=…)"
 
 
 class Options(NamedTuple):
-    """What a caller asks of continuations; see `qcut.Engine.generate`."""
+    """Options of `qcut.Engine.generate`."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -119,39 +119,38 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
         raise ConfigError(f"token id {low if low < 0 else high}; allowed: 0 to {vocabulary - 1}")
 
 
-def kept_tokens(keep: Any, held: Sequence[int], prompts: int) -> list[int]:
-    """The number of tokens that stay before each prompt.
+def reused_tokens(reuse_prefix: Any, lengths: Sequence[int], prompts: int) -> list[int]:
+    """The number of cached tokens before each prompt.
 
     Args:
-        keep: see `Engine.prefill`.
-        held: tokens of each sequence in the cache.
+        reuse_prefix: see `Engine.prefill`.
+        lengths: tokens of each sequence in the cache.
         prompts: number of prompts.
 
     Raises:
-        ConfigError: neither a truth value nor whole numbers, or more tokens than a sequence holds.
+        ConfigError: neither a truth value nor whole numbers, or more tokens than a sequence has.
         ShapeError: another number of prompts than of sequences in the cache, or than of numbers.
     """
-    if keep is False:
+    if reuse_prefix is False:
         return [0] * prompts
-    if keep is True:
-        if prompts != len(held):
-            raise ShapeError(f"{prompts} prompts, and all of {len(held)} sequences are kept; allowed: one for each")
-        return list(held)
-    kept = [keep] * prompts if is_whole(keep) else keep
-    if isinstance(kept, Tensor):
-        kept = kept.tolist()
-    if not isinstance(kept, Iterable) or isinstance(kept, str | bytes):
-        raise ConfigError(f"keep is {keep!r}; allowed: True, False, or numbers of tokens")
-    kept = list(kept)
-    if not all(map(is_whole, kept)):
-        raise ConfigError(f"keep is {keep!r}; allowed: True, False, or numbers of tokens")
-    if len(kept) != prompts:
-        raise ShapeError(f"keep has {len(kept)} numbers; allowed: {prompts}, one for each prompt")
-    for i, count in enumerate(kept):
-        most = held[i] if i < len(held) else 0
+    if reuse_prefix is True:
+        if prompts != len(lengths):
+            raise ShapeError(f"{prompts} prompts, and all of {len(lengths)} sequences are kept; allowed: one for each")
+        return list(lengths)
+    counts = [reuse_prefix] * prompts if is_whole(reuse_prefix) else reuse_prefix
+    if isinstance(counts, Tensor):
+        counts = counts.tolist()
+    is_list = isinstance(counts, Iterable) and not isinstance(counts, str | bytes)
+    counts = list(counts) if is_list else [None]
+    if not all(map(is_whole, counts)):
+        raise ConfigError(f"reuse_prefix is {reuse_prefix!r}; allowed: True, False, or numbers of tokens")
+    if len(counts) != prompts:
+        raise ShapeError(f"reuse_prefix has {len(counts)} numbers; allowed: {prompts}, one for each prompt")
+    for i, count in enumerate(counts):
+        most = lengths[i] if i < len(lengths) else 0
         if not 0 <= count <= most:
-            raise ConfigError(f"keep is {count} for sequence {i}; allowed: 0 to {most}, the tokens that it holds")
-    return [int(count) for count in kept]
+            raise ConfigError(f"reuse_prefix is {count} for sequence {i}; allowed: 0 to {most}, its tokens")
+    return [int(count) for count in counts]
 
 
 def is_whole(value: Any) -> bool:

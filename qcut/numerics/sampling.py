@@ -228,9 +228,10 @@ class History:
         counts = torch.zeros(rows, vocabulary, dtype=torch.int32, device=device)
         return cls(counts.bool(), counts)
 
-    def of(self, row: int) -> History:
-        """The tokens before of one row."""
-        return History(self.prompt[row : row + 1], self.counts[row : row + 1])
+    def of(self, first: int, count: int) -> History:
+        """The tokens before of some rows."""
+        rows = slice(first, first + count)
+        return History(self.prompt[rows], self.counts[rows])
 
     def start(self, row: int, prompt: Tensor) -> None:
         """Begin a row anew, after a prompt of ids int64 ``[T]``."""

@@ -130,7 +130,7 @@ def usage(requests: Sequence[Request], samples: int) -> JSON:
         "prompt_tokens": read,
         "completion_tokens": new,
         "total_tokens": read + new,
-        "prompt_tokens_details": {"cached_tokens": sum(one.found for one in prompts)},
+        "prompt_tokens_details": {"cached_tokens": sum(one.reused_tokens for one in prompts)},
     }
 
 

@@ -148,7 +148,7 @@ def routes(service: Service) -> list[Route]:
 
     async def load(request: Request) -> Response:
         found = service.scheduler.load
-        return JSONResponse({"server_load": found.waiting + found.reading + found.running})
+        return JSONResponse({"server_load": found.waiting + found.prefilling + found.running})
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(description())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from qcut.engine.sequence import LogProbability
+from qcut.engine.likelihoods import LogProbability
 from qcut.text.detokenizer import Detokenizer
 
 CONTEXT = 8

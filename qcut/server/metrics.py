@@ -103,11 +103,11 @@ class _Load(Collector):
         load, engine = self._scheduler.load, self._scheduler.engine
         for name, text, value in (
             ("qcut_requests_waiting", "Prompts that wait", load.waiting),
-            ("qcut_prompts_reading", "Prompts that are being read", load.reading),
+            ("qcut_prompts_reading", "Prompts that are being read", load.prefilling),
             ("qcut_sequences_running", "Sequences that are being continued", load.running),
             ("qcut_sequences_most", "Sequences that may run at once", engine.batch),
             ("qcut_context_tokens", "Most tokens of a sequence", engine.context),
-            ("qcut_kept_tokens", "Tokens in the prefix cache", load.kept),
+            ("qcut_kept_tokens", "Tokens in the prefix cache", load.prefix_cache_tokens),
         ):
             yield GaugeMetricFamily(name, text, value)
         yield GaugeMetricFamily("qcut_cache_bytes", "Memory for keys and values", self._scheduler.cache_bytes)
@@ -116,7 +116,7 @@ class _Load(Collector):
             yield GaugeMetricFamily("qcut_gpu_bytes", "Memory of the GPU that is taken, weights and all", taken)
         for name, text, value in (
             ("qcut_prompt_tokens", "Tokens of prompts", load.prompt_tokens),
-            ("qcut_prompt_tokens_found", "Of these, tokens found in the prefix cache", load.found_tokens),
+            ("qcut_prompt_tokens_found", "Of these, tokens found in the prefix cache", load.reused_tokens),
             ("qcut_new_tokens", "New tokens", load.new_tokens),
             ("qcut_steps", "Steps of the batch", load.steps),
         ):

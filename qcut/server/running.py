@@ -265,7 +265,7 @@ class Server(uvicorn.Server):
                 len(self.server_state.tasks),
                 "" if grace is None else f" within {grace} s",
                 load.running,
-                load.waiting + load.reading,
+                load.waiting + load.prefilling,
             )
         await super().shutdown(sockets)
         self.is_done = not self.server_state.tasks

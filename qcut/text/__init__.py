@@ -1,1 +1,1 @@
-"""Text in and out of the engine: prompts, pieces of text as tokens come, and strings that end a text."""
+"""Text of the engine: tokenization of prompts, incremental detokenization, and stop strings."""

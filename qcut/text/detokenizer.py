@@ -1,4 +1,4 @@
-"""Turns tokens into text one at a time, in pieces that are never taken back.
+"""Incremental detokenization: the text of new tokens, never taken back.
 
 Decoders look at neighbours: a character may be the bytes of several tokens, and a leading space depends on whether a
 token comes first. Each token is therefore decoded after the tokens of the piece before it, and what these decode to by
@@ -26,11 +26,10 @@ _PATIENCE = 8
 """Tokens without a whole character after which some of them are given out as they are."""
 
 
-class Pieces:
-    """Text of new tokens, piece by piece.
+class IncrementalDetokenizer:
+    """Incremental detokenizer of the tokens after a prompt.
 
-    All pieces together are the text of prompt and new tokens, without what it has in common with the prompt's text from
-    the first character on.
+    All returned texts together are the text of prompt and new tokens, without its common prefix with the prompt's text.
 
     Args:
         decode: returns the text of token ids.
@@ -81,19 +80,19 @@ class Pieces:
         return ""
 
 
-class CleanedPieces:
-    """Text of new tokens, piece by piece, of a tokenizer that removes spaces before punctuation in whole texts.
+class CleaningDetokenizer:
+    """Incremental detokenizer for tokenizers that remove spaces before punctuation in whole texts.
 
-    A piece waits until what follows can no longer change it, which is a word at most.
+    Text is held back while later text can change it, which is a word at most.
 
     Args:
         decode: returns the text of token ids as it is before cleaning.
         clean: removes the spaces, `PreTrainedTokenizerBase.clean_up_tokenization`.
-        prompt: see `Pieces`.
+        prompt: see `IncrementalDetokenizer`.
     """
 
     def __init__(self, decode: Decode, clean: Callable[[str], str], prompt: Sequence[int]) -> None:
-        self._pieces, self._clean = Pieces(decode, prompt), clean
+        self._pieces, self._clean = IncrementalDetokenizer(decode, prompt), clean
         text = decode(list(prompt))
         self._held = text[_final(text) :]
         self._known = clean(self._held)
@@ -117,7 +116,7 @@ class CleanedPieces:
 
 
 class Detokenizer:
-    """A tokenizer of transformers, as far as it turns tokens into text.
+    """The decoding part of a tokenizer of transformers.
 
     Args:
         tokenizer: any tokenizer of transformers.
@@ -147,19 +146,19 @@ class Detokenizer:
             raise ConfigError(f"the tokenizer fails on {len(ids)} tokens: {line_of(error)}") from error
 
     def skips(self, token: int) -> bool:
-        """Whether a token is special and has no text, whatever is beside it."""
+        """Whether a token is special and never has text."""
         return token in self._skipped
 
     def skipped_in(self, strings: Collection[str]) -> dict[int, str]:
-        """Special tokens without text, by id, as they stand in some strings."""
+        """Special tokens without text that occur in some strings: their ids and spellings."""
         return {token: text for token, text in self._skipped.items() if text and any(text in s for s in strings)}
 
-    def pieces(self, prompt: Sequence[int]) -> Pieces | CleanedPieces:
-        """Pieces of the text after a prompt."""
+    def incremental(self, prompt: Sequence[int]) -> IncrementalDetokenizer | CleaningDetokenizer:
+        """An incremental detokenizer of the tokens after a prompt."""
         ids = [token for token in prompt if token not in self._skipped]
         if self._cleans:
-            return CleanedPieces(self._raw, self._tokenizer.clean_up_tokenization, ids)
-        return Pieces(self.decode, ids)
+            return CleaningDetokenizer(self._raw, self._tokenizer.clean_up_tokenization, ids)
+        return IncrementalDetokenizer(self.decode, ids)
 
     def _raw(self, ids: list[int]) -> str:
         options = {"skip_special_tokens": self._skips, "clean_up_tokenization_spaces": False}
@@ -174,7 +173,7 @@ def _special(tokenizer: Any) -> set[int]:
 
 
 def _direct(tokenizer: Any) -> Callable[[list[int], bool], str] | None:
-    """How a tokenizer decodes beneath transformers' own functions, which take ten times as long; None: they do more."""
+    """The decoder under transformers' own functions, which take ten times as long; None: they do more."""
     kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
     own = all(
         getattr(kind, name).__module__.startswith("transformers.tokenization_utils")

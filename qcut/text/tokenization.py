@@ -128,7 +128,7 @@ def check_decoder(tokenizer: Any) -> None:
 
 
 def start_process() -> None:
-    """Start a process now, where there is none, so that the first text does not wait for it. Returns at once."""
+    """Start a process, if there is none, so that the first text does not wait for it. Returns at once."""
     with contextlib.suppress(ConfigError), _pool.lent():
         pass
 
@@ -180,7 +180,7 @@ class _Key:
 
     @classmethod
     def of(cls, tokenizer: Any, kind: str) -> _Key:
-        """The key of a tokenizer for a kind of work; a new one where the tokenizer has changed."""
+        """The key of a tokenizer for a kind of work; a new one if the tokenizer has changed."""
         plain = {
             name: value
             for name, value in vars(tokenizer).items()

@@ -1,8 +1,8 @@
-"""The process in which tokenizers of downloaded files work: it ends where a request takes too much time or memory.
+"""The process of tokenizers from downloaded files: it ends if a request takes too much time or memory.
 
 Frames of both directions are 8 bytes of length, little-endian, and the bytes. Requests are pickles of the parent, which
-is trusted; answers begin with a letter: ``i`` and int64 token ids, ``t`` and UTF-8, ``e`` and what went wrong, ``m``
-where memory was refused.
+is trusted; answers begin with a letter: ``i`` and int64 token ids, ``t`` and UTF-8, ``e`` and an error, ``m`` if
+memory was refused.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _address_space() -> int:
 
 
 def main() -> None:
-    """Serve on standard input and output; what else is printed goes nowhere."""
+    """Serve on standard input and output; other output is dropped."""
     answers = sys.stdout.buffer
     with open("/dev/null", "w") as nowhere:
         sys.stdout = nowhere

@@ -32,16 +32,16 @@ def test_the_largest_size_within_a_limit() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [5], [8], [17, 3], [2, 9, 1], [8, 8, 8], [1, 1, 16]])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
-def test_spans_cover_each_prompt_once_and_end_together(lengths: list[int], rows: int) -> None:
-    found = list(spans(lengths, rows))
-    assert len(found) == -(-max(lengths) // rows)
+@pytest.mark.parametrize("most", [1, 2, 5, 8])
+def test_spans_cover_each_prompt_once_and_end_together(lengths: list[int], most: int) -> None:
+    found = list(spans(lengths, most))
+    assert len(found) == -(-max(lengths) // most)
     for i, length in enumerate(lengths):
         read = [place for span in found for place in range(span.firsts[i], span.firsts[i] + span.counts[i])]
         assert read == list(range(length))
-        assert all(span.counts[i] <= rows for span in found)
+        assert all(span.counts[i] <= most for span in found)
         assert found[-1].counts[i] >= 1
-    assert all(max(span.counts) == rows for span in found[1:])
+    assert all(max(span.counts) == most for span in found[1:])
 
 
 def test_a_chunk_tells_places_and_spares_padding() -> None:
@@ -51,11 +51,11 @@ def test_a_chunk_tells_places_and_spares_padding() -> None:
     assert chunk.ids[0, :2].tolist() == [12, 13]
     assert chunk.ids[1].tolist() == [23, 24, 25, 26]
     assert (chunk.starts.tolist(), chunk.lengths.tolist()) == ([9, 2, 0], [2, 4, 0])
-    positions, slots = chunk.places()
+    positions, slots = chunk.positions()
     assert (positions.dtype, slots.dtype) == (torch.int32, torch.int32)
     assert slots.view(3, 4).tolist() == [[9, 10, 10, 10], [2, 3, 4, 5], [10] * 4]
     assert positions.view(3, 4).tolist() == [[9, 9, 9, 9], [2, 3, 4, 5], [0, 1, 2, 3]]
-    assert chunk.last_rows().tolist() == [1, 7, 8]
+    assert chunk.last_tokens().tolist() == [1, 7, 8]
     chunk.fill(prompts[:1], [0], Span([0], [1]))  # nothing of the last time is left
     assert chunk.ids.flatten().tolist() == [11] + [0] * 11
     assert (chunk.starts.tolist(), chunk.lengths.tolist()) == ([0] * 3, [1, 0, 0])

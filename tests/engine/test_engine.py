@@ -153,7 +153,7 @@ def test_int8_rows_change_nothing(kind: str) -> None:
 def test_prompts_in_parts_are_the_prompts(kv_cache: Any) -> None:
     model, prompts = small("llama"), prompts_of(VOCABULARY, 7, 12, 5)
     whole, parts = (Engine(model, batch=3, kv_cache=kv_cache) for _ in range(2))
-    parts.prompt_rows = 24  # two sequences of twelve
+    parts.runner.max_prefill_tokens = 24  # two sequences of twelve
     results = [(e.prefill(prompts), e.decode([1, 2, 3]), torch.cat(e.score(prompts))) for e in (whole, parts)]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcut.backends.cuda.launch import plans
-from qcut.engine import decode_loop, graphs
+from qcut.engine import graphs, runner
 from qcut.engine.engine import Engine
 from qcut.engine.graphs import Graphs
 from qcut.engine.scheduler import Scheduler
@@ -74,7 +74,7 @@ def test_inference_mode_may_come_and_go(made: bool, first: bool, captured: list[
     model, prompts = small("llama"), prompts_of(VOCABULARY, 5, 9)
     with torch.inference_mode(made):
         engine = Engine(model, batch=2)
-    engine._graphs = Graphs(torch.device("cpu"))
+    engine.runner.graphs = Graphs(torch.device("cpu"))
     with torch.inference_mode(first):
         want = engine.generate(prompts, 4)
     with torch.inference_mode(not first):
@@ -85,61 +85,53 @@ def test_inference_mode_may_come_and_go(made: bool, first: bool, captured: list[
 def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, captured: list[object]) -> None:
     model = small("llama")
     launched, replayed = (Engine(model, batch=3, kv_cache=kv_cache) for _ in range(2))
-    replayed._graphs = Graphs(torch.device("cpu"))
+    replayed.runner.graphs = Graphs(torch.device("cpu"))
     sizes = ((5, 9), (1, 1, 1), (30,), (7, 12), (40, 3), (2, 2), (6, 14), (29,), (1,), (8, 8, 8))
     for turn in range(2):
         for lengths in sizes:
             prompts = prompts_of(VOCABULARY, *lengths)
             if turn:
-                replayed.prompt_rows = launched.prompt_rows = 16
+                replayed.runner.max_prefill_tokens = launched.runner.max_prefill_tokens = 16
             assert torch.equal(replayed.prefill(prompts), launched.prefill(prompts))
             assert torch.equal(replayed.decode(range(len(lengths))), launched.decode(range(len(lengths))))
             more = [prompt[:4] for prompt in prompts]
-            assert replayed.generate(more, 5, keep=True) == launched.generate(more, 5, keep=True)
+            assert replayed.generate(more, 5, reuse_prefix=True) == launched.generate(more, 5, reuse_prefix=True)
             hot = Sampling(temperature=1.0, seed=turn)
             assert replayed.generate(prompts, 5, sampling=hot) == launched.generate(prompts, 5, sampling=hot)
             for one, other in zip(replayed.score(prompts), launched.score(prompts), strict=True):
                 assert torch.equal(one, other)
         if not turn:
             count = len(captured)
-            assert count == replayed._graphs.count < 2 * len(sizes)
+            assert count == replayed.runner.graphs.count < 2 * len(sizes)
     plans.forget_plans()
     replayed.prefill([[1, 2, 3]])
-    assert replayed._graphs.count == 1
+    assert replayed.runner.graphs.count == 1
     plans.forget_plans()
     replayed.decode([4])  # steps alone, too
-    assert replayed._graphs.count == 1
+    assert replayed.runner.graphs.count == 1
 
 
 @pytest.mark.parametrize(
-    ("batch", "chunk", "most_waiting", "first"), [(5, 48, 64, 512), (8, 100, 64, 16), (8, 16, 3, 16), (1, 1, 1, 512)]
+    ("batch", "chunk", "max_waiting", "first"), [(5, 48, 64, 512), (8, 100, 64, 16), (8, 16, 3, 16), (1, 1, 1, 512)]
 )
 def test_nothing_is_captured_once_a_scheduler_is_warm(
-    batch: int, chunk: int, most_waiting: int, first: int, captured: list[object], monkeypatch: pytest.MonkeyPatch
+    batch: int, chunk: int, max_waiting: int, first: int, captured: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_loop, "FIRST_BOUND", first)
+    monkeypatch.setattr(runner, "FIRST_BUCKET", first)
     engine = Engine(small("llama"), batch=batch)
-    engine._graphs = Graphs(torch.device("cpu"))
-    beside = engine.beside
-
-    def with_graphs(batch: int) -> Engine:
-        other = beside(batch)
-        other._graphs = Graphs(torch.device("cpu"))
-        return other
-
-    monkeypatch.setattr(engine, "beside", with_graphs)
-    scheduler = Scheduler(engine, chunk=chunk, most_waiting=most_waiting)
-    scheduler._ahead = True  # as on a GPU
+    engine.runner.graphs = Graphs(torch.device("cpu"))
+    scheduler = Scheduler(engine, chunk=chunk, max_waiting=max_waiting)
+    scheduler._batch.runs_ahead = True  # as on a GPU
     scheduler.warm_up()
     count = len(captured)
-    steps = engine._graphs.count * len(decode_loop.bounds(engine.context))
-    assert count == steps + scheduler._reader._graphs.count  # type: ignore[union-attr]
+    steps = engine.runner.graphs.count * len(runner.buckets(engine.context))
+    assert count == steps + scheduler._prefill_runner.graphs.count  # type: ignore[union-attr]
     for turn in range(12):
         for prompt in prompts_of(
-            VOCABULARY, *(1 + (7 * turn + 11 * i) % 60 for i in range(min(most_waiting, turn + 1)))
+            VOCABULARY, *(1 + (7 * turn + 11 * i) % 60 for i in range(min(max_waiting, turn + 1)))
         ):
             scheduler.submit(prompt, 1 + turn % 4)
-        while scheduler.turn():
+        while scheduler.step():
             pass
     assert len(captured) == count
 
@@ -149,13 +141,13 @@ def test_sequences_come_to_further_bounds(kind: str, captured: list[object], mon
     model, prompts = small(kind), prompts_of(VOCABULARY, 5, 1, 14)
     plain = Engine(model, batch=4, context=40)
     want, one = plain.generate(prompts), plain.generate(prompts[:1], 30)
-    monkeypatch.setattr(decode_loop, "FIRST_BOUND", 8)
+    monkeypatch.setattr(runner, "FIRST_BUCKET", 8)
     launched, replayed, served = (Engine(model, batch=4, context=40) for _ in range(3))
-    replayed._graphs, served._graphs = Graphs(torch.device("cpu")), Graphs(torch.device("cpu"))
+    replayed.runner.graphs, served.runner.graphs = Graphs(torch.device("cpu")), Graphs(torch.device("cpu"))
     assert launched.generate(prompts) == want
     assert replayed.generate(prompts) == want
     count = len(captured)
-    assert count == replayed._graphs.count + 2, "steps of up to 16, 32 and 40 tokens"
+    assert count == replayed.runner.graphs.count + 2, "steps of up to 16, 32 and 40 tokens"
     assert replayed.generate(prompts) == want
     assert len(captured) == count
     assert replayed.generate(prompts[:1], 30) == one
@@ -164,6 +156,6 @@ def test_sequences_come_to_further_bounds(kind: str, captured: list[object], mon
         assert [int(engine.decode([token]).argmax()) for token in one[0].tokens[:-1]] == one[0].tokens[1:]
     scheduler = Scheduler(served, chunk=16)
     requests = [scheduler.submit(prompt) for prompt in prompts]
-    while scheduler.turn():
+    while scheduler.step():
         pass
     assert [request.result() for request in requests] == want

@@ -64,10 +64,10 @@ def test_scheduler_turns_in_any_mode() -> None:
     with torch.inference_mode():
         scheduler = Scheduler(Engine(model, context=40, batch=2))
         first = scheduler.submit(PROMPTS[0], 8, sampling=DRAWN)
-        scheduler.turn()
-    scheduler.turn()
+        scheduler.step()
+    scheduler.step()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        while scheduler.turn():
+        while scheduler.step():
             pass
     assert first.tokens == want[0]
     with torch.inference_mode(), scheduler:

@@ -35,10 +35,10 @@ def test_pieces_are_the_whole(kind: str, kv_cache: Any) -> None:
     engine = Engine(model, kv_cache=kv_cache)
     for counts in ((1,) * 41, (1, 40), (40, 1), (7, 16, 1, 17), (33, 8)):
         engine.prefill([[5, 6, 7]])  # of another request
-        keep: bool = False
+        reuse: bool = False
         for piece in pieces(prompt, *counts):
-            got = engine.prefill([piece], keep=keep)
-            keep = True
+            got = engine.prefill([piece], reuse_prefix=reuse)
+            reuse = True
         if kv_cache == "auto":
             near(got, want)
         else:  # an element of the cache may be a step of 1/127 off
@@ -53,7 +53,7 @@ def test_pieces_of_integer_products_are_near(scheme: str) -> None:
     whole, parts = Engine(model), Engine(model)
     want = whole.prefill([prompt])
     parts.prefill([prompt[:13]])
-    got = parts.prefill([prompt[13:]], keep=True)
+    got = parts.prefill([prompt[13:]], reuse_prefix=True)
     assert qcut.numerics.int8.sqnr_db(want, got) > 30
     assert torch.equal(kept(whole.cache, 0)[0][:, :, :30], kept(parts.cache, 0)[0][:, :, :30])  # no sum of floats yet
 
@@ -63,7 +63,7 @@ def test_pieces_of_integer_products_are_near(scheme: str) -> None:
 def test_chunks_of_any_size_are_the_prompts(kind: str, rows: int) -> None:
     model, prompts = small(kind), prompts_of(VOCABULARY, 30, 2, 64, 1)
     whole, parts = Engine(model, batch=4), Engine(model, batch=4)
-    parts.prompt_rows = rows
+    parts.runner.max_prefill_tokens = rows
     near(parts.prefill(prompts), whole.prefill(prompts))
     for one, other in zip(parts.score(prompts), whole.score(prompts), strict=True):
         assert torch.allclose(one, other, atol=1e-4)
@@ -77,13 +77,13 @@ def test_a_common_beginning_is_read_once_and_kept() -> None:
     system, (one, two, three) = prompts_of(VOCABULARY, 20)[0], prompts_of(VOCABULARY, 9, 4, 15)
     engine.prefill([system, system])
     for tails in ((one, two), (three, one), (two, two)):
-        got = engine.prefill(tails, keep=20)
+        got = engine.prefill(tails, reuse_prefix=20)
         assert engine.lengths == tuple(20 + len(tail) for tail in tails)
         for row, tail in zip(got, tails, strict=True):
             near(row, last_logits(model, system + tail))
-    near(engine.prefill([three], keep=20)[0], last_logits(model, system + three))
+    near(engine.prefill([three], reuse_prefix=20)[0], last_logits(model, system + three))
     assert engine.lengths == (35,)
-    got = engine.prefill([one, two], keep=[35, 0])  # the second begins anew
+    got = engine.prefill([one, two], reuse_prefix=[35, 0])  # the second begins anew
     near(got[0], last_logits(model, system + three + one))
     near(got[1], last_logits(model, two))
 
@@ -98,7 +98,7 @@ def test_turns_of_a_chat_are_one_text(kind: str) -> None:
         said = [text + answer.tokens for text, answer in zip(texts, answers, strict=True)]
         texts = [text + more for text, more in zip(said, turn, strict=True)]
         given = [answer.tokens[-1:] + more for answer, more in zip(answers, turn, strict=True)]
-        answers = engine.generate(given, 7, keep=True)
+        answers = engine.generate(given, 7, reuse_prefix=True)
         assert answers == Engine(model, batch=2).generate(texts, 7)
 
 
@@ -109,7 +109,7 @@ def test_answers_that_ended_early_are_continued_where_they_ended() -> None:
     stop = next(token for token in free[0].tokens if token not in free[1].tokens)
     ended = engine.generate(prompts, 12, stop=[stop])
     assert len(ended[0].tokens) < 12 == len(ended[1].tokens)
-    got = engine.prefill([[*g.tokens[-1:], 3, 4] for g in ended], keep=True)
+    got = engine.prefill([[*g.tokens[-1:], 3, 4] for g in ended], reuse_prefix=True)
     for row, prompt, g in zip(got, prompts, ended, strict=True):
         near(row, last_logits(model, [*prompt, *g.tokens, 3, 4]))
 
@@ -120,54 +120,54 @@ def test_a_kept_context_can_be_filled_and_no_more() -> None:
     engine.prefill([prompt[:7]])
     before = kept(engine.cache, 1)
     with pytest.raises(errors.ContextError, match="prompt 0 has 14 tokens after 7; this engine's context is 20"):
-        engine.prefill([prompt[7:]], keep=True)
+        engine.prefill([prompt[7:]], reuse_prefix=True)
     assert engine.lengths == (7,)
     for one, other in zip(before, kept(engine.cache, 1), strict=True):
         assert torch.equal(one, other)
-    near(engine.prefill([prompt[7:20]], keep=True)[0], last_logits(model, prompt[:20]))
+    near(engine.prefill([prompt[7:20]], reuse_prefix=True)[0], last_logits(model, prompt[:20]))
     with pytest.raises(errors.ContextError, match="sequence 0 has 20 tokens"):
         engine.decode([1])
-    near(engine.prefill([prompt[5:6]], keep=5)[0], last_logits(model, prompt[:6]))
+    near(engine.prefill([prompt[5:6]], reuse_prefix=5)[0], last_logits(model, prompt[:6]))
 
 
 @pytest.mark.parametrize(
-    ("keep", "error", "message"),
+    ("reuse", "error", "message"),
     [
-        (4, errors.ConfigError, "keep is 4 for sequence 0; allowed: 0 to 3, the tokens that it holds"),
-        ([3, 3], errors.ConfigError, "keep is 3 for sequence 1; allowed: 0 to 2"),
-        ([-1, 0], errors.ConfigError, "keep is -1 for sequence 0; allowed: 0 to 3"),
-        ([1], errors.ShapeError, "keep has 1 numbers; allowed: 2, one for each prompt"),
-        ("12", errors.ConfigError, "keep is '12'; allowed: True, False, or numbers of tokens"),
-        (1.0, errors.ConfigError, r"keep is 1\.0; allowed"),
-        ([1.0, 2.0], errors.ConfigError, r"keep is \[1\.0, 2\.0\]; allowed"),
-        ([True, False], errors.ConfigError, r"keep is \[True, False\]; allowed"),
-        (None, errors.ConfigError, "keep is None; allowed"),
-        (torch.tensor([0.5, 1.0]), errors.ConfigError, "keep is tensor"),
+        (4, errors.ConfigError, "reuse_prefix is 4 for sequence 0; allowed: 0 to 3, its tokens"),
+        ([3, 3], errors.ConfigError, "reuse_prefix is 3 for sequence 1; allowed: 0 to 2"),
+        ([-1, 0], errors.ConfigError, "reuse_prefix is -1 for sequence 0; allowed: 0 to 3"),
+        ([1], errors.ShapeError, "reuse_prefix has 1 numbers; allowed: 2, one for each prompt"),
+        ("12", errors.ConfigError, "reuse_prefix is '12'; allowed: True, False, or numbers of tokens"),
+        (1.0, errors.ConfigError, r"reuse_prefix is 1\.0; allowed"),
+        ([1.0, 2.0], errors.ConfigError, r"reuse_prefix is \[1\.0, 2\.0\]; allowed"),
+        ([True, False], errors.ConfigError, r"reuse_prefix is \[True, False\]; allowed"),
+        (None, errors.ConfigError, "reuse_prefix is None; allowed"),
+        (torch.tensor([0.5, 1.0]), errors.ConfigError, "reuse_prefix is tensor"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_and_changes_nothing(keep: Any, error: Any, message: str) -> None:
+def test_what_cannot_be_kept_is_refused_and_changes_nothing(reuse: Any, error: Any, message: str) -> None:
     engine = Engine(small("llama"), batch=3)
     engine.prefill([[1, 2, 3], [4, 5]])
     for call in (engine.prefill, lambda *given, **more: engine.generate(*given, 2, **more)):
         with pytest.raises(error, match=message):
-            call([[1], [2]], keep=keep)
+            call([[1], [2]], reuse_prefix=reuse)
     assert engine.lengths == (3, 2)
 
 
 def test_all_is_kept_for_as_many_prompts_as_sequences() -> None:
     engine = Engine(small("llama"), batch=3)
     with pytest.raises(errors.ShapeError, match="1 prompts, and all of 0 sequences are kept; allowed: one for each"):
-        engine.prefill([[1]], keep=True)
+        engine.prefill([[1]], reuse_prefix=True)
     engine.prefill([[1, 2, 3], [4, 5]])
     with pytest.raises(errors.ShapeError, match="3 prompts, and all of 2 sequences are kept"):
-        engine.prefill([[1], [2], [3]], keep=True)
+        engine.prefill([[1], [2], [3]], reuse_prefix=True)
 
 
-@pytest.mark.parametrize("keep", [(2, 1), np.array([2, 1]), torch.tensor([2, 1]), [np.int64(2), 1]])
-def test_any_row_of_whole_numbers_says_what_is_kept(keep: Any) -> None:
+@pytest.mark.parametrize("reuse", [(2, 1), np.array([2, 1]), torch.tensor([2, 1]), [np.int64(2), 1]])
+def test_any_row_of_whole_numbers_says_what_is_kept(reuse: Any) -> None:
     engine = Engine(small("llama"), batch=2)
     engine.prefill([[1, 2, 3], [4, 5]])
-    engine.prefill([[6], [7, 8]], keep=keep)
+    engine.prefill([[6], [7, 8]], reuse_prefix=reuse)
     assert engine.lengths == (3, 3)
 
 
@@ -180,9 +180,9 @@ def test_a_failure_leaves_what_was_kept() -> None:
         raise torch.OutOfMemoryError("no memory")
 
     with model.model.layers[1].mlp.down_proj.register_forward_pre_hook(fail), pytest.raises(torch.OutOfMemoryError):
-        engine.prefill([[1, 2, 3]], keep=10)
+        engine.prefill([[1, 2, 3]], reuse_prefix=10)
     assert engine.lengths == (10,)
-    near(engine.prefill([prompt[10:]], keep=True)[0], last_logits(model, prompt))
+    near(engine.prefill([prompt[10:]], reuse_prefix=True)[0], last_logits(model, prompt))
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])

@@ -24,7 +24,7 @@ FOLDER = ROOT / "models" / "gpt2-5m"
 
 
 def done(scheduler: Scheduler) -> None:
-    while scheduler.turn():
+    while scheduler.step():
         pass
 
 
@@ -120,10 +120,10 @@ def test_a_string_with_a_special_token_in_it_stops(talking: Engine) -> None:
     scheduler, special = Scheduler(talking), talking.tokenizer.convert_tokens_to_ids("<|turn|>")
     request = scheduler.submit("The import statement", 9, stop=[f"{str(usual.text)[-3:]}<|turn|>", "<|turn|>\n"])
     while len(request.tokens) < 4:
-        scheduler.turn()
+        scheduler.step()
     assert request.reason is None
-    request.running.take(special)  # as if the model had chosen it
-    assert (request.running.reason, request.running.result.text) == ("stop", str(usual.text)[:-3])
+    request.append(special)  # as if the model had chosen it
+    assert (request.finish_reason, request.generated.text) == ("stop", str(usual.text)[:-3])
 
 
 # ── log-probabilities of prompts ─────────────────────────────────────────────────────────────────
@@ -133,7 +133,7 @@ def test_prompts_are_scored_beside_other_requests() -> None:
     model, prompts = small("llama"), prompts_of(VOCABULARY, 30, 21, 40, 1)
     engine = Engine(model, batch=3, context=64)
     want = Engine(model, batch=4, context=64).score(prompts)
-    scheduler = Scheduler(engine, chunk=8, prefixes=4)
+    scheduler = Scheduler(engine, chunk=8, prefix_cache=4)
     before = scheduler.submit(prompts[2], 20)
     requests = [scheduler.submit(p, new, prompt_top=3) for p, new in zip(prompts, (5, 0, 1, 0), strict=True)]
     again = scheduler.submit(prompts[0], 0, prompt_top=0)  # its beginning is kept, and read all the same
@@ -259,7 +259,7 @@ def test_a_chunk_that_fails_ends_its_prompts_alone() -> None:
     engine = Engine(model, batch=2, context=64)
     scheduler = Scheduler(engine, chunk=8)
     running = scheduler.submit([1, 2], 30)
-    scheduler.turn()
+    scheduler.step()
     bad = scheduler.submit([5] * 20, 4)
 
     def fail(_: Any, given: Any) -> None:
@@ -274,12 +274,12 @@ def test_a_chunk_that_fails_ends_its_prompts_alone() -> None:
 
 
 def test_a_cancelled_prompt_is_read_no_further() -> None:
-    scheduler = Scheduler(Engine(small("gpt2"), batch=2, context=64), chunk=4, prefixes=0)
+    scheduler = Scheduler(Engine(small("gpt2"), batch=2, context=64), chunk=4, prefix_cache=0)
     long, short = scheduler.submit([7] * 60, 4), scheduler.submit([1, 2], 1)
-    scheduler.turn()
+    scheduler.step()
     long.cancel()
-    scheduler.turn()
-    scheduler.turn()
+    scheduler.step()
+    scheduler.step()
     assert (long.reason, short.reason) == ("cancelled", "length")
 
 
@@ -299,6 +299,6 @@ def test_seeds_give_the_same_tokens_under_load(scheme: str | None) -> None:
     scheduler, requests = Scheduler(Engine(model, batch=5, context=64)), list[Request]()
     for prompt, each in zip(prompts, options, strict=True):
         requests.append(scheduler.submit(prompt, 12, sampling=each))
-        scheduler.turn()
+        scheduler.step()
     done(scheduler)
     assert [request.tokens for request in requests] == want

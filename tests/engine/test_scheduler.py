@@ -24,7 +24,7 @@ from tests.support.decoders import VOCABULARY, prompts_of, sizes, small
 
 def engine_of(model: Any, batch: int, kv_cache: KVDtype = "auto") -> Engine:
     guide = [[1, 2, 3, 4]] if kv_cache == "int4" else None
-    return Engine(model, batch=batch, context=64, kv_cache=kv_cache, guide_prompts=guide)
+    return Engine(model, batch=batch, context=64, kv_cache=kv_cache, calibration_prompts=guide)
 
 
 def alone(model: Any, prompt: list[int], new: int | None, **options: Any) -> Generated:
@@ -45,9 +45,9 @@ def wide() -> Any:
 def finished(scheduler: Scheduler, most: int = 1000) -> int:
     """Turns until nothing is left to do."""
     for turns in range(most):
-        if not scheduler.turn():
+        if not scheduler.step():
             load = scheduler.load
-            assert (load.waiting, load.reading, load.running) == (0, 0, 0)
+            assert (load.waiting, load.prefilling, load.running) == (0, 0, 0)
             return turns
     raise AssertionError(f"not done after {most} turns")
 
@@ -72,13 +72,13 @@ def test_who_comes_and_goes_changes_nothing(kind: str, scheme: str | None, kv_ca
     prompts = prompts_of(VOCABULARY, 5, 1, 30, 17, 2, 44, 9, 23)
     news = [7, 1, 12, 20, 3, 9, None, 15]
     want = [alone(model, p, n, kv_cache=kv_cache) for p, n in zip(prompts, news, strict=True)]
-    scheduler = Scheduler(engine_of(model, 3, kv_cache), chunk=8, prefixes=2)
-    scheduler._ahead = ahead
+    scheduler = Scheduler(engine_of(model, 3, kv_cache), chunk=8, prefix_cache=2)
+    scheduler._batch.runs_ahead = ahead
     requests = []
     for prompt, new in zip(prompts, news, strict=True):
         requests.append(scheduler.submit(prompt, new))
         for _ in range(2):
-            scheduler.turn()
+            scheduler.step()
     finished(scheduler)
     assert [request.result() for request in requests] == want
 
@@ -136,7 +136,7 @@ def test_penalties_are_each_sequences_own(ahead: bool) -> None:
     ]
     prompts = prompts_of(VOCABULARY, 5, 8, 3, 6)
     scheduler = Scheduler(engine_of(model, 2))
-    scheduler._ahead = ahead
+    scheduler._batch.runs_ahead = ahead
     requests = [scheduler.submit(p, n, sampling=s) for p, s, n in zip(prompts, options, (20, 4, 9, 20), strict=True)]
     finished(scheduler)
     for request, prompt, each in zip(requests, prompts, options, strict=True):
@@ -149,7 +149,7 @@ def test_penalties_are_each_sequences_own(ahead: bool) -> None:
 def test_samples_of_a_prompt_read_it_once() -> None:
     model = small("llama")
     prompt = prompts_of(VOCABULARY, 21)[0]
-    scheduler = Scheduler(engine_of(model, 4), prefixes=0)
+    scheduler = Scheduler(engine_of(model, 4), prefix_cache=0)
     requests = scheduler.submit_samples(prompt, 3, 10, sampling=Sampling(1.0, seed=8))
     finished(scheduler)
     assert scheduler.load.prompt_tokens == 21
@@ -179,7 +179,7 @@ def test_log_probabilities_are_the_models() -> None:
         logits = engine.decode([event.token or 0])
     found = [event.log_probability for event in chosen.events()]
     assert all(each is not None and each.top == () and each.chosen < 0 for each in found)
-    assert asked.running.result.log_probabilities == [event.log_probability for event in events]
+    assert asked.generated.log_probabilities == [event.log_probability for event in events]
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(2.0, seed=1), Sampling(presence_penalty=0.5)])
@@ -195,7 +195,7 @@ def test_log_probabilities_of_a_batch_are_those_of_requests(sampling: Sampling |
     scheduler = Scheduler(engine_of(model, 2))
     request = scheduler.submit(prompts[0], 5, sampling=sampling, top=2)
     finished(scheduler)
-    alone = request.running.result
+    alone = request.generated
     assert alone.tokens == results[0].tokens
     for one, other in zip(alone.log_probabilities or [], results[0].log_probabilities or [], strict=True):
         assert one.chosen == pytest.approx(other.chosen, abs=1e-5)
@@ -212,50 +212,50 @@ def test_log_probabilities_of_a_batch_are_those_of_requests(sampling: Sampling |
 def test_beginnings_are_found_by_their_tokens() -> None:
     model = small("llama")
     common, *ends = prompts_of(VOCABULARY, 40, 3, 5, 2)
-    scheduler = Scheduler(engine_of(model, 2), chunk=8, prefixes=2)
+    scheduler = Scheduler(engine_of(model, 2), chunk=8, prefix_cache=2)
     for i, end in enumerate(ends):
         request = scheduler.submit([*common, *end], 4)
         finished(scheduler)
         assert request.result() == alone(model, [*common, *end], 4)
-        assert scheduler.load.found_tokens == 40 * i
+        assert scheduler.load.reused_tokens == 40 * i
     # A chat goes on: its whole beginning is there, but for the last new token, which nobody has read.
-    before = scheduler.load.found_tokens
+    before = scheduler.load.reused_tokens
     longer = [*request.prompt, *request.tokens, 1, 2]
     again = scheduler.submit(longer, 4)
     finished(scheduler)
     assert again.result() == alone(model, longer, 4)
-    assert scheduler.load.found_tokens - before == len(longer) - 3
+    assert scheduler.load.reused_tokens - before == len(longer) - 3
 
 
 def test_beginnings_not_used_for_longest_make_room() -> None:
     model = small("gpt2")
     first, second, third = prompts_of(VOCABULARY, 20, 24, 28)
-    scheduler = Scheduler(engine_of(model, 1), prefixes=2)
+    scheduler = Scheduler(engine_of(model, 1), prefix_cache=2)
 
     def found(prompt: list[int]) -> int:
-        before = scheduler.load.found_tokens
+        before = scheduler.load.reused_tokens
         request = scheduler.submit(prompt, 1)
         finished(scheduler)
         assert request.result() == alone(model, prompt, 1)
-        return scheduler.load.found_tokens - before
+        return scheduler.load.reused_tokens - before
 
     assert [found(p) for p in (first, second, first, third, first, second)] == [0, 0, 19, 0, 19, 0]
-    assert scheduler.load.kept == 20 + 24
+    assert scheduler.load.prefix_cache_tokens == 20 + 24
 
 
 def test_the_same_prompt_is_kept_once() -> None:
-    scheduler = Scheduler(engine_of(small("gpt2"), 1), prefixes=4)
+    scheduler = Scheduler(engine_of(small("gpt2"), 1), prefix_cache=4)
     prompt = prompts_of(VOCABULARY, 20)[0]
     for _ in range(3):
         scheduler.submit(prompt, 1)
         finished(scheduler)
-    assert scheduler.load.kept == 20
+    assert scheduler.load.prefix_cache_tokens == 20
     scheduler.submit(prompt, 5)
     finished(scheduler)
-    assert scheduler.load.kept == 24
+    assert scheduler.load.prefix_cache_tokens == 24
     scheduler.submit(prompts_of(VOCABULARY, 15)[0], 1)
     finished(scheduler)
-    assert scheduler.load.kept == 24
+    assert scheduler.load.prefix_cache_tokens == 24
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────
@@ -264,14 +264,14 @@ def test_the_same_prompt_is_kept_once() -> None:
 def test_a_long_prompt_delays_running_sequences_by_chunks() -> None:
     model = small("llama")
     short, long = prompts_of(VOCABULARY, 4, 48)
-    scheduler = Scheduler(engine_of(model, 2), chunk=8, prefixes=0)
+    scheduler = Scheduler(engine_of(model, 2), chunk=8, prefix_cache=0)
     running = scheduler.submit(short, 30)
-    scheduler.turn()
+    scheduler.step()
     waiting = scheduler.submit(long, 3)
     came = []
     while not waiting.tokens:
         before = len(running.tokens)
-        scheduler.turn()
+        scheduler.step()
         came.append(len(running.tokens) - before)
     assert came == [1] * 6
     finished(scheduler)
@@ -286,13 +286,13 @@ def test_cancelled_requests_leave_at_once() -> None:
     one, two, three, four, five = (scheduler.submit(prompt, 20) for prompt in prompts)
     five.cancel()
     while len(one.tokens) < 4:
-        scheduler.turn()
+        scheduler.step()
     one.cancel()
     three.cancel()
-    scheduler.turn()
+    scheduler.step()
     assert (one.reason, three.reason, five.reason) == ("cancelled",) * 3
     while not four.tokens:
-        scheduler.turn()
+        scheduler.step()
     four.cancel()
     finished(scheduler)
     assert one.result() == Generated(alone(model, prompts[0], 20).tokens[: len(one.tokens)], "cancelled")
@@ -329,7 +329,7 @@ def test_many_clients_at_once() -> None:
             thread.join()
     assert [found[i] for i in range(len(jobs))] == [each.tokens for each in want]
     load = scheduler.load
-    assert (load.waiting, load.reading, load.running) == (0, 0, 0)
+    assert (load.waiting, load.prefilling, load.running) == (0, 0, 0)
     assert load.prompt_tokens == sum(len(prompt) for prompt, _, _ in jobs)
     assert load.new_tokens == sum(len(each.tokens) for each in want)
 
@@ -367,7 +367,7 @@ def test_a_failed_step_ends_its_requests_alone() -> None:
     scheduler = Scheduler(engine)
     failing = [scheduler.submit([1, 2], 20), scheduler.submit([3], 20)]
     waiting = scheduler.submit([4, 5], 20)
-    scheduler.turn()
+    scheduler.step()
     down, failures = engine.decoder.blocks[1].mlp.down, [MemoryError("no memory")]
 
     def fail(*_: object) -> None:
@@ -429,12 +429,12 @@ def test_wrong_requests(arguments: Any, options: Any, error: type[Exception], me
     scheduler = Scheduler(engine_of(small("gpt2"), 2))
     with pytest.raises(error, match=message):
         scheduler.submit(*arguments, **options)
-    assert not scheduler.turn()
+    assert not scheduler.step()
 
 
 def test_limits() -> None:
     engine = engine_of(small("gpt2"), 2)
-    scheduler = Scheduler(engine, most_waiting=1)
+    scheduler = Scheduler(engine, max_waiting=1)
     with pytest.raises(ConfigError, match="samples is 3; allowed: 1 to 2"):
         scheduler.submit_samples([1], 3)
     scheduler.submit([1], 1)
@@ -442,7 +442,7 @@ def test_limits() -> None:
         scheduler.submit([1], 1)
     finished(scheduler)
     scheduler.submit([1], 1)
-    for name, value in (("chunk", 0), ("prefixes", -1), ("most_waiting", 0)):
+    for name, value in (("chunk", 0), ("prefix_cache", -1), ("max_waiting", 0)):
         with pytest.raises(ConfigError, match=name):
             Scheduler(engine, **{name: value})
 
@@ -472,8 +472,8 @@ def test_text_and_chats_are_those_of_the_engine(talking: Engine) -> None:
     finished(scheduler)
     events = [list(request.events()) for request in requests]
     for request, seen, result in zip(requests, events, [*want, stopped], strict=True):
-        assert "".join(event.text or "" for event in seen) == request.running.result.text == result.text
-        assert request.running.result == result
+        assert "".join(event.text or "" for event in seen) == request.generated.text == result.text
+        assert request.generated == result
     assert (stopped.reason, stop in str(stopped.text), len(stopped.tokens) < 16) == ("stop", False, True)
 
 
@@ -481,13 +481,13 @@ def test_a_cancelled_text_is_whole(talking: Engine) -> None:
     scheduler = Scheduler(talking)
     request = scheduler.submit("Strings are", 40, stop=["no such string"])
     while len(request.tokens) < 7:
-        scheduler.turn()
+        scheduler.step()
     request.cancel()
     finished(scheduler)
     events = list(request.events())
     assert events[-1].reason == "cancelled"
     said = talking.tokenizer.decode(talking.tokenizer("Strings are").input_ids + request.tokens)
-    assert "".join(event.text or "" for event in events) == request.running.result.text == said[len("Strings are") :]
+    assert "".join(event.text or "" for event in events) == request.generated.text == said[len("Strings are") :]
 
 
 def test_one_prompt_a_request(talking: Engine) -> None:

@@ -53,7 +53,7 @@ def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, 
     A token counts if `NOISE` at each logit does not change it.
     """
     ids = alone.tokenizer(prompt)["input_ids"]
-    pieces = Detokenizer(alone.tokenizer).pieces(ids)
+    pieces = Detokenizer(alone.tokenizer).incremental(ids)
     noise = torch.randn(32, alone.decoder.vocabulary, generator=torch.Generator().manual_seed(1)) * NOISE
     noise[0] = 0
     texts: list[str] = []
@@ -102,7 +102,7 @@ class Served:
     def idle(self) -> None:
         """Wait until nothing is left of any request."""
         end = time.monotonic() + PATIENCE_S
-        while (load := self.scheduler.load).waiting or load.reading or load.running:
+        while (load := self.scheduler.load).waiting or load.prefilling or load.running:
             assert time.monotonic() < end, f"not idle: {load}"
             time.sleep(0.01)
 
@@ -133,7 +133,7 @@ def call(port: int, method: str, path: str, body: Any = None, **headers: str) ->
 def serving(
     one: qcut.Engine,
     *,
-    most_waiting: int = 1024,
+    max_waiting: int = 1024,
     grace_s: float | None = None,
     buffer: int = 0,
     limits: dict[str, Any] | None = None,
@@ -141,7 +141,7 @@ def serving(
     **settings: Any,
 ) -> Iterator[Served]:
     """A server in a thread, with ``buffer`` bytes for what it sends, if not 0, and some `ConnectionLimits`."""
-    scheduler = kind(one, chunk=32, most_waiting=most_waiting)
+    scheduler = kind(one, chunk=32, max_waiting=max_waiting)
     metrics = Metrics(scheduler)
     app = application(scheduler, Settings(NAME, **settings), metrics)
     server = running.server(app, metrics, grace_s=grace_s, limits=ConnectionLimits(**(limits or {})))
@@ -165,7 +165,7 @@ def serving(
                 assert thread.is_alive(), failed
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            yield Served(found.getsockname()[1], scheduler, one.beside(1), server, finished)
+            yield Served(found.getsockname()[1], scheduler, one.with_batch(1), server, finished)
         finally:
             server.should_exit = True
             thread.join(PATIENCE_S)

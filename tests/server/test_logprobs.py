@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from qcut.engine.sequence import LogProbability
+from qcut.engine.likelihoods import LogProbability
 from qcut.server.answers import ChatCompletion, Completion
 from qcut.server.logprobs import Scored, Vocabulary, continued
 from tests.server.serving import MODEL

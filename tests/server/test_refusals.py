@@ -165,7 +165,7 @@ def test_who_asks() -> None:
     """Hosts, keys, pages elsewhere; a body that does not come; a queue that is full; tokens beyond the limit."""
     one = engine(batch=1)
     own = {"hosts": {"127.0.0.1", "localhost"}, "origins": ("http://pages.example",), "key": "s\u00e9cret"}
-    with serving(one, most_waiting=1, seconds=0.3, most_tokens=60, **own) as served:
+    with serving(one, max_waiting=1, seconds=0.3, most_tokens=60, **own) as served:
         key = "Bearer s\u00e9cret".encode().decode("latin-1")
         assert served.call("GET", "/health")[0] == 200
         assert served.call("GET", "/")[0] == 200

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from qcut.text.detokenizer import Detokenizer, Pieces, _final
+from qcut.text.detokenizer import Detokenizer, IncrementalDetokenizer, _final
 from tests.support import ROOT
 
 TEXTS = (
@@ -98,7 +98,7 @@ def decoded(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
 
 def pieces_of(tokenizer: Any, prompt: list[int], new: list[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer)
-    pieces = detokenizer.pieces(prompt)
+    pieces = detokenizer.incremental(prompt)
     return [*(pieces.add(token) for token in new if not detokenizer.skips(token)), pieces.rest()]
 
 
@@ -154,7 +154,7 @@ def test_characters_of_several_tokens_come_whole() -> None:
     def decode(ids: list[int]) -> str:
         return b"".join(raw[i] for i in ids).decode("utf-8", "replace")
 
-    pieces = Pieces(decode, [0])
+    pieces = IncrementalDetokenizer(decode, [0])
     assert [pieces.add(token) for token in (1, 2, 3, 1)] == ["", "ü", " b", ""]
     assert pieces.rest() == "\ufffd"
 
@@ -168,7 +168,7 @@ def test_the_work_for_a_token_does_not_grow(kind: bytes) -> None:
         decoded += len(ids)
         return b"".join(kind[i % len(kind) :][:1] if kind else b"" for i in ids).decode("utf-8", "replace")
 
-    pieces = Pieces(decode, [])
+    pieces = IncrementalDetokenizer(decode, [])
     for token in range(4000):
         pieces.add(token)
     assert decoded < 4000 * 60

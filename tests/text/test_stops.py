@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from qcut.text.stops import Stops
+from qcut.text.sequence_text import StopStrings
 
 
 def naive(text: str, strings: list[str]) -> tuple[str, str | None]:
@@ -20,7 +20,7 @@ def naive(text: str, strings: list[str]) -> tuple[str, str | None]:
 
 
 def in_pieces(text: str, strings: list[str], cuts: list[int]) -> tuple[list[str], str | None]:
-    stops = Stops(strings)
+    stops = StopStrings(strings)
     given = [stops.add(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     return [*given, stops.rest()], stops.found
 
@@ -42,7 +42,7 @@ def test_nothing_is_held_that_cannot_become_a_stop() -> None:
     draw = random.Random(1)
     for _ in range(3000):
         strings = ["".join(draw.choices("ab", k=draw.randrange(1, 6))) for _ in range(2)]
-        stops, text, given = Stops(strings), "", ""
+        stops, text, given = StopStrings(strings), "", ""
         for _ in range(8):
             piece = "".join(draw.choices("abc", k=draw.randrange(0, 4)))
             text, given = text + piece, given + stops.add(piece)
@@ -71,5 +71,5 @@ def test_the_string_that_is_complete_first_ends_the_text(strings: list[str], wan
 
 
 def test_nothing_comes_after_the_end() -> None:
-    stops = Stops(["end"])
+    stops = StopStrings(["end"])
     assert [stops.add("an e"), stops.add("nd, more"), stops.add("more"), stops.rest()] == ["an ", "", "", ""]

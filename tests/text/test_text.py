@@ -66,7 +66,7 @@ def test_a_chat_goes_through_the_tokenizers_template(engine: qcut.Engine, tokeni
 
 def test_text_follows_what_is_kept(engine: qcut.Engine, tokenizer: Any) -> None:
     engine.prefill(TEXTS[0][:10])
-    (rest,) = engine.generate(TEXTS[0][10:], 6, keep=True)
+    (rest,) = engine.generate(TEXTS[0][10:], 6, reuse_prefix=True)
     first, second = ids_of(tokenizer, [TEXTS[0][:10], TEXTS[0][10:]])
     assert engine.generate([first + second], 6) == [rest]
 
@@ -275,7 +275,7 @@ def test_a_closed_stream_has_ended(engine: qcut.Engine, tokenizer: Any) -> None:
     shown = [next(stream).token for _ in range(4)]
     stream.close()
     assert list(stream) == []
-    (rest,) = engine.generate([shown[-1:]], 5, keep=True)
+    (rest,) = engine.generate([shown[-1:]], 5, reuse_prefix=True)
     assert shown + rest.tokens == whole.tokens
 
 

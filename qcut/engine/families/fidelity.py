@@ -1,9 +1,9 @@
-"""Whether a model computes what its architecture's modules compute, which is what the engine does in their place.
+"""Checks that a model computes what its architecture in transformers computes, since the engine replaces its modules.
 
-A reference of the same configuration is made of the installed transformers' classes, without memory for weights, and
-every module of the model is compared with the reference's of the same name: its class and what that overrides, what is
-set on the object itself, its hooks, and the attributes that its code reads. Functions are known by the file of their
-code, not by their names. Linear layers and activations, which the engine calls, may be others of a known kind.
+A reference of the same configuration is made of the installed transformers' classes on the meta device. Every module of
+the model is compared with the reference's module of the same name: its class and overrides, attributes set on the
+object, hooks, and the attributes that its code reads. Functions are identified by the file of their code, not by their
+names. Linear layers and activations, which the engine calls, may be others of a known kind.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from qcut.models.fusion import FusedActivation
 from qcut.models.modules import is_linear
 
 _ALWAYS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattribute__", "__getattr__")
-"""Methods by which a module is called, and finds its parts."""
+"""Methods that call a module and find its parts."""
 _LISTS = ("__iter__", "__getitem__", "__len__")
 _GENERATION = ("generate", "prepare_inputs_for_generation", "_get_logits_processor", "_sample")
-_BESIDE = frozenset({"is_causal", "num_key_value_groups", "sliding_window"})
+_READ_BY_FUNCTIONS = frozenset({"is_causal", "num_key_value_groups", "sliding_window"})
 """Attributes of a module that functions of attention read."""
-_READ = frozenset(
+_READ_BY_ENGINE = frozenset(
     {"scaling", "eps", "variance_epsilon", "attn_logit_softcapping", "rope_type", "use_rope", "use_parallel_residual"}
 )
-"""Attributes that the engine reads where the module does."""
+"""Attributes that the engine reads as the module does."""
 _WITHOUT_INFLUENCE = frozenset({"layer_idx", "training", "gradient_checkpointing", "vocab_size", "padding_idx"})
 _ELEMENTWISE = (
     *(nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.LogSigmoid),
     *(nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.Sigmoid, nn.SiLU, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink),
 )
 _ADAPTERS = ("peft.tuners.lora.", "peft.tuners.adalora.", "peft.tuners.ia3.", "peft.utils.other")
-_WAYS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+_IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 _INSTEAD = "; the engine would compute without it. Allowed: transformers' own; or call model.generate"
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model in a `PeftModel`, whose layers hold the adapters that are active; other models as they are.
+    """The model in a `PeftModel`, whose layers hold the active adapters; other models unchanged.
 
     Raises:
-        UnsupportedError: a `PeftModel` that does more than its layers do.
+        UnsupportedError: a `PeftModel` that computes more than its layers.
     """
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel | peft.PeftMixedModel):
         return model
-    name, adapted = type(model).__name__, model
+    name = type(model).__name__
     _check_adapters(model, name)
-    for wrapper in (adapted, adapted.base_model):
+    for wrapper in (model, model.base_model):
         kind = next((cls for cls in type(wrapper).__mro__ if _package(cls) == "peft"), type(wrapper))
         _check_itself(wrapper, kind, name, {kind})
-    return cast(nn.Module, adapted.get_base_model())
+    return cast(nn.Module, model.get_base_model())
 
 
 def _check_adapters(model: Any, name: str) -> None:
@@ -74,10 +74,10 @@ def _check_adapters(model: Any, name: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Check that a causal language model computes what its architecture in transformers does.
+    """Check that a causal language model computes what its architecture in transformers computes.
 
     Raises:
-        UnsupportedError: it does not, or that cannot be told; the message names the module and what is different.
+        UnsupportedError: it does not, or may not; the message names the module and the difference.
     """
     for what in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         for hook in getattr(torch_modules, what).values():
@@ -95,7 +95,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _class_of(config: Any) -> type[nn.Module]:
-    """The class that transformers has for a configuration's class, or that of the class's base."""
+    """The class of transformers for a configuration's class or its base."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     for cls in type(config).__mro__:
@@ -109,7 +109,7 @@ def _class_of(config: Any) -> type[nn.Module]:
 
 def _reference(cls: type[nn.Module], config: Any) -> nn.Module:
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # others are looked for where they may not be installed
+    config._attn_implementation = "eager"  # others may not be installed
     try:
         with torch.device("meta"), torch.inference_mode(False):
             return cls(config)
@@ -121,26 +121,20 @@ def _check_attention(config: Any) -> None:
     """Refuse attention that is not transformers' own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    way = getattr(config, "_attn_implementation", None) or "eager"
-    function = ALL_ATTENTION_FUNCTIONS.get(way) if way != "eager" else None
-    if way not in _WAYS or not (function is None or _package(function) in ("torch", "transformers")):
-        raise UnsupportedError(f"attention is computed by {shown(way)}{_INSTEAD}, or set_attn_implementation('sdpa')")
+    name = getattr(config, "_attn_implementation", None) or "eager"
+    function = ALL_ATTENTION_FUNCTIONS.get(name) if name != "eager" else None
+    if name not in _IMPLEMENTATIONS or not (function is None or _package(function) in ("torch", "transformers")):
+        raise UnsupportedError(f"attention is computed by {shown(name)}{_INSTEAD}, or set_attn_implementation('sdpa')")
 
 
 def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: Any, known: set[type]) -> None:
-    """Compare the parts of a module with a reference's; ``known`` are classes whose code has been looked through."""
-    if isinstance(reference, nn.ModuleList):
-        if len(model._modules) > len(reference._modules):
-            count = f"{len(model._modules)} modules where its configuration has {len(reference._modules)}"
-            raise UnsupportedError(f"{prefix[:-1]} has {count}; allowed: as many, or model.generate")
-        layers = [layer for layer in model._modules.values() if layer is not None]  # twice if used twice
-        places = [place for layer in layers if (place := _place(layer)) is not None]
-        if len(set(places)) < len(places):
-            raise UnsupportedError(f"{prefix[:-1]}: two layers keep their keys and values in one place (layer_idx)")
+    """Compare the parts of a module with a reference's; ``known`` are classes whose code has been checked."""
+    is_list = isinstance(reference, nn.ModuleList)
+    if is_list:
+        _check_list(model, reference, prefix)
     for key, wanted in reference._modules.items():
-        name = f"{prefix}{key}"
-        part = model._modules.get(key)
-        if wanted is None or (part is None and isinstance(reference, nn.ModuleList)):
+        name, part = f"{prefix}{key}", model._modules.get(key)
+        if wanted is None or (part is None and is_list):
             continue
         if part is None:
             raise UnsupportedError(f"{name} is missing; allowed: a {_named(type(wanted))}, or model.generate")
@@ -160,17 +154,23 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
             _check_parts(part, wanted, f"{name}.", config, known)
 
 
-def _place(layer: nn.Module) -> int | None:
-    """The index under which a layer's attention keeps keys and values; None: it has no attention."""
-    places = (getattr(part, "layer_idx", None) for part in layer.children())
-    return next((place for place in places if isinstance(place, int)), None)
+def _check_list(model: nn.Module, reference: nn.Module, prefix: str) -> None:
+    """Check that a model has no more layers than a reference, each with a KV cache index of its own."""
+    if len(model._modules) > len(reference._modules):
+        count = f"{len(model._modules)} modules where its configuration has {len(reference._modules)}"
+        raise UnsupportedError(f"{prefix[:-1]} has {count}; allowed: as many, or model.generate")
+    layers = [layer for layer in model._modules.values() if layer is not None]  # twice if used twice
+    indices = [[getattr(part, "layer_idx", None) for part in layer.children()] for layer in layers]
+    firsts = [found[0] for each in indices if (found := [index for index in each if isinstance(index, int)])]
+    if len(set(firsts)) < len(firsts):
+        raise UnsupportedError(f"{prefix[:-1]}: two layers keep their keys and values in one place (layer_idx)")
 
 
 # ── one module ───────────────────────────────────────────────────────────────────────────────────
 
 
 def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], more: tuple[str, ...] = ()) -> None:
-    """Compare a module with one of transformers that the engine stands for."""
+    """Compare a module with the one of transformers that the engine replaces."""
     kind: type = type(wanted)
     if _package(kind) not in ("torch", "transformers"):
         raise UnsupportedError(f"{name}: {_named(kind)} has been put in place of the class of transformers{_INSTEAD}")
@@ -183,7 +183,7 @@ def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], mo
         key for key, value in module._parameters.items() if value is not None and key not in wanted._parameters
     ]:
         raise UnsupportedError(f"{name} has a parameter {extra[0]!r} that a {_named(kind)} has not; allowed: none")
-    read = (_names(kind) | _BESIDE) - _READ - _WITHOUT_INFLUENCE
+    read = (_names(kind) | _READ_BY_FUNCTIONS) - _READ_BY_ENGINE - _WITHOUT_INFLUENCE
     for key, value in vars(wanted).items():
         is_read = key in read and not key.endswith("dropout")  # which evaluation leaves out
         if is_read and isinstance(value, int | float | str | tuple | None):
@@ -194,7 +194,7 @@ def _check(module: nn.Module, wanted: nn.Module, name: str, known: set[type], mo
 
 
 def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], more: tuple[str, ...] = ()) -> None:
-    """Check that a module computes as a class does: what its own class overrides, what is set on it, and its hooks."""
+    """Check that a module computes what a class computes: its overrides, attributes set on it, and its hooks."""
     cls = type(module)
     names = {*_names(kind), *_ALWAYS, *_LISTS, *more}
     for key in sorted(names):
@@ -216,7 +216,7 @@ def _check_itself(module: nn.Module, kind: type, name: str, known: set[type], mo
 
 
 def _is_shadowed(module: nn.Module, key: str, base: Any) -> bool:
-    """Whether something stands on a module in place of its class's method; accelerate leaves the method itself."""
+    """Whether an attribute of a module hides its class's method; accelerate sets the method itself."""
     if key not in vars(module) or not (key in _ALWAYS or callable(base)):
         return False
     found = vars(module)[key]
@@ -274,7 +274,7 @@ def _activations() -> frozenset[type[nn.Module]]:
 
 
 def _known_kind(module: nn.Module) -> type | None:
-    """The class of a known package as which a linear layer or an embedding computes, row by row; None: it has none."""
+    """The base of a known package that computes a linear layer or an embedding, token by token; None: there is none."""
     from transformers.pytorch_utils import Conv1D
 
     known = next((cls for cls in type(module).__mro__ if _package(cls) is not None), nn.Module)
@@ -290,13 +290,13 @@ def _known_kind(module: nn.Module) -> type | None:
 
 
 def _found(cls: type, name: str) -> Any:
-    """What a class has under a name, as it stands in its own or a base's dictionary; None where none has it."""
+    """The raw attribute of a class or its bases; None if there is none."""
     return next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), None)
 
 
 @cache
 def _names(kind: type) -> frozenset[str]:
-    """Names that a class's forward reads, and those that its own methods among these read."""
+    """Names that a class's forward reads, directly or through its own methods."""
     found: set[str] = set()
     left = ["forward"]
     while left:
@@ -308,7 +308,7 @@ def _names(kind: type) -> frozenset[str]:
 
 
 def _codes(raw: Any) -> Iterator[CodeType]:
-    """The code of a function, of those in its closure and within it, and of a property's getter."""
+    """The code of a function or a property's getter, with its closure and nested functions."""
     for function in _functions(raw):
         yield from _nested(function.__code__)
 
@@ -333,9 +333,9 @@ def _functions(raw: Any, depth: int = 0) -> Iterator[FunctionType]:
 
 
 def _foreign(raw: Any, kind: type) -> str | None:
-    """Code that a method runs and that is neither transformers' or torch's nor of its class's package; None: no such.
+    """Code of another package than its class's that a method runs; None: there is none.
 
-    Functions of the module's file that it calls are looked at, too: they may have been replaced there.
+    Functions that it calls in the module's file are checked too: they may have been replaced there.
     """
     seen: set[int] = set()
     packages = ("torch", "transformers") if _package(kind) in ("torch", "transformers") else _PACKAGES
@@ -363,7 +363,7 @@ def _foreign(raw: Any, kind: type) -> str | None:
 
 
 def _package(value: Any) -> str | None:
-    """The known package that a function or a class comes from, by where its code is; None: another."""
+    """The known package of a function or a class, by the file of its code; None: another."""
     if isinstance(value, type):
         module = sys.modules.get(value.__module__)
         file = getattr(module, "__file__", None)
@@ -387,7 +387,7 @@ def _package_of(file: str) -> str | None:
 
 @cache
 def _folders() -> dict[str, Path]:
-    """Where the known packages are."""
+    """Folders of the known packages."""
     specs = {name: importlib.util.find_spec(name) for name in _PACKAGES}
     return {name: Path(spec.origin).parent for name, spec in specs.items() if spec is not None and spec.origin}
 
@@ -402,7 +402,7 @@ _HARMLESS = (
     ("transformers", "/transformers/utils/generic.py"),
     ("peft", "/peft/utils/other.py"),
 )
-"""Where hooks come from that look at results, or mark them for gradients."""
+"""Files of hooks that only observe results, or mark them for gradients."""
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and 3: weights of norms count from 1, scaled embeddings, gates by GELU; norms after parts, too."""
+"""Gemma, Gemma 2 and 3: norms of 1 + weight, scaled embeddings, gates by GELU; norms after attention and MLP, too."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, HeadNorms, Heads, Rotary, SelfAttention
-from qcut.engine.families.rotary import context_of, rotary_of
-from qcut.engine.families.windows import window_of
+from qcut.engine.families.common import decoder_from, heads_of, window_of
+from qcut.engine.families.rotary import rotary_of
 from qcut.errors import UnsupportedError
-from qcut.models.modules import model_device
 
 
-class _Raised(nn.Module):
-    """The weight of a norm plus 1, rounded once more than in transformers where it has 16 bits."""
+class _OnePlus(nn.Module):
+    """The weight of a norm plus 1; of 16 bits it is rounded once more than in transformers."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -28,30 +27,20 @@ def decoder(model: Any) -> Decoder:
     Raises:
         UnsupportedError: attention to tokens that follow, or see `rotary_of`.
     """
-    body, config, name = model.model, model.config, type(model).__name__
+    body, config, heads = model.model, model.config, heads_of(model)
     if getattr(config, "use_bidirectional_attention", None):
+        name = type(model).__name__
         raise UnsupportedError(f"{name}: use_bidirectional_attention is set; allowed: attention to earlier tokens")
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
     kinds = [getattr(block.self_attn, "layer_type", None) for block in body.layers]
     rotary = {kind: rotary_of(model, body.rotary_emb, heads, kind)[0] for kind in set(kinds)}
-    return Decoder(
-        architecture=name,
-        tokens=body.embed_tokens,
-        positions=None,
-        blocks=tuple(_block(block, heads, rotary[kind]) for block, kind in zip(body.layers, kinds, strict=True)),
-        norm=_rms(body.norm),
-        head=model.lm_head,
-        heads=heads,
-        vocabulary=config.vocab_size,
-        context=context_of(config),
-        dtype=body.norm.weight.dtype,
-        device=model_device(model),
-        softcap=getattr(config, "final_logit_softcapping", None),
-    )
+    blocks = (_block(block, heads, rotary[kind]) for block, kind in zip(body.layers, kinds, strict=True))
+    softcap = getattr(config, "final_logit_softcapping", None)
+    parts = {"tokens": body.embed_tokens, "head": model.lm_head, "softcap": softcap}
+    return decoder_from(model, heads, blocks, _rms(body.norm), **parts)
 
 
 def _rms(norm: Any, readers: tuple[nn.Module, ...] = ()) -> AddNorm:
-    return AddNorm.rms(_Raised(norm.weight), norm.eps, readers)
+    return AddNorm.rms(_OnePlus(norm.weight), norm.eps, readers)
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:

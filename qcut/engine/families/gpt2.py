@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
+from qcut.engine.families.common import decoder_from
 from qcut.errors import UnsupportedError
-from qcut.models.modules import model_device
 
 
 def decoder(model: Any) -> Decoder:
@@ -22,19 +22,8 @@ def decoder(model: Any) -> Decoder:
         )
     n = config.num_attention_heads
     heads = Heads(n, n, config.hidden_size // n)
-    return Decoder(
-        architecture=type(model).__name__,
-        tokens=body.wte,
-        positions=body.wpe,
-        blocks=tuple(_block(block, heads) for block in body.h),
-        norm=AddNorm.layer(body.ln_f),
-        head=model.lm_head,
-        heads=heads,
-        vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
-        dtype=body.ln_f.weight.dtype,
-        device=model_device(model),
-    )
+    blocks, norm = (_block(block, heads) for block in body.h), AddNorm.layer(body.ln_f)
+    return decoder_from(model, heads, blocks, norm, tokens=body.wte, positions=body.wpe, head=model.lm_head)
 
 
 def _block(block: Any, heads: Heads) -> Block:

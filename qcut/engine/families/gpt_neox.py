@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP beside each other, LayerNorms, positions that turn a part of each head."""
+"""GPT-NeoX and Pythia: parallel attention and MLP, LayerNorms, rotary positions of a part of each head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
-from qcut.engine.families.rotary import column_order, context_of, rotary_of
+from qcut.engine.families.common import decoder_from
+from qcut.engine.families.rotary import column_order, rotary_of
 from qcut.models.modules import model_device
 
 
@@ -17,26 +18,16 @@ def decoder(model: Any) -> Decoder:
     Raises:
         UnsupportedError: see `rotary_of`.
     """
-    body, config, device = model.gpt_neox, model.config, model_device(model)
+    body, config = model.gpt_neox, model.config
     n, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     heads = Heads(n, n, size)
-    rotary, turned = rotary_of(model, body.rotary_emb, heads)
+    rotary, rotated = rotary_of(model, body.rotary_emb, heads)
     # Each head's query, key and value follow one another.
     starts = [(3 * head + part) * size for part in range(3) for head in range(n)]
-    order = column_order(heads, turned, starts, device)
-    return Decoder(
-        architecture=type(model).__name__,
-        tokens=body.embed_in,
-        positions=None,
-        blocks=tuple(_block(block, heads, rotary, order) for block in body.layers),
-        norm=AddNorm.layer(body.final_layer_norm),
-        head=model.get_output_embeddings(),
-        heads=heads,
-        vocabulary=config.vocab_size,
-        context=context_of(config),
-        dtype=body.final_layer_norm.weight.dtype,
-        device=device,
-    )
+    order = column_order(heads, rotated, starts, model_device(model))
+    blocks = (_block(block, heads, rotary, order) for block in body.layers)
+    norm, head = AddNorm.layer(body.final_layer_norm), model.get_output_embeddings()
+    return decoder_from(model, heads, blocks, norm, tokens=body.embed_in, head=head)
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary, order: Tensor | None) -> Block:

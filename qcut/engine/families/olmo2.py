@@ -5,32 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, HeadNorms, Heads, Rotary, SelfAttention
-from qcut.engine.families.rotary import context_of, rotary_of
-from qcut.models.modules import model_device
+from qcut.engine.families.common import llama_like
 
 
 def decoder(model: Any) -> Decoder:
-    """The parts of an ``Olmo2ForCausalLM``.
-
-    Raises:
-        UnsupportedError: see `rotary_of`.
-    """
-    body, config = model.model, model.config
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
-    rotary, _ = rotary_of(model, body.rotary_emb, heads)
-    return Decoder(
-        architecture=type(model).__name__,
-        tokens=body.embed_tokens,
-        positions=None,
-        blocks=tuple(_block(block, heads, rotary) for block in body.layers),
-        norm=_rms(body.norm),
-        head=model.lm_head,
-        heads=heads,
-        vocabulary=config.vocab_size,
-        context=context_of(config),
-        dtype=body.norm.weight.dtype,
-        device=model_device(model),
-    )
+    """The parts of an ``Olmo2ForCausalLM``; see `llama_like`."""
+    return llama_like(model, _block, _rms(model.model.norm))
 
 
 def _rms(norm: Any) -> AddNorm:

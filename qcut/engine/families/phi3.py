@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
-from qcut.engine.families.rotary import column_order, context_of, rotary_of
-from qcut.engine.families.windows import window_of
+from qcut.engine.families.common import decoder_from, heads_of, window_of
+from qcut.engine.families.rotary import column_order, rotary_of
 from qcut.models.modules import model_device
 
 
@@ -18,24 +18,13 @@ def decoder(model: Any) -> Decoder:
     Raises:
         UnsupportedError: see `rotary_of`.
     """
-    body, config = model.model, model.config
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
-    rotary, turned = rotary_of(model, body.rotary_emb, heads)
+    body, heads = model.model, heads_of(model)
+    rotary, rotated = rotary_of(model, body.rotary_emb, heads)
     starts = range(0, heads.size * (heads.queries + 2 * heads.keys), heads.size)
-    order = column_order(heads, turned, starts, model_device(model))
-    return Decoder(
-        architecture=type(model).__name__,
-        tokens=body.embed_tokens,
-        positions=None,
-        blocks=tuple(_block(block, heads, rotary, order) for block in body.layers),
-        norm=AddNorm.rms(body.norm, body.norm.variance_epsilon),
-        head=model.lm_head,
-        heads=heads,
-        vocabulary=config.vocab_size,
-        context=context_of(config),
-        dtype=body.norm.weight.dtype,
-        device=model_device(model),
-    )
+    order = column_order(heads, rotated, starts, model_device(model))
+    blocks = (_block(block, heads, rotary, order) for block in body.layers)
+    norm = AddNorm.rms(body.norm, body.norm.variance_epsilon)
+    return decoder_from(model, heads, blocks, norm, tokens=body.embed_tokens, head=model.lm_head)
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary, order: Tensor | None) -> Block:

@@ -1,4 +1,4 @@
-"""Rotary positions of a model, as the engine's kernels turn by them: column i of a head with column i + D / 2."""
+"""Rotary positions as the engine's kernels apply them: column i of a head is rotated with column i + D / 2."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 @dataclass(frozen=True)
 class PartialRotary:
-    """Positions that turn the first columns of each head only, in the order of `column_order`: the others by nothing.
+    """Rotary positions of only the first columns of each head, in the order of `column_order`: others are kept.
 
     Attributes:
-        rotary: makes cosines and sines of the columns that turn.
+        rotary: makes cosines and sines of the rotated columns.
         head_size: columns of a head.
     """
 
@@ -32,23 +32,23 @@ class PartialRotary:
     def __call__(self, example: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[1, T, head_size]``."""
         cos, sin = self.rotary(example, positions)
-        still = (self.head_size - cos.shape[-1]) // 2
-        return self._filled(cos, cos.new_ones(still)), self._filled(sin, sin.new_zeros(still))
+        kept = (self.head_size - cos.shape[-1]) // 2
+        return self._filled(cos, cos.new_ones(kept)), self._filled(sin, sin.new_zeros(kept))
 
-    def _filled(self, table: Tensor, still: Tensor) -> Tensor:
+    def _filled(self, table: Tensor, kept: Tensor) -> Tensor:
         low, high = table.chunk(2, -1)
-        rest = still.expand(*table.shape[:-1], -1)
+        rest = kept.expand(*table.shape[:-1], -1)
         return torch.cat((low, rest, high, rest), -1)
 
 
 def rotary_of(model: Any, module: Any, heads: Heads, layer_type: str | None = None) -> tuple[Rotary, int]:
-    """What makes cosines and sines of a model's positions, and how many of a head's columns these turn.
+    """A model's rotary positions, and the number of a head's columns that they rotate.
 
     Args:
         model: names the error.
         module: the model's own module for rotary positions.
         heads: the model's.
-        layer_type: of the layers, where each type has frequencies of its own.
+        layer_type: of the layers, if each type has frequencies of its own.
 
     Raises:
         UnsupportedError: frequencies that the engine does not know.
@@ -59,9 +59,9 @@ def rotary_of(model: Any, module: Any, heads: Heads, layer_type: str | None = No
     if kind not in _TYPES:
         allowed = ", ".join(_TYPES)
         raise UnsupportedError(f"{type(model).__name__}: rotary positions of type {kind!r}; allowed: {allowed}")
-    turned = 2 * getattr(module, f"{prefix}inv_freq").numel()
+    rotated = 2 * getattr(module, f"{prefix}inv_freq").numel()
     rotary = partial(module, layer_type=layer_type) if prefix else module
-    return (rotary if turned == heads.size else PartialRotary(rotary, heads.size)), turned
+    return (rotary if rotated == heads.size else PartialRotary(rotary, heads.size)), rotated
 
 
 def context_of(config: Any) -> int:
@@ -74,19 +74,19 @@ def context_of(config: Any) -> int:
     return most
 
 
-def column_order(heads: Heads, turned: int, starts: Sequence[int], device: torch.device) -> Tensor | None:
-    """Columns of a projection in the order of `Heads.split`, with pairs that turn half a head apart; None: they are.
+def column_order(heads: Heads, rotated: int, starts: Sequence[int], device: torch.device) -> Tensor | None:
+    """Columns of a projection in the order of `Heads.split`, rotated pairs half a head apart; None: they are so.
 
     Args:
         heads: heads of a token.
-        turned: columns of each query and key that positions turn, the first; pairs are ``turned / 2`` apart.
+        rotated: first columns of each query and key, which positions rotate; pairs are ``rotated / 2`` apart.
         starts: first column of each head: of queries, then keys, then values.
         device: of the result.
     """
-    size, half = heads.size, turned // 2
-    still = (size - turned) // 2
-    lows = [*range(half), *range(turned, turned + still)]
-    highs = [*range(half, turned), *range(turned + still, size)]
+    size, half = heads.size, rotated // 2
+    kept = (size - rotated) // 2
+    lows = [*range(half), *range(rotated, rotated + kept)]
+    highs = [*range(half, rotated), *range(rotated + kept, size)]
     order = []
     for i, start in enumerate(starts):
         columns = [*lows, *highs] if i < heads.queries + heads.keys else range(size)

@@ -5,33 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
-from qcut.engine.families.rotary import context_of, rotary_of
-from qcut.engine.families.windows import window_of
-from qcut.models.modules import model_device
+from qcut.engine.families.common import llama_like, window_of
 
 
 def decoder(model: Any) -> Decoder:
-    """The parts of a ``Starcoder2ForCausalLM``.
-
-    Raises:
-        UnsupportedError: see `rotary_of`.
-    """
-    body, config = model.model, model.config
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
-    rotary, _ = rotary_of(model, body.rotary_emb, heads)
-    return Decoder(
-        architecture=type(model).__name__,
-        tokens=body.embed_tokens,
-        positions=None,
-        blocks=tuple(_block(block, heads, rotary) for block in body.layers),
-        norm=AddNorm.layer(body.norm),
-        head=model.lm_head,
-        heads=heads,
-        vocabulary=config.vocab_size,
-        context=context_of(config),
-        dtype=body.norm.weight.dtype,
-        device=model_device(model),
-    )
+    """The parts of a ``Starcoder2ForCausalLM``; see `llama_like`."""
+    return llama_like(model, _block, AddNorm.layer(model.model.norm))
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:

@@ -1,1 +1,1 @@
-"""The cache of keys and values, and what is kept in it: prefixes, windows, the ranges of 4-bit keys."""
+"""The KV cache: its layers, sliding-window rings, the prefix cache, and the calibration of 4-bit keys."""

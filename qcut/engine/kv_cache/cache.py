@@ -1,4 +1,4 @@
-"""The cache of keys and values of earlier tokens, allocated once."""
+"""The KV cache, allocated once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Memory = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class KVCache:
-    """Keys and values ``[batch, kv_heads, context, head_size]`` of every layer, fewer rows where a layer has a ring.
+    """Keys and values ``[batch, kv_heads, context, head_size]`` of every layer, with fewer positions in a ring.
 
     ``int8`` keeps, for each token and head, ``q = rne(x / scale)`` with ``scale = max|x| / 127`` (1 where that is 0;
     NaN, and q = 0, where x holds NaN or Inf): `qcut.numerics.int8.quantize_per_token_ref` of its ``head_size``
-    elements. Attention reads ``q * scale`` in the activations' dtype, for prompts as for single tokens.
+    elements. Attention reads ``q * scale`` in the activations' dtype, in prefill and decode.
 
-    ``int4`` keeps two codes in a byte and a word of 16 bits for each token and head: `qcut.numerics.int4`. Rows are
-    turned before they are rounded; attention turns queries as keys are turned, and its results back. Keys are rounded
-    by guides (`set_guides`).
+    ``int4`` keeps two codes in a byte and a word of 16 bits for each token and head: `qcut.numerics.int4`. Keys and
+    values are rotated before they are rounded; attention rotates queries as keys, and its results back. Keys are
+    rounded by a calibration (`set_calibration`).
 
     Args:
         layers: number of layers.
@@ -41,8 +41,11 @@ class KVCache:
         device: device of the memory.
         kv_dtype: ``auto`` keeps keys and values in the activations' dtype, ``int8`` and ``int4`` quantize them,
             ``int8/int4`` keys and values each in its own way.
-        rings: of each layer, None where it has a row for each token; empty: no layer has a ring. The last of
-            ``context`` rows is then for tokens that are not kept.
+        rings: of each layer, None for a layer without; empty: no layer has a ring. The last of ``context`` positions
+            is then for padding.
+
+    Attributes:
+        needs_calibration: whether keys have 4 bits.
 
     Raises:
         ConfigError: another ``kv_dtype``; or 4 bits for a head of another size than `qcut.numerics.int4.HEADS`, or, on
@@ -63,27 +66,8 @@ class KVCache:
         kv_dtype: KVDtype = "auto",
         rings: Sequence[Ring | None] = (),
     ) -> None:
-        if kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
-        keys, _, values = kv_dtype.partition("/")
-        kinds = (keys, values or keys)
-        if "int4" in kinds:
-            int4.check_head(head_size)
-            if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
-                name = str(dtype).removeprefix("torch.")
-                raise ConfigError(
-                    f"kv_cache is {kv_dtype!r} of a {name} model; allowed on a GPU: float16 and bfloat16 models"
-                )
-        if device.type == "cuda":
-            from qcut.backends.cuda.attention import check_cache
-
-            of_keys, of_values = (_STORED.get(kind, dtype) for kind in kinds)
-            number = torch.empty(0, dtype=dtype, device=device).get_device()
-            try:
-                check_cache(dtype, of_keys, of_values, head_size, number)
-            except UnsupportedError as error:
-                raise UnsupportedError(f"kv_cache is {kv_dtype!r} for heads of {head_size} columns: {error}") from error
-        self._rings, self._places = tuple(rings) or (None,) * layers, context - 1
+        kinds = _kinds(kv_dtype, head_size, dtype, device)
+        self._rings, self._context = tuple(rings) or (None,) * layers, context - 1
         self._written = [0] * batch
         # Layers with the same ring, or with none, lie in one tensor of each kind, in which a layer's are contiguous.
         self._parts: dict[Ring | None, Memory] = {}
@@ -99,49 +83,44 @@ class KVCache:
             self._layers.append(tuple(None if t is None else t[at] for t in self._parts[ring]))  # type: ignore[arg-type]
 
         self.kv_dtype: KVDtype = kv_dtype
-        self._device, self._takes_guides = device, kinds[0] == "int4"
-        self._guides: list[Tensor | None] = [None] * layers
+        self._device, self.needs_calibration = device, kinds[0] == "int4"
+        self._calibration: list[Tensor | None] = [None] * layers
 
-    @property
-    def takes_guides(self) -> bool:
-        """Whether keys are of 4 bits, which are rounded by guides where these are known."""
-        return self._takes_guides
+    def set_calibration(self, layers: list[Tensor]) -> None:
+        """Round keys by each layer's `qcut.numerics.int4.guide_of`; before any key is appended."""
+        self._calibration = [layer.to(self._device) for layer in layers]
 
-    def set_guides(self, guides: list[Tensor]) -> None:
-        """Round keys that come by a guide for each layer, `qcut.numerics.int4.guide_of`; before any key is kept."""
-        self._guides = [guide.to(self._device) for guide in guides]
+    def calibration(self, index: int) -> Tensor | None:
+        """How a layer's keys are rounded; None: each code is the nearest."""
+        return self._calibration[index]
 
-    def guide(self, index: int) -> Tensor | None:
-        """By which a layer's keys are rounded; None: each code is the nearest."""
-        return self._guides[index]
-
-    def share_guides(self, other: KVCache) -> None:
-        """Round keys by the guides of another cache of the same layers."""
-        self._guides = other._guides
+    def share_calibration(self, other: KVCache) -> None:
+        """Round keys as another cache of the same layers."""
+        self._calibration = other._calibration
 
     def ring(self, index: int) -> int:
-        """Most tokens of a sequence where a layer has a ring; 0 where it has none."""
-        return 0 if self._rings[index] is None else self._places
+        """Most tokens of a sequence if a layer has a ring; 0 without one."""
+        return 0 if self._rings[index] is None else self._context
 
-    def wrote(self, row: int, first: int, end: int) -> None:
-        """Note that tokens ``first`` to ``end - 1`` of a sequence are written; token 0 begins it anew."""
-        self._written[row] = max(end, self._written[row] if first else 0)
+    def wrote(self, slot: int, first: int, end: int) -> None:
+        """Note that tokens ``first`` to ``end - 1`` of a sequence are written; token 0 begins a new one."""
+        self._written[slot] = max(end, self._written[slot] if first else 0)
 
-    def least(self, row: int) -> int:
-        """The fewest tokens after which a sequence can go on, but for 0; see `Ring.least`."""
-        return max((ring.least(self._written[row]) for ring in self._parts if ring is not None), default=0)
+    def least(self, slot: int) -> int:
+        """The fewest tokens, other than 0, after which a sequence can go on; see `Ring.least`."""
+        return max((ring.least(self._written[slot]) for ring in self._parts if ring is not None), default=0)
 
-    def copy_row(self, source: KVCache, source_row: int, row: int, first: int, end: int) -> None:
-        """Copy a sequence of ``end`` tokens, of this cache or another of its kind, to a row that has the first ones.
+    def copy_sequence(self, source: KVCache, source_slot: int, slot: int, first: int, end: int) -> None:
+        """Copy a sequence of ``end`` tokens, from this cache or another of its kind, to a slot with its first tokens.
 
-        Layers with rings have none of these, and get all that the sequence's have.
+        Rings are copied whole.
         """
-        for (ring, mine), theirs in zip(self._parts.items(), source._parts.values(), strict=True):
+        for (ring, ours), theirs in zip(self._parts.items(), source._parts.values(), strict=True):
             span = slice(first, end) if ring is None else slice(min(end, ring.rows))
-            for to, given in zip(mine, theirs, strict=True):
+            for to, given in zip(ours, theirs, strict=True):
                 if to is not None and given is not None:
-                    to[:, row, :, span] = given[:, source_row, :, span]
-        self._written[row] = source._written[source_row]
+                    to[:, slot, :, span] = given[:, source_slot, :, span]
+        self._written[slot] = source._written[source_slot]
 
     @property
     def nbytes(self) -> int:
@@ -151,6 +130,31 @@ class KVCache:
     def layer(self, index: int) -> Memory:
         """A layer's memory: keys, values ``[batch, kv_heads, rows, D]`` and, of compressed ones, their scales."""
         return self._layers[index]
+
+
+def _kinds(kv_dtype: KVDtype, head_size: int, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    """How keys and values are stored; raises as `KVCache`."""
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
+    keys, _, values = kv_dtype.partition("/")
+    kinds = keys, values or keys
+    if "int4" in kinds:
+        int4.check_head(head_size)
+        if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"kv_cache is {kv_dtype!r} of a {name} model; allowed on a GPU: float16 and bfloat16 models"
+            )
+    if device.type == "cuda":
+        from qcut.backends.cuda.attention import check_cache
+
+        of_keys, of_values = (_STORED.get(kind, dtype) for kind in kinds)
+        number = torch.empty(0, dtype=dtype, device=device).get_device()
+        try:
+            check_cache(dtype, of_keys, of_values, head_size, number)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"kv_cache is {kv_dtype!r} for heads of {head_size} columns: {error}") from error
+    return kinds
 
 
 def _rows(kind: str, shape: tuple[int, ...], head: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Beginnings of sequences that a cache keeps, found again by their tokens."""
+"""The prefix cache: keys and values of earlier sequences, found again by their tokens."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from torch import Tensor
 from qcut.engine.kv_cache.cache import KVCache
 
 SHORTEST = 16
-"""Fewer tokens are read again as fast as they are copied."""
+"""Shorter prefixes take as long to copy as to prefill."""
 
 
-class Found(NamedTuple):
-    """The longest kept beginning of a prompt: its row in the cache, and its tokens, 0 where there is none."""
+class Match(NamedTuple):
+    """The longest cached prefix of a prompt: its slot in the prefix cache, and its tokens, 0 if there is none."""
 
-    row: int
+    slot: int
     length: int
 
 
-class Prefixes:
-    """Keys and values of sequences that have been read; those not used for longest make room for new ones.
+class PrefixCache:
+    """Keys and values of sequences; the least recently used make room for new ones.
 
     Args:
-        cache: of as many rows as sequences are kept. Rows are copied in and out.
+        cache: copies of the sequences' keys and values; None: nothing is cached.
+        slots: of ``cache``.
         context: most tokens of a sequence.
     """
 
-    def __init__(self, cache: KVCache | None, rows: int, context: int) -> None:
+    def __init__(self, cache: KVCache | None, slots: int, context: int) -> None:
         self._cache = cache
-        self._ids = torch.full((rows, context), -1, dtype=torch.int64, device="cpu")
-        self._lengths = [0] * rows
-        self._used = [0] * rows
+        self._ids = torch.full((slots, context), -1, dtype=torch.int64, device="cpu")
+        self._lengths = [0] * slots
+        self._used = [0] * slots
         self._clock = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens that are kept."""
+        """Cached tokens."""
         return sum(self._lengths)
 
     @property
@@ -45,56 +46,56 @@ class Prefixes:
         """Memory for keys and values."""
         return 0 if self._cache is None else self._cache.nbytes
 
-    def find(self, ids: Tensor) -> Found:
-        """The longest kept beginning of ids int64 ``[T]``, at most T - 1 tokens: the last one gives the logits.
+    def find(self, ids: Tensor) -> Match:
+        """The longest cached prefix of ids int64 ``[T]``, at most T - 1 tokens: the last one gives the logits.
 
-        A beginning is as long as what ids and a row have in common. Where rings have lost what would be seen after it,
-        there is none, since shorter ones have lost more.
+        A slot whose ring has dropped tokens that a window after the common prefix would see does not match; shorter
+        prefixes of it have lost more.
         """
         if self._cache is None or len(ids) <= SHORTEST:
-            return Found(0, 0)
-        common = self._in_common(ids[:-1]).tolist()
-        lengths = [count if count >= self._cache.least(row) else 0 for row, count in enumerate(common)]
-        row = max(range(len(lengths)), key=lengths.__getitem__)
-        return Found(row, lengths[row]) if lengths[row] >= SHORTEST else Found(0, 0)
+            return Match(0, 0)
+        common = self._common(ids[:-1]).tolist()
+        lengths = [count if count >= self._cache.least(slot) else 0 for slot, count in enumerate(common)]
+        slot = max(range(len(lengths)), key=lengths.__getitem__)
+        return Match(slot, lengths[slot]) if lengths[slot] >= SHORTEST else Match(0, 0)
 
-    def take(self, found: Found, cache: KVCache, row: int) -> None:
-        """Copy a beginning to a row of another cache."""
-        if found.length and self._cache is not None:
-            cache.copy_row(self._cache, found.row, row, 0, found.length)
-            self._use(found.row)
+    def copy_to(self, match: Match, cache: KVCache, slot: int) -> None:
+        """Copy a prefix to a slot of another cache."""
+        if match.length and self._cache is not None:
+            cache.copy_sequence(self._cache, match.slot, slot, 0, match.length)
+            self._use(match.slot)
 
-    def keep(self, ids: Tensor, cache: KVCache, row: int) -> None:
-        """Keep ids int64 ``[T]``, whose keys and values are in a row of another cache.
+    def insert(self, ids: Tensor, cache: KVCache, slot: int) -> None:
+        """Copy a sequence of ids int64 ``[T]`` from a slot of another cache.
 
-        What begins the same, as far as it goes, gives way, unless rings have lost that beginning; what is there already
-        is not copied.
+        Entries that are a prefix of the new one are evicted, unless the ring cache has dropped that prefix. Tokens that
+        the slot shares with an evicted entry are not copied.
         """
-        if self._cache is None or not cache.least(row) <= len(ids) >= SHORTEST:
+        if self._cache is None or not cache.least(slot) <= len(ids) >= SHORTEST:
             return
-        same = self._in_common(ids).tolist()
-        inside = [i for i, count in enumerate(same) if self._cache.least(i) <= count == len(ids)]
-        if inside:
-            self._use(inside[0])
+        common = self._common(ids).tolist()
+        holding = [i for i, count in enumerate(common) if self._cache.least(i) <= count == len(ids)]
+        if holding:
+            self._use(holding[0])
             return
-        begins = [i for i, count in enumerate(same) if 0 < self._lengths[i] == count >= cache.least(row)]
-        to = max(begins, key=same.__getitem__) if begins else min(range(len(same)), key=self._used.__getitem__)
-        first = same[to] if begins else 0
-        self._ids[to], self._lengths[to] = -1, 0  # nothing, until it has been copied
-        self._cache.copy_row(cache, row, to, first, len(ids))
+        prefixes = [i for i, count in enumerate(common) if 0 < self._lengths[i] == count >= cache.least(slot)]
+        to = max(prefixes, key=common.__getitem__) if prefixes else min(range(len(common)), key=self._used.__getitem__)
+        first = common[to] if prefixes else 0
+        self._ids[to], self._lengths[to] = -1, 0  # empty until it has been copied
+        self._cache.copy_sequence(cache, slot, to, first, len(ids))
         self._ids[to, : len(ids)] = ids
         self._lengths[to] = len(ids)
         self._use(to)
 
-    def forget(self) -> None:
-        """Keep nothing."""
+    def clear(self) -> None:
+        """Evict everything."""
         self._ids.fill_(-1)
         self._lengths = [0] * len(self._lengths)
 
-    def _in_common(self, ids: Tensor) -> Tensor:
-        """Tokens from the first on that each row shares with ids."""
+    def _common(self, ids: Tensor) -> Tensor:
+        """Length of the prefix that each slot shares with ids."""
         return (self._ids[:, : len(ids)] == ids).long().cumprod(1).sum(1)
 
-    def _use(self, row: int) -> None:
+    def _use(self, slot: int) -> None:
         self._clock += 1
-        self._used[row] = self._clock
+        self._used[slot] = self._clock

@@ -36,7 +36,7 @@ def by_engine(model: Any, prompt: list[int], **options: Any) -> list[int]:
     (alone,) = Engine(model, context=48).generate([prompt], NEW, **options)
     scheduler = Scheduler(Engine(model, batch=2, context=48), chunk=4)
     other, request = scheduler.submit([5, 6], 9), scheduler.submit(prompt, NEW, **options)
-    while scheduler.turn():
+    while scheduler.step():
         pass
     assert other.reason is not None
     assert request.result().tokens == alone.tokens

@@ -45,14 +45,14 @@ def projected(model: Any, kind: str, prompts: list[list[int]]) -> list[tuple[Ten
 def test_guides_are_those_of_the_models_queries_and_keys(kind: str) -> None:
     model, prompts = model_of(kind), prompts_of(VOCABULARY, 33, 7, 21, 40, 12)
     want = projected(model, kind, prompts)
-    engine = Engine(model, kv_cache="int4", context=48, guide_prompts=prompts)
+    engine = Engine(model, kv_cache="int4", context=48, calibration_prompts=prompts)
     for layer, (q, k) in enumerate(want):
         heads = k.shape[1]
         rows = q.double().unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
         moments, mean = rows.transpose(1, 2) @ rows, k.double().mean(0)
         if kind == "llama":  # each of the places, one after the other
             cos, sin = (t[0] for t in model.model.rotary_emb(q, torch.arange(48)[None]))
-            places = [int(i * (5**0.5 - 1) / 2 % 1 * 48) for i in range(calibration.PLACES)]
+            places = [int(i * (5**0.5 - 1) / 2 % 1 * 48) for i in range(calibration.POSITIONS)]
             assert len(set(places)) == 48
             turns = []
             for place in places:
@@ -61,7 +61,7 @@ def test_guides_are_those_of_the_models_queries_and_keys(kind: str) -> None:
                 turns.append((torch.diag(cos[place]) + torch.diag(sin[place]) @ half).double())
             moments = torch.stack([t @ moments @ t.t() for t in turns]).mean(0)
             mean = torch.stack([mean @ t.t() for t in turns]).mean(0)
-        guide = engine.cache.guide(layer)
+        guide = engine.cache.calibration(layer)
         assert guide is not None
         got, exact = int4._fields(guide), int4._fields(int4.guide_of(*turned(moments, mean)))
         torch.testing.assert_close(got.mean, exact.mean, atol=1e-5, rtol=1e-4)
@@ -80,12 +80,12 @@ def test_an_engine_draws_text_of_its_own_and_always_the_same() -> None:
     drawn = calibration.drawn(reader, VOCABULARY)
     assert [len(row) for row in drawn] == [40] * calibration.PROMPTS
     assert len({tuple(row.tolist()) for row in drawn}) == calibration.PROMPTS
-    given = Engine(model, kv_cache="int4", context=40, guide_prompts=[row.tolist() for row in drawn])
+    given = Engine(model, kv_cache="int4", context=40, calibration_prompts=[row.tolist() for row in drawn])
     for layer in range(2):
-        first = one.cache.guide(layer)
+        first = one.cache.calibration(layer)
         assert first is not None
         for engine in (other, given):
-            again = engine.cache.guide(layer)
+            again = engine.cache.calibration(layer)
             assert again is not None
             assert torch.equal(first, again)
 
@@ -93,22 +93,22 @@ def test_an_engine_draws_text_of_its_own_and_always_the_same() -> None:
 def test_other_caches_and_no_prompts_have_no_guides() -> None:
     model, (prompt,) = model_of("gpt2"), prompts_of(VOCABULARY, 20)
     engines = [Engine(model, kv_cache=kind) for kind in ("auto", "int8", "int8/int4")]  # type: ignore[arg-type]
-    nearest = Engine(model, kv_cache="int4", guide_prompts=[])
+    nearest = Engine(model, kv_cache="int4", calibration_prompts=[])
     for engine in (*engines, nearest):
-        assert engine.cache.guide(0) is None
-    guided = Engine(model, kv_cache="int4", guide_prompts=[prompt])
+        assert engine.cache.calibration(0) is None
+    guided = Engine(model, kv_cache="int4", calibration_prompts=[prompt])
     assert not torch.equal(guided.prefill([prompt]), nearest.prefill([prompt]))
 
 
 def test_one_token_of_context_is_enough() -> None:
     engine = Engine(model_of("llama"), kv_cache="int4", context=1)
-    assert engine.cache.guide(1) is not None
+    assert engine.cache.calibration(1) is not None
     assert engine.prefill([[3]]).isfinite().all()
 
 
 def test_prompts_that_no_engine_reads_are_refused() -> None:
     model = model_of("gpt2")
     with pytest.raises(ContextError, match="prompt 0 has 30 tokens; this engine's context is 20"):
-        Engine(model, kv_cache="int4", context=20, guide_prompts=prompts_of(VOCABULARY, 30))
+        Engine(model, kv_cache="int4", context=20, calibration_prompts=prompts_of(VOCABULARY, 30))
     with pytest.raises(ConfigError, match=f"{VOCABULARY}"):
-        Engine(model, kv_cache="int4", guide_prompts=[[1, VOCABULARY]])
+        Engine(model, kv_cache="int4", calibration_prompts=[[1, VOCABULARY]])

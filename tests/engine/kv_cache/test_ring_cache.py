@@ -14,8 +14,8 @@ from qcut.dispatch.attention import prompt_attention_menu
 from qcut.emitters.core.source import DType
 from qcut.engine.engine import Engine
 from qcut.engine.kv_cache.cache import KVCache, KVDtype
-from qcut.engine.kv_cache.prefix_cache import Found, Prefixes
-from qcut.engine.kv_cache.ring_cache import BESIDE, Ring
+from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
+from qcut.engine.kv_cache.ring_cache import SLACK, Ring
 from qcut.engine.scheduler import Scheduler
 from qcut.numerics.sampling import Sampling
 from tests.support.decoders import VOCABULARY, prompts_of, small
@@ -32,9 +32,9 @@ def model_of(kind: str) -> Any:
 def engines(model: Any, batch: int = 1, kv_cache: KVDtype = "auto") -> tuple[Engine, Engine]:
     """One with rings and one without, which read prompts in the same chunks."""
     rung, whole = (Engine(model, batch=batch, ring=ring, kv_cache=kv_cache) for ring in (8, 0))
-    room = min(ring.room for ring in rung._rings if ring is not None)
+    room = min(ring.room for ring in rung.runner.rings if ring is not None)
     for engine in (rung, whole):
-        engine.prompt_rows = room
+        engine.runner.max_prefill_tokens = room
     return rung, whole
 
 
@@ -51,30 +51,30 @@ def one_ring(rows: int, written: int = 0, beginning: int = 0) -> KVCache:
 
 
 @pytest.mark.parametrize(
-    ("window", "beside", "context", "head", "rows"),
+    ("window", "slack", "context", "head", "rows"),
     [
-        (1024, BESIDE, 8192, 128, 2048),
-        (1024, BESIDE, 8192, 256, 2560),
-        (512, BESIDE, 4096, 64, 1536),
-        (4096, BESIDE, 32768, 128, 5120),
+        (1024, SLACK, 8192, 128, 2048),
+        (1024, SLACK, 8192, 256, 2560),
+        (512, SLACK, 4096, 64, 1536),
+        (4096, SLACK, 32768, 128, 5120),
         (1, 1, 128, 128, 128),
         (2, 128, 256, 16, 256),
-        (4096, BESIDE, 4096, 128, None),
-        (4096, BESIDE, 5119, 128, None),
-        (0, BESIDE, 8192, 128, None),
+        (4096, SLACK, 4096, 128, None),
+        (4096, SLACK, 5119, 128, None),
+        (0, SLACK, 8192, 128, None),
         (512, 0, 8192, 128, None),
     ],
 )
-def test_rows_of_a_ring(window: int, beside: int, context: int, head: int, rows: int | None) -> None:
-    ring = Ring.of(window, beside, context, head)
+def test_rows_of_a_ring(window: int, slack: int, context: int, head: int, rows: int | None) -> None:
+    ring = Ring.of(window, slack, context, head)
     assert (None if ring is None else ring.rows) == rows
-    assert ring is None or ring.room >= beside
+    assert ring is None or ring.room >= slack
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_rings_hold_whole_blocks_of_prompts_keys(arch: str) -> None:
     for x, head in product((DType.F16, DType.BF16), range(8, 257, 8)):
-        ring = Ring.of(1000, BESIDE, 1 << 20, head)
+        ring = Ring.of(1000, SLACK, 1 << 20, head)
         for cache, values in ((x, None), (DType.S8, None), (DType.U4, None), (DType.S8, DType.U4)):
             for kernel in prompt_attention_menu(x, cache, head, arch, values):
                 assert ring is not None
@@ -106,14 +106,14 @@ def test_logits_are_those_without(kind: str, kv_cache: KVDtype) -> None:
         tokens = [(7 * step + i) % VOCABULARY for i in range(5)]
         assert torch.equal(rung.decode(tokens), whole.decode(tokens))
     more = prompts_of(VOCABULARY, 9, 1, 4, 2, 30)
-    assert torch.equal(rung.prefill(more, keep=True), whole.prefill(more, keep=True))
+    assert torch.equal(rung.prefill(more, reuse_prefix=True), whole.prefill(more, reuse_prefix=True))
     assert [*map(torch.Tensor.tolist, rung.score(prompts))] == [*map(torch.Tensor.tolist, whole.score(prompts))]
 
 
 @pytest.mark.parametrize("kind", LOCAL)
 def test_memory_is_that_of_the_rows(kind: str) -> None:
     rung, whole = engines(model_of(kind), 2)
-    windowed = sum(ring is not None for ring in rung._rings)
+    windowed = sum(ring is not None for ring in rung.runner.rings)
     assert windowed == sum(block.attention.window > 0 for block in rung.decoder.blocks) > 0
     layer = whole.cache.nbytes // 2
     assert rung.cache.nbytes == (2 - windowed) * layer + windowed * layer * BLOCK // (CONTEXT + 1)
@@ -140,12 +140,12 @@ def test_sequences_go_back_as_far_as_windows_are_there(kind: str) -> None:
     window = rung.decoder.blocks[0].attention.window
     least = rung.cache.least(0)
     assert least == 251 - BLOCK + window - 1
-    for keep in (1, least - 1):
-        with pytest.raises(errors.ContextError, match=f"sequence 0 would go on after {keep} tokens.*0, {least} and"):
-            rung.prefill([more], keep=keep)
+    for reuse in (1, least - 1):
+        with pytest.raises(errors.ContextError, match=f"sequence 0 would go on after {reuse} tokens.*0, {least} and"):
+            rung.prefill([more], reuse_prefix=reuse)
         assert rung.lengths == (251,)
-    for keep in (least + 3, least, 0):
-        assert torch.equal(rung.prefill([more], keep=keep), whole.prefill([more], keep=keep))
+    for reuse in (least + 3, least, 0):
+        assert torch.equal(rung.prefill([more], reuse_prefix=reuse), whole.prefill([more], reuse_prefix=reuse))
         assert torch.equal(rung.decode([1]), whole.decode([1]))
     assert rung.cache.least(0) == 0  # it has begun anew
 
@@ -160,7 +160,7 @@ def test_answers_that_ended_long_before_others_go_on(kind: str) -> None:
     assert first == second
     assert len(first[0].tokens) <= 3
     follow = [[got.tokens[-1], *row] for got, row in zip(first, more, strict=True)]
-    assert rung.generate(follow, 5, keep=True) == whole.generate(follow, 5, keep=True)
+    assert rung.generate(follow, 5, reuse_prefix=True) == whole.generate(follow, 5, reuse_prefix=True)
 
 
 def test_a_stream_that_was_left_can_be_gone_on_with() -> None:
@@ -181,7 +181,7 @@ def test_a_stream_that_was_left_can_be_gone_on_with() -> None:
 @pytest.mark.parametrize("written", [3, 15, 16, 17, 40])
 def test_a_copy_of_a_ring_holds_what_the_ring_does(written: int) -> None:
     source, copied = one_ring(16, written), one_ring(16, 60, 1000)
-    copied.copy_row(source, 0, 0, 2, written)
+    copied.copy_sequence(source, 0, 0, 2, written)
     assert copied.least(0) == source.least(0)
     rows = [token % 16 for token in range(max(0, written - 16), written)]
     for mine, theirs in zip(copied.layer(0)[:2], source.layer(0)[:2], strict=True):
@@ -191,14 +191,14 @@ def test_a_copy_of_a_ring_holds_what_the_ring_does(written: int) -> None:
 def test_a_beginning_is_found_where_its_window_is_kept() -> None:
     """Of 40 tokens, 16 of which are kept, and a window of 4: beginnings of 27 tokens and more."""
     ids, kept = torch.arange(40), one_ring(16)
-    prefixes = Prefixes(kept, 1, 64)
-    prefixes.keep(ids, one_ring(16, 40), 0)
+    prefixes = PrefixCache(kept, 1, 64)
+    prefixes.insert(ids, one_ring(16, 40), 0)
     other = torch.full((20,), 99)
     for length in range(16, 41):
         found = prefixes.find(torch.cat((ids[:length], other)))
-        assert found == (Found(0, length) if length >= 27 else Found(0, 0))
+        assert found == (Match(0, length) if length >= 27 else Match(0, 0))
     cache = one_ring(16, 60, 1000)
-    prefixes.take(Found(0, 30), cache, 0)
+    prefixes.copy_to(Match(0, 30), cache, 0)
     assert cache.layer(0)[0][0, 0, [token % 16 for token in range(27, 30)], 0].tolist() == [27, 28, 29]
     assert cache.least(0) == 27
 
@@ -206,18 +206,18 @@ def test_a_beginning_is_found_where_its_window_is_kept() -> None:
 def test_beginnings_stay_that_longer_sequences_have_lost() -> None:
     """Of 16 kept tokens and a window of 4: after 30 tokens all from 17 on can be gone on with, after 40 from 27 on."""
     ids, sizes = torch.arange(60), {"dtype": torch.float32, "device": torch.device("cpu")}
-    prefixes = Prefixes(KVCache(1, 3, 1, 65, 8, rings=[Ring(4, 16)], **sizes), 3, 64)  # type: ignore[arg-type]
-    prefixes.keep(ids[:16], one_ring(16, 16), 0)
-    prefixes.keep(ids[:30], one_ring(16, 30), 0)
+    prefixes = PrefixCache(KVCache(1, 3, 1, 65, 8, rings=[Ring(4, 16)], **sizes), 3, 64)  # type: ignore[arg-type]
+    prefixes.insert(ids[:16], one_ring(16, 16), 0)
+    prefixes.insert(ids[:30], one_ring(16, 30), 0)
     assert prefixes.tokens == 16 + 30
     assert [prefixes.find(ids[:n]).length for n in (17, 18, 31, 50)] == [16, 17, 30, 30]
-    prefixes.keep(ids[:40], one_ring(16, 40), 0)
+    prefixes.insert(ids[:40], one_ring(16, 40), 0)
     assert prefixes.tokens == 16 + 40
     assert [prefixes.find(ids[:n]).length for n in (17, 27, 28, 50)] == [16, 16, 27, 40]
-    prefixes.keep(ids[:25], one_ring(16, 25), 0)  # a part of 40, but lost there
+    prefixes.insert(ids[:25], one_ring(16, 25), 0)  # a part of 40, but lost there
     assert prefixes.tokens == 25 + 40
     assert [prefixes.find(ids[:n]).length for n in (17, 26, 27)] == [16, 25, 25]
-    prefixes.keep(ids[:20], one_ring(16, 60), 0)  # what it would go on with is lost
+    prefixes.insert(ids[:20], one_ring(16, 60), 0)  # what it would go on with is lost
     assert prefixes.tokens == 25 + 40
 
 
@@ -236,20 +236,20 @@ def test_schedulers_give_the_tokens_of_engines_without(kind: str) -> None:
     want = [single.generate([p], n)[0].tokens for p, n in zip(prompts, news, strict=True)]
     loads = []
     for engine in (rung, whole):
-        scheduler = Scheduler(engine, chunk=64, prefixes=4)
-        assert scheduler._reader.cache.nbytes == engine.cache.nbytes
+        scheduler = Scheduler(engine, chunk=64, prefix_cache=4)
+        assert scheduler._prefill_runner.cache.nbytes == engine.cache.nbytes
         requests = []
         for prompt, new in zip(prompts, news, strict=True):
             requests.append(scheduler.submit(prompt, new))
             cancelled = scheduler.submit(prompt[:60], 50)
             for _ in range(9):
-                scheduler.turn()
+                scheduler.step()
             cancelled.cancel()
         sampled = scheduler.submit_samples(common, 3, 20, sampling=Sampling(temperature=1.0, seed=1))
-        while scheduler.turn():
+        while scheduler.step():
             pass
         assert [list(request.tokens) for request in requests] == want
-        loads.append((scheduler.load.found_tokens, [list(request.tokens) for request in sampled]))
+        loads.append((scheduler.load.reused_tokens, [list(request.tokens) for request in sampled]))
     (found, first), (most, second) = loads
     assert 0 < found <= most
     assert first == second

@@ -14,7 +14,7 @@ import torch
 import qcut
 from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.cli import main as cli
-from qcut.engine import decode_loop
+from qcut.engine import runner
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
@@ -99,7 +99,7 @@ def test_a_step_that_fails_leaves_the_engine_usable() -> None:
             engine.decode([1, 2])
         assert engine.lengths == (5, 9)
         with pytest.raises(RuntimeError):
-            engine.prefill([[1] * 40], keep=[3])
+            engine.prefill([[1] * 40], reuse_prefix=[3])
         assert engine.lengths == (3,)
     assert torch.cuda.current_stream() == stream
     torch.cuda.synchronize()
@@ -111,11 +111,11 @@ def test_a_long_context_is_a_short_one_while_sequences_are_short(
     kv_cache: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bitwise, in graphs and without; sequences then go on to further graphs, and back."""
-    monkeypatch.setattr(decode_loop, "FIRST_BOUND", 64)
+    monkeypatch.setattr(runner, "FIRST_BUCKET", 64)
     model = llama("w8a8")
     guide: Any = [] if kv_cache == "int4" else None  # guides are made for the places of the whole context
     short, launched, captured = (
-        Engine(model, batch=2, context=context, kv_cache=kv_cache, graphs=graphs, guide_prompts=guide)
+        Engine(model, batch=2, context=context, kv_cache=kv_cache, graphs=graphs, calibration_prompts=guide)
         for context, graphs in ((64, True), (290, False), (290, True))
     )
     for engine in (short, launched, captured):
@@ -170,13 +170,13 @@ def test_llama2c_files_generate_the_cpus_text(tmp_path: Path, capfd: pytest.Capt
 def test_tokens_that_nobody_has_read_stay() -> None:
     engine = Engine(llama(), batch=2)
     engine.prefill(prompts_of(VOCABULARY, 9, 5))
-    loop = engine.loop_from(engine.likeliest[:2], engine.lengths)
+    loop = engine.runner.decode_loop(engine.runner.likeliest[:2], engine.lengths)
     arriving: list[Any] = []
     want: list[list[int]] = []
     for _ in range(11):
-        engine.take_step(loop)
-        arriving.append(loop.fetched())
+        engine.runner.decode_step(loop)
+        arriving.append(loop.host_copy())
         want.append(loop.tokens.tolist())
     assert [tokens.wait() for tokens in arriving] == want
-    loop.choose(torch.tensor([3, 4], device=DEVICE))
-    assert loop.fetched().wait() == [3, 4]
+    loop.set_tokens(torch.tensor([3, 4], device=DEVICE))
+    assert loop.host_copy().wait() == [3, 4]

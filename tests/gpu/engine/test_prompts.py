@@ -31,7 +31,7 @@ def test_captured_prompts_are_the_launched_ones(scheme: str | None, kv_cache: An
             assert_same(captured.prefill(prompts), launched.prefill(prompts))
             assert_same(captured.decode(range(len(lengths))), launched.decode(range(len(lengths))))
             more = prompts_of(VOCABULARY, *(length + 3 for length in lengths))
-            assert_same(captured.prefill(more, keep=True), launched.prefill(more, keep=True))
+            assert_same(captured.prefill(more, reuse_prefix=True), launched.prefill(more, reuse_prefix=True))
     again = captured.prefill(prompts_of(VOCABULARY, *LENGTHS[1]))
     captured.prefill(prompts_of(VOCABULARY, *LENGTHS[2]))
     assert_same(again, launched.prefill(prompts_of(VOCABULARY, *LENGTHS[1])))  # no view of what a graph writes
@@ -44,11 +44,11 @@ def test_float32_pieces_are_the_cpus_whole(kv_cache: Any, rows: int) -> None:
     prompts = prompts_of(VOCABULARY, 7, 100, 1)
     want = Engine(cpu, batch=3, kv_cache=kv_cache).generate(prompts, 20)
     engine = Engine(copy.deepcopy(cpu).to(DEVICE), batch=3, kv_cache=kv_cache)
-    engine.prompt_rows = 3 * rows
+    engine.runner.max_prefill_tokens = 3 * rows
     assert engine.generate(prompts, 20) == want
     heads, tails = [p[: len(p) // 2] for p in prompts[:2]], [p[len(p) // 2 :] for p in prompts[:2]]
     engine.prefill(heads)
-    assert engine.generate(tails, 20, keep=True) == want[:2]
+    assert engine.generate(tails, 20, reuse_prefix=True) == want[:2]
 
 
 @pytest.mark.parametrize(("kv_cache", "db"), [("auto", 40), ("int8", 25)])  # int8 keys may be a step off
@@ -59,7 +59,7 @@ def test_half_precision_pieces_are_near_the_whole(kv_cache: Any, db: float) -> N
     for pieces in ((1, 249), (249, 1), (64, 100, 86), (3,) * 83 + (1,)):
         first, kept = 0, False
         for count in pieces:
-            got = engine.prefill([prompt[first : first + count]], keep=kept)
+            got = engine.prefill([prompt[first : first + count]], reuse_prefix=kept)
             first, kept = first + count, True
         assert sqnr_db(want, got) > db
 
@@ -67,7 +67,7 @@ def test_half_precision_pieces_are_near_the_whole(kv_cache: Any, db: float) -> N
 def test_graphs_are_captured_anew_for_new_kernels() -> None:
     engine, prompts = Engine(llama("w8a8"), batch=2), prompts_of(VOCABULARY, 20, 3)
     want = engine.generate(prompts, 5)
-    first = engine._graphs
+    first = engine.runner.graphs
     assert first is not None
     assert first.count == 2
     forget_plans()
@@ -91,6 +91,6 @@ def test_prompts_of_every_length_take_no_more_memory(monkeypatch: pytest.MonkeyP
     for length in range(10, 300, 29):
         engine.prefill(prompts_of(VOCABULARY, length, 1))
         engine.prefill(prompts_of(VOCABULARY, length))
-    assert engine._graphs is not None
-    assert engine._graphs.count == 4
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.count == 4
     assert memory() <= before + (8 << 20)

@@ -29,7 +29,7 @@ WAYS = (
 
 def finished(scheduler: Scheduler) -> None:
     for _ in range(1000):
-        if not scheduler.turn():
+        if not scheduler.step():
             return
     raise AssertionError(f"not done: {scheduler.load}")
 
@@ -48,12 +48,12 @@ def test_who_comes_and_goes_gets_the_cpus_tokens(graphs: bool, kv_cache: Any) ->
     prompts = prompts_of(VOCABULARY, *LENGTHS)
     want = [alone(cpu, p, n, kv_cache=kv_cache) for p, n in zip(prompts, NEWS, strict=True)]
     engine = Engine(copy.deepcopy(cpu).to(DEVICE), batch=3, kv_cache=kv_cache, graphs=graphs)
-    scheduler = Scheduler(engine, chunk=32, prefixes=2)
+    scheduler = Scheduler(engine, chunk=32, prefix_cache=2)
     requests = []
     for prompt, new in zip(prompts, NEWS, strict=True):
         requests.append(scheduler.submit(prompt, new))
-        scheduler.turn()
-        scheduler.turn()
+        scheduler.step()
+        scheduler.step()
     finished(scheduler)
     assert [request.result() for request in requests] == want
 
@@ -79,10 +79,10 @@ def test_a_thread_serves_many_clients_the_same_twice(scheme: str) -> None:
     prompts = prompts_of(VOCABULARY, *(3 + 7 * i % 50 for i in range(24)))
     scheduler = Scheduler(engine, chunk=64)
     scheduler.warm_up()
-    assert engine._graphs is not None
-    steps = {size for size in engine._graphs._made if isinstance(size, tuple) and size[0] == "steps"}
+    assert engine.runner.graphs is not None
+    steps = {size for size in engine.runner.graphs._made if isinstance(size, tuple) and size[0] == "steps"}
     assert steps == {("steps", 1 << i) for i in range(4)}
-    assert scheduler.load.new_tokens == scheduler.load.kept == 0
+    assert scheduler.load.new_tokens == scheduler.load.prefix_cache_tokens == 0
     answers: dict[int, list[int]] = {}
 
     def client(i: int) -> None:
@@ -96,7 +96,7 @@ def test_a_thread_serves_many_clients_the_same_twice(scheme: str) -> None:
             thread.join()
     assert [len(answers[i]) for i in range(24)] == [1 + i % 13 for i in range(24)]
     load = scheduler.load
-    assert (load.waiting, load.reading, load.running) == (0, 0, 0)
+    assert (load.waiting, load.prefilling, load.running) == (0, 0, 0)
     firsts = [engine.generate([prompt], 1)[0].tokens[0] for prompt in prompts]
     assert sum(answers[i][0] == first for i, first in enumerate(firsts)) >= 22, "near ties are few"
 
@@ -108,7 +108,7 @@ def test_cancelled_sequences_leave_and_others_go_on() -> None:
     scheduler = Scheduler(Engine(copy.deepcopy(cpu).to(DEVICE), batch=3))
     first, second, third = (scheduler.submit(prompt, 40) for prompt in prompts)
     for _ in range(6):
-        scheduler.turn()
+        scheduler.step()
     first.cancel()
     third.cancel()
     finished(scheduler)

@@ -73,7 +73,7 @@ def test_small_models_are_served_or_refused(sizes: Sizes) -> None:
     model, prompts = sizes.model().to(sizes.dtype), [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10]]
     options: dict[str, Any] = {"batch": 3, "context": 48, "kv_cache": sizes.cache}
     if sizes.cache == "int4":
-        options["guide_prompts"] = prompts
+        options["calibration_prompts"] = prompts
     try:
         moved = copy.deepcopy(model).to(DEVICE)
         if sizes.scheme is not None:

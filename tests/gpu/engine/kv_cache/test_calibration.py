@@ -17,10 +17,10 @@ from tests.support.decoders import VOCABULARY, prompts_of
 def test_guides_are_near_the_cpus() -> None:
     cpu = llama(None, torch.float16, "cpu").float()
     prompts = prompts_of(VOCABULARY, 100, 7, 64, 33, 20)
-    here = Engine(cpu, kv_cache="int4", guide_prompts=prompts)
-    there = Engine(copy.deepcopy(cpu).to(DEVICE, torch.float16), kv_cache="int4", guide_prompts=prompts)
+    here = Engine(cpu, kv_cache="int4", calibration_prompts=prompts)
+    there = Engine(copy.deepcopy(cpu).to(DEVICE, torch.float16), kv_cache="int4", calibration_prompts=prompts)
     for layer in range(2):
-        want, guide = here.cache.guide(layer), there.cache.guide(layer)
+        want, guide = here.cache.calibration(layer), there.cache.calibration(layer)
         assert want is not None
         assert guide is not None
         assert guide.device.type == DEVICE
@@ -34,7 +34,7 @@ def test_an_engine_draws_and_answers_the_same_every_time() -> None:
     model, prompts = llama("codebook4"), prompts_of(VOCABULARY, 40, 90)
     engines = [Engine(model, batch=2, kv_cache="int4") for _ in range(2)]
     exact = Engine(model, batch=2)
-    guides = [[engine.cache.guide(layer) for layer in range(2)] for engine in engines]
+    guides = [[engine.cache.calibration(layer) for layer in range(2)] for engine in engines]
     for one, other in zip(*guides, strict=True):
         assert one is not None
         assert other is not None

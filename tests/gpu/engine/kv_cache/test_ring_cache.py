@@ -25,10 +25,16 @@ def engines(
     model = small(kind, max_position_embeddings=CONTEXT, **WIDE, **HEADS[kind]).to(DEVICE, torch.float16)
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)
-    options |= {"batch": batch, "kv_cache": kv_cache, "guide_prompts": [[1, 2, 3, 4]] if kv_cache == "int4" else None}
+    options |= {
+        "batch": batch,
+        "kv_cache": kv_cache,
+        "calibration_prompts": [[1, 2, 3, 4]] if kv_cache == "int4" else None,
+    }
     rung, whole = (Engine(model, ring=ring, **options) for ring in (8, 0))
     assert rung.cache.nbytes < whole.cache.nbytes
-    rung.prompt_rows = whole.prompt_rows = min(ring.room for ring in rung._rings if ring is not None)
+    rung.runner.max_prefill_tokens = whole.runner.max_prefill_tokens = min(
+        ring.room for ring in rung.runner.rings if ring is not None
+    )
     return rung, whole
 
 
@@ -43,9 +49,9 @@ def test_logits_are_those_without(kind: str, kv_cache: KVDtype, graphs: bool) ->
         tokens = [(7 * step + i) % VOCABULARY for i in range(4)]
         assert_same(rung.decode(tokens), whole.decode(tokens))
     more = prompts_of(VOCABULARY, 30, 1, 4, 50)
-    assert_same(rung.prefill(more, keep=True), whole.prefill(more, keep=True))
+    assert_same(rung.prefill(more, reuse_prefix=True), whole.prefill(more, reuse_prefix=True))
     assert_same(rung.decode([1, 2, 3, 4]), whole.decode([1, 2, 3, 4]))
-    assert_same(rung.prefill(more[:1], keep=[3]), whole.prefill(more[:1], keep=[3]))
+    assert_same(rung.prefill(more[:1], reuse_prefix=[3]), whole.prefill(more[:1], reuse_prefix=[3]))
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -57,7 +63,7 @@ def test_answers_go_on(kind: str) -> None:
     first, second = (engine.generate(prompts, 300, stop=stop) for engine in (rung, whole))
     assert first == second
     follow = [[got.tokens[-1], *row] for got, row in zip(first, more, strict=True)]
-    assert rung.generate(follow, 5, keep=True) == whole.generate(follow, 5, keep=True)
+    assert rung.generate(follow, 5, reuse_prefix=True) == whole.generate(follow, 5, reuse_prefix=True)
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
@@ -65,13 +71,13 @@ def test_answers_go_on(kind: str) -> None:
 def test_schedulers_are_those_without(kind: str, kv_cache: KVDtype) -> None:
     answers = []
     for engine in engines(kind, kv_cache, 4):
-        scheduler = Scheduler(engine, chunk=64, prefixes=2)
+        scheduler = Scheduler(engine, chunk=64, prefix_cache=2)
         requests = []
         for prompt, new in zip(prompts_of(VOCABULARY, 5, 300, 17, 130, 64, 250), (200, 30, 9, 100, 40, 3), strict=True):
             requests.append(scheduler.submit(prompt, new))
             for _ in range(7):
-                scheduler.turn()
-        while scheduler.turn():
+                scheduler.step()
+        while scheduler.step():
             pass
         answers.append([list(request.tokens) for request in requests])
     assert answers[0] == answers[1]

@@ -1,4 +1,4 @@
-"""Steps of a batch: what they read, where they keep it, what comes next."""
+"""Decode steps: what they read, where they keep it, which token comes next."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.engine import decode_loop
-from qcut.engine.decode_loop import DecodeLoop, Fetched
+from qcut.engine import runner
+from qcut.engine.runner import DecodeLoop, HostCopy
 
 CPU = torch.device("cpu")
 
@@ -35,9 +35,9 @@ def test_the_likeliest_is_read_next_unless_told_otherwise() -> None:
     loop = DecodeLoop(read, 2, 10, CPU)
     loop.start(torch.tensor([3, 7]), torch.tensor([0, 4], dtype=torch.int32))
     assert loop.step().argmax(1).tolist() == [4, 8]
-    assert Fetched(loop.tokens).wait() == [4, 8]
+    assert HostCopy(loop.tokens).wait() == [4, 8]
     loop.step()
-    loop.choose(torch.tensor([20, 21]))
+    loop.set_tokens(torch.tensor([20, 21]))
     loop.step()
     assert read.seen == [([3, 7], [0, 4], [0, 4]), ([4, 8], [1, 5], [1, 5]), ([20, 21], [2, 6], [2, 6])]
 
@@ -48,14 +48,14 @@ def test_a_parked_sequence_is_not_kept_and_the_others_are() -> None:
     loop.start(torch.tensor([1, 2]), torch.tensor([3, 8], dtype=torch.int32))
     loop.step()
     for _ in range(2):
-        loop.park(0)
+        loop.pad(0)
         loop.step()
     assert [positions for _, positions, _ in read.seen] == [[3, 8], [0, 9], [1, 9]]
     assert [slots for *_, slots in read.seen] == [[3, 8], [10, 9], [10, 10]]
-    assert loop.ends == [4, 10]
+    assert loop.lengths == [4, 10]
     loop.start(torch.tensor([1, 2]), torch.tensor([3, 8], dtype=torch.int32))
     loop.step()
-    assert loop.ends == [4, 9]
+    assert loop.lengths == [4, 9]
 
 
 def test_full_sequences_and_unused_ones_have_a_slot_to_spare() -> None:
@@ -70,16 +70,16 @@ def test_full_sequences_and_unused_ones_have_a_slot_to_spare() -> None:
 
 
 def test_steps_are_made_for_the_longest_sequence_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_loop, "FIRST_BOUND", 4)
+    monkeypatch.setattr(runner, "FIRST_BUCKET", 4)
     read = Recorder()
     loop = DecodeLoop(read, 4, 10, CPU)
     loop.start(torch.tensor([1, 2, 3]), torch.tensor([2, 1, 7], dtype=torch.int32))
     for _ in range(2):
         loop.step()
-    loop.park(2)
+    loop.pad(2)
     for _ in range(3):
         loop.step()
-    loop.park(0)
+    loop.pad(0)
     loop.step()
     assert read.reaches == [9, 0, 9, 9, 9, 9]
     lengths = [max(positions) + 1 for _, positions, _ in read.seen]
@@ -92,4 +92,4 @@ def test_steps_are_made_for_the_longest_sequence_that_goes_on(monkeypatch: pytes
 
 @pytest.mark.parametrize(("context", "bounds"), [(1, [1]), (512, [512]), (513, [512, 513]), (2048, [512, 1024, 2048])])
 def test_bounds_double_up_to_the_context(context: int, bounds: list[int]) -> None:
-    assert decode_loop.bounds(context) == bounds
+    assert runner.buckets(context) == bounds
