@@ -21,7 +21,7 @@ from qcut.errors import ConfigError
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.layers.linear import Linear
 from qcut.models.fusion import fusible_activations
-from qcut.models.modules import as_given, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
+from qcut.models.modules import as_given, float_linear, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.numerics.plain_state import in_plain_state
@@ -337,15 +337,13 @@ def _scaled_moment(task: Task) -> Tensor | Curvature | None:
 def _report(
     name: str, task: Task, source: nn.Module, layer: Linear, calibration: Calibration | None, tied_to: str | None
 ) -> LayerReport:
-    weight = weight_nk(source).float()
-    error = weight_error(weight, layer.dequantized_weight())
+    error = weight_error(weight_nk(source).float(), layer.dequantized_weight())
     sqnr = None
     if calibration is not None and name in calibration.layers:
-        x = calibration.layers[name].sample[:_ERROR_ROWS].to(weight.device)
-        bias = source._parameters.get("bias")
+        x = calibration.layers[name].sample[:_ERROR_ROWS]
         with torch.no_grad():
-            y = nn.functional.linear(x, weight, None if bias is None else bias.float())
-            sqnr = sqnr_db(apply_activation(y, task.activation), layer(as_given(x, source)))
+            y = apply_activation(float_linear(source, x), task.activation)
+            sqnr = sqnr_db(y, layer(as_given(x, source)))
     parameters = [p for p in task.module._parameters.values() if p is not None]
     return LayerReport(
         name,

@@ -145,7 +145,7 @@ def refine(
         raise ConfigError(f"steps: found {steps}; allowed: 1 and more")
     device = model_device(model)
     proof = Proof(verify, excerpt(held[0]))
-    loss_before = _loss_on(model, reference, proof.batch) if proof.wanted else math.inf
+    loss_before = _loss_on(model, reference, proof.batch) if proof.active else math.inf
     sources = linear_layers(reference)[0]
     floats = {name: weight_nk(module).to(device) for name, module in sources.items()}
     tuned = {name: RefinedLayer(layer, floats.get(name), code_rate > 0) for name, layer in chosen.items()}
@@ -170,7 +170,7 @@ def refine(
         for name in (name for name in chosen if name in sources):
             error = weight_error(floats[name], chosen[name].dequantized_weight())
             proof.layer(name, sources[name], chosen[name], error, fitted=True)
-        loss_after = _loss_on(model, reference, proof.batch) if proof.wanted else 0.0
+        loss_after = _loss_on(model, reference, proof.batch) if proof.active else 0.0
         if not loss_after <= 2 * loss_before + 1e-6:
             raise QuantizationError(
                 f"verify: the loss on a batch is {loss_after:.4g} after refining, and was {loss_before:.4g}; allowed: "
@@ -215,9 +215,9 @@ def _train(
                 group["lr"] = largest * share
             batch = to_device(batches[i], device)
             with torch.no_grad():
-                wanted = forward(reference, batch)
+                expected = forward(reference, batch)
             with vectors.in_place():
-                loss = _distance(forward(model, batch), wanted)
+                loss = _distance(forward(model, batch), expected)
             if not loss.requires_grad:
                 raise ConfigError("the model cannot be differentiated: its output depends on no layer that is tuned")
             optimizer.zero_grad()
@@ -296,12 +296,12 @@ def _computed_by(model: nn.Module, tuned: Mapping[str, RefinedLayer]) -> Iterato
             layer.__dict__.pop("forward", None)
 
 
-def _distance(output: Any, wanted: Any) -> Tensor:
+def _distance(output: Any, expected: Any) -> Tensor:
     """Mean divergence of the positions' distributions where outputs are logits, else the relative squared error."""
-    found, target = output_tensor(output).float(), output_tensor(wanted).float()
+    found, target = output_tensor(output).float(), output_tensor(expected).float()
     if found.shape != target.shape:
         raise ShapeError(f"the model's output has shape {list(found.shape)}, the reference's {list(target.shape)}")
-    if isinstance(getattr(wanted, "logits", None), Tensor):
+    if isinstance(getattr(expected, "logits", None), Tensor):
         divergence = F.kl_div(found.log_softmax(-1), target.log_softmax(-1), reduction="sum", log_target=True)
         return divergence / max(1, found[..., 0].numel())
     return (found - target).square().mean() / target.square().mean().clamp_min(1e-30)

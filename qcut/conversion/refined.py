@@ -94,16 +94,16 @@ class RefinedLayer:
             return chosen
         left = weight.float() if self.fixed is None else weight.float() - self.fixed
         rotated = rotation.rotate_groups(left, q.rotation, q.group_size, q.seed)
-        wanted = rotated / rotation.per_column(torch.where(self.scales > 0, self.scales, 1.0), self.parts)
+        exact = rotated / rotation.per_column(torch.where(self.scales > 0, self.scales, 1.0), self.parts)
         if pairs.are_pairs(q.values):
-            wanted = wanted.unflatten(1, (-1, 2))
-            return pairs.toward(pairs.join(q.indices), wanted, q.values, 1 - _EDGE).flatten(1)
+            exact = exact.unflatten(1, (-1, 2))
+            return pairs.toward(pairs.join(q.indices), exact, q.values, 1 - _EDGE).flatten(1)
         far = torch.full((1,), torch.inf, device=chosen.device, dtype=torch.float32)
         borders = lloyd_max.boundaries(q.values)
         low, high = torch.cat((-far, borders)), torch.cat((borders, far))
         low, high = (q.values + (1 - _EDGE) * (border - q.values) for border in (low, high))
         at = q.indices.int()
-        return torch.clamp(wanted, low[at], high[at])
+        return torch.clamp(exact, low[at], high[at])
 
     def _values(self) -> Tensor:
         """The codebook values ``[N, K]``; derivatives by them are derivatives by the numbers."""

@@ -31,6 +31,7 @@ from qcut.models.modules import (
     eagerly,
     evaluating,
     first_input,
+    float_linear,
     forward,
     input_ids_of,
     is_conv1d,
@@ -97,17 +98,17 @@ class Proof:
 
     Attributes:
         batch: what models are called on, or None.
-        wanted: whether anything is to be verified.
+        active: whether anything is to be verified.
         held: how many layers were compared with their float weights.
         unseen: why the whole model was not verified; empty if that was not requested.
     """
 
     def __init__(self, verify: Any, calibrated: Any) -> None:
-        asked = verify is None or verify is True or verify is False
-        self.batch = calibrated if asked else verify
-        self._most: float = MOST_BYTES if asked else math.inf
+        default = verify is None or verify is True or verify is False
+        self.batch = calibrated if default else verify
+        self._most: float = MOST_BYTES if default else math.inf
         self._made_up = verify is True and calibrated is None
-        self.wanted = verify is not False and (self._made_up or self.batch is not None)
+        self.active = verify is not False and (self._made_up or self.batch is not None)
         self._recording: Recording | None = None
         self.held, self.unseen = 0, ""
 
@@ -118,7 +119,7 @@ class Proof:
 
     def record(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         """Run the float model; arguments and errors are those of `Recording`, except for made-up tokens."""
-        if not self.wanted:
+        if not self.active:
             return
         batch = vocabulary_tokens(model) if self._made_up else self.batch
         if batch is None:
@@ -141,7 +142,7 @@ class Proof:
         self, name: str, source: nn.Module, layer: Linear, error: float, fitted: bool, sample: Tensor | None = None
     ) -> None:
         """Compare a layer with its float weight, see `check_layer`, on ``sample`` or on normal random tokens."""
-        if not self.wanted:
+        if not self.active:
             return
         if sample is None:
             generator = torch.Generator().manual_seed(0)
@@ -236,12 +237,12 @@ def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: f
     tokens = given.float() if tokens is None else tokens
     weight = layer.dequantized_weight()
     product = nn.functional.linear(tokens, weight)
-    bias = layer.bias
-    wanted = apply_activation(product if bias is None else product + bias, "none" if layer.apart else layer.activation)
+    bias, activation = layer.bias, "none" if layer.apart else layer.activation
+    expected = apply_activation(product if bias is None else product + bias, activation)
     scale = max(product.norm().item(), tokens.norm().item() * weight.norm().item() / math.sqrt(weight.shape[1]))
     least = 1e-3 if given.dtype is torch.float32 and not weight.is_cuda else 0.03
-    allowed = max(least, 0 if exact else _ROTATED_INT8) * scale + least * wanted.norm().item()
-    found = (layer(given).float() - wanted).norm().item()
+    allowed = max(least, 0 if exact else _ROTATED_INT8) * scale + least * expected.norm().item()
+    found = (layer(given).float() - expected).norm().item()
     if not found <= allowed and math.isfinite(allowed):
         raise QuantizationError(
             f"verify: its result is {found / max(scale, 1e-30):.1%} off that of its own weight; allowed: "
@@ -252,13 +253,12 @@ def check_layer(name: str, source: nn.Module, layer: Linear, x: Tensor, error: f
 
 def _check_float(name: str, module: nn.Module, x: Tensor, output: Any) -> None:
     """Compare a float layer's result with ``x @ W.T + b``."""
-    weight, bias = weight_nk(module).float(), module._parameters.get("bias")
-    wanted = nn.functional.linear(x, weight, None if bias is None else bias.float())
-    rows = isinstance(output, Tensor) and output.shape[-1:] == wanted.shape[-1:]
-    found = output.reshape(-1, len(weight))[: len(x)].float() if rows else torch.full_like(wanted, math.nan)
+    weight, expected = weight_nk(module).float(), float_linear(module, x)
+    rows = isinstance(output, Tensor) and output.shape[-1:] == expected.shape[-1:]
+    found = output.reshape(-1, len(weight))[: len(x)].float() if rows else torch.full_like(expected, math.nan)
     allowed = 0.03 if weight.is_cuda or weight_nk(module).dtype.itemsize < 4 else 1e-3
-    size = max(wanted.norm().item(), x.norm().item() * weight.norm().item() / math.sqrt(weight.shape[1]), 1e-30)
-    if not (off := (found - wanted).norm().item() / size) <= allowed and math.isfinite(size):
+    size = max(expected.norm().item(), x.norm().item() * weight.norm().item() / math.sqrt(weight.shape[1]), 1e-30)
+    if not (off := (found - expected).norm().item() / size) <= allowed and math.isfinite(size):
         raise QuantizationError(
             f"verify: the float layer's result is {off:.1%} off x @ W.T + b; allowed: {allowed:.1%}. Leave it in float "
             "with skip=[...]",
@@ -349,17 +349,17 @@ class Recording:
                 at = done[0]
                 done[0] += 1
                 if at >= len(self._calls) or self._calls[at].name != name:
-                    expected = self._calls[at].name if at < len(self._calls) else "no layer"
+                    other = self._calls[at].name if at < len(self._calls) else "no layer"
                     raise QuantizationError(
-                        f"verify: the quantized model calls it where the float model calls {expected}; code asks for "
+                        f"verify: the quantized model calls it where the float model calls {other}; code checks "
                         "what layers are, or calls them by another way. Leave such layers in float with skip=[...]",
                         name,
                     )
                 call = self._calls[at]
-                found, wanted = _values(first_input(args, kwargs), scales.get(name)), call.values
-                if _distance(found, wanted) > self._tolerance(found, moved):
+                found, expected = _values(first_input(args, kwargs), scales.get(name)), call.values
+                if _distance(found, expected) > self._tolerance(found, moved):
                     raise QuantizationError(
-                        f"verify: its input in call {at} is {_distance(found, wanted):.1%} off the float model's, "
+                        f"verify: its input in call {at} is {_distance(found, expected):.1%} off the float model's, "
                         "though all layers before it answer as in float; something between them reads or computes "
                         "something else. Leave the layers before it in float with skip=[...]",
                         name,
@@ -380,9 +380,9 @@ class Recording:
                 "with skip=[...]",
                 self._calls[done[0]].name,
             )
-        for found, wanted in zip(output, self._output, strict=False):
-            if found.shape != wanted.shape or _distance(found, wanted) > self._tolerance(found, moved):
-                off = f"{_distance(found, wanted):.1%}" if found.shape == wanted.shape else "of another shape"
+        for found, expected in zip(output, self._output, strict=False):
+            if found.shape != expected.shape or _distance(found, expected) > self._tolerance(found, moved):
+                off = f"{_distance(found, expected):.1%}" if found.shape == expected.shape else "of another shape"
                 last = self._calls[-1].name if self._calls else None
                 raise QuantizationError(
                     f"verify: the model's output is off the float model's by {off} though all layers answer as in "
@@ -446,11 +446,11 @@ def _values(x: Any, scale: Tensor | None) -> Tensor:
     return (rows.float() * scale.cpu()).to(rows.dtype).reshape(-1)
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    """``‖found - wanted‖ / ‖wanted‖``; values that are not finite in both count as equal."""
-    if found.shape != wanted.shape:
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """``‖found - expected‖ / ‖expected‖``; values that are not finite in both count as equal."""
+    if found.shape != expected.shape:
         return math.inf
-    a, b = found.double().cpu(), wanted.double().cpu()
+    a, b = found.double().cpu(), expected.double().cpu()
     both = a.isfinite() & b.isfinite()
     if not torch.equal(a.isfinite(), b.isfinite()):
         return math.inf

@@ -36,8 +36,8 @@ def is_affine(module: nn.Linear) -> bool:
         meaning: dict[fx.Node, str] = {}
         for node in graph.nodes:
             if node.op == "output":
-                wanted = _PRODUCT if module._parameters.get("bias") is None else _RESULT
-                return meaning.get(node.args[0]) == wanted
+                expected = _PRODUCT if module._parameters.get("bias") is None else _RESULT
+                return meaning.get(node.args[0]) == expected
             found = _meaning(node, meaning)
             if found is None:
                 return False

@@ -149,6 +149,13 @@ def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
     return weight.t() if is_conv1d(module) else weight
 
 
+def float_linear(module: nn.Module, x: Tensor) -> Tensor:
+    """``x @ W.T + b`` of a linear layer, in float32 and on its device, for inputs ``[M, K]``."""
+    weight, bias = weight_nk(module), module._parameters.get("bias")
+    x = x.to(weight.device)
+    return nn.functional.linear(x, weight.float(), None if bias is None else bias.detach().float())
+
+
 def float_bias(bias: Tensor, name: str | None = None) -> Tensor:
     """A copy of a bias as float32 ``[N]``.
 
@@ -368,7 +375,7 @@ def first_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def as_given(x: Tensor, module: nn.Module) -> Tensor:
     """Sampled inputs of a layer, in the dtype that the layer gets from its model and that its CUDA kernels take."""
     weight = weight_of(module)
-    return x.to(weight.device, weight.dtype) if weight.is_cuda else x
+    return x.to(weight.device, weight.dtype if weight.is_cuda else x.dtype)
 
 
 def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from qcut.common.progress import with_progress
 from qcut.conversion.calibration.curvature import frozen
@@ -25,11 +24,11 @@ from qcut.errors import CalibrationError
 from qcut.models.modules import (
     as_given,
     evaluating,
+    float_linear,
     forward,
     model_device,
     output_tensor,
     to_device,
-    weight_nk,
 )
 
 _ROWS = 1024
@@ -100,11 +99,9 @@ def channel_weights(
 
 def expected_loss(module: nn.Module, layer: nn.Module, sample: Tensor, weights: Tensor) -> float:
     """``sum_n weights[n] · mean (y[:, n] - ŷ[:, n])²`` on sampled inputs ``[R, K]``, at most 1,024 of them."""
-    weight = weight_nk(module)
-    x = sample[:_ROWS].to(weight.device)
-    bias = module._parameters.get("bias")
+    x = sample[:_ROWS]
     with torch.no_grad():
-        y = F.linear(x, weight.float(), None if bias is None else bias.float())
+        y = float_linear(module, x)
         squares = (layer(as_given(x, module)).float() - y).square().mean(0)
         value = (squares.double() * weights.double()).sum().item()
     return value if value == value else float("inf")

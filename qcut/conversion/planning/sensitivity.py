@@ -17,12 +17,12 @@ from qcut.layers.linear import Linear
 from qcut.models.modules import (
     as_given,
     evaluating,
+    float_linear,
     forward,
     input_ids_of,
     model_device,
     output_tensor,
     to_device,
-    weight_nk,
 )
 from qcut.schemes import Scheme, StaticRange
 
@@ -145,11 +145,9 @@ def kept_positions(batch: Any, y: Tensor) -> Tensor:
 
 def output_error(module: nn.Module, layer: nn.Module, sample: Tensor) -> float:
     """``‖y - ŷ‖² / ‖y‖²`` of a layer's output on sampled inputs ``[R, K]``, at most 256 of them."""
-    weight = weight_nk(module)
-    x = sample[:_ROWS].to(weight.device)
-    bias = module._parameters.get("bias")
+    x = sample[:_ROWS]
     with torch.no_grad():
-        y = F.linear(x, weight.float(), None if bias is None else bias.float())
+        y = float_linear(module, x)
         power = y.double().square().sum().item()
         return _or_inf((layer(as_given(x, module)) - y).double().square().sum().item() / power) if power else 0.0
 

@@ -201,7 +201,7 @@ class OnlineLoading:
         new: dict[str, Linear | Embedding] = {**self._layers, **self._tables}
         old = {name: task.module for name, task in self._work.tasks.items()} | self._work.tables
         with plain_state():
-            if self._proof.wanted:
+            if self._proof.active:
                 with lent_weights({old[name]: layer for name, layer in new.items()}):
                     self._proof.record(model, old)
             changes = changes_of(model, replacements, self._work.fused, (), None)
@@ -283,7 +283,7 @@ class OnlineLoading:
         wanted._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def _measure(self, one: _Shared, name: str, weight: Tensor, layer: Linear) -> None:
-        if self._config.report or self._proof.wanted:
+        if self._config.report or self._proof.active:
             one.errors[name] = weight_error(weight, layer.dequantized_weight())
 
     def _hold(self, name: str, source: nn.Module, task: Task, layer: Linear, one: _Shared) -> None:
