@@ -40,7 +40,7 @@ class ArgmaxRows(Kernel):
         advances: whether each row's position and slot are raised by one, up to ``context - 1`` and ``context``, at the
             end of a decoder's step.
         parts: CTAs of a cluster that divide a row.
-        tells: whether each index is also copied to pinned host memory.
+        host_copy: whether each index is also copied to pinned host memory.
 
     Exactness: bitwise.
     """
@@ -49,14 +49,14 @@ class ArgmaxRows(Kernel):
     arch: str
     advances: bool = False
     parts: int = 1
-    tells: bool = False
+    host_copy: bool = False
 
     constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
         """``qcut_argmax_{arch}_{x}``, ``_a`` if it advances, ``_h`` with a host copy, ``_c{parts}`` with clusters."""
-        flags = "_a" * self.advances + "_h" * self.tells + f"_c{self.parts}" * (self.parts > 1)
+        flags = "_a" * self.advances + "_h" * self.host_copy + f"_c{self.parts}" * (self.parts > 1)
         return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}{flags}"
 
     @property
@@ -84,7 +84,7 @@ class ArgmaxRows(Kernel):
             Param("stride", "i64"),
             Param("columns", "i32"),
             *context,
-            *(Param("told", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32")) * self.tells,
+            *(Param("told", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32")) * self.host_copy,
         )
 
     def emit(self) -> KernelSource:
@@ -93,7 +93,7 @@ class ArgmaxRows(Kernel):
         state = call_arguments(("positions", "slots"), params)
         context = call_arguments(("context",), params, absent="0")
         parts = f", {self.parts}" if self.parts > 1 else ""
-        told = ", told, turn, turns" if self.tells else ""
+        told = ", told, turn, turns" if self.host_copy else ""
         return self._source(
             f"qcut::argmax_rows<{self.x.cpp}, {flag(self.advances)}, {self.block}, {_UNROLL}{parts}>"
             f"(x, best, {state}, stride, columns, {context}{told});",

@@ -136,38 +136,24 @@ class EpilogueGraph:
     def _accumulator(self, dtype: DType = DType.S32) -> _Leaf:
         return self._load("accum", dtype, (self._M, self._N), "{}")
 
+    def _vectors(self) -> list[str]:
+        """C++ pointers to the tokens' scales, the channels' scales and the biases."""
+        e = self._epilogue
+        given = {"row_scale": e.row_scale == "per_token", "col_scale": e.col_scale == "per_channel", "bias": e.bias}
+        return [f"(float const*)a.{name}" if has else "nullptr" for name, has in given.items()]
+
     def _dequantize_transposed(self) -> _Leaf:
         e, sums = self._epilogue, self._transposed
         assert sums is not None
-        own = ", ".join(
-            [
-                "(float const*)a.row_scale" if e.row_scale == "per_token" else "nullptr",
-                "(float const*)a.col_scale" if e.col_scale == "per_channel" else "nullptr",
-                "(float const*)a.bias" if e.bias else "nullptr",
-            ]
-        )
-        tag = DequantizeTag(
-            "Transposed",
-            e.row_scale == "per_token",
-            e.col_scale == "per_channel",
-            e.bias,
-            accumulator=cutlass_type(sums),
-        )
-        return self._compute(tag, self._accumulator(sums), own=f"{{{own}}}")
+        flags = e.row_scale == "per_token", e.col_scale == "per_channel", e.bias
+        tag = DequantizeTag("Transposed", *flags, accumulator=cutlass_type(sums))
+        return self._compute(tag, self._accumulator(sums), own=f"{{{', '.join(self._vectors())}}}")
 
     def _dequantize_halves(self) -> _Leaf:
         e = self._epilogue
-        own = ", ".join(
-            [
-                "a.d, a.ldd, a.tokens",
-                "(float const*)a.row_scale" if e.row_scale == "per_token" else "nullptr",
-                "(float const*)a.col_scale" if e.col_scale == "per_channel" else "nullptr",
-                "(float const*)a.bias" if e.bias else "nullptr",
-            ]
-        )
         flags = e.row_scale == "per_token", e.col_scale == "per_channel", e.bias
         named = e.activation is not Activation.ANY
-        own += "" if named else ", a.activation"
+        own = ", ".join(["a.d, a.ldd, a.tokens", *self._vectors(), *([] if named else ["a.activation"])])
         activation = f"cute::Int<{ACTIVATIONS.index(e.activation.value) if named else len(ACTIVATIONS)}>"
         tag = DequantizeTag("Halves", *flags, accumulator=activation)
         return self._compute(tag, self._accumulator(), own=f"{{{own}}}")
@@ -182,15 +168,16 @@ class EpilogueGraph:
             e.col_scale == "per_channel",
             e.bias,
         )
+        row_scale, col_scale, bias = self._vectors()
         own = ", ".join(
             [
                 "(int32_t const*)a.colsum" if e.zero_point != "none" else "nullptr",
                 "(int32_t const*)a.zero_point" if e.zero_point == "per_token" else "nullptr",
                 "a.zero_point" if e.zero_point == "per_tensor" else "0",
-                "(float const*)a.row_scale" if e.row_scale == "per_token" else "nullptr",
-                "(float const*)a.col_scale" if e.col_scale == "per_channel" else "nullptr",
+                row_scale,
+                col_scale,
                 "a.col_scale" if e.col_scale == "per_tensor" else "1.f",
-                "(float const*)a.bias" if e.bias else "nullptr",
+                bias,
             ]
         )
         return self._compute(DequantizeTag("", *flags), self._accumulator(), own=f"{{{own}}}")
