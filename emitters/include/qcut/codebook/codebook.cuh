@@ -10,7 +10,7 @@
 //                 one LDS without bank conflicts give two 16-bit values. For few tokens, where decoding takes
 //                 most of the time.
 //   RegisterBook  PRMT only, without memory. For many tokens, where the tensor cores take most of the time.
-//   RowBook       int8 values of one row, with the row's norm folded in: q = rne(value * (norm * fold)).
+//   RowBook       int8 values of one row, with the row's norm fused in: q = rne(value * (norm * fold)).
 //   PairFactors   int8 values of a codebook of pairs, whose bytes are indices of two values: a table gives float16
 //                 values, and one HFMA2 for each two makes integers of them: q = rne(value * f16(norm * fold)).
 //
@@ -172,7 +172,7 @@ struct PairTable {
   }
 };
 
-// The same in half the memory, with two instructions for an address: the entry of byte v for lane l lies at 128 v + 4 l.
+// A table in half the memory, with two instructions for an address: the entry of byte v for lane l lies at 128 v + 4 l.
 struct DensePairTable {
   static constexpr int kBytes = 32768;
 
@@ -209,8 +209,8 @@ __device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
   }
 }
 
-// Word kFirst + i of a book, i < kCount, chosen by selections: an index that depends on the warp would put the book into
-// local memory.
+// Word kFirst + i of a book, i < kCount, chosen by selections: an index that depends on the warp would put the book
+// into local memory.
 template <int kFirst, int kCount>
 __device__ __forceinline__ uint32_t select_word(const uint32_t (&w)[PairBook::kWords], int i) {
   if constexpr (kCount == 1) {
@@ -424,7 +424,7 @@ struct NormScale {
   }
 };
 
-// The same, and adds norm * offset, which is rounded, before the sum is rounded.
+// Multiplies by the norms and adds norm * offset, which is rounded, before the sum is rounded.
 template <class T>
 struct NormScale<T, true> {
   RowPairs<T> norms, shifts;

@@ -64,7 +64,7 @@ __device__ __forceinline__ void barrier_arrive_cluster(uint32_t mapped) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
 }
 
-// The same copy as copy_bulk, to the address `shared` of every CTA of the cluster whose rank has a bit in `ranks`. In
+// Copies as copy_bulk does, to the address `shared` of every CTA of the cluster with a bit in `ranks`. In
 // each of these CTAs the barrier at the address `barrier` counts the bytes.
 __device__ __forceinline__ void copy_bulk_multicast(uint32_t shared, const void* global, int bytes, uint32_t barrier,
                                                     int ranks) {

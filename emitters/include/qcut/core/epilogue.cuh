@@ -1,4 +1,4 @@
-// The GEMM epilogue of emitters/core/epilogue.py, and TileWriter, by which a warp writes its tile of D.
+// The GEMM epilogue of emitters/core/epilogue.py, and TileWriter, which writes a warp's tile of D.
 //
 // Exactness: every product and sum is one float32 operation, in the order that emitters/core/epilogue.py states
 // (kernels are compiled with --fmad=false). With the activations none and relu, results agree bitwise with the CPU
@@ -14,7 +14,7 @@ namespace qcut {
 
 enum class ZeroPoint { kNone, kPerTensor, kPerToken };
 enum class ColScale { kNone, kPerTensor, kPerChannel };
-enum class Activation { kNone, kRelu, kGeluErf, kGeluTanh, kSilu, kAny };  // kAny: EpilogueArgs::activation says which
+enum class Activation { kNone, kRelu, kGeluErf, kGeluTanh, kSilu, kAny };  // kAny: EpilogueArgs::activation names it
 
 template <Activation kActivation>
 __device__ __forceinline__ float activate(float v) {

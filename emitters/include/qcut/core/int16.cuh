@@ -1,4 +1,4 @@
-// int16 tokens as two int8: a = 256 * high + low, low from -128 to 127. Quantization, and sums from those of the halves.
+// int16 tokens as two int8: a = 256 * high + low, low from -128 to 127. Quantization, and the combination of both sums.
 //
 // Exactness: every integer equals qcut.numerics.int16 bitwise; a sum is exact in 64 bits and rounded once.
 #pragma once
@@ -9,8 +9,8 @@
 namespace qcut {
 
 // The quantization of a row, from the bits `peak` of its largest magnitude: scale = peak / 32639, at least the smallest
-// normal number, or 1 if the peak is 0, and q = rne(x * (1 / scale)), which is 32639 at most. A row that holds NaN or Inf
-// gets scale NaN and q = 0.
+// normal number, or 1 if the peak is 0, and q = rne(x * (1 / scale)), which is 32639 at most. A row that holds NaN or
+// Inf gets scale NaN and q = 0.
 struct QuantizedRow16 {
   float s, inv;
   bool finite;
@@ -31,7 +31,7 @@ struct QuantizedRow16 {
   }
 };
 
-// One half of int16, packed: the low bytes as signed numbers, or what they leave, (q - low) / 256.
+// One part of int16, packed: the low bytes as signed numbers, or the high bytes, (q - low) / 256.
 template <bool kHigh, int kSize>
 __device__ __forceinline__ void pack_half(const uint32_t (&q)[kSize], uint32_t (&packed)[kSize / 4]) {
   constexpr uint32_t kCarry = kHigh ? 0x80u : 0u, kByte = kHigh ? 0x0051u : 0x0040u;

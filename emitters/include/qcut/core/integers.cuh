@@ -1,7 +1,7 @@
 // The epilogue of integer-only layers: 64-bit sums and biases, rescaled by a multiplier and a shift of each column.
 //
-// Exactness: every integer equals qcut.numerics.integers bitwise. No step overflows 64 bits where a sum and its bias are
-// at most 2^38 each, and a multiplier is below 2^24: their product is then below 2^63.
+// Exactness: every integer equals qcut.numerics.integers bitwise. No step overflows 64 bits where a sum and its bias
+// are at most 2^38 each, and a multiplier is below 2^24: their product is then below 2^63.
 #pragma once
 
 #include <qcut/core/epilogue.cuh>
@@ -19,7 +19,7 @@ __device__ __forceinline__ long long rescale(long long v, int multiplier, int sh
   return floor + (twice > one || (twice == one && (floor & 1) != 0));
 }
 
-// int16 in four words' low and high halves: of two words of two elements each, the high and the low halves of the four.
+// The hi/lo split of four int16: from two words of two elements each, a word of high bytes and one of low bytes.
 __device__ __forceinline__ void split_halves(uint32_t ab, uint32_t cd, uint32_t& high, uint32_t& low) {
   low = __byte_perm(ab, cd, 0x6420);
   // (q + 128) / 256 rounded down, for each 16 bits; the topmost bits, left out, carry nothing over.
@@ -79,7 +79,7 @@ struct IntegerEpilogue {
   }
 };
 
-// The same where the sums have been rescaled before.
+// The epilogue of sums that are already rescaled.
 template <class Out>
 struct RescaledEpilogue : IntegerEpilogue<Out> {
   using Base = IntegerEpilogue<Out>;

@@ -91,7 +91,7 @@ struct Launcher {
                         Kernel::SharedStorageSize, stream, flags & 1, argument(a, *params));
   }
 
-  // What the kernel is given: CUTLASS's parameters, behind the codebook where there is one.
+  // The kernel's parameters: the codebook, if there is one, then CUTLASS's.
   static void* argument(Call const& a, typename Kernel::Params& params) {
     if constexpr (Call::kUnits) {
       static thread_local std::optional<WithBook<typename Kernel::Params>> last;

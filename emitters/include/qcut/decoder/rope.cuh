@@ -39,7 +39,7 @@ struct StoredRow {
   }
 };
 
-// A head of a token as int8: column `lane + 32 i` and the one half a head further on are a lane's.
+// A head of a token as int8: a lane has column `lane + 32 i` and the column half a head further on.
 template <int kHead>
 struct HeadInt8 {
   static constexpr int kHalf = kHead / 2, kPairs = (kHalf + 31) / 32;
@@ -74,7 +74,7 @@ struct HeadInt8 {
   }
 };
 
-// A turned head as Nibbles, columns as above.
+// A rotated head as Nibbles, columns as in an int8 head.
 template <int kHead>
 struct HeadNibbles {
   static constexpr int kHalf = kHead / 2, kPairs = (kHalf + 31) / 32;
@@ -125,8 +125,8 @@ struct HeadRow {
     }
   }
 
-  // RMS-normalizes the head, bit by bit as norm_rows does: a lane adds the squares of a vector. `room` is aligned shared
-  // memory for a head. All lanes call.
+  // RMS-normalizes the head, bit by bit as norm_rows does: a lane adds the squares of a vector. `room` is aligned
+  // shared memory for a head. All lanes call.
   __device__ __forceinline__ void normalize(const Stored& weight, float eps, T* room) {
     constexpr int kSize = Vector<T>::kSize;
     static_assert(kHead % kSize == 0 && kHead / kSize <= 32, "each lane has a vector at most");
@@ -169,7 +169,7 @@ struct HeadRow {
     }
   }
 
-  // Turns the head (nibbles.cuh). All lanes call.
+  // Rotates the head (nibbles.cuh). All lanes call.
   __device__ __forceinline__ void turn_columns() {
     constexpr int kLanes = kHalf < 32 ? kHalf : 32;
     const int lane = threadIdx.x % 32;
@@ -202,7 +202,7 @@ struct HeadRow {
     }
   }
 
-  // The head as int8, or, turned and by a guide or null, as Nibbles. All lanes call.
+  // The head as int8, or, rotated and with a KV calibration or null, as Nibbles. All lanes call.
   template <class C>
   __device__ __forceinline__ auto quantized(const GuideColumn* guide) const {
     if constexpr (CacheType<C>::kTurned) {

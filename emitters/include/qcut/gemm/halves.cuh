@@ -1,5 +1,5 @@
-// The epilogue of products of int16 tokens, for the kernels of gemm.cuh: of A's m rows, 16 belong to eight tokens, first
-// the rows of their high halves, then those of their low ones. D has a row for each token.
+// The epilogue of products of int16 tokens, for the kernels of gemm.cuh: 16 rows of A hold eight tokens as a hi/lo
+// split, first their high bytes, then their low bytes. D has a row for each token.
 //
 // Exactness: as core/int16.cuh and core/epilogue.cuh.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace qcut {
 
-// An epilogue E of tokens' sums, for sums of their halves.
+// An epilogue E of tokens' sums, for the sums of their hi/lo split.
 template <class E>
 struct OfHalves {
   using Out = typename E::Out;

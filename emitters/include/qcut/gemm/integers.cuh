@@ -1,5 +1,5 @@
-// The epilogue of layers in integers, for the kernels of gemm.cuh. Rows of A are int8 tokens, or, as in halves.cuh, the
-// halves of int16 tokens.
+// The epilogue of integer-only layers, for the kernels of gemm.cuh. Rows of A are int8 tokens, or the hi/lo split of
+// int16 tokens (halves.cuh).
 //
 // Exactness: as core/integers.cuh.
 #pragma once

@@ -5,14 +5,14 @@
 // into contiguous parts. Weights go from global memory to registers, kPrefetch units of 128 columns ahead: lane
 // 4g + t reads 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. The four lanes of a row then exchange
 // pairs of columns, so that each has the elements of its fragment. One more warp copies tokens by a tensor
-// map, which swizzles them as wgmma reads them and makes zeros of what lies past m and k. A row of zeros takes longer
-// than one that is copied, so that the last tokens, where they do not fill a tile, come in small boxes by a map of their
-// own, and boxes without a token are not copied: their old contents only reach the sums of tokens past m.
+// map, which swizzles them as wgmma reads them and fills with zeros past m and k. A row of zeros takes longer than a
+// copied one: the last tokens, if they do not fill a tile, come in small boxes by a map of their own, and boxes without
+// a token are not copied: their old contents only reach the sums of tokens past m.
 //
 // Exactness: conversions and products are exact; the tensor core adds the products of a CTA's part of K in float32, and
 // the CTAs of a cluster add each other's sums in the order of their ranks.
 //
-// Shared memory: the stages, whose place the sums take later; barriers; the epilogue's vectors of rows of B.
+// Shared memory: the stages, later the sums in their place; barriers; the epilogue's vectors of rows of B.
 //
 // Source: PTX ISA "wgmma.mma_async", "cp.async.bulk.tensor", "mbarrier", "barrier.cluster".
 #pragma once

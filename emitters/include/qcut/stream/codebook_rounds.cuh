@@ -2,15 +2,15 @@
 //
 // codebook.cuh keeps the tokens of all K in the registers of its warps, and a table of 64 KB. Here the warps of a
 // CTA go along K in rounds: in each round a warp multiplies one unit of 128 columns of kRowTiles tiles of 16 rows.
-// Values are chosen by PRMT from a book in registers (those of a codebook of pairs from a dense table), and sums stay in registers until the last round, so that shared
-// memory holds nothing but the tokens of one round, and later the sums. The weights of the next round take the place of
-// a tile's weights as soon as these are multiplied, and the tokens of the next round are copied meanwhile. The first
-// weights are loaded before the wait for the previous kernel.
+// Values are chosen by PRMT from a book in registers (those of a codebook of pairs from a dense table), and sums stay
+// in registers until the last round, so that shared memory only holds the tokens of one round, and later the sums. The
+// weights of the next round take the place of a tile's weights as soon as these are multiplied, and the tokens of the
+// next round are copied meanwhile. The first weights are loaded before the wait for the previous kernel.
 //
 // Exactness: as codebook.cuh, but sums of a warp's rounds are added in the order of the rounds before sums of warps.
 //
-// Shared memory: the table of a codebook of pairs; a region for each warp, which stages the tokens of a round and later the warp's sums; the vectors of
-// the epilogue.
+// Shared memory: the table of a codebook of pairs; a region for each warp, which stages the tokens of a round and later
+// the warp's sums; the vectors of the epilogue.
 #pragma once
 
 #include <qcut/stream/codebook.cuh>

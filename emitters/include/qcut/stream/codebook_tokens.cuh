@@ -1,8 +1,8 @@
 // The tokens, the tile and the layout of shared memory of stream/codebook.cuh and stream/codebook_rounds.cuh.
 //
 // BlockTokens are tokens that an earlier kernel has rotated. RowToken is one token that the product's kernel rotates
-// itself, QuantizedToken one that it also quantizes. Tokens of either kind are staged in shared memory: each warp stages the columns of its own units.
-// TokenFragments holds a warp's staged tokens in registers, as second operands of mma.sync.
+// itself, QuantizedToken one that it also quantizes. Tokens are staged in shared memory: each warp stages the
+// columns of its own units. TokenFragments holds a warp's staged tokens in registers, as second operands of mma.sync.
 //
 // Exactness: staging copies bits; the rotation of RowToken equals that of codebook/rotate.cuh bitwise.
 #pragma once
@@ -73,7 +73,7 @@ __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* globa
   }
 }
 
-// Tokens in blocks, as the rotation's kernel has stored them. Each warp stages the columns of its own units in its
+// Tokens in blocks, as the rotation kernel stored them. Each warp stages the columns of its own units in its
 // region of shared memory; the CTA's first unit is cta_first.
 template <class T, class Tile>
 struct BlockTokens {
@@ -165,8 +165,8 @@ struct TokenPieces {
 };
 
 // One token as the model stores it. The CTA rotates the token's columns that its warps multiply and stages them.
-// Rotating here takes less time than a kernel of its own. A norm or a gate computed here would take more time, since its
-// latency exceeds that of a dependent launch. A thread rotates 16 columns, which keeps a quarter of the warps busy.
+// Rotating here takes less time than a kernel of its own. A norm or a gate computed here would take more time, since
+// its latency exceeds that of a dependent launch. A thread rotates 16 columns, which keeps a quarter of the warps busy.
 template <class T, class Tile, int kGroup>
 struct RowToken {
   static_assert(!kIsInt8<T>);

@@ -1,18 +1,18 @@
-// D = epilogue(X W^T) of few rotated tokens X and codebook weights W. Decoded weights are the operand of wgmma that lies
-// in registers.
+// D = epilogue(X W^T) of few rotated tokens X and codebook weights W. Decoded weights are the operand of wgmma that
+// lies in registers.
 //
 // A warpgroup computes 64 rows of W, a CTA kGroups of them, with kTokens tokens. CTAs of the same rows and of other
-// tokens are neighbours in the grid, so that the L2 reads their weights once. The CTAs of a cluster (kSplits) divide K into contiguous
-// parts. Each warp loads the indices of its 16 rows to registers, kPrefetch units of 128 columns ahead, decodes them
-// and multiplies the values by their norms. Tokens lie in memory as wgmma reads them: one bulk copy brings the tokens
-// of a unit into a stage of shared memory. A stage is filled again once all warps have read it, unless there are as
-// many stages as units.
+// tokens are neighbours in the grid, so that the L2 reads their weights once. The CTAs of a cluster (kSplits) divide K
+// into contiguous parts. Each warp loads the indices of its 16 rows to registers, kPrefetch units of 128 columns ahead,
+// decodes them and multiplies the values by their norms. Tokens lie in memory as wgmma reads them: one bulk copy brings
+// the tokens of a unit into a stage of shared memory. A stage is filled again once all warps have read it, unless there
+// are as many stages as units.
 //
 // Exactness: int8 products are added in int32. 16-bit weights times their norms are rounded once (bfloat16: the norms,
 // too); the tensor core adds the products of a CTA's part of K in float32, and the CTAs of a cluster add each other's
 // sums in the order of their ranks.
 //
-// Shared memory: the table of pairs and the stages, whose place the sums take later; barriers; the epilogue's vectors.
+// Shared memory: the table of pairs and the stages, later the sums in their place; barriers; the epilogue's vectors.
 #pragma once
 
 #include <qcut/stream/codebook.cuh>

@@ -1,8 +1,8 @@
 // int16 tokens and int8 weights for few tokens, on the skeleton of stream/int8.cuh: a unit of weights is multiplied by
-// the high halves of up to eight tokens and by their low halves, and the sums of both are combined in 64 bits.
+// the high bytes of up to eight tokens and by their low bytes (hi/lo split), and both sums are combined in 64 bits.
 //
-// Tokens are int8 rows as decoder/quantize_halves.cuh leaves them, eight of high halves and eight of low ones, or rows of
-// floats that are quantized as they are loaded; see stream/w8a8.cuh.
+// Tokens are int8 rows of decoder/quantize_halves.cuh, eight of high bytes and eight of low bytes, or rows of floats
+// that are quantized as they are loaded; see stream/w8a8.cuh.
 //
 // Exactness: integer sums are exact; the quantization equals that of decoder/quantize_halves.cuh bitwise.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace qcut {
 
-// Adds the products of a unit of weights with the two halves of eight tokens: lane 4g + t's part of token g.
+// Adds the products of a unit of weights with both parts of eight tokens: lane 4g + t's part of token g.
 __device__ __forceinline__ void multiply_halves(long long (&acc)[1][4], const Int8Unit& unit,
                                                 const uint32_t (&high)[2][4], const uint32_t (&low)[2][4]) {
   int sums[2][4] = {};
@@ -44,7 +44,7 @@ struct HalvesTokens {
   }
 };
 
-// What rows of floats become: int16 in two parts, the high halves and the low ones.
+// Quantized rows of floats: int16 in two parts, the high bytes and the low bytes.
 struct RowsInHalves {
   using Acc = long long;
   using Quantized = QuantizedRow16;
