@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcut.emitters.core.constraints import holds, shared_memory
-from qcut.emitters.core.source import KernelSource
+from qcut.emitters.core.constraints import shared_memory
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.tensor_core import (
     OPERANDS,
     SHARED_MEMORY,
     TILE_CONSTRAINTS,
-    RawGemm,
-    gemm_source,
+    OperandGemm,
     legal_tiles,
     staging_bytes,
 )
@@ -38,25 +36,24 @@ CONSTRAINTS = (
 """Constraints of the family; each takes (problem, tile, arch)."""
 
 
-_MENU = (
-    ((16, 32, 128), (16, 16), 5),
-    ((16, 64, 128), (16, 16), 5),
-    ((16, 128, 128), (16, 32), 5),
-    ((32, 64, 128), (16, 32), 5),
-    ((32, 128, 128), (32, 32), 4),
-    ((128, 32, 128), (32, 32), 4),
-    ((64, 64, 128), (32, 32), 4),
-    ((64, 128, 128), (32, 64), 3),
-    ((128, 64, 128), (64, 32), 3),
-    ((128, 128, 64), (64, 64), 4),
-    ((128, 128, 128), (64, 64), 3),
-    ((128, 128, 128), (64, 32), 3),
-    ((128, 256, 64), (64, 64), 4),
-    ((256, 128, 64), (64, 64), 4),
-    ((128, 256, 128), (64, 64), 3),
-    ((256, 128, 128), (64, 64), 3),
-)
-_SPLIT_MENU = (
+_SHAPES = (
+    ((16, 32, 128), (16, 16), 5, 1),
+    ((16, 64, 128), (16, 16), 5, 1),
+    ((16, 128, 128), (16, 32), 5, 1),
+    ((32, 64, 128), (16, 32), 5, 1),
+    ((32, 128, 128), (32, 32), 4, 1),
+    ((128, 32, 128), (32, 32), 4, 1),
+    ((64, 64, 128), (32, 32), 4, 1),
+    ((64, 128, 128), (32, 64), 3, 1),
+    ((128, 64, 128), (64, 32), 3, 1),
+    ((128, 128, 64), (64, 64), 4, 1),
+    ((128, 128, 128), (64, 64), 3, 1),
+    ((128, 128, 128), (64, 32), 3, 1),
+    ((128, 256, 64), (64, 64), 4, 1),
+    ((256, 128, 64), (64, 64), 4, 1),
+    ((128, 256, 128), (64, 64), 3, 1),
+    ((256, 128, 128), (64, 64), 3, 1),
+    # For fewer tiles than SMs: decode, tall and flat products.
     ((16, 64, 128), (16, 16), 5, 2),
     ((16, 64, 128), (16, 16), 5, 4),
     ((16, 64, 128), (16, 16), 5, 8),
@@ -69,10 +66,9 @@ _SPLIT_MENU = (
     ((64, 128, 128), (32, 64), 3, 2),
     ((128, 128, 128), (64, 32), 3, 2),
 )
-"""Tiles with K split, for products with fewer tiles than SMs."""
 
 
-class Int8Mma(RawGemm[GemmProblem]):
+class Int8Mma(OperandGemm):
     """Int8 products on ``mma.sync``, in NVRTC's kernels.
 
     Arguments are ``problem.params()`` in order; m, n, k >= 1. A leading dimension is the distance between contiguous
@@ -89,26 +85,13 @@ class Int8Mma(RawGemm[GemmProblem]):
     """
 
     name = "int8_mma"
+    header, function, shapes = "mma", "mma_gemm", _SHAPES
     constraints = CONSTRAINTS
     smem_bytes = staticmethod(smem_bytes)
-
-    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
-        """Return tiles from decode (16 rows) to prefill, all legal on `arch`; dispatch or a tuner chooses.
-
-        On architectures with clusters, tiles with K split come last.
-        """
-        tiles = [TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in _MENU]
-        tiles += [TileConfig(block, (*warp, block[2]), stages, splits=k) for block, warp, stages, k in _SPLIT_MENU]
-        return tuple(tile for tile in tiles if holds(CONSTRAINTS, GemmProblem(), tile, arch))
 
     def search_space(self, problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
         """Every tile a tuner may try, legal for the problem on `arch`."""
         return legal_tiles(CONSTRAINTS, problem, arch)
-
-    def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-        return gemm_source(
-            name, problem, tile, arch, header="mma", function="mma_gemm", smem_bytes=smem_bytes(problem, tile)
-        )
 
 
 INT8_MMA = Int8Mma()

@@ -136,49 +136,59 @@ def legal_tiles(constraints: tuple[Constraint, ...], problem: GemmProblem, arch:
                 yield tile
 
 
-def gemm_source(
-    name: str,
-    problem: GemmProblem,
-    tile: TileConfig,
-    arch: str,
-    *,
-    header: str,
-    function: str,
-    smem_bytes: int,
-    first: str = "",
-) -> KernelSource:
-    """Emit a kernel that fills the epilogue's arguments and calls ``qcut::{function}`` of ``gemm/{header}.cuh``.
+class OperandGemm(RawGemm[GemmProblem]):
+    """A raw GEMM of two matrices: fills the epilogue's arguments and calls a function of ``include/qcut/gemm``.
 
     A column-major D is the row-major ``D^T = B^T A^T``: the kernel calls the same function with the operands and their
-    sizes swapped. The text ``first`` precedes the function's other template arguments. Where M is read on the device,
-    CTAs that have no tile return first.
+    sizes swapped. Where M is read on the device, CTAs that have no tile return first.
+
+    Attributes:
+        header: stem of the device code's header.
+        function: name of the device code's function.
+        first: text that precedes the function's other template arguments.
+        shapes: menu of CTA tiles (m, n, k), warp tiles (m, n), stages and splits, from decode (16 rows) to prefill.
+        plain: problem that tiles of the menu must suit.
     """
-    swapped = problem.layout_d == "column"
-    (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
-    shape = (bn, bm, bk, wn, wm) if swapped else (bm, bn, bk, wm, wn)
-    operands, call = ("B, A", "b, a, d, n, m, k, ldb, lda") if swapped else ("A, B", "a, b, d, m, n, k, lda, ldb")
-    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-    params = problem.params()
-    counted = (
-        "m = qcut::device_count(m_count, m);",
-        f"if (!qcut::has_tile<Tile>({'n, m' if swapped else 'm, n'})) return;",
-    )
-    extra = "integers" if problem.epilogue.rescale else "halves" if problem.epilogue.halves else ""
-    return kernel_source(
-        name,
-        arch,
-        params,
-        f"using Tile = qcut::Tile<{', '.join(map(str, shape))}, {tile.stages}, {tile.splits}>;",
-        *operand_types(problem),
-        *problem.epilogue.statements(params),
-        *(counted if problem.device_m else ()),
-        f"qcut::{function}<{first}Tile, {operands}, Epilogue, {align_d}, {flag(swapped)}>({call}, ldd, args);",
-        device_code=include(f"gemm/{header}.cuh") + (include(f"gemm/{extra}.cuh") if extra else ""),
-        block=tile.threads,
-        waits=True,
-        smem_bytes=smem_bytes,
-        cluster=tile.splits,
-    )
+
+    header: str
+    function: str
+    first = ""
+    shapes: tuple[tuple[tuple[int, int, int], tuple[int, int], int, int], ...]
+    plain = GemmProblem()
+
+    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
+        """Return the tiles of ``shapes`` that are legal on `arch`; tiles with K split come last."""
+        tiles = (TileConfig(block, (*warp, block[2]), stages, splits=k) for block, warp, stages, k in self.shapes)
+        return tuple(tile for tile in tiles if holds(self.constraints, self.plain, tile, arch))
+
+    def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
+        swapped = problem.layout_d == "column"
+        (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
+        shape = (bn, bm, bk, wn, wm) if swapped else (bm, bn, bk, wm, wn)
+        operands, call = ("B, A", "b, a, d, n, m, k, ldb, lda") if swapped else ("A, B", "a, b, d, m, n, k, lda, ldb")
+        align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+        params = problem.params()
+        counted = (
+            "m = qcut::device_count(m_count, m);",
+            f"if (!qcut::has_tile<Tile>({'n, m' if swapped else 'm, n'})) return;",
+        )
+        extra = "integers" if problem.epilogue.rescale else "halves" if problem.epilogue.halves else ""
+        return kernel_source(
+            name,
+            arch,
+            params,
+            f"using Tile = qcut::Tile<{', '.join(map(str, shape))}, {tile.stages}, {tile.splits}>;",
+            *operand_types(problem),
+            *problem.epilogue.statements(params),
+            *(counted if problem.device_m else ()),
+            f"qcut::{self.function}<{self.first}Tile, {operands}, Epilogue, {align_d}, {flag(swapped)}>"
+            f"({call}, ldd, args);",
+            device_code=include(f"gemm/{self.header}.cuh") + (include(f"gemm/{extra}.cuh") if extra else ""),
+            block=tile.threads,
+            waits=True,
+            smem_bytes=self.smem_bytes(problem, tile),
+            cluster=tile.splits,
+        )
 
 
 def operand_types(problem: GemmProblem) -> tuple[str, str]:

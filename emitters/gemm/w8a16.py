@@ -6,12 +6,11 @@ Device code: ``include/qcut/gemm/w8a16.cuh``.
 
 from __future__ import annotations
 
-from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, shared_memory
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.mma import smem_bytes
-from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, RawGemm, gemm_source
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, OperandGemm
 
 PROBLEM_CONSTRAINTS = (
     Constraint(
@@ -31,9 +30,19 @@ CONSTRAINTS = (
     shared_memory(SHARED_MEMORY, smem_bytes),
 )
 """Constraints of the family; each takes (problem, tile, arch)."""
+_SHAPES = (
+    ((16, 32, 128), (16, 16), 5, 1),
+    ((16, 64, 128), (16, 16), 5, 1),
+    ((32, 64, 128), (32, 16), 4, 1),
+    ((64, 64, 64), (32, 32), 4, 1),
+    ((64, 128, 64), (32, 64), 4, 1),
+    ((128, 128, 64), (64, 64), 3, 1),
+    ((128, 128, 64), (64, 32), 4, 1),
+    ((128, 256, 64), (64, 64), 4, 1),
+)
 
 
-class W8A16Mma(RawGemm[GemmProblem]):
+class W8A16Mma(OperandGemm):
     """16-bit tokens and int8 weights on ``mma.sync``.
 
     Arguments are ``problem.params()`` in order. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
@@ -49,28 +58,10 @@ class W8A16Mma(RawGemm[GemmProblem]):
     """
 
     name = "w8a16_mma"
+    header, function, shapes = "w8a16", "w8a16_mma", _SHAPES
+    plain = GemmProblem(DType.F16)
     constraints = CONSTRAINTS
     smem_bytes = staticmethod(smem_bytes)
-
-    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
-        """Return tiles from decode (16 rows, many CTAs along N) to prefill, all legal on `arch`."""
-        shapes = (
-            ((16, 32, 128), (16, 16), 5),
-            ((16, 64, 128), (16, 16), 5),
-            ((32, 64, 128), (32, 16), 4),
-            ((64, 64, 64), (32, 32), 4),
-            ((64, 128, 64), (32, 64), 4),
-            ((128, 128, 64), (64, 64), 3),
-            ((128, 128, 64), (64, 32), 4),
-            ((128, 256, 64), (64, 64), 4),
-        )
-        tiles = tuple(TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes)
-        return tuple(t for t in tiles if smem_bytes(problem, t) <= architecture(arch).smem_bytes)
-
-    def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-        return gemm_source(
-            name, problem, tile, arch, header="w8a16", function="w8a16_mma", smem_bytes=smem_bytes(problem, tile)
-        )
 
 
 W8A16_MMA = W8A16Mma()

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from qcut.emitters.core.constraints import holds, shared_memory
-from qcut.emitters.core.source import KernelSource
+from qcut.emitters.core.constraints import shared_memory
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.tensor_core import (
     OPERANDS,
     SHARED_MEMORY,
     TILE_CONSTRAINTS,
-    RawGemm,
-    gemm_source,
+    OperandGemm,
     legal_tiles,
     staging_bytes,
 )
@@ -24,9 +22,23 @@ from qcut.emitters.gemm.tensor_core import (
 SharedLayout = Literal["blocked", "padded", "linear"]
 _LAYOUTS: dict[SharedLayout, str] = {"blocked": "BlockedLayout", "padded": "PaddedLayout", "linear": "LinearLayout"}
 _STAGING_PADDING = 8
+_SHAPES = (
+    ((16, 64, 128), (16, 16), 5, 1),
+    ((32, 64, 128), (16, 32), 5, 1),
+    ((64, 64, 128), (32, 32), 4, 1),
+    ((64, 128, 128), (32, 64), 3, 1),
+    ((128, 128, 64), (64, 64), 4, 1),
+    ((128, 128, 128), (64, 64), 3, 1),
+    ((128, 256, 64), (64, 64), 4, 1),
+    ((256, 128, 64), (64, 64), 4, 1),
+    ((128, 256, 128), (64, 64), 3, 1),
+    ((16, 64, 128), (16, 16), 5, 2),
+    ((16, 64, 128), (16, 16), 5, 4),
+    ((16, 64, 128), (16, 16), 5, 8),
+)
 
 
-class Int8Wmma(RawGemm[GemmProblem]):
+class Int8Wmma(OperandGemm):
     """Int8 products on ``wmma::mma_sync``.
 
     Arguments, alignments and exactness are those of `qcut.emitters.gemm.mma.Int8Mma`.
@@ -41,9 +53,11 @@ class Int8Wmma(RawGemm[GemmProblem]):
     """
 
     name = "int8_wmma"
+    header, function, shapes = "wmma", "wmma_gemm", _SHAPES
 
     def __init__(self, shared: SharedLayout = "blocked") -> None:
         self.shared = shared
+        self.first = f"qcut::{_LAYOUTS[shared]}, "
         self.constraints = (OPERANDS, *TILE_CONSTRAINTS, shared_memory(SHARED_MEMORY, self.smem_bytes))
 
     def kernel_name(self, problem: GemmProblem, tile: TileConfig, arch: str) -> str:
@@ -59,38 +73,9 @@ class Int8Wmma(RawGemm[GemmProblem]):
             pipeline += tile.stages * runs * (length + (16 if self.shared == "padded" else 0))
         return max(pipeline, staging_bytes(problem, tile, _STAGING_PADDING))
 
-    def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
-        """Return tiles from decode (16 rows) to prefill, all legal on `arch`; dispatch or a tuner chooses."""
-        shapes = (
-            ((16, 64, 128), (16, 16), 5),
-            ((32, 64, 128), (16, 32), 5),
-            ((64, 64, 128), (32, 32), 4),
-            ((64, 128, 128), (32, 64), 3),
-            ((128, 128, 64), (64, 64), 4),
-            ((128, 128, 128), (64, 64), 3),
-            ((128, 256, 64), (64, 64), 4),
-            ((256, 128, 64), (64, 64), 4),
-            ((128, 256, 128), (64, 64), 3),
-        )
-        tiles = [TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes]
-        tiles += [TileConfig((16, 64, 128), (16, 16, 128), 5, splits=splits) for splits in (2, 4, 8)]
-        return tuple(tile for tile in tiles if holds(self.constraints, GemmProblem(), tile, arch))
-
     def search_space(self, problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
         """Every tile a tuner may try, legal for the problem on `arch`."""
         return legal_tiles(self.constraints, problem, arch)
-
-    def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-        return gemm_source(
-            name,
-            problem,
-            tile,
-            arch,
-            header="wmma",
-            function="wmma_gemm",
-            smem_bytes=self.smem_bytes(problem, tile),
-            first=f"qcut::{_LAYOUTS[self.shared]}, ",
-        )
 
 
 INT8_WMMA = Int8Wmma()
