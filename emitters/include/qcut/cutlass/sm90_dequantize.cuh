@@ -10,11 +10,8 @@
 // Source: visitor concept of cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp, 4.2.0.
 #pragma once
 
-#include "cute/tensor.hpp"
-
 #include <qcut/cutlass/epilogue.cuh>
 #include <qcut/cutlass/sm90_node.cuh>
-#include "cutlass/arch/grid_dependency_control.h"
 
 namespace qcut {
 
@@ -30,34 +27,19 @@ struct DequantizeArguments {
 
 template <class CtaTile, class ElementOutput, bool kZeroPointTensor, bool kZeroPointToken, bool kRowScale,
           bool kColScaleTensor, bool kColScaleChannel, bool kBias>
-struct Sm90Dequantize : Sm90Node<DequantizeArguments> {
-  static constexpr int kTileN = cute::size<1>(CtaTile{});
+struct Sm90Dequantize
+    : Sm90VectorNode<DequantizeArguments, CtaTile,
+                     int(kZeroPointTensor || kZeroPointToken) + int(kColScaleChannel) + int(kBias)> {
   static constexpr bool kColsum = kZeroPointTensor || kZeroPointToken;
-  static constexpr int kChannelVectors = int(kColsum) + int(kColScaleChannel) + int(kBias);
-
-  // The per-channel vectors of the current CTA tile, kTileN words each; an int32 is kept as its bits.
-  struct SharedStorage {
-    alignas(16) float channel[kChannelVectors > 0 ? kChannelVectors * kTileN : 4];
-  };
-
-  CUTLASS_HOST_DEVICE Sm90Dequantize() {}
-  CUTLASS_HOST_DEVICE Sm90Dequantize(Params const& params_, SharedStorage const& storage)
-      : params(params_), channel(const_cast<float*>(storage.channel)) {}
-
-  Params params;
-  float* channel = nullptr;
+  using Node = Sm90VectorNode<DequantizeArguments, CtaTile, int(kColsum) + int(kColScaleChannel) + int(kBias)>;
+  using Node::Node;
 
   template <int kThreads, class SmemVector, class RegVector, class RowCoord, class RowReg, class PointReg, class Residue>
-  struct ConsumerStoreCallbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
-    static constexpr int kLoads = (kTileN + kThreads - 1) / kThreads;
+  struct ConsumerStoreCallbacks : Node::template VectorCallbacks<kThreads, SmemVector> {
+    using Base = typename Node::template VectorCallbacks<kThreads, SmemVector>;
+    using Base::params;
 
-    Params const& params;
-    float* channel;
-    int thread_idx;
-    int n_begin;       // first column of the CTA tile
-    int n_size;        // N
-    int m_begin;       // first row of this thread
-    SmemVector s_vec;  // one channel vector broadcast over the tile, (CPY,CPY_M,CPY_N,EPI_M,EPI_N)
+    int m_begin;  // first row of this thread
     RegVector r_colsum, r_scale, r_bias;
     RowCoord c_row;
     RowReg r_row;
@@ -65,30 +47,23 @@ struct Sm90Dequantize : Sm90Node<DequantizeArguments> {
     Residue residue;
 
     CUTLASS_DEVICE
-    ConsumerStoreCallbacks(Params const& params_, float* channel_, int thread_idx_, int n_begin_, int n_size_,
-                           int m_begin_, SmemVector s_vec_, RegVector r_vec_, RowCoord c_row_, RowReg r_row_,
+    ConsumerStoreCallbacks(Base const& base, int m_begin_, RegVector r_vec_, RowCoord c_row_, RowReg r_row_,
                            PointReg r_point_, Residue residue_)
-        : params(params_), channel(channel_), thread_idx(thread_idx_), n_begin(n_begin_), n_size(n_size_),
-          m_begin(m_begin_), s_vec(s_vec_), r_colsum(r_vec_), r_scale(r_vec_), r_bias(r_vec_), c_row(c_row_),
+        : Base(base), m_begin(m_begin_), r_colsum(r_vec_), r_scale(r_vec_), r_bias(r_vec_), c_row(c_row_),
           r_row(r_row_), r_zero_point(r_point_), residue(residue_) {}
-
-    CUTLASS_DEVICE bool begin_sync_needed() const { return kChannelVectors > 0; }
 
     CUTLASS_DEVICE void begin() {
       using namespace cute;
       // In CUTLASS only the producer warps wait for the previous kernel, which may have written these vectors: this
       // thread waits, too.
       cutlass::arch::wait_on_dependent_grids();
-      float v[kChannelVectors > 0 ? kChannelVectors : 1][kLoads];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        int n = thread_idx + i * kThreads;
-        bool in = n < kTileN && n_begin + n < n_size;
+      typename Base::Words v;
+      this->for_columns([&](int n, bool in, int i) {
         int slot = 0;
-        if constexpr (kColsum) v[slot++][i] = in ? __int_as_float(params.colsum[n_begin + n]) : 0.f;
-        if constexpr (kColScaleChannel) v[slot++][i] = in ? params.col_scale[n_begin + n] : 0.f;
-        if constexpr (kBias) v[slot++][i] = in ? params.bias[n_begin + n] : 0.f;
-      }
+        if constexpr (kColsum) v[slot++][i] = in ? __int_as_float(params.colsum[n]) : 0.f;
+        if constexpr (kColScaleChannel) v[slot++][i] = in ? params.col_scale[n] : 0.f;
+        if constexpr (kBias) v[slot++][i] = in ? params.bias[n] : 0.f;
+      });
       if constexpr (kRowScale || kZeroPointToken) {
         // The columns are modes of stride 0. Without these modes, one coordinate per distinct row is left.
         Tensor rows = filter_zeros(c_row, r_row.stride());
@@ -102,28 +77,15 @@ struct Sm90Dequantize : Sm90Node<DequantizeArguments> {
           if constexpr (kZeroPointToken) points(i) = in ? params.token_zero_point[m] : 0;
         }
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < kChannelVectors; ++slot) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kLoads; ++i) {
-          int n = thread_idx + i * kThreads;
-          if (kTileN % kThreads == 0 || n < kTileN) channel[slot * kTileN + n] = v[slot][i];
-        }
-      }
+      this->store(v);
     }
 
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
-      using namespace cute;
       if (epi_m != 0) return;  // the loop over subtiles runs along M first, and columns depend only on epi_n
       int slot = 0;
-      auto fetch = [&](RegVector& r) {
-        Tensor s = filter_zeros(s_vec(_, _, _, epi_m, epi_n));
-        Tensor from = make_tensor(s.data() + slot++ * kTileN, s.layout());
-        copy_aligned(from, filter(r));
-      };
-      if constexpr (kColsum) fetch(r_colsum);
-      if constexpr (kColScaleChannel) fetch(r_scale);
-      if constexpr (kBias) fetch(r_bias);
+      if constexpr (kColsum) this->fetch(r_colsum, slot++, epi_m, epi_n);
+      if constexpr (kColScaleChannel) this->fetch(r_scale, slot++, epi_m, epi_n);
+      if constexpr (kBias) this->fetch(r_bias, slot++, epi_m, epi_n);
     }
 
     template <class ElementAccumulator, int kFragment>
@@ -155,29 +117,22 @@ struct Sm90Dequantize : Sm90Node<DequantizeArguments> {
   CUTLASS_DEVICE auto get_consumer_store_callbacks(
       cutlass::epilogue::fusion::ConsumerStoreArgs<Args...> const& args) {
     using namespace cute;
-    using cutlass::epilogue::fusion::sm90_partition_for_epilogue;
     auto [M, N, K, L] = args.problem_shape_mnkl;
     auto [m, n, k, l] = args.tile_coord_mnkl;
     constexpr int kThreads = decltype(size(args.tiled_copy))::value;
 
-    Tensor s_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_0{}, _1{}));
-    Tensor s_vec = sm90_partition_for_epilogue<kReferenceSrc>(s_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor s_vec = this->template partition<kReferenceSrc>(args, make_stride(_0{}, _1{}));
     Tensor r_vec = make_tensor_like<float>(take<0, 3>(s_vec));
-
-    // A tile that varies only along M, to give the per-token registers their layout.
-    Tensor row_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_1{}, _0{}));
-    Tensor row_part =
-        sm90_partition_for_epilogue<kReferenceSrc>(row_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor row_part = this->template partition<kReferenceSrc>(args, make_stride(_1{}, _0{}));
     Tensor r_row = make_tensor_like<float>(row_part);
-
     Tensor r_point = make_tensor_like<int32_t>(row_part);
 
     // The residue is the distance from this thread's first element to the corner of D.
     int const thread_m = int(M) - int(get<0>(args.residue_tCcD));
-    return ConsumerStoreCallbacks<kThreads, decltype(s_vec), decltype(r_vec), decltype(args.tCcD), decltype(r_row),
-                                  decltype(r_point), decltype(args.residue_tCcD)>(
-        params, channel, args.thread_idx, int(n) * kTileN, int(N), thread_m, s_vec, r_vec, args.tCcD, r_row, r_point,
-        args.residue_tCcD);
+    using Callbacks = ConsumerStoreCallbacks<kThreads, decltype(s_vec), decltype(r_vec), decltype(args.tCcD),
+                                             decltype(r_row), decltype(r_point), decltype(args.residue_tCcD)>;
+    return Callbacks({{}, this->params, this->shared, args.thread_idx, int(n) * Node::kTileN, int(N), s_vec}, thread_m,
+                     r_vec, args.tCcD, r_row, r_point, args.residue_tCcD);
   }
 };
 

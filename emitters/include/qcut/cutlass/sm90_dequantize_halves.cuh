@@ -2,8 +2,8 @@
 // tokens as a hi/lo split: eight rows of high bytes and eight of low bytes. D has a row for each token and is not
 // CUTLASS's (ElementD is void): the node stores D.
 //
-// A thread's accumulators are those of wgmma: four for eight columns, of which two belong to row g and two to row g + 8.
-// So it has both sums of an element, combines them in 64 bits and rounds once. Two columns of four blocks of eight then
+// A thread's accumulators are those of wgmma: four for eight columns, two of row g and two of row g + 8. The thread has
+// both sums of an element, combines them in 64 bits and rounds once. Two columns of four blocks of eight then
 // go around the four threads of a row, after which each has eight neighbours.
 //
 // Exactness: one float32 operation after the other, in the order of emitters/core/epilogue.py.
@@ -12,11 +12,8 @@
 // Fragments for wgmma.mma_async.m64nNk32".
 #pragma once
 
-#include "cute/tensor.hpp"
-
 #include <qcut/cutlass/epilogue.cuh>
 #include <qcut/cutlass/sm90_node.cuh>
-#include "cutlass/arch/grid_dependency_control.h"
 
 #if !defined(__CUDACC__)  // for a host compiler that only reads types, as core/host_prelude.cuh
 unsigned __shfl_xor_sync(unsigned, unsigned, int, int = 32);
@@ -50,66 +47,44 @@ CUTLASS_DEVICE void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
-// kActivation is the function's place in emitters/core/epilogue.py's ACTIVATIONS, or, one more than these, the argument says.
+// kActivation is an index into ACTIVATIONS of emitters/core/epilogue.py; one past them, HalvesArguments has the index.
 template <class CtaTile, class ElementOutput, class kActivation, bool kRowScale, bool kColScale, bool kBias>
-struct Sm90DequantizeHalves : Sm90Node<HalvesArguments> {
+struct Sm90DequantizeHalves : Sm90VectorNode<HalvesArguments, CtaTile, int(kColScale) + int(kBias)> {
   using ElementAux = ElementOutput;  // what CUTLASS divides the tile by, in place of D's type
-  static constexpr int kTileN = cute::size<1>(CtaTile{});
-  static constexpr int kChannelVectors = int(kColScale) + int(kBias);
-
-  // The per-channel vectors of the current CTA tile, kTileN words each.
-  struct SharedStorage {
-    alignas(16) float channel[kChannelVectors > 0 ? kChannelVectors * kTileN : 4];
-  };
-
-  CUTLASS_HOST_DEVICE Sm90DequantizeHalves() {}
-  CUTLASS_HOST_DEVICE Sm90DequantizeHalves(Params const& params_, SharedStorage const& storage)
-      : params(params_), channel(const_cast<float*>(storage.channel)) {}
-
-  Params params;
-  float* channel = nullptr;
+  using Node = Sm90VectorNode<HalvesArguments, CtaTile, int(kColScale) + int(kBias)>;
+  using Node::Node;
 
   template <int kThreads, class SmemVector, class RegVector, class Coord, class RowReg>
-  struct ConsumerStoreCallbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
-    static constexpr int kLoads = (kTileN + kThreads - 1) / kThreads;
+  struct ConsumerStoreCallbacks : Node::template VectorCallbacks<kThreads, SmemVector> {
+    using Base = typename Node::template VectorCallbacks<kThreads, SmemVector>;
+    using Base::n_size;
+    using Base::params;
+    using Base::thread_idx;
 
-    Params const& params;
-    float* channel;
-    int thread_idx;
-    int n_begin;           // first column of the CTA tile
-    int n_size;            // N
     int thread_m, thread_n;  // first row and column of this thread
-    SmemVector s_vec;      // one channel vector broadcast over the tile, (CPY,CPY_M,CPY_N,EPI_M,EPI_N)
     RegVector r_scale, r_bias;
-    Coord coord;           // relative to this thread's first element
+    Coord coord;  // relative to this thread's first element
     RowReg r_row;
 
     CUTLASS_DEVICE
-    ConsumerStoreCallbacks(Params const& params_, float* channel_, int thread_idx_, int n_begin_, int n_size_,
-                           int thread_m_, int thread_n_, SmemVector s_vec_, RegVector r_vec_, Coord coord_,
+    ConsumerStoreCallbacks(Base const& base, int thread_m_, int thread_n_, RegVector r_vec_, Coord coord_,
                            RowReg r_row_)
-        : params(params_), channel(channel_), thread_idx(thread_idx_), n_begin(n_begin_), n_size(n_size_),
-          thread_m(thread_m_), thread_n(thread_n_), s_vec(s_vec_), r_scale(r_vec_), r_bias(r_vec_), coord(coord_),
+        : Base(base), thread_m(thread_m_), thread_n(thread_n_), r_scale(r_vec_), r_bias(r_vec_), coord(coord_),
           r_row(r_row_) {}
 
     static CUTLASS_DEVICE int token_of(int row) { return row / 16 * 8 + row % 8; }
-
-    CUTLASS_DEVICE bool begin_sync_needed() const { return kChannelVectors > 0; }
 
     CUTLASS_DEVICE void begin() {
       using namespace cute;
       // In CUTLASS only the producer warps wait for the previous kernel, which may have written these vectors: this
       // thread waits, too.
       cutlass::arch::wait_on_dependent_grids();
-      float v[kChannelVectors > 0 ? kChannelVectors : 1][kLoads];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        int n = thread_idx + i * kThreads;
-        bool in = n < kTileN && n_begin + n < n_size;
+      typename Base::Words v;
+      this->for_columns([&](int n, bool in, int i) {
         int slot = 0;
-        if constexpr (kColScale) v[slot++][i] = in ? params.col_scale[n_begin + n] : 0.f;
-        if constexpr (kBias) v[slot++][i] = in ? params.bias[n_begin + n] : 0.f;
-      }
+        if constexpr (kColScale) v[slot++][i] = in ? params.col_scale[n] : 0.f;
+        if constexpr (kBias) v[slot++][i] = in ? params.bias[n] : 0.f;
+      });
       if constexpr (kRowScale) {
         // The columns are modes of stride 0. Without these modes, one coordinate per distinct row is left.
         Tensor rows = filter_zeros(coord, r_row.stride());
@@ -120,27 +95,14 @@ struct Sm90DequantizeHalves : Sm90Node<HalvesArguments> {
           scales(i) = token < params.tokens ? params.row_scale[token] : 0.f;
         }
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int slot = 0; slot < kChannelVectors; ++slot) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kLoads; ++i) {
-          int n = thread_idx + i * kThreads;
-          if (kTileN % kThreads == 0 || n < kTileN) channel[slot * kTileN + n] = v[slot][i];
-        }
-      }
+      this->store(v);
     }
 
     CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
-      using namespace cute;
       if (epi_m != 0) return;  // the loop over subtiles runs along M first, and columns depend only on epi_n
       int slot = 0;
-      auto fetch = [&](RegVector& r) {
-        Tensor s = filter_zeros(s_vec(_, _, _, epi_m, epi_n));
-        Tensor from = make_tensor(s.data() + slot++ * kTileN, s.layout());
-        copy_aligned(from, filter(r));
-      };
-      if constexpr (kColScale) fetch(r_scale);
-      if constexpr (kBias) fetch(r_bias);
+      if constexpr (kColScale) this->fetch(r_scale, slot++, epi_m, epi_n);
+      if constexpr (kBias) this->fetch(r_bias, slot++, epi_m, epi_n);
     }
 
     CUTLASS_DEVICE float activate(float v) const {
@@ -219,26 +181,22 @@ struct Sm90DequantizeHalves : Sm90Node<HalvesArguments> {
   CUTLASS_DEVICE auto get_consumer_store_callbacks(
       cutlass::epilogue::fusion::ConsumerStoreArgs<Args...> const& args) {
     using namespace cute;
-    using cutlass::epilogue::fusion::sm90_partition_for_epilogue;
     auto [M, N, K, L] = args.problem_shape_mnkl;
     auto [m, n, k, l] = args.tile_coord_mnkl;
     constexpr int kThreads = decltype(size(args.tiled_copy))::value;
 
-    Tensor s_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_0{}, _1{}));
-    Tensor s_vec = sm90_partition_for_epilogue<kReferenceSrc>(s_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor s_vec = this->template partition<kReferenceSrc>(args, make_stride(_0{}, _1{}));
     Tensor r_vec = make_tensor_like<float>(take<0, 3>(s_vec));
-
-    // A tile that varies only along M, to give the per-token registers their layout.
-    Tensor row_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_1{}, _0{}));
-    Tensor row_part =
-        sm90_partition_for_epilogue<kReferenceSrc>(row_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor row_part = this->template partition<kReferenceSrc>(args, make_stride(_1{}, _0{}));
     Tensor r_row = make_tensor_like<float>(row_part);
 
     // The residue is the distance from this thread's first element to the corner of the accumulators.
     int const thread_m = int(M) - int(get<0>(args.residue_tCcD));
     int const thread_n = int(N) - int(get<1>(args.residue_tCcD));
-    return ConsumerStoreCallbacks<kThreads, decltype(s_vec), decltype(r_vec), decltype(args.tCcD), decltype(r_row)>(
-        params, channel, args.thread_idx, int(n) * kTileN, int(N), thread_m, thread_n, s_vec, r_vec, args.tCcD, r_row);
+    using Callbacks = ConsumerStoreCallbacks<kThreads, decltype(s_vec), decltype(r_vec), decltype(args.tCcD),
+                                             decltype(r_row)>;
+    return Callbacks({{}, this->params, this->shared, args.thread_idx, int(n) * Node::kTileN, int(N), s_vec}, thread_m,
+                     thread_n, r_vec, args.tCcD, r_row);
   }
 };
 
