@@ -45,6 +45,8 @@ SIZES = ((1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336), (50257, 1280)
 TOKENS = (1, 2, 5, 16, 33, 64, 65, 200, 512, 2048, 8192)
 SCHEMES = ("w8a8", "w8a16", "int16x8", "codebook4", "codebook4_int8", "codebook3")
 """Those of the models whose tokens are compared."""
+WALK = ", swizzle=1, raster=0, splits=1, reason='model', tuned_us=None"
+"""What a choice without a walk of tiles says of the walk."""
 Facts = Iterator[tuple[str, object]]
 
 
@@ -92,6 +94,7 @@ def choices() -> Facts:
         for x, bits, slots, cutlass_too in ((f16, 4, 1, False), (f16, 3, 4, True), (s8, 4, 1, True), (s8, 2, 2, False)):
             codes = CodebookProblem(x, bits, slots, tokens if x is s8 else scaled)
             chosen = _tried(codebook.select, codes, m, n, -(-k // 128), target, cutlass=cutlass_too)
+            chosen = chosen.replace("Choice(", "CodebookChoice(").replace(WALK, "")  # as earlier digests say
             yield f"codebook {where} {codes.name}", chosen
         yield f"rotation {where}", _tried(codebook.select_rotation, "hadamard", f16, s8, m, k, 128, 1, target)
     for gpu, cache, head, (batch, context) in product(

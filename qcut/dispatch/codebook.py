@@ -6,20 +6,20 @@ All choices are pure functions of sizes, types and the GPU.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import best_tile, choose
-from qcut.dispatch.heuristics.codebook_stream_wgmma import DECODE_TOKENS
+from qcut.dispatch.heuristics import Choice, best, choose
+from qcut.dispatch.heuristics import emit as emit
+from qcut.dispatch.heuristics import grid as grid
+from qcut.dispatch.heuristics.codebook.wgmma import DECODE_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
-from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.family import Family, Grid
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.families import (
     CODEBOOK_CUTLASS,
@@ -28,12 +28,8 @@ from qcut.emitters.families import (
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,
-    family,
 )
-from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream.codebook import CodebookStreamTile
-from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
-from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.jit.debug import logs_choice
 
 Rotation = RotateTokens | RotateTokensDense
@@ -42,21 +38,6 @@ FEW_TOKENS = 16
 """Most tokens for which weights stream past all tokens at once on GPUs without wgmma."""
 MAX_STREAM_TOKENS = 32
 """Most tokens of ``codebook_stream``."""
-
-
-@dataclass(frozen=True)
-class CodebookChoice:
-    """One kernel for one problem size.
-
-    Attributes:
-        family: ``codebook_stream`` and ``codebook_stream_rounds`` (few tokens), ``codebook_stream_wgmma`` and
-            ``codebook_wgmma`` (sm_90a), ``codebook_cutlass`` (prompts on sm_90a, int8 tokens, one norm a row), or
-            ``codebook_mma`` (every GPU).
-        tile: the tiles that the kernel cuts the problem into.
-    """
-
-    family: str
-    tile: CodebookStreamTile | CodebookRoundsTile | CodebookStreamWgmmaTile | CodebookWgmmaTile | TileConfig
 
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
@@ -172,9 +153,7 @@ def problem_of(
 
 
 @logs_choice
-def select(
-    problem: CodebookProblem, m: int, n: int, units: int, target: Target, *, cutlass: bool = False
-) -> CodebookChoice:
+def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target, *, cutlass: bool = False) -> Choice:
     """Choose the kernel of a product.
 
     Args:
@@ -194,31 +173,29 @@ def select(
     m = m if rotates else closed.few_tokens(m, target, known=usual)
     n, k, target = closed.bounded(n, 128 * units, target, known=usual)
 
-    def best(family: Family[CodebookProblem, Any]) -> CodebookChoice:
-        return CodebookChoice(family.name, best_tile(family, problem, m, n, k, target))
-
+    sizes = (problem, m, n, k, target)
     if rotates:
-        return best(CODEBOOK_STREAM)
+        return best(CODEBOOK_STREAM, *sizes)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
-            prompt = choose((CODEBOOK_CUTLASS.name,), problem, m, n, k, target) if cutlass else None
-            prompt = prompt or choose((CODEBOOK_WGMMA.name, CODEBOOK_STREAM_WGMMA.name), problem, m, n, k, target)
+            prompt = choose((CODEBOOK_CUTLASS.name,), *sizes) if cutlass else None
+            prompt = prompt or choose((CODEBOOK_WGMMA.name, CODEBOOK_STREAM_WGMMA.name), *sizes)
             assert prompt is not None, "menus of prompts have tiles for every problem"
-            return CodebookChoice(*prompt[:2])
+            return prompt
         # The stream's warps hold the tokens of all K, so a long K has no such kernel.
         with suppress(EmitError):
-            if m <= MAX_STREAM_TOKENS and not _takes_wgmma(m, streams := best(CODEBOOK_STREAM)):
+            if m <= MAX_STREAM_TOKENS and not _takes_wgmma(m, streams := best(CODEBOOK_STREAM, *sizes)):
                 return streams
-        return best(CODEBOOK_STREAM_WGMMA)
+        return best(CODEBOOK_STREAM_WGMMA, *sizes)
     if m <= FEW_TOKENS:
         # Without clusters, a long K or little shared memory leaves no tile whose warps hold all tokens.
         with suppress(EmitError):
-            return best(CODEBOOK_STREAM)
-        return best(CODEBOOK_STREAM_ROUNDS)
-    return best(CODEBOOK_MMA)
+            return best(CODEBOOK_STREAM, *sizes)
+        return best(CODEBOOK_STREAM_ROUNDS, *sizes)
+    return best(CODEBOOK_MMA, *sizes)
 
 
-def _takes_wgmma(m: int, streams: CodebookChoice) -> bool:
+def _takes_wgmma(m: int, streams: Choice) -> bool:
     """Whether ``codebook_stream_wgmma`` is faster than the ``codebook_stream`` of a choice on sm_90a.
 
     It is from 9 tokens on where ``codebook_stream`` would take a cluster, from 17 tokens on where a CTA of
@@ -227,15 +204,3 @@ def _takes_wgmma(m: int, streams: CodebookChoice) -> bool:
     tile = streams.tile
     assert isinstance(tile, CodebookStreamTile)
     return m > 8 and (tile.splits > 1 or (m > 16 and tile.row_tiles > 1))
-
-
-def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelSource:
-    """Text of the chosen kernel."""
-    if choice.family != CODEBOOK_CUTLASS.name:
-        problem = replace(problem, row_norm=False)  # the others read the norms
-    return family(choice.family).emit(problem, choice.tile, arch)
-
-
-def grid(choice: CodebookChoice, n: int, sm_count: int) -> Grid:
-    """Returns the grid of a launch as a function of the number of tokens."""
-    return family(choice.family).grid(choice.tile, n, sm_count)

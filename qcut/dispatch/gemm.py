@@ -9,14 +9,15 @@ import math
 from dataclasses import dataclass, replace
 
 from qcut.dispatch import closed, tables
-from qcut.dispatch.cost_model import Estimate, GemmTile, estimate
-from qcut.dispatch.few_tokens import few_tokens
+from qcut.dispatch.cost_model import Estimate, estimate
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import best_tile, choose
+from qcut.dispatch.heuristics import Choice as Choice
+from qcut.dispatch.heuristics import best, choose
+from qcut.dispatch.heuristics import emit as emit
+from qcut.dispatch.heuristics import grid as grid
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
-from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import DType
 from qcut.emitters.families import (
     CUTLASS_FAMILIES,
     FAMILIES,
@@ -31,41 +32,19 @@ from qcut.emitters.families import (
     family,
 )
 from qcut.emitters.gemm.dp4a import Dp4aTile
-from qcut.emitters.gemm.problem import GemmProblem, Layout, TileConfig
-from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
+from qcut.emitters.gemm.problem import K_MAX, GemmProblem, Layout, TileConfig
+from qcut.emitters.stream import w8a8
 from qcut.emitters.stream import w8a16 as w8a16_stream
-from qcut.emitters.stream.w8a8 import W8A8Tile
-from qcut.emitters.stream.w8a16 import W8A16Tile
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem
 from qcut.errors import ConfigError
 from qcut.jit.debug import logs_choice
 
 W8A16_CUTLASS_WALK = (4, 1)
 """Swizzle and raster where none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One kernel for one problem size.
-
-    Attributes:
-        family: name of an int8 or a W8A16 family of `qcut.emitters.families`.
-        tile: the tiles that the kernel cuts the problem into.
-        swizzle: stripe width of the tile walk (CUTLASS).
-        raster: order of the tile walk (CUTLASS): 0 as CUTLASS chooses, 1 along M first, 2 along N first.
-        splits: parts that K is cut into (CUTLASS's stream-K kernels; tiles of raw kernels state their own).
-        reason: ``tuned``, with the other GPU's name where its table is a start for this one, or ``model``; and the
-            reason if CUTLASS's kernels were left out.
-        tuned_us: time in µs, on this GPU, of the tuned row that the choice was taken from, or None.
-    """
-
-    family: str
-    tile: GemmTile | W8A16Tile | W8A16WgmmaTile | W8A8Tile
-    swizzle: int = 1
-    raster: int = 0
-    splits: int = 1
-    reason: str = "model"
-    tuned_us: float | None = None
-
+_MOST_TOKENS = 16
+"""Int8 tokens up to which streaming is faster than the tiled kernels with weights of any size."""
+_SMALL_WEIGHTS = 2 << 20
+"""Bytes of weights up to which it is for as many tokens as the kernel takes."""
 
 # ── selection ────────────────────────────────────────────────────────────────────────────────────
 
@@ -101,7 +80,7 @@ def select_gemm(
         return replace(tuned, reason=tuned.reason + suffix)
     found = choose(families, problem, m, n, k, target)
     assert found is not None, "int8_mma and int8_dp4a take every problem"
-    return Choice(*found[:2], reason="model" + suffix)
+    return replace(found, reason="model" + suffix)
 
 
 def _families(why_not_cutlass: str, tensor_cores: bool) -> tuple[str, ...]:
@@ -184,22 +163,52 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
             return tuned
         found = choose((W8A16_WGMMA.name, W8A16_CUTLASS.name), problem, m, n, k, target)
         if found is not None:
-            walk = W8A16_CUTLASS_WALK if found[0] == W8A16_CUTLASS.name else (1, 0)
-            return Choice(*found[:2], *walk)
+            swizzle, raster = W8A16_CUTLASS_WALK if found.family == W8A16_CUTLASS.name else (1, 0)
+            return replace(found, swizzle=swizzle, raster=raster)
     if m <= w8a16_stream.MAX_TOKENS:
         sizes = closed.bounded(n, k, target, known=closed.is_usual(problem))
-        return Choice(W8A16_STREAM.name, best_tile(W8A16_STREAM, problem, m, *sizes))
-    return Choice(W8A16_MMA.name, best_tile(W8A16_MMA, problem, m, n, k, target))
+        return best(W8A16_STREAM, problem, m, *sizes)
+    return best(W8A16_MMA, problem, m, n, k, target)
 
 
-def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
-    """Text of the chosen kernel."""
-    return family(choice.family).emit(problem, choice.tile, arch)
+def few_tokens(
+    problem: GemmProblem,
+    m: int,
+    n: int,
+    k: int,
+    target: Target,
+    tokens: Tokens = "none",
+    *,
+    aligned: bool = True,
+    absmax: bool = False,
+) -> tuple[W8A8Problem, Choice] | None:
+    """The problem and the kernel that stream int8 weights past m tokens; None if tiled kernels are faster or needed.
+
+    Args:
+        problem: of the product, whose tokens are int8.
+        m: rows of D.
+        n: columns of D.
+        k: summed over, with the operands' padding where tokens are int8.
+        target: the GPU.
+        tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+        absmax: whether the kernel also computes the largest magnitude of each row of its result.
+    """
+    if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
+        return None
+    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
+    if closed.holds(problem, target) and not closed.covers(few):
+        return None
+    if not w8a8.is_legal(few, m, k, target.arch):
+        return None
+    n, k, like = closed.bounded(n, k, target, known=closed.is_usual(few))
+    found = choose((INT8_STREAM.name,), few, m, n, min(k, K_MAX), like)
+    return None if found is None else (few, found)
 
 
-def grid(choice: Choice, n: int, sm_count: int) -> Grid:
-    """Returns the grid of a launch as a function of the rows of D; host launchers ignore this grid."""
-    return family(choice.family).grid(choice.tile, n, sm_count)
+def most_tokens(n: int, k: int) -> int:
+    """Tokens up to which streaming weights ``[n, k]`` is faster than the tiled kernels."""
+    return w8a8.MAX_TOKENS if n * k <= _SMALL_WEIGHTS else _MOST_TOKENS
 
 
 def alignment_of(size: int) -> int:
@@ -261,13 +270,13 @@ def explain(
     """
     if problem.a is not DType.S8:
         return _explain_w8a16(problem, m, n, k, target, cutlass)
-    few = few_tokens(problem, m, n, k, target) if tensor_cores else None
-    if few is not None:
-        ctas, _, _ = INT8_STREAM.grid(few.tile, n, target.sm_count)(m)
+    if tensor_cores and (found := few_tokens(problem, m, n, k, target)) is not None:
+        few, choice = found
+        ctas, _, _ = grid(choice, n, target.sm_count)(m)
         return Explanation(
-            procedural_name(INT8_STREAM.name, target.arch, closed.bounded_problem(few.problem, target)[0], few.tile),
-            Choice(INT8_STREAM.name, few.tile, reason="few tokens"),
-            Estimate(few.ns * target.machine.ghz, few.ns / 1e3, 1, ctas / target.sm_count),
+            procedural_name(choice.family, target.arch, closed.bounded_problem(few, target)[0], choice.tile),
+            replace(choice, reason="few tokens"),
+            Estimate(choice.cost * target.machine.ghz, choice.cost / 1e3, 1, ctas / target.sm_count),
             (),
             target,
             (m, n, k),
@@ -276,8 +285,8 @@ def explain(
     choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
     others = []
     for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
-        if name != choice.family and (found := choose((name,), problem, m, n, k, target)) is not None:
-            others.append((name, found[1].name, estimate(name, problem, found[1], m, n, k, target)))
+        if name != choice.family and (other := choose((name,), problem, m, n, k, target)) is not None:
+            others.append((name, other.tile.name, _estimate(other, problem, m, n, k, target)))
     return Explanation(
         procedural_name(choice.family, target.arch, closed.bounded_problem(problem, target)[0], choice.tile),
         choice,

@@ -21,7 +21,7 @@ from qcut.dispatch import closed, codebook, gemm
 from qcut.dispatch.attention import prompt_attention_menu, select_attention
 from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import best_tile
+from qcut.dispatch.heuristics import Choice, best_tile
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -152,7 +152,7 @@ def _codebook(target: Target) -> Iterator[KernelSource]:
 
 def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[KernelSource]:
     usual = closed.is_usual(problem)
-    choices: dict[codebook.CodebookChoice, None] = {}
+    choices: dict[Choice, None] = {}
     for m, (n, k) in product(
         (1,) if problem.rotates else BUCKETS if usual else closed.FEW_TOKENS, closed.points(usual)
     ):
@@ -161,9 +161,7 @@ def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[Ker
     if usual and not problem.rotates:
         has_wgmma = architecture(target.arch).wgmma
         for kind in (CODEBOOK_WGMMA, CODEBOOK_STREAM_WGMMA) if has_wgmma else (CODEBOOK_MMA,):
-            choices |= {
-                codebook.CodebookChoice(kind.name, tile): None for tile in kind.default_tiles(problem, target.arch)
-            }
+            choices |= {Choice(kind.name, tile): None for tile in kind.default_tiles(problem, target.arch)}
     for choice in choices:
         e, by_element = problem.epilogue, choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
         alignment = 16 if by_element else problem.alignment_n

@@ -79,9 +79,9 @@ class Row:
         k: summed over.
         tile: the family's tile.
         time_us: the kernel's median time in µs.
-        swizzle: see `qcut.dispatch.gemm.Choice`.
-        raster: see `qcut.dispatch.gemm.Choice`.
-        splits: see `qcut.dispatch.gemm.Choice`.
+        swizzle: see `qcut.dispatch.heuristics.Choice`.
+        raster: see `qcut.dispatch.heuristics.Choice`.
+        splits: see `qcut.dispatch.heuristics.Choice`.
         tuned_on: another GPU, whose row is a start for this one; empty for a GPU's own row.
     """
 

@@ -15,7 +15,6 @@ from qcut.backends.cuda.operands import dense
 from qcut.common.locks import once
 from qcut.dispatch import closed
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
@@ -23,7 +22,6 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.families import (
     CUTLASS_FAMILIES,
     INT8_CUTLASS,
-    INT8_STREAM,
     W8A16_CUTLASS,
     W8A16_MMA,
     W8A16_STREAM,
@@ -118,14 +116,11 @@ class Product(NamedTuple):
                 takes tokens as ``none`` reads nothing so early, and always may.
         """
         sizes = (self.rows, self.n, self.k)
-        few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
-        if few is None:
+        found = dispatch.few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
+        if found is None:
             return None
-        problem, tail = closed.bounded_problem(few.problem, gpu)
-        source, grid = (
-            INT8_STREAM.emit(problem, few.tile, gpu.arch),
-            INT8_STREAM.grid(few.tile, self.n, gpu.sm_count),
-        )
+        problem, tail = closed.bounded_problem(found[0], gpu)
+        source, grid = dispatch.emit(found[1], problem, gpu.arch), dispatch.grid(found[1], self.n, gpu.sm_count)
         return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 
 
