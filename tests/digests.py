@@ -29,7 +29,7 @@ import qcut
 from qcut.dispatch import codebook, gemm
 from qcut.dispatch.attention import select_attention, select_prompt_attention
 from qcut.dispatch.gpus import GPUS
-from qcut.dispatch.precompile import closed_set
+from qcut.dispatch.precompile import ahead_of_time_kernels
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
@@ -64,9 +64,13 @@ def schemas() -> Facts:
 
 
 def kernels() -> Facts:
-    """Every kernel of the closed set and of ``tests.architectures``."""
+    """Every ahead-of-time kernel, and those of ``tests.architectures``."""
     for arch in ARCHITECTURES:
-        for kind, sources in (("closed", closed_set(arch)), ("raw", raw_kernels(arch)), ("cutlass", cutlass(arch))):
+        for kind, sources in (
+            ("closed", ahead_of_time_kernels(arch)),
+            ("raw", raw_kernels(arch)),
+            ("cutlass", cutlass(arch)),
+        ):
             for source in sources:
                 yield f"{kind} {arch} {source.name} {source.entry}", text_of(source)
 
@@ -85,7 +89,7 @@ def choices() -> Facts:
     tokens = replace(scaled, row_scale="per_token")
     grid = product(GPUS, (False, True), SIZES, TOKENS)
     for gpu, is_closed, (n, k), m in grid:
-        target, where = replace(gpu, closed=is_closed), f"{gpu.name} {is_closed} {m}x{n}x{k}"
+        target, where = replace(gpu, ahead_of_time=is_closed), f"{gpu.name} {is_closed} {m}x{n}x{k}"
         for epilogue in (tokens, replace(tokens, halves=True), replace(tokens, out=DType.S8)):
             problem = GemmProblem(epilogue=epilogue)
             yield f"int8 {where} {problem.name}", _tried(gemm.select_gemm, problem, m, n, k, target)

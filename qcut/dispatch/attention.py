@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch.gpus import Target
 from qcut.emitters.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma
 from qcut.emitters.attention.prompt import tiles
@@ -55,7 +55,7 @@ def select_attention(
     """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
 
     The kernel uses tensor cores where these take the queries' type and the head's size. It is shortened to the tiles
-    that its warps have, but for a target whose kernels are closed: there, one kernel serves every context.
+    that its warps have, except among ahead-of-time kernels, of which one serves every context.
 
     Args:
         x: element type of queries.
@@ -74,11 +74,11 @@ def select_attention(
         EmitError: neither form serves the shape.
     """
     arch, sm_count = target.arch, target.sm_count
-    group = closed.attention_queries(queries, target)
+    group = ahead_of_time.attention_queries(queries, target)
     if not AttentionMma.is_legal(x, cache, head, 1, arch, values=values) and not _has_nibbles(cache, values):
         simt = AttentionDecode.for_shape(x, cache, head, group, arch, scores)
         return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
-    clusters = closed.has_clusters(head, target)
+    clusters = ahead_of_time.has_clusters(head, target)
     sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
     most = max(1, min(MAX_PARTS, context // (2 * TILE)))
     kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster, values, scores) for cluster in sizes]
@@ -91,7 +91,7 @@ def select_attention(
         return estimated_cycles(desc, parts, desc.places(batch, kv_heads, queries), context, target)
 
     desc, parts = min(choices, key=cycles)
-    return (desc if target.closed else desc.shortened(-(-context // parts))), parts
+    return (desc if target.ahead_of_time else desc.shortened(-(-context // parts))), parts
 
 
 def check_heads(x: DType, cache: DType, head: int, target: Target, values: DType | None = None) -> None:

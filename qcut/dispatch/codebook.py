@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import cast
 
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import Choice, best, choose
 from qcut.dispatch.heuristics import emit as emit
@@ -20,7 +20,7 @@ from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Grid
-from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import (
     CODEBOOK_CUTLASS,
     CODEBOOK_MMA,
@@ -83,7 +83,7 @@ def select_rotation(
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
     """
-    k, group_size = closed.rotation_columns(kind, x, k, group_size, passes, target, aligned=aligned)
+    k, group_size = ahead_of_time.rotation_columns(kind, x, k, group_size, passes, target, aligned=aligned)
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
@@ -167,11 +167,11 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target,
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
-    usual, rotates = closed.is_usual(problem), problem.rotates is not None
-    if rotates and target.closed and not closed.covers(problem):
-        raise EmitError(f"codebook: no kernel of the closed set rotates for {problem.name}")
-    m = m if rotates else closed.few_tokens(m, target, known=usual)
-    n, k, target = closed.bounded(n, 128 * units, target, known=usual)
+    usual, rotates = ahead_of_time.is_usual(problem), problem.rotates is not None
+    if rotates and target.ahead_of_time and not ahead_of_time.covers(problem):
+        raise EmitError(f"codebook: no ahead-of-time kernel rotates for {problem.name}")
+    m = m if rotates else ahead_of_time.few_tokens(m, target, known=usual)
+    n, k, target = ahead_of_time.bounded(n, 128 * units, target, known=usual)
 
     sizes = (problem, m, n, k, target)
     if rotates:

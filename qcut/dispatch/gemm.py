@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from qcut.dispatch import closed, tables
+from qcut.dispatch import ahead_of_time, tables
 from qcut.dispatch.cost_model import Estimate, estimate
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import Choice as Choice
@@ -73,7 +73,7 @@ def select_gemm(
     why_not = _why_not_cutlass(problem, cutlass, tensor_cores)
     suffix = f"; not cutlass: {why_not}" if why_not else ""
     families = _families(why_not, tensor_cores)
-    if tensor_cores and closed.holds(problem, target):
+    if tensor_cores and ahead_of_time.holds(problem, target):
         families = tuple(name for name in families if name in (INT8_CUTLASS.name, INT8_MMA.name))
     tuned = _tuned(problem, m, n, k, target, families)
     if tuned is not None:
@@ -129,7 +129,8 @@ def _tuned_for(
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
         closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
         legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
-        legal = legal and (closed.is_open(problem, row.family, row.tile, target) or closed.is_users(row, target.arch))
+        is_open = ahead_of_time.is_open(problem, row.family, row.tile, target)
+        legal = legal and (is_open or ahead_of_time.is_users(row, target.arch))
         if near and closer and legal:
             nearest[row.family] = row
     if not nearest or (set(nearest) == {INT8_DP4A.name} and len(families) > 1):
@@ -157,7 +158,7 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
         target: the GPU.
         nvcc: whether nvcc and g++ are there, which ``w8a16_wgmma`` and ``w8a16_cutlass`` need.
     """
-    nvcc = nvcc and not target.closed
+    nvcc = nvcc and not target.ahead_of_time
     if nvcc and m > w8a16_stream.MAX_TOKENS:
         if k % 16 == 0 and (tuned := _tuned(problem, m, n, k, target, (W8A16_CUTLASS.name,))) is not None:
             return tuned
@@ -166,7 +167,7 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
             swizzle, raster = W8A16_CUTLASS_WALK if found.family == W8A16_CUTLASS.name else (1, 0)
             return replace(found, swizzle=swizzle, raster=raster)
     if m <= w8a16_stream.MAX_TOKENS:
-        sizes = closed.bounded(n, k, target, known=closed.is_usual(problem))
+        sizes = ahead_of_time.bounded(n, k, target, known=ahead_of_time.is_usual(problem))
         return best(W8A16_STREAM, problem, m, *sizes)
     return best(W8A16_MMA, problem, m, n, k, target)
 
@@ -197,11 +198,11 @@ def few_tokens(
     if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
         return None
     few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
-    if closed.holds(problem, target) and not closed.covers(few):
+    if ahead_of_time.holds(problem, target) and not ahead_of_time.covers(few):
         return None
     if not w8a8.is_legal(few, m, k, target.arch):
         return None
-    n, k, like = closed.bounded(n, k, target, known=closed.is_usual(few))
+    n, k, like = ahead_of_time.bounded(n, k, target, known=ahead_of_time.is_usual(few))
     found = choose((INT8_STREAM.name,), few, m, n, min(k, K_MAX), like)
     return None if found is None else (few, found)
 
@@ -274,7 +275,7 @@ def explain(
         few, choice = found
         ctas, _, _ = grid(choice, n, target.sm_count)(m)
         return Explanation(
-            procedural_name(choice.family, target.arch, closed.bounded_problem(few, target)[0], choice.tile),
+            procedural_name(choice.family, target.arch, ahead_of_time.bounded_problem(few, target)[0], choice.tile),
             replace(choice, reason="few tokens"),
             Estimate(choice.cost * target.machine.ghz, choice.cost / 1e3, 1, ctas / target.sm_count),
             (),
@@ -288,7 +289,7 @@ def explain(
         if name != choice.family and (other := choose((name,), problem, m, n, k, target)) is not None:
             others.append((name, other.tile.name, _estimate(other, problem, m, n, k, target)))
     return Explanation(
-        procedural_name(choice.family, target.arch, closed.bounded_problem(problem, target)[0], choice.tile),
+        procedural_name(choice.family, target.arch, ahead_of_time.bounded_problem(problem, target)[0], choice.tile),
         choice,
         _estimate(choice, problem, m, n, k, target),
         tuple(others),
@@ -300,7 +301,7 @@ def explain(
 
 def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, cutlass: bool) -> Explanation:
     choice = select_w8a16(problem, m, n, k, target, nvcc=cutlass)
-    named, _ = closed.bounded_problem(problem, target, element_stores=choice.family == W8A16_STREAM.name)
+    named, _ = ahead_of_time.bounded_problem(problem, target, element_stores=choice.family == W8A16_STREAM.name)
     return Explanation(
         procedural_name(choice.family, target.arch, named, choice.tile),
         choice,

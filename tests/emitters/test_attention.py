@@ -66,7 +66,7 @@ def test_short_contexts_have_no_tiles_that_do_nothing(cache: DType) -> None:
         assert isinstance(desc, AttentionMma)
         held = desc.tiles * desc.warps * 16 * parts
         assert desc.tiles == most or held >= context > held - desc.warps * 16 * parts
-        closed, same = select_attention(F16, cache, 128, 4, replace(H200, closed=True), **sizes)
+        closed, same = select_attention(F16, cache, 128, 4, replace(H200, ahead_of_time=True), **sizes)
         assert (closed, same) == (replace(desc, tiles=most), parts)
     assert desc.tiles == most > 1
 

@@ -152,11 +152,11 @@ class PlanCache(dict[Hashable, P]):
 
 @once
 def target(device: int) -> Target:
-    """Dispatch's description of the GPU with a CUDA ordinal: closed where a pack brings its kernels."""
+    """Dispatch's description of the GPU with a CUDA ordinal, with ahead-of-time kernels if a pack brings them."""
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     gpu = target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
-    return replace(gpu, closed=packs.installed(gpu.arch) is not None)
+    return replace(gpu, ahead_of_time=packs.installed(gpu.arch) is not None)
 
 
 def has_pdl(gpu: Target) -> bool:
