@@ -57,7 +57,7 @@ HEADS = (32, 64, 80, 96, 112, 128, 192, 256)
 CLUSTER_HEADS = (64, 128)
 """Heads whose attention divides a context among the CTAs of a cluster."""
 NORM_HEADS = (128, 256)
-"""Heads whose norms the attention of a step computes, where positions are rotary: those of Qwen 3 and Gemma 3."""
+"""Heads that attention normalizes in a decode step with rotary positions: those of Qwen 3 and Gemma 3."""
 QUERIES = (1, 4, 8)
 """Queries of a CTA of attention."""
 GROUPS = (32, 64, 128)

@@ -19,14 +19,14 @@ from qcut.jit.debug import logs_choice
 Attention = AttentionDecode | AttentionMma
 PromptKernel = PromptMma | PromptWgmma
 
-# Of an H200; those that wait for the memory take longer, in cycles, where the clock is higher.
+# Of an H200. Waits for the memory take more cycles at a higher clock.
 _START_CYCLES = 1000
 """Cycles of a CTA before its first loads."""
 _LATENCY_CYCLES = 1400
 """Cycles from a warp's loads to its next loads on an idle GPU: 800 until data arrive, then products."""
 _ARRIVAL_CYCLES = 800
 _BYTES_PER_CYCLE = 20
-"""Bytes of a cache per cycle for each SM, where all SMs read."""
+"""Bytes of a cache per cycle for each SM while all SMs read."""
 _SM_BYTES_PER_CYCLE = 44
 """Bytes of a cache per cycle that one SM reads at most."""
 _NIBBLE_BYTES_PER_CYCLE = 13
@@ -54,7 +54,7 @@ def select_attention(
 ) -> tuple[Attention, int]:
     """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
 
-    The kernel uses tensor cores where these take the queries' type and the head's size. It is shortened to the tiles
+    The kernel uses tensor cores if these take the queries' type and the head's size. It is shortened to the tiles
     that its warps have, except among ahead-of-time kernels, of which one serves every context.
 
     Args:
@@ -109,7 +109,7 @@ def _has_nibbles(cache: DType, values: DType | None) -> bool:
 
 
 def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, target: Target) -> float:
-    """Estimated cycles of a launch where all sequences fill the context.
+    """Estimated cycles of a launch whose sequences fill the context.
 
     The model is a closed system: loads return after the latency, or when the memory, or the SMs that ask for them,
     have served the loads before. CTAs that find no room start when the first CTAs are done. ``places`` is the number

@@ -49,7 +49,7 @@ def starts_early(rows: int, k: int) -> bool:
     """Whether the rotation of some rows of k columns shall begin before its predecessor ends.
 
     The CTAs of medium rotations that start early crowd on the multiprocessors that are idle at that moment: on an H200,
-    layers of 128 to 512 tokens and 4,096 columns take 1 to 2 µs less where the rotation starts late.
+    layers of 128 to 512 tokens and 4,096 columns take 1 to 2 µs less if the rotation starts late.
     """
     return rows * k not in _LATE_TOKENS
 
@@ -71,7 +71,7 @@ def select_rotation(
 
     Args:
         kind: hadamard, qr or none.
-        x: type of the tokens: f16, bf16, or f32 where the rotation is not qr.
+        x: type of the tokens: f16, bf16, or f32 if the rotation is not qr.
         out: type of the blocks: s8 or x's.
         m: number of tokens.
         k: number of columns.
@@ -135,7 +135,7 @@ def problem_of(
         alignment_n: number of elements that divides the length of the result's rows.
         rotates: type of the one token that the kernel rotates; None: tokens were rotated before.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
-        offsets: whether norms have offsets beside them.
+        offsets: whether group scales have offsets.
         pairs: whether the codebook is of pairs.
 
     Raises:
@@ -198,7 +198,7 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target,
 def _takes_wgmma(m: int, streams: Choice) -> bool:
     """Whether ``codebook_stream_wgmma`` is faster than the ``codebook_stream`` of a choice on sm_90a.
 
-    It is from 9 tokens on where ``codebook_stream`` would take a cluster, from 17 tokens on where a CTA of
+    It is from 9 tokens on if ``codebook_stream`` would take a cluster, from 17 tokens on if a CTA of
     ``codebook_stream`` has several row tiles, and from 33 tokens on everywhere.
     """
     tile = streams.tile

@@ -1,4 +1,4 @@
-"""Chooses the kernel of an int8 GEMM: a tuned choice where there is one, a cost model for the rest.
+"""Chooses the kernel of an int8 GEMM: a tuned choice if there is one, else by a cost model.
 
 All functions are pure, of sizes, types and the GPU: they take no tensor, compile nothing and launch nothing.
 """
@@ -40,7 +40,7 @@ from qcut.errors import ConfigError
 from qcut.jit.debug import logs_choice
 
 W8A16_CUTLASS_WALK = (4, 1)
-"""Swizzle and raster where none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
+"""Swizzle and raster if none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
 _MOST_TOKENS = 16
 """Int8 tokens up to which streaming is faster than the tiled kernels with weights of any size."""
 _SMALL_WEIGHTS = 2 << 20
@@ -55,7 +55,7 @@ def select_gemm(
 ) -> Choice:
     """Choose the kernel of an int8 GEMM.
 
-    A tuned row for the same N, K and layouts at a nearby M decides, the fastest where there are several; families
+    A tuned row for the same N, K and layouts at a nearby M decides, the fastest of several; families
     that were not measured there do not compete. Without a tuned row the model decides among the menus of all families.
 
     Args:
@@ -90,7 +90,7 @@ def _families(why_not_cutlass: str, tensor_cores: bool) -> tuple[str, ...]:
 
 
 def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) -> str:
-    """The reason why CUTLASS's kernels cannot serve a problem of any size; empty where they can."""
+    """The reason why CUTLASS's kernels cannot serve a problem of any size; empty if they can."""
     if not tensor_cores:
         return "no tensor cores wanted"
     if problem.epilogue.rescale:
@@ -110,7 +110,7 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
     """The fastest tuned kernel for this (N, K) at the nearest tuned M that fills the GPU alike, or None.
 
     When M moves by a quarter, a tile's count of waves changes by less than between two tuned sizes; beyond a
-    quarter the model decides. Rows of dp4a count where dp4a is asked for, or beside a tensor-core row.
+    quarter the model decides. Rows of dp4a count if dp4a is asked for, or with a tensor-core row.
     """
     if problem.epilogue.halves:
         # Where none was measured for halves, what is best for int8 at as many rows is a start.
@@ -189,7 +189,7 @@ def few_tokens(
         problem: of the product, whose tokens are int8.
         m: rows of D.
         n: columns of D.
-        k: summed over, with the operands' padding where tokens are int8.
+        k: summed over, with the operands' padding if tokens are int8.
         target: the GPU.
         tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
         aligned: whether rows of tokens start at multiples of 16 bytes.
@@ -227,7 +227,7 @@ class Explanation:
     Attributes:
         kernel: procedural name, as in the cache, the profiler and the benchmarks.
         choice: family, tile, and reason.
-        estimate: the cost model's estimate for the kernel, or None where the family has no such model.
+        estimate: the cost model's estimate for the kernel, or None if the family has no such model.
         others: best tile and estimate of each other family that could serve.
         target: the GPU.
         sizes: M, N and K.
@@ -337,7 +337,7 @@ def problem_of(
         layouts: of A, B and D: ``t`` is row-major, ``n`` column-major.
         out: type of D: f16, bf16, f32, s8 or s32.
         epilogue: the fused epilogue, whose output type wins over ``out``; None takes the whole dequantization (zero
-            point, both scales, bias), or no epilogue where ``out`` is s32.
+            point, both scales, bias), or no epilogue if ``out`` is s32.
         tokens: type of A: s8, or f16 or bf16, with a scale for each column and a bias by default.
 
     Raises:

@@ -4,7 +4,7 @@ Sources: NVIDIA's data sheets and architecture white papers (clocks, bandwidths,
 C++ Programming Guide, "Arithmetic Instructions" and "Compute Capabilities" (limits of a multiprocessor). Shared memory
 and registers are in `qcut.emitters.core.arch`.
 
-Kernels were measured on an H200 alone. Times of the models are those of an H200, told apart by what they depend on:
+Kernels were measured only on an H200. Times of the models are those of an H200, by what they depend on:
 the memory's bandwidth, the memory's latency, or the multiprocessor's clock. A `Machine` converts each kind.
 """
 
@@ -50,7 +50,7 @@ MULTIPROCESSORS = {
 _H200_GHZ = 1.75
 _H200_SM_GB_S = 4800 / 132
 _H200_MMA_MACS = 4096 * _HOPPER["int8_mma"]
-# An SM reads 40 bytes a cycle where few others read.
+# An SM reads 40 bytes a cycle while few others read.
 _SM_BYTES_PER_CYCLE = 40
 # Share of the data sheet's bandwidth that kernels reach: 4.48 of 4.8 TB/s.
 _REACHED = 14 / 15
@@ -189,7 +189,7 @@ MACHINES: Mapping[str, Machine] = dict(
 def machine_for(arch: str, sm_count: int, name: str = "", rates: Rates | None = None) -> Machine:
     """The machine that cost models assume for a GPU.
 
-    A known name has its data sheet's figures. Another GPU has those that the driver states, and where the driver states
+    A known name has its data sheet's figures. Another GPU has those that the driver states, and if the driver states
     none, the clock and the bandwidth per multiprocessor of the first known GPU of the architecture.
 
     Args:
@@ -212,6 +212,6 @@ def machine_for(arch: str, sm_count: int, name: str = "", rates: Rates | None = 
 
 
 def balance_ratio(a: Machine, b: Machine) -> float:
-    """How far apart two GPUs of one architecture are in products per byte of memory: 1 where alike, or more."""
+    """How far apart two GPUs of one architecture are in products per byte of memory: 1 if alike, or more."""
     ratio = a.cycle_bandwidth / b.cycle_bandwidth
     return max(ratio, 1 / ratio)

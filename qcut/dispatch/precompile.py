@@ -237,7 +237,7 @@ def _attention(target: Target) -> Iterator[KernelSource]:
 
 
 def _caches(x: DType, head: int) -> Iterator[tuple[DType, DType | None]]:
-    """Types of keys, and of values where these have another, that an engine with activations of type x may keep."""
+    """Types of keys, and of values with another type, that an engine with activations of type x may keep."""
     yield from ((x, None), (DType.S8, None))
     if x in HALVES and head in ROTATED_HEADS:
         yield from ((DType.U4, None), (DType.S8, DType.U4))

@@ -180,7 +180,7 @@ class Builder:
             self._lost(process, f"{reason} (status {status})", text)
 
     def _settle(self, key: str, done: bool, result: Any) -> bool:
-        """Take a job's result, let results take over where it is time, and go on with the next job.
+        """Take a job's result, let results take over if it is time, and go on with the next job.
 
         Returns:
             Whether there is none, so that the process ends.
@@ -256,7 +256,7 @@ def _warn(name: str, problem: str) -> None:
 
 
 def background_jobs() -> int:
-    """Builds at a time in the background: half the cores, fewer where memory is short."""
+    """Builds at a time in the background: half the cores, fewer if memory is short."""
     return max(1, default_jobs() // 2)
 
 

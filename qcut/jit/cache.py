@@ -1,7 +1,7 @@
 """The kernel cache on disk: one file per kernel, trusted and verified when read, never half written.
 
 ``$QCUT_CACHE_DIR``, or else the user's cache folder (``~/.cache/qcut``), holds ``kernels/{name}-{key}.qcut``. A file
-is renamed into place, so a reader sees the whole file or none; a SHA-256 over the content tells what a crash or a bad
+is renamed into place, so a reader sees the whole file or none; a SHA-256 over the content shows what a crash or a bad
 disk damaged. Entries hold code that will run: an entry or a directory that another user could have written is not used
 (`qcut.jit.folders`). An entry that is not used is built again, with a warning that names the file. A cache that cannot
 be written costs one warning, never a result.
@@ -75,7 +75,7 @@ def read(name: str, key: str) -> Entry | None:
     """Read an entry.
 
     Returns:
-        The entry; None where the file is missing. Where it is damaged, unreadable, larger than `MAX_ENTRY_BYTES`, or
+        The entry; None if the file is missing. If it is damaged, unreadable, larger than `MAX_ENTRY_BYTES`, or
         another user could have written it, a warning names it, and None is returned.
 
     Raises:

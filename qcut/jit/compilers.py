@@ -48,7 +48,7 @@ def compile_text(source: KernelSource, *, device: bool = True) -> tuple[bytes, b
 
     Args:
         source: text, target and toolchain.
-        device: False compiles the host launcher alone; the cubin is then empty.
+        device: False compiles only the host launcher; the cubin is then empty.
 
     Returns:
         The cubin, the host launcher's shared object (None for a raw kernel), and the compilers' output.

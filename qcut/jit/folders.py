@@ -34,7 +34,7 @@ def directory() -> Path | None:
     ``~`` stands for the home directory; an empty ``$QCUT_CACHE_DIR`` is none.
 
     Returns:
-        The path; None where no home directory is known.
+        The path; None if no home directory is known.
 
     Raises:
         ConfigError: ``$QCUT_CACHE_DIR`` is relative, or begins with the ``~`` of a user who does not exist.
@@ -53,7 +53,7 @@ def directory() -> Path | None:
             f"QCUT_CACHE_DIR is {chosen!r}, a relative path, which would follow the working directory; "
             "give an absolute path, or one that begins with ~"
         )
-    return None  # where the home directory is not known, "~" stays
+    return None  # "~" stays if the home directory is not known
 
 
 def distrust(path: Path | str, status: os.stat_result, *, sticky: bool = False) -> DistrustedError | None:
@@ -65,7 +65,7 @@ def distrust(path: Path | str, status: os.stat_result, *, sticky: bool = False) 
         sticky: others may write a directory whose sticky bit keeps them from each other's files, such as ``/tmp``.
 
     Returns:
-        The error to raise; None where nobody else could.
+        The error to raise; None if nobody else could.
     """
     if status.st_uid not in (0, os.geteuid()):
         whose = f"belongs to user {status.st_uid}; only what belongs to user {os.geteuid()} or root is used"
@@ -88,7 +88,7 @@ def left_behind(name: str, status: os.stat_result, descriptor: int) -> bool:
     Args:
         name: holds the writer's `host_tag`.
         status: of the file.
-        descriptor: of the file, open for writing; locked where the answer is True.
+        descriptor: of the file, open for writing; locked if the answer is True.
     """
     if f".{host_tag()}." not in name and time.time() - status.st_mtime < LEFTOVER_AGE_S:
         return False
@@ -100,7 +100,7 @@ def left_behind(name: str, status: os.stat_result, descriptor: int) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, for the user alone (mode 0700).
+    """Make a directory and its missing parents, for this user only (mode 0700).
 
     Raises:
         OSError: it cannot be made, or is no directory.

@@ -107,7 +107,7 @@ def _open(key: str) -> _Held | None:
 
 
 def _wait(held: _Held, key: str) -> bool:
-    """Take the lock; False where its holder shows no life, or the file system has no locks."""
+    """Take the lock; False if its holder shows no life, or the file system has no locks."""
     pause, last = _POLL_S
     seen, since = -1, time.monotonic()
     while (file := held.file) is not None:

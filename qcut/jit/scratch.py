@@ -23,7 +23,7 @@ _ADVICE = "set TMPDIR to a directory in which compilers can work"
 
 
 def unsafe_character(path: Path | str) -> str | None:
-    """The first character of a path on which the shell beneath nvcc would act; None where the path is safe."""
+    """The first character of a path on which the shell beneath nvcc would act; None if the path is safe."""
     match = _UNSAFE.search(str(path))
     return match.group() if match else None
 

@@ -1,7 +1,7 @@
 """Finds compilers, headers and the driver: PyPI packages first, then ``CUDA_HOME``, then ``PATH``.
 
 Nothing is searched, loaded or run at import. Every ``find_*`` function remembers its result for the life of
-the process, searches once for all threads, and raises `ToolchainError`, which says what to install, where nothing is
+the process, searches once for all threads, and raises `ToolchainError`, which says what to install, if nothing is
 found.
 """
 
@@ -24,7 +24,7 @@ from qcut.jit.scratch import environment, scratch_folder, unsafe_character
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")
 TOOLKIT = "'cuda-toolkit[cccl,crt,cudart,nvcc,nvrtc,nvvm]>=13.0,<14'"
-"""What to install: compilers and headers of one CUDA release, that of an installed torch where it has one."""
+"""What to install: compilers and headers of one CUDA release, that of an installed torch if it has one."""
 
 # Each wheel brings one of these headers; only all of them together make an include path that compiles.
 _CUDA_HEADERS = {
@@ -331,7 +331,7 @@ def _run(command: list[str], folder: Path | None = None) -> tuple[str, str]:
     """Run a short command, in a scratch folder if it needs one.
 
     Returns:
-        What it printed, both streams together, and why it failed; empty where it did not.
+        What it printed, both streams together, and why it failed; empty if it did not.
     """
     try:
         done = subprocess.run(

@@ -2,7 +2,7 @@
 
 ``candidates(problem, m, n, k, target)`` yields legal tiles with the estimated times of a launch, in cycles of an SM
 unless a module says otherwise: times of one family order its tiles. Constants are an H200's; `Target.machine` converts
-them. A tile's time may depend on where its CTAs run, which the tile does not say: a module estimates as it lists.
+them. A module estimates as it lists, since a tile's time may depend on the SMs that its CTAs run on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Choice:
         swizzle: stripe width of the tile walk (CUTLASS).
         raster: order of the tile walk (CUTLASS): 0 as CUTLASS chooses, 1 along M first, 2 along N first.
         splits: parts that K is cut into (CUTLASS's stream-K kernels; tiles of raw kernels state their own).
-        reason: ``tuned``, with the other GPU's name where its table is a start for this one, or ``model``; and the
+        reason: ``tuned``, with the other GPU's name if its table is a start for this one, or ``model``; and the
             reason if CUTLASS's kernels were left out.
         tuned_us: time in µs, on this GPU, of the tuned row that the choice was taken from, or None.
         cost: time that the family's model expects, in the model's unit.

@@ -34,6 +34,6 @@ def w8a16_mma(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> I
 def codebook_cutlass(
     problem: CodebookProblem, m: int, n: int, k: int, target: Target
 ) -> Iterator[tuple[TileConfig, float]]:
-    """None for few tokens, where the family is not the fastest."""
+    """None for few tokens, for which the family is not the fastest."""
     for tile in CODEBOOK_CUTLASS.menu(problem, target.arch) if m >= CUTLASS_TOKENS else ():
         yield tile, tile_cycles(tile, problem.epilogue.out.bits, m, n, k, target)

@@ -74,7 +74,7 @@ def candidates(
 
 
 def _is_alone(problem: CodebookProblem, arch: str) -> bool:
-    """Whether a CTA of few tokens that the model puts on an SM shall have the SM to itself.
+    """Whether a CTA of few tokens that the model puts on an SM has the SM to itself.
 
     Measured on sm_90a: 0.1 to 1.8 µs of a layer 1280 or 5120 wide, nothing elsewhere; a kernel that rotates its 16-bit
     token, whose table of pairs takes most of the start, loses 0.05.
@@ -83,7 +83,7 @@ def _is_alone(problem: CodebookProblem, arch: str) -> bool:
 
 
 def _largest(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> CodebookStreamTile | None:
-    """The tile with the most row tiles, and the most loads in flight, that fits; None where none fits."""
+    """The tile with the most row tiles, and the most loads in flight, that fits; None if none fits."""
     prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
     for row_tiles in range(tile.row_tiles, 0, -1):
         for ahead in range(min(prefetch, row_tiles), 0, -1):

@@ -79,10 +79,10 @@ class _StreamCost(NamedTuple):
     """Cycles of ``codebook_stream_wgmma``: a unit takes the longer of all groups' products and one group's chain."""
 
     product: float  # for each product of 64 rows and 8 bits of a token's unit, all groups one after the other
-    group: float  # for each group beside
-    chain: float  # as ``product``, of one group alone
-    decode: float  # beside, decoding that one group cannot hide
-    cta: float  # of a CTA, beside its units
+    group: float  # in addition, for each group
+    chain: float  # as ``product``, of a single group
+    decode: float  # in addition, decoding that a single group cannot hide
+    cta: float  # of a CTA, without its units
     output: float  # for each token and group, in a CTA
     exchange: float  # of a CTA whose cluster shares K
     launch: float  # of a launch
@@ -115,7 +115,7 @@ class _WgmmaCost(NamedTuple):
     token: float  # of a unit, for each token
     pairs_unit: float  # as ``unit``, with a table of pairs
     pairs_token: float  # as ``token``, with a table of pairs
-    tile: float  # of a tile, beside its units
+    tile: float  # of a tile, without its units
     output: float  # of a tile, for each token
     exchange: float  # for each token of a tile whose cluster shares K
     pair: float  # of a tile of a cluster that shares tokens
