@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from qcut.dispatch import ahead_of_time, tables
 from qcut.dispatch.cost_model import Estimate, estimate
@@ -269,48 +270,26 @@ def explain(
 
     For 16-bit tokens the choice is that of `select_w8a16`.
     """
-    if problem.a is not DType.S8:
-        return _explain_w8a16(problem, m, n, k, target, cutlass)
-    if tensor_cores and (found := few_tokens(problem, m, n, k, target)) is not None:
-        few, choice = found
-        ctas, _, _ = grid(choice, n, target.sm_count)(m)
-        return Explanation(
-            procedural_name(choice.family, target.arch, ahead_of_time.bounded_problem(few, target)[0], choice.tile),
-            replace(choice, reason="few tokens"),
-            Estimate(choice.cost * target.machine.ghz, choice.cost / 1e3, 1, ctas / target.sm_count),
-            (),
-            target,
-            (m, n, k),
-            tables.table_on(target).notes,
-        )
-    choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
+    served: Any = problem
     others = []
-    for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
-        if name != choice.family and (other := choose((name,), problem, m, n, k, target)) is not None:
-            others.append((name, other.tile.name, _estimate(other, problem, m, n, k, target)))
-    return Explanation(
-        procedural_name(choice.family, target.arch, ahead_of_time.bounded_problem(problem, target)[0], choice.tile),
-        choice,
-        _estimate(choice, problem, m, n, k, target),
-        tuple(others),
-        target,
-        (m, n, k),
-        tables.table_on(target).notes,
-    )
-
-
-def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, cutlass: bool) -> Explanation:
-    choice = select_w8a16(problem, m, n, k, target, nvcc=cutlass)
-    named, _ = ahead_of_time.bounded_problem(problem, target, element_stores=choice.family == W8A16_STREAM.name)
-    return Explanation(
-        procedural_name(choice.family, target.arch, named, choice.tile),
-        choice,
-        _estimate(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None,
-        (),
-        target,
-        (m, n, k),
-        tables.table_on(target).notes,
-    )
+    if problem.a is not DType.S8:
+        choice = select_w8a16(problem, m, n, k, target, nvcc=cutlass)
+        expected = _estimate(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None
+    elif tensor_cores and (found := few_tokens(problem, m, n, k, target)) is not None:
+        served, choice = found[0], replace(found[1], reason="few tokens")
+        ctas, _, _ = grid(choice, n, target.sm_count)(m)
+        expected = Estimate(choice.cost * target.machine.ghz, choice.cost / 1e3, 1, ctas / target.sm_count)
+    else:
+        choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
+        expected = _estimate(choice, problem, m, n, k, target)
+        for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
+            if name != choice.family and (other := choose((name,), problem, m, n, k, target)) is not None:
+                others.append((name, other.tile.name, _estimate(other, problem, m, n, k, target)))
+    by_element = choice.family == W8A16_STREAM.name
+    served, _ = ahead_of_time.bounded_problem(served, target, element_stores=by_element)
+    kernel = procedural_name(choice.family, target.arch, served, choice.tile)
+    notes = tables.table_on(target).notes
+    return Explanation(kernel, choice, expected, tuple(others), target, (m, n, k), notes)
 
 
 def _estimate(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
