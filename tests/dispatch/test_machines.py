@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from qcut.dispatch import codebook, gemm
-from qcut.dispatch.attention import estimated_cycles, select_attention
+from qcut.dispatch.attention import select_attention
 from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import GPUS, Target, target_for, target_named
 from qcut.dispatch.heuristics import best_tile
+from qcut.dispatch.heuristics.attention import cycles
 from qcut.dispatch.machines import (
     CLUSTER_SIZES,
     MACHINES,
@@ -167,7 +168,7 @@ def test_slower_memory_takes_longer_and_wants_less_at_once():
     times, parts, prefetch = [], [], []
     for gb_s in (8000, 4800, 2400, 1200, 600):
         gpu = with_rates(1.75, gb_s)
-        times.append(estimated_cycles(desc, 16, 8, 8192, gpu))
+        times.append(cycles(desc, 16, 8, 8192, gpu))
         parts.append(select_attention(DType.F16, DType.F16, 256, 4, gpu, batch=1, kv_heads=1, context=2048)[1])
         prefetch.append(best_tile(INT8_STREAM, problem, 1, 50257, 1280, gpu).prefetch)
     assert times == sorted(times)
