@@ -206,7 +206,7 @@ def test_rotations_of_short_rows_keep_their_group() -> None:
         assert sources[0].source.name in names("sm_90a")
 
 
-def test_the_activation_is_the_last_argument_of_every_product() -> None:
+def test_activation_is_the_last_argument_of_products() -> None:
     """A launch adds it to the arguments of a call, in the order of `ACTIVATIONS`."""
     for source in sources("sm_90a"):
         names_of = [param.name for param in source.params]
