@@ -255,7 +255,7 @@ def _tiles(arch: str, out: str) -> frozenset[tuple[str, object]]:
 
 
 def all_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
-    """Those of `gemm_tiles`, and of products of int16 tokens; `takes` says which of them a problem has."""
+    """Those of `gemm_tiles`, and of products of int16 tokens; `takes` selects those of a problem."""
     return gemm_tiles(arch) | _halves_tiles(arch)
 
 
@@ -263,7 +263,7 @@ def all_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
 
 
 def norm_columns(k: int, x: DType, target: Target, *, aligned: bool) -> int:
-    """Columns to choose the kernel of a norm for."""
+    """Columns to choose the kernel of a norm layer for."""
     vectors = -(-k * x.bits // 128)
     if not target.ahead_of_time or vectors > VECTOR_POINTS[-1]:
         return k

@@ -49,7 +49,7 @@ def select_attention(
         target: the GPU.
         batch: number of sequences.
         kv_heads: number of heads of keys.
-        context: tokens that the cache has room for, or, where that is less, those that a window leaves or that
+        context: tokens that the cache has room for, or, if fewer, those that a window leaves or that
             sequences have at most.
         values: element type of values; None: that of keys.
         scores: a window, a softcap.
@@ -113,7 +113,7 @@ def select_prompt_attention(
 ) -> PromptKernel | None:
     """Choose the kernel of a chunk's shape; None: none of them takes the types or the head's size.
 
-    Few tiles are smaller ones; the places of very few are shared by a cluster.
+    Few tiles are smaller ones; a cluster shares the positions of very few.
 
     Args:
         x: element type of queries.
@@ -124,7 +124,7 @@ def select_prompt_attention(
         length: tokens of each sequence's chunk.
         kv_heads: number of heads of keys.
         group: query heads for each head of keys.
-        context: tokens that the cache has room for, or, where that is less, those that a window leaves a chunk.
+        context: tokens that the cache has room for, or, if fewer, those that a window leaves a chunk.
         values: element type of values; None: that of keys.
         scores: a window, a softcap.
     """

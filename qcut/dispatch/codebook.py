@@ -46,7 +46,7 @@ _LATE_TOKENS = range(1 << 19, (1 << 22) + 1)
 
 
 def starts_early(rows: int, k: int) -> bool:
-    """Whether the rotation of some rows of k columns shall begin before its predecessor ends.
+    """Whether the rotation of some rows of k columns begins before its predecessor ends.
 
     The CTAs of medium rotations that start early crowd on the multiprocessors that are idle at that moment: on an H200,
     layers of 128 to 512 tokens and 4,096 columns take 1 to 2 µs less if the rotation starts late.
@@ -127,14 +127,14 @@ def problem_of(
     Args:
         x: type of the tokens: f16, bf16 or s8.
         bits: bits of an index.
-        slots: norms per 128 columns.
+        slots: group scales per 128 columns.
         out: type of the result.
         bias: whether a bias is added.
         activation: activation after the bias.
         residual: whether a residual is added.
         alignment_n: number of elements that divides the length of the result's rows.
         rotates: type of the one token that the kernel rotates; None: tokens were rotated before.
-        row_norm: whether all norms of a row are one, and all rows have the same int8 values.
+        row_norm: whether a row has one scale, and all rows have the same int8 values.
         offsets: whether group scales have offsets.
         pairs: whether the codebook is of pairs.
 

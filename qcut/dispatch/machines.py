@@ -56,7 +56,7 @@ _SM_BYTES_PER_CYCLE = 40
 _REACHED = 14 / 15
 # Of the 132 SMs of an H200, those of a GPC that find no partners stay out of clusters.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 4: 30, 8: 15}
-# GPUs whose clock under load nobody stated hold nine tenths of their highest one, as an H200 does (1.75 of 1.98 GHz).
+# GPUs without a stated clock under load hold nine tenths of their highest one, as an H200 does (1.75 of 1.98 GHz).
 _HELD_CLOCK = 0.9
 
 

@@ -1,7 +1,7 @@
-"""Builds in the background, in a process of their own, for callers that have something slower to go on with.
+"""Builds in the background, in a process of their own, for callers with a fallback.
 
-The process (`qcut.jit.builder`) runs as long as there is work, at low priority. It ends with its parent, whatever ends
-the parent, and takes its compilers with it.
+The process (`qcut.jit.builder`) runs as long as there is work, at low priority. It ends with its parent, however
+the parent ends, and stops its compilers.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Builder:
                 idle = self._settle(*pickle.load(output))
             except (EOFError, OSError, pickle.UnpicklingError):
                 reason = "its process ended"
-            except Exception as error:  # nobody must wait for a thread that is no more
+            except Exception as error:  # callers must not wait for a thread that has ended
                 reason = f"{type(error).__name__}: {error}"
         assert process.stdin is not None
         process.stdin.close()  # which ends it
@@ -246,7 +246,7 @@ def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
 
 
 def _warn(name: str, problem: str) -> None:
-    with contextlib.suppress(RuntimeWarning):  # as an error it would end the thread, and reach nobody
+    with contextlib.suppress(RuntimeWarning):  # as an error it would end the thread unseen
         warnings.warn(
             f"qcut: {name} cannot be built in the background, and slower code with the same results goes on in its "
             f"place: {problem}",

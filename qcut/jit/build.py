@@ -93,7 +93,7 @@ def find(source: KernelSource) -> Binary | None:
     """The binary of a kernel from memory, pack or disk; None if `build` would compile it.
 
     Raises:
-        ToolchainError: none of them has it, and the compiler or its headers are missing.
+        ToolchainError: the kernel is in none of these, and the compiler or its headers are missing.
         BuildError: the installed pack is damaged.
     """
     return _packed(source) or _lookup(source, _key_to_build(source))
@@ -253,7 +253,7 @@ def header_digests(source: KernelSource) -> dict[str, str]:
     return digests
 
 
-@lru_cache(maxsize=1 << 10)  # every look-up of a kernel asks; a file that was changed has another time
+@lru_cache(maxsize=1 << 10)  # read at every look-up; a changed file has another time
 def _read_header(path: str, root: Path, mtime_ns: int, size: int) -> tuple[str, str, tuple[str, ...]] | None:
     """Name below the root, digest and inner includes of a header; None if the path leads out of the root."""
     real = Path(path).resolve()
@@ -280,7 +280,7 @@ def _packed(source: KernelSource) -> Binary | None:
 
 
 def _key_to_build(source: KernelSource) -> str:
-    """`fingerprint` of a kernel that no pack has; what is missing is said with the pack that lacks the kernel."""
+    """`fingerprint` of a kernel that is in no pack; an error also names the pack that lacks the kernel."""
     try:
         return fingerprint(source)
     except (ToolchainError, EmitError) as error:
@@ -382,7 +382,7 @@ def missing_toolchain(kind: str) -> str | None:
         kind: ``nvrtc`` for raw kernels, or ``nvcc`` for CUTLASS kernels, which need nvcc, g++ and CUTLASS headers.
 
     Raises:
-        BuildError: there is no scratch space, so that nobody can tell.
+        BuildError: there is no scratch space to try the compiler in.
     """
     try:
         if kind == "nvrtc":

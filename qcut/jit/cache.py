@@ -149,7 +149,7 @@ def discard(name: str, key: str) -> None:
 
 
 def _read_file(folder: int, path: Path) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for somebody who writes into it.
+    # O_NONBLOCK: opening a pipe must not wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path.name, flags, dir_fd=folder), "rb") as file:
         status = os.fstat(file.fileno())
@@ -208,7 +208,7 @@ def _new_file(folder: int, name: str) -> tuple[str, int]:
     """Make a temporary file, locked as long as it is open: one without a lock was left by a process that died."""
     while True:
         temporary = f".{name[-60:]}.{folders.host_tag()}.{secrets.token_hex(4)}.tmp"
-        # Never for others to write, whatever the umask is.
+        # Others may never write, whatever the umask is.
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The cache directory, and who may write it: qcut runs code only from files that no other user can change.
+"""The cache directory and its permissions: qcut runs code only from files that no other user can change.
 
 A file or directory is trusted as by OpenSSH: it belongs to the user who runs the process, or to root, and neither its
 group nor others may write it.
@@ -37,7 +37,7 @@ def directory() -> Path | None:
         The path; None if no home directory is known.
 
     Raises:
-        ConfigError: ``$QCUT_CACHE_DIR`` is relative, or begins with the ``~`` of a user who does not exist.
+        ConfigError: ``$QCUT_CACHE_DIR`` is relative, or begins with the ``~`` of an unknown user.
     """
     chosen = os.environ.get("QCUT_CACHE_DIR", "")
     try:
@@ -83,7 +83,7 @@ def host_tag() -> str:
 
 
 def left_behind(name: str, status: os.stat_result, descriptor: int) -> bool:
-    """Whether nobody works any more on an unfinished file, which its writer keeps locked.
+    """Whether an unfinished file was abandoned; its writer keeps it locked.
 
     Args:
         name: holds the writer's `host_tag`.
@@ -127,7 +127,7 @@ def opened(base: Path, name: str, *, make: bool = False) -> Iterator[int]:
         A descriptor of the folder.
 
     Raises:
-        DistrustedError: somebody else may write the cache directory or the folder.
+        DistrustedError: another user may write the cache directory or the folder.
         OSError: one of them is missing, cannot be made, or is no directory.
     """
     if make:

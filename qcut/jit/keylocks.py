@@ -77,7 +77,7 @@ def locked(key: str) -> Iterator[None]:
             return
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(held, ended), name="qcut-lock", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: those who wait may build too
+        with contextlib.suppress(RuntimeError):  # no more threads: waiting processes may build too
             beat.start()
         try:
             yield

@@ -81,7 +81,7 @@ class Pack:
     Attributes:
         path: the file.
         facts: what the builder noted: ``arch``, ``sources`` (see `sources_digest`), ``qcut``, and ``needs``, the
-            versions of C libraries that host launchers want.
+            versions of C libraries that host launchers need.
 
     Raises:
         BuildError: the file is damaged, or no pack.
@@ -297,7 +297,7 @@ def sources_digest() -> str:
 
 
 def library_versions(launchers: Iterable[bytes]) -> str:
-    """The newest versions of the C libraries that host launchers want, such as ``GLIBC_2.34``."""
+    """The newest versions of the C libraries that host launchers need, such as ``GLIBC_2.34``."""
     newest: dict[bytes, tuple[int, ...]] = {}
     for code in launchers:
         for name, version in re.findall(rb"\b(GLIBC|GLIBCXX|CXXABI|GCC)_(\d+(?:\.\d+)*)\b", code):

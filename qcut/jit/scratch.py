@@ -98,7 +98,7 @@ def _in_cache(unsafe: Path, kernel: str | None) -> Path:
 
 
 def _make(base: Path) -> tuple[Path, int]:
-    """Make a folder with a locked file in it: a folder whose file nobody has locked was left by a dead process."""
+    """Make a folder with a locked file in it: a folder with an unlocked file was left by a dead process."""
     while True:
         folder = base / f"qcut-build.{folders.host_tag()}.{secrets.token_hex(8)}"
         os.mkdir(folder, 0o700)

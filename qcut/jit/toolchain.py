@@ -1,7 +1,7 @@
 """Finds compilers, headers and the driver: PyPI packages first, then ``CUDA_HOME``, then ``PATH``.
 
 Nothing is searched, loaded or run at import. Every ``find_*`` function remembers its result for the life of
-the process, searches once for all threads, and raises `ToolchainError`, which says what to install, if nothing is
+the process, searches once for all threads, and raises `ToolchainError` with what to install if nothing is
 found.
 """
 
@@ -151,12 +151,12 @@ def find_nvcc() -> Tool:
             problems.append(f"{str(path)!r} has the character {character!r}, on which the shell beneath nvcc would act")
             continue
         version, problem = _run([str(path), "--version"])
-        # PATH may hold a wrapper script: nvcc itself knows where it lives.
+        # PATH may hold a wrapper script: nvcc itself knows its path.
         with scratch_folder() as folder:
             plan, wrong = _run([str(path), "--dryrun", *host, "-x", "cu", "-cubin", os.devnull], folder)
         release = re.search(r"release \S+ V(\S+)", version)
         top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
-        # Without a g++, nvcc ends before it says where it lives.
+        # Without a g++, nvcc ends before it prints its path.
         home = top.group(1).strip() if top else "" if host else path.resolve().parents[1]
         if not release or not home:
             reason = problem or wrong

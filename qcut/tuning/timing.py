@@ -167,7 +167,7 @@ def measure(
     now: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = print,
 ) -> dict[str, Timing]:
-    """Time checked variants, taking turns unless they shall settle.
+    """Time checked variants, taking turns unless they are to settle.
 
     Args:
         variants: the ways to compute one shape; each was checked already.
@@ -200,7 +200,7 @@ def measure(
     for i in range(rounds if prepared else 0):
         if i >= min_rounds and now() > deadline:
             break
-        # Each round starts with another variant: nobody always follows the same neighbour.
+        # Each round starts with another variant, so that none always follows the same neighbour.
         offset = i % len(prepared)
         for name, replay, calls, _ in prepared[offset:] + prepared[:offset]:
             samples[name].append(clock.time_us(replay) / calls)

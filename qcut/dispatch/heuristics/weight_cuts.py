@@ -43,7 +43,7 @@ def cuts(
     """Cuts of weights ``[n, k]``, over clusters if wanted, and the nanoseconds that the model expects of each.
 
     Two CTAs on one SM hide each other's start and end; they are used if each reads its part of K in one round.
-    ``fits`` says whether registers and shared memory of an SM hold a given number of CTAs with a cut.
+    ``fits`` tells whether registers and shared memory of an SM hold a given number of CTAs with a cut.
     """
     machine = target.machine
     for splits in CLUSTER_SIZES if clusters and architecture(target.arch).clusters else (1,):

@@ -104,7 +104,7 @@ def key(
         out: dtype of the result, if the operator takes one.
         passes: of a rotation.
         bits: of an index.
-        slots: norms of a unit.
+        slots: group scales of a unit.
         flags: those of `FLAGS` that the operator has.
     """
     codes = OPS.index(op), _SCALAR_TYPES[dtype], 0 if out is None else _SCALAR_TYPES[out], device

@@ -76,7 +76,7 @@ def describing() -> Iterator[None]:
     """Around what chooses and describes kernels for a caller of qcut.
 
     Raises:
-        UnsupportedError: in place of an `EmitError`, which names a kernel that nobody asked for by its name.
+        UnsupportedError: in place of an `EmitError`, which names a kernel that the caller does not know.
     """
     try:
         yield

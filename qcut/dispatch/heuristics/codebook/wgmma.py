@@ -91,7 +91,7 @@ class _StreamCost(NamedTuple):
 _STREAM_F16 = _StreamCost(0.985, 221, 0.76, 626, 2900, 15.4, 375, 0)
 _STREAM_S8 = _StreamCost(0.638, 365, 0.412, 759, 1760, 17.9, 400, 0)
 _SLOT = 60
-"""Cycles of a unit for each norm after the first."""
+"""Cycles of a unit for each group scale after the first."""
 
 
 def _stream_cycles(
