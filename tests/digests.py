@@ -29,7 +29,7 @@ import qcut
 from qcut.dispatch import codebook, gemm
 from qcut.dispatch.attention import select_attention, select_prompt_attention
 from qcut.dispatch.gpus import GPUS
-from qcut.dispatch.precompile import closed_set
+from qcut.dispatch.precompile import ahead_of_time_kernels
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
@@ -45,6 +45,8 @@ SIZES = ((1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336), (50257, 1280)
 TOKENS = (1, 2, 5, 16, 33, 64, 65, 200, 512, 2048, 8192)
 SCHEMES = ("w8a8", "w8a16", "int16x8", "codebook4", "codebook4_int8", "codebook3")
 """Those of the models whose tokens are compared."""
+WALK = ", swizzle=1, raster=0, splits=1, reason='model', tuned_us=None"
+"""What a choice without a walk of tiles says of the walk."""
 Facts = Iterator[tuple[str, object]]
 
 
@@ -62,9 +64,13 @@ def schemas() -> Facts:
 
 
 def kernels() -> Facts:
-    """Every kernel of the closed set and of ``tests.architectures``."""
+    """Every ahead-of-time kernel, and those of ``tests.architectures``."""
     for arch in ARCHITECTURES:
-        for kind, sources in (("closed", closed_set(arch)), ("raw", raw_kernels(arch)), ("cutlass", cutlass(arch))):
+        for kind, sources in (
+            ("closed", ahead_of_time_kernels(arch)),
+            ("raw", raw_kernels(arch)),
+            ("cutlass", cutlass(arch)),
+        ):
             for source in sources:
                 yield f"{kind} {arch} {source.name} {source.entry}", text_of(source)
 
@@ -83,7 +89,7 @@ def choices() -> Facts:
     tokens = replace(scaled, row_scale="per_token")
     grid = product(GPUS, (False, True), SIZES, TOKENS)
     for gpu, is_closed, (n, k), m in grid:
-        target, where = replace(gpu, closed=is_closed), f"{gpu.name} {is_closed} {m}x{n}x{k}"
+        target, where = replace(gpu, ahead_of_time=is_closed), f"{gpu.name} {is_closed} {m}x{n}x{k}"
         for epilogue in (tokens, replace(tokens, halves=True), replace(tokens, out=DType.S8)):
             problem = GemmProblem(epilogue=epilogue)
             yield f"int8 {where} {problem.name}", _tried(gemm.select_gemm, problem, m, n, k, target)
@@ -92,6 +98,7 @@ def choices() -> Facts:
         for x, bits, slots, cutlass_too in ((f16, 4, 1, False), (f16, 3, 4, True), (s8, 4, 1, True), (s8, 2, 2, False)):
             codes = CodebookProblem(x, bits, slots, tokens if x is s8 else scaled)
             chosen = _tried(codebook.select, codes, m, n, -(-k // 128), target, cutlass=cutlass_too)
+            chosen = chosen.replace("Choice(", "CodebookChoice(").replace(WALK, "")  # as earlier digests say
             yield f"codebook {where} {codes.name}", chosen
         yield f"rotation {where}", _tried(codebook.select_rotation, "hadamard", f16, s8, m, k, 128, 1, target)
     for gpu, cache, head, (batch, context) in product(

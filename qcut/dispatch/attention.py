@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch.gpus import Target
-from qcut.emitters.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma
+from qcut.dispatch.heuristics import attention
+from qcut.emitters.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.attention.prompt import tiles
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PARTS, PromptWgmma
@@ -18,24 +20,6 @@ from qcut.jit.debug import logs_choice
 
 Attention = AttentionDecode | AttentionMma
 PromptKernel = PromptMma | PromptWgmma
-
-# Of an H200; those that wait for the memory take longer, in cycles, where the clock is higher.
-_START_CYCLES = 1000
-"""Cycles of a CTA before its first loads."""
-_LATENCY_CYCLES = 1400
-"""Cycles from a warp's loads to its next loads on an idle GPU: 800 until data arrive, then products."""
-_ARRIVAL_CYCLES = 800
-_BYTES_PER_CYCLE = 20
-"""Bytes of a cache per cycle for each SM, where all SMs read."""
-_SM_BYTES_PER_CYCLE = 44
-"""Bytes of a cache per cycle that one SM reads at most."""
-_NIBBLE_BYTES_PER_CYCLE = 13
-"""Bytes of a 4-bit cache per cycle that one SM unpacks."""
-_CLUSTER_CYCLES = 1000
-"""Cycles in which a cluster adds up its parts."""
-_WORKSPACE_CYCLES = 4000
-"""Cycles in which parts meet in a workspace, before the cycles that each part adds."""
-_PART_CYCLES = 20
 
 
 @logs_choice
@@ -52,10 +36,10 @@ def select_attention(
     values: DType | None = None,
     scores: Scores = PLAIN,
 ) -> tuple[Attention, int]:
-    """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
+    """Choose the kernel of a shape and its number of parts by the model of `qcut.dispatch.heuristics.attention`.
 
-    The kernel uses tensor cores where these take the queries' type and the head's size. It is shortened to the tiles
-    that its warps have, but for a target whose kernels are closed: there, one kernel serves every context.
+    The kernel uses tensor cores if these take the queries' type and the head's size. It is shortened to the tiles
+    that its warps have, except among ahead-of-time kernels, of which one serves every context.
 
     Args:
         x: element type of queries.
@@ -65,7 +49,7 @@ def select_attention(
         target: the GPU.
         batch: number of sequences.
         kv_heads: number of heads of keys.
-        context: tokens that the cache has room for, or, where that is less, those that a window leaves or that
+        context: tokens that the cache has room for, or, if fewer, those that a window leaves or that
             sequences have at most.
         values: element type of values; None: that of keys.
         scores: a window, a softcap.
@@ -73,25 +57,17 @@ def select_attention(
     Raises:
         EmitError: neither form serves the shape.
     """
-    arch, sm_count = target.arch, target.sm_count
-    group = closed.attention_queries(queries, target)
-    if not AttentionMma.is_legal(x, cache, head, 1, arch, values=values) and not _has_nibbles(cache, values):
+    arch = target.arch
+    group = ahead_of_time.attention_queries(queries, target)
+    if not AttentionMma.is_legal(x, cache, head, 1, arch, values=values) and DType.U4 not in (cache, values):
         simt = AttentionDecode.for_shape(x, cache, head, group, arch, scores)
-        return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
-    clusters = closed.has_clusters(head, target)
+        return simt, simt.parts(batch, kv_heads, queries, context, target.sm_count)
+    clusters = ahead_of_time.has_clusters(head, target)
     sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
-    most = max(1, min(MAX_PARTS, context // (2 * TILE)))
     kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster, values, scores) for cluster in sizes]
-    choices = [
-        (desc, parts) for desc in kernels for parts in ([desc.cluster] if desc.cluster > 1 else range(1, most + 1))
-    ]
-
-    def cycles(choice: tuple[AttentionMma, int]) -> float:
-        desc, parts = choice
-        return estimated_cycles(desc, parts, desc.places(batch, kv_heads, queries), context, target)
-
-    desc, parts = min(choices, key=cycles)
-    return (desc if target.closed else desc.shortened(-(-context // parts))), parts
+    found = attention.candidates(kernels, batch, kv_heads, queries, context, target)
+    (desc, parts), _ = min(found, key=itemgetter(1))
+    return (desc if target.ahead_of_time else desc.shortened(-(-context // parts))), parts
 
 
 def check_heads(x: DType, cache: DType, head: int, target: Target, values: DType | None = None) -> None:
@@ -102,40 +78,6 @@ def check_heads(x: DType, cache: DType, head: int, target: Target, values: DType
     """
     RotateAndAppend(x, cache, head, "half", target.arch, values=values)
     select_attention(x, cache, head, 1, target, batch=1, kv_heads=1, context=TILE, values=values)
-
-
-def _has_nibbles(cache: DType, values: DType | None) -> bool:
-    return DType.U4 in (cache, values)
-
-
-def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, target: Target) -> float:
-    """Estimated cycles of a launch where all sequences fill the context.
-
-    The model is a closed system: loads return after the latency, or when the memory, or the SMs that ask for them,
-    have served the loads before. CTAs that find no room start when the first CTAs are done. ``places`` is the number
-    of CTAs of a part.
-    """
-    machine, sm_count = target.machine, target.sm_count
-    rate = _BYTES_PER_CYCLE * machine.cycle_bandwidth
-    latency = _LATENCY_CYCLES + _ARRIVAL_CYCLES * (machine.clock - 1)
-    part_bytes = context * desc.row_bytes / parts
-
-    most = _NIBBLE_BYTES_PER_CYCLE if _has_nibbles(desc.cache, desc.values) else _SM_BYTES_PER_CYCLE
-
-    def read(ctas: int) -> float:
-        flight = ctas * min(part_bytes, desc.flight_bytes)
-        bandwidth = min(rate * sm_count, most * min(ctas, sm_count))
-        return _START_CYCLES + ctas * part_bytes * (latency / flight + 1 / bandwidth)
-
-    sms = desc.cluster * machine.clusters_at_once(desc.cluster)
-    slots = desc.resident * sms // desc.cluster * desc.cluster
-    waves, rest = divmod(places * parts, slots)
-    cycles = waves * read(slots) + (read(rest) if rest else 0.0)
-    if parts == 1:
-        return cycles
-    if desc.cluster > 1:
-        return cycles + _CLUSTER_CYCLES
-    return cycles + (_WORKSPACE_CYCLES + _PART_CYCLES * parts) * machine.clock
 
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────
@@ -171,7 +113,7 @@ def select_prompt_attention(
 ) -> PromptKernel | None:
     """Choose the kernel of a chunk's shape; None: none of them takes the types or the head's size.
 
-    Few tiles are smaller ones; the places of very few are shared by a cluster.
+    Few tiles are smaller ones; a cluster shares the positions of very few.
 
     Args:
         x: element type of queries.
@@ -182,7 +124,7 @@ def select_prompt_attention(
         length: tokens of each sequence's chunk.
         kv_heads: number of heads of keys.
         group: query heads for each head of keys.
-        context: tokens that the cache has room for, or, where that is less, those that a window leaves a chunk.
+        context: tokens that the cache has room for, or, if fewer, those that a window leaves a chunk.
         values: element type of values; None: that of keys.
         scores: a window, a softcap.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 
-@lru_cache(maxsize=1 << 12)  # every call asks
+@lru_cache(maxsize=1 << 12)  # called by every operator
 def m_bucket(m: int) -> int:
     """The most tokens that the kernel for m tokens serves: 1, 8, 16, 32, 64, then four steps an octave."""
     if m <= 64:

@@ -6,21 +6,21 @@ All choices are pure functions of sizes, types and the GPU.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import best_tile, choose
-from qcut.dispatch.heuristics.codebook_stream_wgmma import DECODE_TOKENS
+from qcut.dispatch.heuristics import Choice, best, choose
+from qcut.dispatch.heuristics import emit as emit
+from qcut.dispatch.heuristics import grid as grid
+from qcut.dispatch.heuristics.codebook.wgmma import DECODE_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
-from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.family import Family, Grid
-from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import (
     CODEBOOK_CUTLASS,
     CODEBOOK_MMA,
@@ -28,12 +28,8 @@ from qcut.emitters.families import (
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,
-    family,
 )
-from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream.codebook import CodebookStreamTile
-from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
-from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.jit.debug import logs_choice
 
 Rotation = RotateTokens | RotateTokensDense
@@ -44,31 +40,16 @@ MAX_STREAM_TOKENS = 32
 """Most tokens of ``codebook_stream``."""
 
 
-@dataclass(frozen=True)
-class CodebookChoice:
-    """One kernel for one problem size.
-
-    Attributes:
-        family: ``codebook_stream`` and ``codebook_stream_rounds`` (few tokens), ``codebook_stream_wgmma`` and
-            ``codebook_wgmma`` (sm_90a), ``codebook_cutlass`` (prompts on sm_90a, int8 tokens, one norm a row), or
-            ``codebook_mma`` (every GPU).
-        tile: the tiles that the kernel cuts the problem into.
-    """
-
-    family: str
-    tile: CodebookStreamTile | CodebookRoundsTile | CodebookStreamWgmmaTile | CodebookWgmmaTile | TileConfig
-
-
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
 _LATE_TOKENS = range(1 << 19, (1 << 22) + 1)
 
 
 def starts_early(rows: int, k: int) -> bool:
-    """Whether the rotation of some rows of k columns shall begin before its predecessor ends.
+    """Whether the rotation of some rows of k columns begins before its predecessor ends.
 
     The CTAs of medium rotations that start early crowd on the multiprocessors that are idle at that moment: on an H200,
-    layers of 128 to 512 tokens and 4,096 columns take 1 to 2 µs less where the rotation starts late.
+    layers of 128 to 512 tokens and 4,096 columns take 1 to 2 µs less if the rotation starts late.
     """
     return rows * k not in _LATE_TOKENS
 
@@ -90,7 +71,7 @@ def select_rotation(
 
     Args:
         kind: hadamard, qr or none.
-        x: type of the tokens: f16, bf16, or f32 where the rotation is not qr.
+        x: type of the tokens: f16, bf16, or f32 if the rotation is not qr.
         out: type of the blocks: s8 or x's.
         m: number of tokens.
         k: number of columns.
@@ -102,7 +83,7 @@ def select_rotation(
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
     """
-    k, group_size = closed.rotation_columns(kind, x, k, group_size, passes, target, aligned=aligned)
+    k, group_size = ahead_of_time.rotation_columns(kind, x, k, group_size, passes, target, aligned=aligned)
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
@@ -146,15 +127,15 @@ def problem_of(
     Args:
         x: type of the tokens: f16, bf16 or s8.
         bits: bits of an index.
-        slots: norms per 128 columns.
+        slots: group scales per 128 columns.
         out: type of the result.
         bias: whether a bias is added.
         activation: activation after the bias.
         residual: whether a residual is added.
         alignment_n: number of elements that divides the length of the result's rows.
         rotates: type of the one token that the kernel rotates; None: tokens were rotated before.
-        row_norm: whether all norms of a row are one, and all rows have the same int8 values.
-        offsets: whether norms have offsets beside them.
+        row_norm: whether a row has one scale, and all rows have the same int8 values.
+        offsets: whether group scales have offsets.
         pairs: whether the codebook is of pairs.
 
     Raises:
@@ -172,9 +153,7 @@ def problem_of(
 
 
 @logs_choice
-def select(
-    problem: CodebookProblem, m: int, n: int, units: int, target: Target, *, cutlass: bool = False
-) -> CodebookChoice:
+def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target, *, cutlass: bool = False) -> Choice:
     """Choose the kernel of a product.
 
     Args:
@@ -188,54 +167,40 @@ def select(
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
-    usual, rotates = closed.is_usual(problem), problem.rotates is not None
-    if rotates and target.closed and not closed.covers(problem):
-        raise EmitError(f"codebook: no kernel of the closed set rotates for {problem.name}")
-    m = m if rotates else closed.few_tokens(m, target, known=usual)
-    n, k, target = closed.bounded(n, 128 * units, target, known=usual)
+    usual, rotates = ahead_of_time.is_usual(problem), problem.rotates is not None
+    if rotates and target.ahead_of_time and not ahead_of_time.covers(problem):
+        raise EmitError(f"codebook: no ahead-of-time kernel rotates for {problem.name}")
+    m = m if rotates else ahead_of_time.few_tokens(m, target, known=usual)
+    n, k, target = ahead_of_time.bounded(n, 128 * units, target, known=usual)
 
-    def best(family: Family[CodebookProblem, Any]) -> CodebookChoice:
-        return CodebookChoice(family.name, best_tile(family, problem, m, n, k, target))
-
+    sizes = (problem, m, n, k, target)
     if rotates:
-        return best(CODEBOOK_STREAM)
+        return best(CODEBOOK_STREAM, *sizes)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
-            prompt = choose((CODEBOOK_CUTLASS.name,), problem, m, n, k, target) if cutlass else None
-            prompt = prompt or choose((CODEBOOK_WGMMA.name, CODEBOOK_STREAM_WGMMA.name), problem, m, n, k, target)
+            prompt = choose((CODEBOOK_CUTLASS.name,), *sizes) if cutlass else None
+            prompt = prompt or choose((CODEBOOK_WGMMA.name, CODEBOOK_STREAM_WGMMA.name), *sizes)
             assert prompt is not None, "menus of prompts have tiles for every problem"
-            return CodebookChoice(*prompt[:2])
+            return prompt
         # The stream's warps hold the tokens of all K, so a long K has no such kernel.
         with suppress(EmitError):
-            if m <= MAX_STREAM_TOKENS and not _takes_wgmma(m, streams := best(CODEBOOK_STREAM)):
+            if m <= MAX_STREAM_TOKENS and not _takes_wgmma(m, streams := best(CODEBOOK_STREAM, *sizes)):
                 return streams
-        return best(CODEBOOK_STREAM_WGMMA)
+        return best(CODEBOOK_STREAM_WGMMA, *sizes)
     if m <= FEW_TOKENS:
         # Without clusters, a long K or little shared memory leaves no tile whose warps hold all tokens.
         with suppress(EmitError):
-            return best(CODEBOOK_STREAM)
-        return best(CODEBOOK_STREAM_ROUNDS)
-    return best(CODEBOOK_MMA)
+            return best(CODEBOOK_STREAM, *sizes)
+        return best(CODEBOOK_STREAM_ROUNDS, *sizes)
+    return best(CODEBOOK_MMA, *sizes)
 
 
-def _takes_wgmma(m: int, streams: CodebookChoice) -> bool:
+def _takes_wgmma(m: int, streams: Choice) -> bool:
     """Whether ``codebook_stream_wgmma`` is faster than the ``codebook_stream`` of a choice on sm_90a.
 
-    It is from 9 tokens on where ``codebook_stream`` would take a cluster, from 17 tokens on where a CTA of
+    It is from 9 tokens on if ``codebook_stream`` would take a cluster, from 17 tokens on if a CTA of
     ``codebook_stream`` has several row tiles, and from 33 tokens on everywhere.
     """
     tile = streams.tile
     assert isinstance(tile, CodebookStreamTile)
     return m > 8 and (tile.splits > 1 or (m > 16 and tile.row_tiles > 1))
-
-
-def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelSource:
-    """Text of the chosen kernel."""
-    if choice.family != CODEBOOK_CUTLASS.name:
-        problem = replace(problem, row_norm=False)  # the others read the norms
-    return family(choice.family).emit(problem, choice.tile, arch)
-
-
-def grid(choice: CodebookChoice, n: int, sm_count: int) -> Grid:
-    """Returns the grid of a launch as a function of the number of tokens."""
-    return family(choice.family).grid(choice.tile, n, sm_count)

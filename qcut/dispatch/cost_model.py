@@ -22,7 +22,7 @@ DP4A_MACS = 256
 """Products per cycle of a multiprocessor with dp4a: 64 instructions of four products, from sm_80 on."""
 
 _L2_BYTES = 32.0  # per multiprocessor and cycle
-_TMA_BYTES = 40.0  # per multiprocessor and cycle, where the TMA loads (8192×1280×5120, tiles of 128×160)
+_TMA_BYTES = 40.0  # per multiprocessor and cycle, if the TMA loads (8192×1280×5120, tiles of 128×160)
 _START_CYCLES = 1200
 _EPILOGUE_BYTES = 16.0  # per multiprocessor and cycle
 _LATENCY_CYCLES = 700  # of a load that misses the L2
@@ -119,7 +119,7 @@ def _raw_cycles(
     ctas: int,
     ctas_per_sm: int,
 ) -> float:
-    """Cycles where several CTAs share a multiprocessor; in the last wave fewer CTAs may share it."""
+    """Cycles while several CTAs share a multiprocessor; in the last wave fewer CTAs may share it."""
     bm, bn, bk = tile.threadblock_shape
     splits, stages = (tile.splits, max(2, tile.stages)) if isinstance(tile, TileConfig) else (1, 2)
     steps = math.ceil(math.ceil(k / bk) / splits)
@@ -162,7 +162,7 @@ def _dp4a_perimeter(tile: Dp4aTile) -> float:
 
 
 def tile_cycles(tile: TileConfig, out_bits: int, m: int, n: int, k: int, target: Target) -> float:
-    """Estimated cycles where one CTA has a multiprocessor: waves of tiles, each bound by its products or its loads.
+    """Estimated cycles while one CTA has a multiprocessor: waves of tiles, each bound by its products or its loads.
 
     A tile of bm x bn costs the larger of ``bm·bn·K / MACs per cycle`` and its operand bytes over the
     SM's share of L2 bandwidth (a cluster loads what its CTAs share once), plus an epilogue that

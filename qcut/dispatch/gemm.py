@@ -1,4 +1,4 @@
-"""Chooses the kernel of an int8 GEMM: a tuned choice where there is one, a cost model for the rest.
+"""Chooses the kernel of an int8 GEMM: a tuned choice if there is one, else by a cost model.
 
 All functions are pure, of sizes, types and the GPU: they take no tensor, compile nothing and launch nothing.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from qcut.dispatch import closed, tables
-from qcut.dispatch.cost_model import Estimate, GemmTile, estimate
-from qcut.dispatch.few_tokens import few_tokens
+from qcut.dispatch import ahead_of_time, tables
+from qcut.dispatch.cost_model import Estimate, estimate
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import best_tile, choose
+from qcut.dispatch.heuristics import Choice as Choice
+from qcut.dispatch.heuristics import best, choose
+from qcut.dispatch.heuristics import emit as emit
+from qcut.dispatch.heuristics import grid as grid
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
-from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import DType
 from qcut.emitters.families import (
     CUTLASS_FAMILIES,
     FAMILIES,
@@ -31,41 +33,19 @@ from qcut.emitters.families import (
     family,
 )
 from qcut.emitters.gemm.dp4a import Dp4aTile
-from qcut.emitters.gemm.problem import GemmProblem, Layout, TileConfig
-from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
+from qcut.emitters.gemm.problem import K_MAX, GemmProblem, Layout, TileConfig
+from qcut.emitters.stream import w8a8
 from qcut.emitters.stream import w8a16 as w8a16_stream
-from qcut.emitters.stream.w8a8 import W8A8Tile
-from qcut.emitters.stream.w8a16 import W8A16Tile
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem
 from qcut.errors import ConfigError
 from qcut.jit.debug import logs_choice
 
 W8A16_CUTLASS_WALK = (4, 1)
-"""Swizzle and raster where none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One kernel for one problem size.
-
-    Attributes:
-        family: name of an int8 or a W8A16 family of `qcut.emitters.families`.
-        tile: the tiles that the kernel cuts the problem into.
-        swizzle: stripe width of the tile walk (CUTLASS).
-        raster: order of the tile walk (CUTLASS): 0 as CUTLASS chooses, 1 along M first, 2 along N first.
-        splits: parts that K is cut into (CUTLASS's stream-K kernels; tiles of raw kernels state their own).
-        reason: ``tuned``, with the other GPU's name where its table is a start for this one, or ``model``; and the
-            reason if CUTLASS's kernels were left out.
-        tuned_us: time in µs, on this GPU, of the tuned row that the choice was taken from, or None.
-    """
-
-    family: str
-    tile: GemmTile | W8A16Tile | W8A16WgmmaTile | W8A8Tile
-    swizzle: int = 1
-    raster: int = 0
-    splits: int = 1
-    reason: str = "model"
-    tuned_us: float | None = None
-
+"""Swizzle and raster if none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
+_MOST_TOKENS = 16
+"""Int8 tokens up to which streaming is faster than the tiled kernels with weights of any size."""
+_SMALL_WEIGHTS = 2 << 20
+"""Bytes of weights up to which it is for as many tokens as the kernel takes."""
 
 # ── selection ────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,7 +56,7 @@ def select_gemm(
 ) -> Choice:
     """Choose the kernel of an int8 GEMM.
 
-    A tuned row for the same N, K and layouts at a nearby M decides, the fastest where there are several; families
+    A tuned row for the same N, K and layouts at a nearby M decides, the fastest of several; families
     that were not measured there do not compete. Without a tuned row the model decides among the menus of all families.
 
     Args:
@@ -94,14 +74,14 @@ def select_gemm(
     why_not = _why_not_cutlass(problem, cutlass, tensor_cores)
     suffix = f"; not cutlass: {why_not}" if why_not else ""
     families = _families(why_not, tensor_cores)
-    if tensor_cores and closed.holds(problem, target):
+    if tensor_cores and ahead_of_time.holds(problem, target):
         families = tuple(name for name in families if name in (INT8_CUTLASS.name, INT8_MMA.name))
     tuned = _tuned(problem, m, n, k, target, families)
     if tuned is not None:
         return replace(tuned, reason=tuned.reason + suffix)
     found = choose(families, problem, m, n, k, target)
     assert found is not None, "int8_mma and int8_dp4a take every problem"
-    return Choice(*found[:2], reason="model" + suffix)
+    return replace(found, reason="model" + suffix)
 
 
 def _families(why_not_cutlass: str, tensor_cores: bool) -> tuple[str, ...]:
@@ -111,7 +91,7 @@ def _families(why_not_cutlass: str, tensor_cores: bool) -> tuple[str, ...]:
 
 
 def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) -> str:
-    """The reason why CUTLASS's kernels cannot serve a problem of any size; empty where they can."""
+    """The reason why CUTLASS's kernels cannot serve a problem of any size; empty if they can."""
     if not tensor_cores:
         return "no tensor cores wanted"
     if problem.epilogue.rescale:
@@ -131,7 +111,7 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
     """The fastest tuned kernel for this (N, K) at the nearest tuned M that fills the GPU alike, or None.
 
     When M moves by a quarter, a tile's count of waves changes by less than between two tuned sizes; beyond a
-    quarter the model decides. Rows of dp4a count where dp4a is asked for, or beside a tensor-core row.
+    quarter the model decides. Rows of dp4a count if dp4a is asked for, or with a tensor-core row.
     """
     if problem.epilogue.halves:
         # Where none was measured for halves, what is best for int8 at as many rows is a start.
@@ -150,7 +130,8 @@ def _tuned_for(
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
         closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
         legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
-        legal = legal and (closed.is_open(problem, row.family, row.tile, target) or closed.is_users(row, target.arch))
+        is_open = ahead_of_time.is_open(problem, row.family, row.tile, target)
+        legal = legal and (is_open or ahead_of_time.is_users(row, target.arch))
         if near and closer and legal:
             nearest[row.family] = row
     if not nearest or (set(nearest) == {INT8_DP4A.name} and len(families) > 1):
@@ -178,28 +159,58 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
         target: the GPU.
         nvcc: whether nvcc and g++ are there, which ``w8a16_wgmma`` and ``w8a16_cutlass`` need.
     """
-    nvcc = nvcc and not target.closed
+    nvcc = nvcc and not target.ahead_of_time
     if nvcc and m > w8a16_stream.MAX_TOKENS:
         if k % 16 == 0 and (tuned := _tuned(problem, m, n, k, target, (W8A16_CUTLASS.name,))) is not None:
             return tuned
         found = choose((W8A16_WGMMA.name, W8A16_CUTLASS.name), problem, m, n, k, target)
         if found is not None:
-            walk = W8A16_CUTLASS_WALK if found[0] == W8A16_CUTLASS.name else (1, 0)
-            return Choice(*found[:2], *walk)
+            swizzle, raster = W8A16_CUTLASS_WALK if found.family == W8A16_CUTLASS.name else (1, 0)
+            return replace(found, swizzle=swizzle, raster=raster)
     if m <= w8a16_stream.MAX_TOKENS:
-        sizes = closed.bounded(n, k, target, known=closed.is_usual(problem))
-        return Choice(W8A16_STREAM.name, best_tile(W8A16_STREAM, problem, m, *sizes))
-    return Choice(W8A16_MMA.name, best_tile(W8A16_MMA, problem, m, n, k, target))
+        sizes = ahead_of_time.bounded(n, k, target, known=ahead_of_time.is_usual(problem))
+        return best(W8A16_STREAM, problem, m, *sizes)
+    return best(W8A16_MMA, problem, m, n, k, target)
 
 
-def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
-    """Text of the chosen kernel."""
-    return family(choice.family).emit(problem, choice.tile, arch)
+def few_tokens(
+    problem: GemmProblem,
+    m: int,
+    n: int,
+    k: int,
+    target: Target,
+    tokens: Tokens = "none",
+    *,
+    aligned: bool = True,
+    absmax: bool = False,
+) -> tuple[W8A8Problem, Choice] | None:
+    """The problem and the kernel that stream int8 weights past m tokens; None if tiled kernels are faster or needed.
+
+    Args:
+        problem: of the product, whose tokens are int8.
+        m: rows of D.
+        n: columns of D.
+        k: summed over, with the operands' padding if tokens are int8.
+        target: the GPU.
+        tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+        absmax: whether the kernel also computes the largest magnitude of each row of its result.
+    """
+    if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
+        return None
+    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
+    if ahead_of_time.holds(problem, target) and not ahead_of_time.covers(few):
+        return None
+    if not w8a8.is_legal(few, m, k, target.arch):
+        return None
+    n, k, like = ahead_of_time.bounded(n, k, target, known=ahead_of_time.is_usual(few))
+    found = choose((INT8_STREAM.name,), few, m, n, min(k, K_MAX), like)
+    return None if found is None else (few, found)
 
 
-def grid(choice: Choice, n: int, sm_count: int) -> Grid:
-    """Returns the grid of a launch as a function of the rows of D; host launchers ignore this grid."""
-    return family(choice.family).grid(choice.tile, n, sm_count)
+def most_tokens(n: int, k: int) -> int:
+    """Tokens up to which streaming weights ``[n, k]`` is faster than the tiled kernels."""
+    return w8a8.MAX_TOKENS if n * k <= _SMALL_WEIGHTS else _MOST_TOKENS
 
 
 def alignment_of(size: int) -> int:
@@ -217,7 +228,7 @@ class Explanation:
     Attributes:
         kernel: procedural name, as in the cache, the profiler and the benchmarks.
         choice: family, tile, and reason.
-        estimate: the cost model's estimate for the kernel, or None where the family has no such model.
+        estimate: the cost model's estimate for the kernel, or None if the family has no such model.
         others: best tile and estimate of each other family that could serve.
         target: the GPU.
         sizes: M, N and K.
@@ -259,48 +270,26 @@ def explain(
 
     For 16-bit tokens the choice is that of `select_w8a16`.
     """
-    if problem.a is not DType.S8:
-        return _explain_w8a16(problem, m, n, k, target, cutlass)
-    few = few_tokens(problem, m, n, k, target) if tensor_cores else None
-    if few is not None:
-        ctas, _, _ = INT8_STREAM.grid(few.tile, n, target.sm_count)(m)
-        return Explanation(
-            procedural_name(INT8_STREAM.name, target.arch, closed.bounded_problem(few.problem, target)[0], few.tile),
-            Choice(INT8_STREAM.name, few.tile, reason="few tokens"),
-            Estimate(few.ns * target.machine.ghz, few.ns / 1e3, 1, ctas / target.sm_count),
-            (),
-            target,
-            (m, n, k),
-            tables.table_on(target).notes,
-        )
-    choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
+    served: Any = problem
     others = []
-    for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
-        if name != choice.family and (found := choose((name,), problem, m, n, k, target)) is not None:
-            others.append((name, found[1].name, estimate(name, problem, found[1], m, n, k, target)))
-    return Explanation(
-        procedural_name(choice.family, target.arch, closed.bounded_problem(problem, target)[0], choice.tile),
-        choice,
-        _estimate(choice, problem, m, n, k, target),
-        tuple(others),
-        target,
-        (m, n, k),
-        tables.table_on(target).notes,
-    )
-
-
-def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, cutlass: bool) -> Explanation:
-    choice = select_w8a16(problem, m, n, k, target, nvcc=cutlass)
-    named, _ = closed.bounded_problem(problem, target, element_stores=choice.family == W8A16_STREAM.name)
-    return Explanation(
-        procedural_name(choice.family, target.arch, named, choice.tile),
-        choice,
-        _estimate(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None,
-        (),
-        target,
-        (m, n, k),
-        tables.table_on(target).notes,
-    )
+    if problem.a is not DType.S8:
+        choice = select_w8a16(problem, m, n, k, target, nvcc=cutlass)
+        expected = _estimate(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None
+    elif tensor_cores and (found := few_tokens(problem, m, n, k, target)) is not None:
+        served, choice = found[0], replace(found[1], reason="few tokens")
+        ctas, _, _ = grid(choice, n, target.sm_count)(m)
+        expected = Estimate(choice.cost * target.machine.ghz, choice.cost / 1e3, 1, ctas / target.sm_count)
+    else:
+        choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
+        expected = _estimate(choice, problem, m, n, k, target)
+        for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
+            if name != choice.family and (other := choose((name,), problem, m, n, k, target)) is not None:
+                others.append((name, other.tile.name, _estimate(other, problem, m, n, k, target)))
+    by_element = choice.family == W8A16_STREAM.name
+    served, _ = ahead_of_time.bounded_problem(served, target, element_stores=by_element)
+    kernel = procedural_name(choice.family, target.arch, served, choice.tile)
+    notes = tables.table_on(target).notes
+    return Explanation(kernel, choice, expected, tuple(others), target, (m, n, k), notes)
 
 
 def _estimate(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
@@ -327,7 +316,7 @@ def problem_of(
         layouts: of A, B and D: ``t`` is row-major, ``n`` column-major.
         out: type of D: f16, bf16, f32, s8 or s32.
         epilogue: the fused epilogue, whose output type wins over ``out``; None takes the whole dequantization (zero
-            point, both scales, bias), or no epilogue where ``out`` is s32.
+            point, both scales, bias), or no epilogue if ``out`` is s32.
         tokens: type of A: s8, or f16 or bf16, with a scale for each column and a bias by default.
 
     Raises:

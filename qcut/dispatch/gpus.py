@@ -21,14 +21,14 @@ class Target:
         sm_count: multiprocessors.
         name: the GPU's name as the driver reports it, which selects the tuned table.
         rates: clock and bandwidth as the driver states them, of GPUs that are not known by name.
-        closed: whether kernels are chosen among those of `qcut.dispatch.precompile.closed_set`, as a wheel brings them.
+        ahead_of_time: whether kernels are chosen only among those of `qcut.dispatch.precompile`, which a wheel brings.
     """
 
     arch: str
     sm_count: int
     name: str = ""
     rates: Rates | None = None
-    closed: bool = False
+    ahead_of_time: bool = False
 
     @property
     def exchanges_in_clusters(self) -> bool:

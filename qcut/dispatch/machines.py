@@ -4,7 +4,7 @@ Sources: NVIDIA's data sheets and architecture white papers (clocks, bandwidths,
 C++ Programming Guide, "Arithmetic Instructions" and "Compute Capabilities" (limits of a multiprocessor). Shared memory
 and registers are in `qcut.emitters.core.arch`.
 
-Kernels were measured on an H200 alone. Times of the models are those of an H200, told apart by what they depend on:
+Kernels were measured only on an H200. Times of the models are those of an H200, by what they depend on:
 the memory's bandwidth, the memory's latency, or the multiprocessor's clock. A `Machine` converts each kind.
 """
 
@@ -50,13 +50,13 @@ MULTIPROCESSORS = {
 _H200_GHZ = 1.75
 _H200_SM_GB_S = 4800 / 132
 _H200_MMA_MACS = 4096 * _HOPPER["int8_mma"]
-# An SM reads 40 bytes a cycle where few others read.
+# An SM reads 40 bytes a cycle while few others read.
 _SM_BYTES_PER_CYCLE = 40
 # Share of the data sheet's bandwidth that kernels reach: 4.48 of 4.8 TB/s.
 _REACHED = 14 / 15
 # Of the 132 SMs of an H200, those of a GPC that find no partners stay out of clusters.
 _CLUSTERS_OF_132 = {1: 132, 2: 66, 4: 30, 8: 15}
-# GPUs whose clock under load nobody stated hold nine tenths of their highest one, as an H200 does (1.75 of 1.98 GHz).
+# GPUs without a stated clock under load hold nine tenths of their highest one, as an H200 does (1.75 of 1.98 GHz).
 _HELD_CLOCK = 0.9
 
 
@@ -189,7 +189,7 @@ MACHINES: Mapping[str, Machine] = dict(
 def machine_for(arch: str, sm_count: int, name: str = "", rates: Rates | None = None) -> Machine:
     """The machine that cost models assume for a GPU.
 
-    A known name has its data sheet's figures. Another GPU has those that the driver states, and where the driver states
+    A known name has its data sheet's figures. Another GPU has those that the driver states, and if the driver states
     none, the clock and the bandwidth per multiprocessor of the first known GPU of the architecture.
 
     Args:
@@ -212,6 +212,6 @@ def machine_for(arch: str, sm_count: int, name: str = "", rates: Rates | None = 
 
 
 def balance_ratio(a: Machine, b: Machine) -> float:
-    """How far apart two GPUs of one architecture are in products per byte of memory: 1 where alike, or more."""
+    """How far apart two GPUs of one architecture are in products per byte of memory: 1 if alike, or more."""
     ratio = a.cycle_bandwidth / b.cycle_bandwidth
     return max(ratio, 1 / ratio)

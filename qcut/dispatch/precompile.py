@@ -1,9 +1,9 @@
-"""The closed set: every kernel that the layers of a model and an engine can need on an architecture.
+"""Ahead-of-time kernels: all that the layers of a model and an engine can need on an architecture.
 
-`qcut.dispatch.closed` bounds what dispatch chooses from for a `Target` that is closed; here the same functions are
+`qcut.dispatch.ahead_of_time` bounds what dispatch chooses from for such a `Target`; here the same functions are
 asked for all points. Outside are, on purpose: products of `qcut.ops` that no layer makes (other layouts, epilogues or
 alignments, dp4a), tiles of a user's own tuned tables, rotations in groups other than 32, 64 and 128 columns, and
-attention of heads that are not in `qcut.dispatch.closed.HEADS`, or with windows, rings or softcaps. Those need a
+attention of heads that are not in `qcut.dispatch.ahead_of_time.HEADS`, or with windows, rings or softcaps. Those need a
 compiler. W8A16's kernels that nvcc builds, and codebooks', are outside too: in their place the set has kernels that
 NVRTC builds. In place of embeddings in codebooks there are torch's kernels.
 """
@@ -17,11 +17,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from qcut.dispatch import closed, codebook, gemm
+from qcut.dispatch import ahead_of_time, codebook, gemm
 from qcut.dispatch.attention import prompt_attention_menu, select_attention
 from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import best_tile
+from qcut.dispatch.heuristics import Choice, best_tile
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -56,12 +56,12 @@ BUCKETS = tuple(dict.fromkeys(m_bucket(m) for m in range(1, 65)))
 _BOOLS = (True, False)
 
 
-def closed_set(arch: str) -> Iterator[KernelSource]:
+def ahead_of_time_kernels(arch: str) -> Iterator[KernelSource]:
     """Every kernel that layers and engines can need on an architecture, for any sizes, each once.
 
     Texts of CUTLASS kernels are written when they are read.
     """
-    target = closed_target(arch)
+    target = ahead_of_time_target(arch)
     seen: set[str] = set()
     for sources in (_int8, _w8a16, _codebook, _rotations, _rows, _attention):
         for source in sources(target):
@@ -71,14 +71,14 @@ def closed_set(arch: str) -> Iterator[KernelSource]:
 
 
 def precompile_sources(arch: str) -> list[KernelSource]:
-    """The closed set as a list, for ``qcut precompile``."""
-    return list(closed_set(arch))
+    """The ahead-of-time kernels as a list, for ``qcut precompile``."""
+    return list(ahead_of_time_kernels(arch))
 
 
-def closed_target(arch: str) -> Target:
-    """The GPU of an architecture that the closed set is made for."""
-    like = closed.reference(arch)
-    return Target(like.arch, like.sm_count, like.name, closed=True)
+def ahead_of_time_target(arch: str) -> Target:
+    """The GPU of an architecture that ahead-of-time kernels are chosen for."""
+    like = ahead_of_time.reference(arch)
+    return Target(like.arch, like.sm_count, like.name, ahead_of_time=True)
 
 
 # ── products ─────────────────────────────────────────────────────────────────────────────────────
@@ -89,16 +89,16 @@ def _int8(target: Target) -> Iterator[KernelSource]:
     arch = target.arch
     for epilogue, alignment in product(_int8_epilogues(), (16, 1)):
         problem = GemmProblem(epilogue=epilogue, alignment_n=alignment)
-        for name, tile in sorted(closed.all_gemm_tiles(arch), key=str):
-            if family(name).is_legal(problem, tile, arch) and closed.takes(problem, name, tile, arch):
+        for name, tile in sorted(ahead_of_time.all_gemm_tiles(arch), key=str):
+            if family(name).is_legal(problem, tile, arch) and ahead_of_time.takes(problem, name, tile, arch):
                 yield family(name).emit(problem, tile, arch)
     for epilogue, tokens, absmax in product(_int8_epilogues(), ("given", "rows"), _BOOLS):
         few = W8A8Problem(tokens, epilogue.out, epilogue, absmax=absmax)  # type: ignore[arg-type]
-        if closed.covers(replace(few, epilogue=_without_any(epilogue))):
+        if ahead_of_time.covers(replace(few, epilogue=_without_any(epilogue))):
             for m in (m for m in BUCKETS if m <= w8a8.MAX_TOKENS):
-                for n, k in closed.points(closed.is_usual(few)):
+                for n, k in ahead_of_time.points(ahead_of_time.is_usual(few)):
                     if w8a8.is_legal(few, m, min(k, K_MAX), arch):
-                        tile = best_tile(INT8_STREAM, few, m, n, min(k, K_MAX), closed.reference(arch))
+                        tile = best_tile(INT8_STREAM, few, m, n, min(k, K_MAX), ahead_of_time.reference(arch))
                         yield INT8_STREAM.emit(few, tile, arch)
     for aligned in _BOOLS:
         yield SplitHalves(arch, aligned).emit()
@@ -125,7 +125,7 @@ def _w8a16(target: Target) -> Iterator[KernelSource]:
         problem = GemmProblem(dtype, epilogue=epilogue, alignment_k=alignment_k, alignment_n=alignment_n)
         for tile in W8A16_MMA.menu(problem, target.arch):
             yield W8A16_MMA.emit(problem, tile, target.arch)
-        for m, (n, k) in product(BUCKETS, closed.points(closed.is_usual(problem))):
+        for m, (n, k) in product(BUCKETS, ahead_of_time.points(ahead_of_time.is_usual(problem))):
             if m <= w8a16.MAX_TOKENS and alignment_n == 16:
                 yield gemm.emit(gemm.select_w8a16(problem, m, n, k, target), problem, target.arch)
 
@@ -151,19 +151,17 @@ def _codebook(target: Target) -> Iterator[KernelSource]:
 
 
 def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[KernelSource]:
-    usual = closed.is_usual(problem)
-    choices: dict[codebook.CodebookChoice, None] = {}
+    usual = ahead_of_time.is_usual(problem)
+    choices: dict[Choice, None] = {}
     for m, (n, k) in product(
-        (1,) if problem.rotates else BUCKETS if usual else closed.FEW_TOKENS, closed.points(usual)
+        (1,) if problem.rotates else BUCKETS if usual else ahead_of_time.FEW_TOKENS, ahead_of_time.points(usual)
     ):
         with suppress(EmitError):  # kernels that rotate hold the token of all of K
             choices[codebook.select(problem, m, n, k // 128, target)] = None
     if usual and not problem.rotates:
         has_wgmma = architecture(target.arch).wgmma
         for kind in (CODEBOOK_WGMMA, CODEBOOK_STREAM_WGMMA) if has_wgmma else (CODEBOOK_MMA,):
-            choices |= {
-                codebook.CodebookChoice(kind.name, tile): None for tile in kind.default_tiles(problem, target.arch)
-            }
+            choices |= {Choice(kind.name, tile): None for tile in kind.default_tiles(problem, target.arch)}
     for choice in choices:
         e, by_element = problem.epilogue, choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
         alignment = 16 if by_element else problem.alignment_n
@@ -174,13 +172,13 @@ def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[Ker
 
 
 def _rotations(target: Target) -> Iterator[KernelSource]:
-    known = sorted({k for _, k in closed.KNOWN_SHAPES})
+    known = sorted({k for _, k in ahead_of_time.KNOWN_SHAPES})
     for x, out, kind, group, passes, aligned in product(
-        FLOATS, (*HALVES, DType.S8), ("hadamard", "qr", "none"), closed.GROUPS, (1, 2), _BOOLS
+        FLOATS, (*HALVES, DType.S8), ("hadamard", "qr", "none"), ahead_of_time.GROUPS, (1, 2), _BOOLS
     ):
         for m, k in product(
             (1, 32, target.sm_count, 4 * target.sm_count),
-            (*closed.ROTATION_POINTS, *closed.FEW_ROTATION_POINTS, *known),
+            (*ahead_of_time.ROTATION_POINTS, *ahead_of_time.FEW_ROTATION_POINTS, *known),
         ):
             if out in (x, DType.S8):
                 with suppress(EmitError):  # qr takes no float32
@@ -203,7 +201,7 @@ def _rows(target: Target) -> Iterator[KernelSource]:
             yield Dequantize.for_shape(x, arch, m, k, aligned=aligned).emit()
         for layer, residual, quantized, many in product(_BOOLS, repeat=4):
             usual = aligned and x is not DType.F32
-            for vectors in closed.VECTOR_POINTS if usual else closed.FEW_VECTOR_POINTS:
+            for vectors in ahead_of_time.VECTOR_POINTS if usual else ahead_of_time.FEW_VECTOR_POINTS:
                 flags: dict[str, Any] = {"many": many, "residual": residual, "quantized": quantized}
                 with suppress(EmitError):
                     width = vectors * 128 // x.bits
@@ -227,19 +225,19 @@ def _widths() -> tuple[int, ...]:
 
 def _attention(target: Target) -> Iterator[KernelSource]:
     arch = target.arch
-    for x, head in product(FLOATS, closed.HEADS):
+    for x, head in product(FLOATS, ahead_of_time.HEADS):
         for cache, values in _caches(x, head):
             for rotary, many in product(ROTARY, _BOOLS):
                 with suppress(EmitError):
                     yield RotateAndAppend(x, cache, head, rotary, arch, many, values=values).emit()
             for kernel in prompt_attention_menu(x, cache, head, arch, values):
                 yield kernel.emit()
-            for queries, cluster in product(closed.QUERIES, CLUSTERS):
+            for queries, cluster in product(ahead_of_time.QUERIES, CLUSTERS):
                 yield from _attention_forms(x, cache, values, head, queries, cluster, target)
 
 
 def _caches(x: DType, head: int) -> Iterator[tuple[DType, DType | None]]:
-    """Types of keys, and of values where these have another, that an engine with activations of type x may keep."""
+    """Types of keys, and of values with another type, that an engine with activations of type x may keep."""
     yield from ((x, None), (DType.S8, None))
     if x in HALVES and head in ROTATED_HEADS:
         yield from ((DType.U4, None), (DType.S8, DType.U4))
@@ -253,11 +251,11 @@ def _attention_forms(
             desc, _ = select_attention(x, cache, head, queries, target, batch=1, kv_heads=1, context=TILE)
             yield desc.emit()
         return
-    if cluster > 1 and not closed.has_clusters(head, target):
+    if cluster > 1 and not ahead_of_time.has_clusters(head, target):
         return
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)
         yield kernel.emit()
         for rotary, norms in product(_BOOLS, _BOOLS):
-            if not norms or closed.has_head_norms(head, rotary, target):
+            if not norms or ahead_of_time.has_head_norms(head, rotary, target):
                 yield AttentionAppend(kernel, rotary, norms).emit()

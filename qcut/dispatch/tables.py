@@ -4,7 +4,7 @@ A GPU has one JSON file shipped with qcut, and over it the user's own, ``$QCUT_C
 without a shipped file may start from that of a similar GPU (`start_of`). A table
 states for which version of each family it was measured; rows of another version, and files that cannot be read, are
 ignored, and `Table.notes` holds the reason. Writing loses nothing: a new file is renamed into place, and an old file
-that was not understood is kept beside it.
+that was not understood is kept next to it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qcut.jit import cache as kernel_cache
 
 SCHEMA = 2
 OUTPUTS = ("f16", "s8", "halves")
-"""Classes of D: ``f16`` stands for every type wider than a byte, ``halves`` for these where tokens are int16."""
+"""Classes of D: ``f16`` stands for every type wider than a byte, ``halves`` for these if tokens are int16."""
 LAYOUTS = tuple(a + b + d for a in "tn" for b in "tn" for d in "tn")
 
 ALIKE = 1.5
@@ -74,14 +74,14 @@ class Row:
         family: one of `qcut.emitters.families.TUNED_FAMILIES`.
         out: one of `OUTPUTS`.
         layouts: of A, B and D, as `GemmProblem.layouts`.
-        m: rows of D, and of A but where tokens are int16, in halves.
+        m: rows of D, and of A except with int16 tokens, in halves.
         n: columns of B and D.
         k: summed over.
         tile: the family's tile.
         time_us: the kernel's median time in µs.
-        swizzle: see `qcut.dispatch.gemm.Choice`.
-        raster: see `qcut.dispatch.gemm.Choice`.
-        splits: see `qcut.dispatch.gemm.Choice`.
+        swizzle: see `qcut.dispatch.heuristics.Choice`.
+        raster: see `qcut.dispatch.heuristics.Choice`.
+        splits: see `qcut.dispatch.heuristics.Choice`.
         tuned_on: another GPU, whose row is a start for this one; empty for a GPU's own row.
     """
 
@@ -294,7 +294,7 @@ def _is_understood(path: Path) -> bool:
 
 
 def overlay(base: Table, over: Table) -> Table:
-    """The rows of two tables; where both have a row with the same key, the row of ``over``."""
+    """The rows of two tables; of two rows with the same key, that of ``over``."""
     rows = {row.key: row for row in (*base.rows, *over.rows)}
     notes, environment = (*base.notes, *over.notes), over.environment or base.environment
     return Table(over.gpu, tuple(rows.values()), environment, notes, base.partial or over.partial)
@@ -330,7 +330,7 @@ def user_path(gpu: str) -> Path | None:
 
 
 def shipped(gpu: str) -> Table:
-    """The table that comes with qcut; empty where there is none."""
+    """The table that comes with qcut; empty if there is none."""
     resource = resources.files("qcut.dispatch") / "tuned" / file_name(gpu)
     if not gpu.strip() or not resource.is_file():
         return Table(gpu)
@@ -338,7 +338,7 @@ def shipped(gpu: str) -> Table:
 
 
 def users(gpu: str) -> Table:
-    """The user's own table; empty where there is none."""
+    """The user's table; empty if there is none."""
     path = user_path(gpu)
     if not gpu.strip() or path is None or not path.exists():
         return Table(gpu)
@@ -366,11 +366,11 @@ def table_for(gpu: str) -> Table:
 
 
 def start_of(target: Target) -> str:
-    """The GPU whose shipped table a GPU without one starts from; empty where there is none.
+    """The GPU whose shipped table a GPU without one starts from; empty if there is none.
 
-    A row's tile is the fastest for a number of waves, and for how fast products are beside the memory. Hence the other
-    GPU has the same architecture and the same number of multiprocessors, and its products per byte of memory differ by
-    at most `ALIKE`. Of several, the nearest by this ratio. Elsewhere the model chooses.
+    A row's tile is the fastest for a number of waves, and for the ratio of products to memory bandwidth. Hence the
+    other GPU has the same architecture and the same number of multiprocessors, and its products per byte of memory
+    differ by at most `ALIKE`. Of several, the nearest by this ratio. Elsewhere the model chooses.
     """
     if not target.name.strip() or shipped(target.name).rows:
         return ""
@@ -389,7 +389,7 @@ def table_on(target: Target) -> Table:
     own, start = table_for(target.name), start_of(target)
     if not start:
         return own
-    # Times of two GPUs do not compare, so a size that was measured here has rows of this GPU alone.
+    # Times of two GPUs do not compare, so a size that was measured here has only rows of this GPU.
     measured = {row.place for row in own.rows}
     rows = [dataclasses.replace(row, tuned_on=start) for row in shipped(start).rows if row.place not in measured]
     note = f"{len(rows)} rows tuned for {start}, used as a start for {target.name}; `qcut tune` measures its own"

@@ -1,7 +1,7 @@
-"""Builds in the background, in a process of their own, for callers that have something slower to go on with.
+"""Builds in the background, in a process of their own, for callers with a fallback.
 
-The process (`qcut.jit.builder`) runs as long as there is work, at low priority. It ends with its parent, whatever ends
-the parent, and takes its compilers with it.
+The process (`qcut.jit.builder`) runs as long as there is work, at low priority. It ends with its parent, however
+the parent ends, and stops its compilers.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Builder:
                 idle = self._settle(*pickle.load(output))
             except (EOFError, OSError, pickle.UnpicklingError):
                 reason = "its process ended"
-            except Exception as error:  # nobody must wait for a thread that is no more
+            except Exception as error:  # callers must not wait for a thread that has ended
                 reason = f"{type(error).__name__}: {error}"
         assert process.stdin is not None
         process.stdin.close()  # which ends it
@@ -180,7 +180,7 @@ class Builder:
             self._lost(process, f"{reason} (status {status})", text)
 
     def _settle(self, key: str, done: bool, result: Any) -> bool:
-        """Take a job's result, let results take over where it is time, and go on with the next job.
+        """Take a job's result, let results take over if it is time, and go on with the next job.
 
         Returns:
             Whether there is none, so that the process ends.
@@ -246,7 +246,7 @@ def _send(process: subprocess.Popen[bytes], message: bytes) -> None:
 
 
 def _warn(name: str, problem: str) -> None:
-    with contextlib.suppress(RuntimeWarning):  # as an error it would end the thread, and reach nobody
+    with contextlib.suppress(RuntimeWarning):  # as an error it would end the thread unseen
         warnings.warn(
             f"qcut: {name} cannot be built in the background, and slower code with the same results goes on in its "
             f"place: {problem}",
@@ -256,7 +256,7 @@ def _warn(name: str, problem: str) -> None:
 
 
 def background_jobs() -> int:
-    """Builds at a time in the background: half the cores, fewer where memory is short."""
+    """Builds at a time in the background: half the cores, fewer if memory is short."""
     return max(1, default_jobs() // 2)
 
 

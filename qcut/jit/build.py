@@ -90,10 +90,10 @@ def build(source: KernelSource) -> Binary:
 
 
 def find(source: KernelSource) -> Binary | None:
-    """The binary of a kernel from memory, pack or disk; None where `build` would compile it.
+    """The binary of a kernel from memory, pack or disk; None if `build` would compile it.
 
     Raises:
-        ToolchainError: none of them has it, and the compiler or its headers are missing.
+        ToolchainError: the kernel is in none of these, and the compiler or its headers are missing.
         BuildError: the installed pack is damaged.
     """
     return _packed(source) or _lookup(source, _key_to_build(source))
@@ -133,7 +133,7 @@ def build_many(
 
     Args:
         sources: kernels; sources of the same name are one kernel.
-        jobs: compilers to run at a time; None runs one per core, fewer where memory is short.
+        jobs: compilers to run at a time; None runs one per core, fewer if memory is short.
         progress: show a bar on stderr while something compiles.
 
     Returns:
@@ -253,9 +253,9 @@ def header_digests(source: KernelSource) -> dict[str, str]:
     return digests
 
 
-@lru_cache(maxsize=1 << 10)  # every look-up of a kernel asks; a file that was changed has another time
+@lru_cache(maxsize=1 << 10)  # read at every look-up; a changed file has another time
 def _read_header(path: str, root: Path, mtime_ns: int, size: int) -> tuple[str, str, tuple[str, ...]] | None:
-    """Name below the root, digest and inner includes of a header; None where the path leads out of the root."""
+    """Name below the root, digest and inner includes of a header; None if the path leads out of the root."""
     real = Path(path).resolve()
     if root not in real.parents:
         return None
@@ -280,7 +280,7 @@ def _packed(source: KernelSource) -> Binary | None:
 
 
 def _key_to_build(source: KernelSource) -> str:
-    """`fingerprint` of a kernel that no pack has; what is missing is said with the pack that lacks the kernel."""
+    """`fingerprint` of a kernel that is in no pack; an error also names the pack that lacks the kernel."""
     try:
         return fingerprint(source)
     except (ToolchainError, EmitError) as error:
@@ -308,7 +308,7 @@ def _lookup(source: KernelSource, key: str) -> Binary | None:
 
 
 def _read_device(source: KernelSource) -> cache.Entry | None:
-    """The entry of a kernel's cubin; None where there is none, or, with a warning, where the entry holds no cubin."""
+    """The entry of a kernel's cubin; None if there is none, or, with a warning, if the entry holds no cubin."""
     part = device_fingerprint(source)
     if (entry := cache.read(source.name, part)) is None:
         return None
@@ -362,7 +362,7 @@ def compile_source(source: KernelSource, device: cache.Entry | None = None) -> B
 
 
 def default_jobs() -> int:
-    """Compilers to run at a time: one per core, fewer where memory is short."""
+    """Compilers to run at a time: one per core, fewer if memory is short."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
@@ -376,13 +376,13 @@ def is_toolchain_available(kind: str) -> bool:
 
 
 def missing_toolchain(kind: str) -> str | None:
-    """The reason why kernels of a toolchain cannot be built here, with what to install; None where they can.
+    """The reason why kernels of a toolchain cannot be built here, with what to install; None if they can.
 
     Args:
         kind: ``nvrtc`` for raw kernels, or ``nvcc`` for CUTLASS kernels, which need nvcc, g++ and CUTLASS headers.
 
     Raises:
-        BuildError: there is no scratch space, so that nobody can tell.
+        BuildError: there is no scratch space to try the compiler in.
     """
     try:
         if kind == "nvrtc":

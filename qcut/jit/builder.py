@@ -28,7 +28,7 @@ def main() -> None:
     jobs, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # whatever prints, prints no results
+    os.dup2(2, 1)  # prints do not mix with results
     serve(jobs, results)
     _stop_compilers()
     os._exit(0)
@@ -51,7 +51,7 @@ def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
         except BaseException as error:
             reply = key, False, f"{type(error).__name__}: {error}"
         message = pickle.dumps(reply)
-        with lock, contextlib.suppress(OSError):  # the parent is no more
+        with lock, contextlib.suppress(OSError):  # the parent has ended
             results.write(message)
             results.flush()
 

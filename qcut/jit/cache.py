@@ -1,7 +1,7 @@
 """The kernel cache on disk: one file per kernel, trusted and verified when read, never half written.
 
 ``$QCUT_CACHE_DIR``, or else the user's cache folder (``~/.cache/qcut``), holds ``kernels/{name}-{key}.qcut``. A file
-is renamed into place, so a reader sees the whole file or none; a SHA-256 over the content tells what a crash or a bad
+is renamed into place, so a reader sees the whole file or none; a SHA-256 over the content shows what a crash or a bad
 disk damaged. Entries hold code that will run: an entry or a directory that another user could have written is not used
 (`qcut.jit.folders`). An entry that is not used is built again, with a warning that names the file. A cache that cannot
 be written costs one warning, never a result.
@@ -75,7 +75,7 @@ def read(name: str, key: str) -> Entry | None:
     """Read an entry.
 
     Returns:
-        The entry; None where the file is missing. Where it is damaged, unreadable, larger than `MAX_ENTRY_BYTES`, or
+        The entry; None if the file is missing. If it is damaged, unreadable, larger than `MAX_ENTRY_BYTES`, or
         another user could have written it, a warning names it, and None is returned.
 
     Raises:
@@ -149,7 +149,7 @@ def discard(name: str, key: str) -> None:
 
 
 def _read_file(folder: int, path: Path) -> bytes:
-    # O_NONBLOCK: opening a pipe must not wait for somebody who writes into it.
+    # O_NONBLOCK: opening a pipe must not wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path.name, flags, dir_fd=folder), "rb") as file:
         status = os.fstat(file.fileno())
@@ -208,7 +208,7 @@ def _new_file(folder: int, name: str) -> tuple[str, int]:
     """Make a temporary file, locked as long as it is open: one without a lock was left by a process that died."""
     while True:
         temporary = f".{name[-60:]}.{folders.host_tag()}.{secrets.token_hex(4)}.tmp"
-        # Never for others to write, whatever the umask is.
+        # Others may never write, whatever the umask is.
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)

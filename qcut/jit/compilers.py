@@ -32,8 +32,8 @@ class Resources:
         registers: registers per thread.
         smem_bytes: static shared memory per CTA.
         stack_bytes: local memory per thread; more than 0 deserves a look.
-        spill_store_bytes: bytes that a thread stores to local memory for want of registers.
-        spill_load_bytes: bytes that a thread loads from local memory for want of registers.
+        spill_store_bytes: bytes that a thread stores to local memory, short of registers.
+        spill_load_bytes: bytes that a thread loads from local memory, short of registers.
     """
 
     registers: int
@@ -48,7 +48,7 @@ def compile_text(source: KernelSource, *, device: bool = True) -> tuple[bytes, b
 
     Args:
         source: text, target and toolchain.
-        device: False compiles the host launcher alone; the cubin is then empty.
+        device: False compiles only the host launcher; the cubin is then empty.
 
     Returns:
         The cubin, the host launcher's shared object (None for a raw kernel), and the compilers' output.
@@ -232,7 +232,7 @@ def run_all(commands: Sequence[Sequence[str]], folder: Path, name: str | None = 
     with contextlib.ExitStack() as stack:
         running = []
         for command in commands:
-            # In memory: a full disk would swallow what the compiler says about it.
+            # In memory: on a full disk the compiler's message about it would be lost.
             output = stack.enter_context(os.fdopen(os.memfd_create("qcut-log", os.MFD_CLOEXEC), "w+b"))
             try:
                 process = subprocess.Popen(

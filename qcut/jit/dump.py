@@ -24,7 +24,7 @@ def dump(source: KernelSource, key: str, cubin: bytes, log: str) -> None:
     """Write what a kernel is made of to the folder, once in a process; without ``QCUT_DUMP``, nothing.
 
     The files are ``NAME.cu``, ``.flags``, ``.ptx``, ``.cubin``, ``.sass``, ``.log`` and, with a host launcher,
-    ``.host.cpp``. Where the tool for one of them is missing, the file holds the reason.
+    ``.host.cpp``. If the tool for one of them is missing, the file holds the reason.
 
     Args:
         source: the kernel's text.

@@ -1,4 +1,4 @@
-"""The cache directory, and who may write it: qcut runs code only from files that no other user can change.
+"""The cache directory and its permissions: qcut runs code only from files that no other user can change.
 
 A file or directory is trusted as by OpenSSH: it belongs to the user who runs the process, or to root, and neither its
 group nor others may write it.
@@ -34,10 +34,10 @@ def directory() -> Path | None:
     ``~`` stands for the home directory; an empty ``$QCUT_CACHE_DIR`` is none.
 
     Returns:
-        The path; None where no home directory is known.
+        The path; None if no home directory is known.
 
     Raises:
-        ConfigError: ``$QCUT_CACHE_DIR`` is relative, or begins with the ``~`` of a user who does not exist.
+        ConfigError: ``$QCUT_CACHE_DIR`` is relative, or begins with the ``~`` of an unknown user.
     """
     chosen = os.environ.get("QCUT_CACHE_DIR", "")
     try:
@@ -53,7 +53,7 @@ def directory() -> Path | None:
             f"QCUT_CACHE_DIR is {chosen!r}, a relative path, which would follow the working directory; "
             "give an absolute path, or one that begins with ~"
         )
-    return None  # where the home directory is not known, "~" stays
+    return None  # "~" stays if the home directory is not known
 
 
 def distrust(path: Path | str, status: os.stat_result, *, sticky: bool = False) -> DistrustedError | None:
@@ -65,7 +65,7 @@ def distrust(path: Path | str, status: os.stat_result, *, sticky: bool = False) 
         sticky: others may write a directory whose sticky bit keeps them from each other's files, such as ``/tmp``.
 
     Returns:
-        The error to raise; None where nobody else could.
+        The error to raise; None if nobody else could.
     """
     if status.st_uid not in (0, os.geteuid()):
         whose = f"belongs to user {status.st_uid}; only what belongs to user {os.geteuid()} or root is used"
@@ -83,12 +83,12 @@ def host_tag() -> str:
 
 
 def left_behind(name: str, status: os.stat_result, descriptor: int) -> bool:
-    """Whether nobody works any more on an unfinished file, which its writer keeps locked.
+    """Whether an unfinished file was abandoned; its writer keeps it locked.
 
     Args:
         name: holds the writer's `host_tag`.
         status: of the file.
-        descriptor: of the file, open for writing; locked where the answer is True.
+        descriptor: of the file, open for writing; locked if the answer is True.
     """
     if f".{host_tag()}." not in name and time.time() - status.st_mtime < LEFTOVER_AGE_S:
         return False
@@ -100,7 +100,7 @@ def left_behind(name: str, status: os.stat_result, descriptor: int) -> bool:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents, for the user alone (mode 0700).
+    """Make a directory and its missing parents, for this user only (mode 0700).
 
     Raises:
         OSError: it cannot be made, or is no directory.
@@ -127,7 +127,7 @@ def opened(base: Path, name: str, *, make: bool = False) -> Iterator[int]:
         A descriptor of the folder.
 
     Raises:
-        DistrustedError: somebody else may write the cache directory or the folder.
+        DistrustedError: another user may write the cache directory or the folder.
         OSError: one of them is missing, cannot be made, or is no directory.
     """
     if make:

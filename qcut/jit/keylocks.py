@@ -77,7 +77,7 @@ def locked(key: str) -> Iterator[None]:
             return
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(held, ended), name="qcut-lock", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no more threads: those who wait may build too
+        with contextlib.suppress(RuntimeError):  # no more threads: waiting processes may build too
             beat.start()
         try:
             yield
@@ -107,7 +107,7 @@ def _open(key: str) -> _Held | None:
 
 
 def _wait(held: _Held, key: str) -> bool:
-    """Take the lock; False where its holder shows no life, or the file system has no locks."""
+    """Take the lock; False if its holder shows no life, or the file system has no locks."""
     pause, last = _POLL_S
     seen, since = -1, time.monotonic()
     while (file := held.file) is not None:

@@ -81,7 +81,7 @@ class Pack:
     Attributes:
         path: the file.
         facts: what the builder noted: ``arch``, ``sources`` (see `sources_digest`), ``qcut``, and ``needs``, the
-            versions of C libraries that host launchers want.
+            versions of C libraries that host launchers need.
 
     Raises:
         BuildError: the file is damaged, or no pack.
@@ -110,7 +110,7 @@ class Pack:
         return self._find(key_of(source)) is not None
 
     def read(self, source: KernelSource) -> Packed | None:
-        """The kernel of a source; None where the pack does not have it.
+        """The kernel of a source; None if the pack does not have it.
 
         Raises:
             BuildError: the pack is damaged.
@@ -212,7 +212,7 @@ class _Keys:
 
 @once
 def installed(arch: str) -> Pack | None:
-    """The pack of an architecture that came with the wheel, or else the user's own; None where there is none.
+    """The pack of an architecture that came with the wheel, or else the user's own; None if there is none.
 
     A pack that other sources were built to, or that another user could have written, is not used; a warning says so.
 
@@ -236,7 +236,7 @@ def installed(arch: str) -> Pack | None:
 
 
 def _own(arch: str) -> Path | None:
-    """The user's own pack, where nobody else could have written it."""
+    """The user's pack, unless another user could have written it."""
     if (base := folders.directory()) is None:
         return None
     path = base / CACHE_FOLDER / f"{arch}.qpack"
@@ -255,7 +255,7 @@ def _own(arch: str) -> Path | None:
 
 
 def find(source: KernelSource) -> Packed | None:
-    """A kernel of the installed pack of its architecture; None where there is no pack, or none with the kernel.
+    """A kernel of the installed pack of its architecture; None if there is no pack, or none with the kernel.
 
     Raises:
         BuildError: the pack is damaged.
@@ -265,14 +265,14 @@ def find(source: KernelSource) -> Packed | None:
 
 
 def lacking(source: KernelSource) -> str:
-    """For messages: that the installed pack lacks a kernel; empty where no pack is installed."""
+    """For messages: that the installed pack lacks a kernel; empty if no pack is installed."""
     if (pack := installed(source.arch)) is None:
         return ""
     return f"it is none of the {len(pack)} kernels of {pack.path}, which are those of layers and engines; to build it: "
 
 
 def key_of(source: KernelSource) -> bytes:
-    """What identifies a kernel among those of the same sources of qcut: its name and, where it is written, its text."""
+    """What identifies a kernel among those of the same sources of qcut: its name and, if it is written, its text."""
     described = isinstance(source, DeferredSource) and source.is_described
     texts = [] if described else [source.text, source.host_text]
     facts = [source.name, source.entry, source.arch, source.toolchain, *texts]
@@ -297,7 +297,7 @@ def sources_digest() -> str:
 
 
 def library_versions(launchers: Iterable[bytes]) -> str:
-    """The newest versions of the C libraries that host launchers want, such as ``GLIBC_2.34``."""
+    """The newest versions of the C libraries that host launchers need, such as ``GLIBC_2.34``."""
     newest: dict[bytes, tuple[int, ...]] = {}
     for code in launchers:
         for name, version in re.findall(rb"\b(GLIBC|GLIBCXX|CXXABI|GCC)_(\d+(?:\.\d+)*)\b", code):

@@ -23,7 +23,7 @@ _ADVICE = "set TMPDIR to a directory in which compilers can work"
 
 
 def unsafe_character(path: Path | str) -> str | None:
-    """The first character of a path on which the shell beneath nvcc would act; None where the path is safe."""
+    """The first character of a path on which the shell beneath nvcc would act; None if the path is safe."""
     match = _UNSAFE.search(str(path))
     return match.group() if match else None
 
@@ -98,7 +98,7 @@ def _in_cache(unsafe: Path, kernel: str | None) -> Path:
 
 
 def _make(base: Path) -> tuple[Path, int]:
-    """Make a folder with a locked file in it: a folder whose file nobody has locked was left by a dead process."""
+    """Make a folder with a locked file in it: a folder with an unlocked file was left by a dead process."""
     while True:
         folder = base / f"qcut-build.{folders.host_tag()}.{secrets.token_hex(8)}"
         os.mkdir(folder, 0o700)

@@ -1,7 +1,7 @@
 """Finds compilers, headers and the driver: PyPI packages first, then ``CUDA_HOME``, then ``PATH``.
 
 Nothing is searched, loaded or run at import. Every ``find_*`` function remembers its result for the life of
-the process, searches once for all threads, and raises `ToolchainError`, which says what to install, where nothing is
+the process, searches once for all threads, and raises `ToolchainError` with what to install if nothing is
 found.
 """
 
@@ -24,7 +24,7 @@ from qcut.jit.scratch import environment, scratch_folder, unsafe_character
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")
 TOOLKIT = "'cuda-toolkit[cccl,crt,cudart,nvcc,nvrtc,nvvm]>=13.0,<14'"
-"""What to install: compilers and headers of one CUDA release, that of an installed torch where it has one."""
+"""What to install: compilers and headers of one CUDA release, that of an installed torch if it has one."""
 
 # Each wheel brings one of these headers; only all of them together make an include path that compiles.
 _CUDA_HEADERS = {
@@ -151,12 +151,12 @@ def find_nvcc() -> Tool:
             problems.append(f"{str(path)!r} has the character {character!r}, on which the shell beneath nvcc would act")
             continue
         version, problem = _run([str(path), "--version"])
-        # PATH may hold a wrapper script: nvcc itself knows where it lives.
+        # PATH may hold a wrapper script: nvcc itself knows its path.
         with scratch_folder() as folder:
             plan, wrong = _run([str(path), "--dryrun", *host, "-x", "cu", "-cubin", os.devnull], folder)
         release = re.search(r"release \S+ V(\S+)", version)
         top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
-        # Without a g++, nvcc ends before it says where it lives.
+        # Without a g++, nvcc ends before it prints its path.
         home = top.group(1).strip() if top else "" if host else path.resolve().parents[1]
         if not release or not home:
             reason = problem or wrong
@@ -331,7 +331,7 @@ def _run(command: list[str], folder: Path | None = None) -> tuple[str, str]:
     """Run a short command, in a scratch folder if it needs one.
 
     Returns:
-        What it printed, both streams together, and why it failed; empty where it did not.
+        What it printed, both streams together, and why it failed; empty if it did not.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Who waits for a compiler: `require` builds missing kernels now or in the background, and dry runs find them.
+"""Waiting for compilers: `require` builds missing kernels now or in the background, and dry runs find them.
 
 ``QCUT_BUILD`` decides for callers that have a fallback kernel. `dry_run_first` builds all kernels that a piece of work
 lacks together.

@@ -47,7 +47,7 @@ class HeuristicResult(ctypes.Structure):
 def _load() -> ctypes.CDLL:
     soname = f"libcublasLt.so.{(torch.version.cuda or '13').split('.')[0]}"
     try:
-        # torch has it loaded already: the soname alone finds that very copy.
+        # torch has it loaded already: the soname finds that copy.
         return ctypes.CDLL(soname)
     except OSError:
         spec = importlib.util.find_spec("nvidia")

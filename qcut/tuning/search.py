@@ -41,7 +41,7 @@ DEFAULT_LIMIT = 48
 SAMPLED = 0.25
 """Share of the limit that is drawn at random from tiles that the model ranks lower, since the model may be wrong."""
 PER_SHAPE = 3
-"""Most tiles, of those the model ranks first, with the same CTA and warp tiles, which the model hardly tells apart."""
+"""Most tiles, of those the model ranks first, with the same CTA and warp tiles, which the model ranks about equal."""
 BATCH = 8
 """Number of variants that take turns and go to the journal together."""
 FINALISTS = 4
@@ -73,7 +73,7 @@ class Task:
             if self.out == "halves":
                 return problem_of(self.m, self.n, self.k, layouts=self.layouts, epilogue=_HALVES)
             return problem_of(self.m, self.n, self.k, layouts=self.layouts, out=self.out)
-        # CUTLASS asks for whole 16 bytes of int8, too, and has these layouts alone: no tile serves what is unaligned.
+        # CUTLASS asks for whole 16 bytes of int8, too, and has only these layouts: no tile serves what is unaligned.
         serves = self.k % 16 == 0 and self.layouts == "tnt" and self.out != "halves"
         out = "f16" if self.out == "halves" else self.out
         return replace(problem_of(self.m, self.n, self.k, out=out, tokens="f16"), alignment_k=8 if serves else 1)
@@ -96,7 +96,7 @@ class Bench(Protocol):
     clock: timing.Clock
 
     def variant(self, task: Task, name: str, choice: Choice, source: KernelSource, binary: Binary) -> timing.Variant:
-        """A kernel on a task's operands, its check included. Raises LaunchError where it cannot be loaded."""
+        """A kernel on a task's operands, its check included. Raises LaunchError if it cannot be loaded."""
 
     def is_alive(self) -> bool:
         """Whether the device still answers; a kernel that fails may destroy the CUDA context."""
@@ -108,8 +108,8 @@ class Result:
 
     Attributes:
         task: the task.
-        row: the fastest kernel; None where nothing could be timed.
-        complete: False where time ran out before everything was measured.
+        row: the fastest kernel; None if nothing could be timed.
+        complete: False if time ran out before everything was measured.
         tiles: number of candidates.
         measured: number of measurements in this run; other measurements came from the journal.
         left_out: by tile name, the reason why a candidate was not timed.
@@ -177,7 +177,7 @@ def _varied(ranked: Sequence[Any], count: int) -> dict[Any, None]:
 
 
 def unfit(binary: Binary, source: KernelSource) -> str:
-    """The reason not to launch a binary: spills, local memory, or more resources than an SM has; empty where none."""
+    """The reason not to launch a binary: spills, local memory, or more resources than an SM has; empty if none."""
     resources = binary.resources
     if resources is None:
         return ""
@@ -392,7 +392,7 @@ def tune(
         progress: show bars on stderr.
         build: makes binaries of sources, as `qcut.jit.build_many`.
         now: the host's clock.
-        report: told of kernels that are wrong, as they are found.
+        report: called with each wrong kernel.
         done: called with each result as soon as it is known.
 
     Returns:

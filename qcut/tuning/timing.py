@@ -69,7 +69,7 @@ class Variant:
         name: column name in tables and CSV.
         call: does the work once on operand copy ``i`` (``0 <= i < copies``).
         copies: how many operand sets ``call`` rotates over.
-        check: raises `CheckError` where the result is wrong; run before any timing.
+        check: raises `CheckError` if the result is wrong; run before any timing.
         graph: whether to time it in a CUDA graph; a whole model is timed as its user calls it.
     """
 
@@ -87,7 +87,7 @@ class Clock(Protocol):
         """Run ``body`` once, outside any measurement, and wait for it."""
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """Record ``body`` and return a function that replays it; raise RuntimeError where this is impossible."""
+        """Record ``body`` and return a function that replays it; raise RuntimeError if this is impossible."""
 
     def time_us(self, replay: Callable[[], object]) -> float:
         """Device microseconds of one replay."""
@@ -110,7 +110,7 @@ class CudaClock:
         torch.cuda.synchronize()
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """Record ``body`` in a CUDA graph. Raises RuntimeError where no graph can hold ``body``."""
+        """Record ``body`` in a CUDA graph. Raises RuntimeError if no graph can hold ``body``."""
         # torch.cuda.graph() would collect garbage and empty the allocator's cache on every capture.
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -167,7 +167,7 @@ def measure(
     now: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = print,
 ) -> dict[str, Timing]:
-    """Time checked variants, taking turns unless they shall settle.
+    """Time checked variants, taking turns unless they are to settle.
 
     Args:
         variants: the ways to compute one shape; each was checked already.
@@ -175,15 +175,15 @@ def measure(
         rounds: samples per variant; fewer, but at least ``min_rounds``, once ``deadline`` has passed.
         min_rounds: see ``rounds``.
         target_us: length of a graph to aim at.
-        settle_us: where above 0, variants do not take turns: each runs untimed for about so long, then all its samples
+        settle_us: if above 0, variants do not take turns: each runs untimed for about so long, then all its samples
             follow. A GPU near its power limit needs some time to find the clock that a load leaves it, and each
             variant shall have its own, not its neighbour's.
         deadline: on the scale of ``now``.
         now: the host's clock.
-        report: told why a variant could not be captured.
+        report: called with the reason why a variant could not be captured.
 
     Returns:
-        For each variant's name its timing per call. ``mode`` is ``eager`` where the variant cannot, or
+        For each variant's name its timing per call. ``mode`` is ``eager`` if the variant cannot, or
         shall not, be captured: its figure then holds whatever its launches cost.
     """
     prepared = [(variant.name, *_prepare(variant, clock, target_us, report)) for variant in variants]
@@ -200,7 +200,7 @@ def measure(
     for i in range(rounds if prepared else 0):
         if i >= min_rounds and now() > deadline:
             break
-        # Each round starts with another variant: nobody always follows the same neighbour.
+        # Each round starts with another variant, so that none always follows the same neighbour.
         offset = i % len(prepared)
         for name, replay, calls, _ in prepared[offset:] + prepared[:offset]:
             samples[name].append(clock.time_us(replay) / calls)

@@ -71,7 +71,7 @@ def test_memory_bounds_the_time_and_not_the_order() -> None:
     assert found.cycles > 0
 
 
-def test_dp4a_is_slower_than_tensor_cores_where_products_count() -> None:
+def test_dp4a_is_slower_if_products_bound_the_time() -> None:
     simt = family("int8_dp4a")
     best = min(
         estimate("int8_dp4a", GemmProblem(), tile, 4096, 4096, 4096, H200).cycles

@@ -51,7 +51,7 @@ def shipped_rows() -> list[dict]:
     return json.loads((files("qcut.dispatch") / "tuned" / "nvidia_h200.json").read_text())["choices"]
 
 
-def test_every_row_of_the_shipped_table_is_legal_and_every_cutlass_row_is_found_again():
+def test_shipped_rows_are_legal_and_cutlass_rows_found():
     rows = shipped_rows()
     assert sum(row["family"] == "int8_cutlass" for row in rows) >= 76
     for row in rows:
@@ -85,7 +85,7 @@ WMMA = family("int8_wmma").default_tiles(GemmProblem(), "sm_80")[0]
 SIMT = family("int8_dp4a").default_tiles(GemmProblem(), "sm_80")[0]
 
 
-def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
+def test_fastest_tuned_family_that_can_serve_wins():
     sizes = (256, 1280, 1280)
     rows = [
         Row("int8_cutlass", "f16", "tnt", *sizes, SM80_MENU[0], 9.0),
@@ -107,7 +107,7 @@ def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
         assert select_gemm(problem, *sizes, A100).reason.startswith(reason)
 
 
-def test_rows_of_halves_speak_for_int16_tokens_alone_and_those_of_int8_where_there_are_none():
+def test_int16_tokens_take_rows_of_halves_or_int8():
     halves = replace(DYNAMIC, epilogue=HALVES)
     int8, int16 = (Row("int8_mma", out, "tnt", 256, 1280, 1280, MMA, us) for out, us in (("f16", 8.0), ("halves", 9.0)))
     write_user_rows(A100, int16)
@@ -122,7 +122,7 @@ def test_rows_of_halves_speak_for_int16_tokens_alone_and_those_of_int8_where_the
     assert select_gemm(DYNAMIC, 256, 1280, 1280, A100, cutlass=False).tuned_us == 8.0
 
 
-def test_dp4a_rows_do_not_speak_against_tensor_cores_that_nobody_measured():
+def test_dp4a_rows_do_not_exclude_unmeasured_tensor_cores():
     sizes = (256, 1280, 1280)
     write_user_rows(A100, Row("int8_dp4a", "f16", "tnt", *sizes, SIMT, 30.0))
     assert select_gemm(DYNAMIC, *sizes, A100).reason == "model"
@@ -130,7 +130,7 @@ def test_dp4a_rows_do_not_speak_against_tensor_cores_that_nobody_measured():
     assert select_gemm(DYNAMIC, *sizes, A100, tensor_cores=False).tuned_us == 30.0
 
 
-def test_the_nearest_tuned_m_is_taken_and_times_compare_per_row():
+def test_nearest_tuned_m_wins_by_time_per_row():
     write_user_rows(
         A100,
         Row("int8_mma", "f16", "tnt", 256, 1280, 1280, MMA, 10.0),
@@ -144,7 +144,7 @@ def test_the_nearest_tuned_m_is_taken_and_times_compare_per_row():
     assert select_gemm(DYNAMIC, 230, 1280, 1280, A100).reason == "model"
 
 
-def test_the_table_speaks_for_sizes_near_its_own_and_for_one_gpu():
+def test_table_serves_nearby_sizes_of_one_gpu():
     def reason(m: int, n: int, k: int, target: Target) -> str:
         return select_gemm(DYNAMIC, m, n, k, target).reason
 
@@ -156,7 +156,7 @@ def test_the_table_speaks_for_sizes_near_its_own_and_for_one_gpu():
     assert reason(1, 1280, 1280, H200) == "tuned"
 
 
-def test_the_model_prefers_whole_waves_and_grows_with_the_work():
+def test_model_prefers_whole_waves_and_grows_with_work():
     wide = TileConfig((256, 160, 128), schedule="cooperative")
     square = TileConfig((128, 128, 128), schedule="pingpong")
     # 128 tiles of 256x160 are one wave of 132 SMs, 320 of 128x128 are three.
@@ -168,7 +168,7 @@ def test_the_model_prefers_whole_waves_and_grows_with_the_work():
         assert cycles[-1] > 32768 * 4096 * 4096 / (132 * 4096)
 
 
-def test_few_rows_get_small_tiles_and_many_rows_large_ones():
+def test_tile_size_follows_the_number_of_rows():
     few = select_gemm(DYNAMIC, 16, 4096, 4096, A100).tile.threadblock_shape
     many = select_gemm(DYNAMIC, 8192, 8192, 8192, A100).tile.threadblock_shape
     assert few[0] * few[1] < many[0] * many[1]
@@ -223,7 +223,7 @@ def test_large_products_take_tensor_cores():
             assert choice.family == ("int8_cutlass" if layouts == "tnt" else "int8_mma")
 
 
-def test_few_rows_of_long_k_are_split_where_clusters_exist():
+def test_few_rows_of_long_k_split_into_clusters():
     problem = dispatch.problem_of(16, 1024, 16384, layouts="tnn")
     assert select_gemm(problem, 16, 1024, 16384, UNTUNED).tile.splits > 1
     assert select_gemm(problem, 16, 1024, 16384, A100).tile.splits == 1
@@ -301,14 +301,14 @@ def test_a_tuned_row_of_w8a16_decides(tmp_path: Path):
     assert select_gemm(DYNAMIC, 4096, 4096, 4096, H200).family != "w8a16_cutlass"
 
 
-def test_w8a16_products_that_wgmma_cannot_serve_stay_where_they_were():
+def test_w8a16_products_without_wgmma_keep_their_families():
     problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
     assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200).family == "w8a16_wgmma"
     assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200, nvcc=False).family == "w8a16_mma"
     assert dispatch.select_w8a16(replace(problem, alignment_k=1), 256, 4096, 4095, H200).family == "w8a16_mma"
 
 
-def test_w8a16_splits_k_within_one_wave_and_leaves_no_cta_idle():
+def test_w8a16_splits_k_within_one_wave():
     for m in (33, 64, 65, 128, 200, 512, 1024, 4096):
         for n, k in ((16, 16), (1280, 1280), (5120, 1280), (1280, 5120), (333, 1008), (14336, 4096), (4096, 14336)):
             tile = best_tile(W8A16_WGMMA, GemmProblem(DType.F16), m, n, k, H200)
@@ -345,7 +345,7 @@ def test_explain_names_kernel_reason_model_and_table(monkeypatch: pytest.MonkeyP
     assert "_f32_b_" in qcut.explain(64, 64, 64, gpu="sm_80", epilogue=fused).kernel
 
 
-def test_explain_names_the_kernel_that_streams_the_weights_of_few_tokens():
+def test_explain_names_the_kernel_of_few_tokens():
     few = qcut.explain(4, 4096, 4096, gpu="NVIDIA H200")
     assert few.kernel.startswith("qcut_int8_stream_sm90a_none_f16_zm_sm_sn_b_m4_")
     assert (few.choice.family, few.choice.reason, few.others) == ("int8_stream", "few tokens", ())

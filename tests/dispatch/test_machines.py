@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from qcut.dispatch import codebook, gemm
-from qcut.dispatch.attention import estimated_cycles, select_attention
+from qcut.dispatch.attention import select_attention
 from qcut.dispatch.buckets import m_bucket
 from qcut.dispatch.gpus import GPUS, Target, target_for, target_named
 from qcut.dispatch.heuristics import best_tile
+from qcut.dispatch.heuristics.attention import cycles
 from qcut.dispatch.machines import (
     CLUSTER_SIZES,
     MACHINES,
@@ -72,7 +73,7 @@ def text(choice: Any) -> str:
     return f"{choice.family} {json.dumps(tile_to_json(choice.tile))}"
 
 
-def test_an_h200_gets_the_kernels_that_were_measured_on_it():
+def test_h200_gets_the_kernels_measured_on_it():
     """A model's change that moves a choice must be measured; then the digests are written anew."""
     found: dict[str, list[str]] = {}
     for kind, choice in choices(ANY_SM90):
@@ -84,7 +85,7 @@ def test_an_h200_gets_the_kernels_that_were_measured_on_it():
 # ── machines ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_architecture_has_a_multiprocessor_and_a_known_gpu():
+def test_architectures_have_a_multiprocessor_and_known_gpu():
     assert set(MULTIPROCESSORS) == set(ARCHITECTURES) == {gpu.arch for gpu in GPUS}
 
 
@@ -131,14 +132,14 @@ def test_the_driver_describes_a_gpu_that_nobody_knows():
 
 
 @pytest.mark.parametrize("rates", [None, Rates(), Rates(1.5, 0.0), Rates(0.0, 900.0)])
-def test_a_driver_that_says_nothing_leaves_the_architectures_figures(rates: Rates | None):
+def test_silent_driver_leaves_the_architectures_figures(rates: Rates | None):
     machine = machine_for("sm_89", 46, "NVIDIA Nobody Knows", rates)
     like = MACHINES["NVIDIA L4"]
     assert (machine.ghz, machine.sm_gb_s, machine.sm_count) == (like.ghz, like.sm_gb_s, 46)
     assert "NVIDIA L4" in str(machine)
 
 
-def test_a_part_of_a_gpu_is_not_the_gpu():
+def test_part_of_a_gpu_is_another_machine():
     """A part's multiprocessors do not have the whole memory, whatever the driver says of it."""
     whole = Rates.of(clock_khz=1_980_000, memory_khz=3_201_000, bus_bits=6144, l2_bytes=50 << 20)
     for name in ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb"):
@@ -160,14 +161,14 @@ def with_rates(ghz: float, gb_s: float) -> Target:
     return Target("sm_90a", 132, "NVIDIA Unknown", Rates(ghz / 0.9, gb_s, 50 << 20))
 
 
-def test_slower_memory_takes_longer_and_wants_less_at_once():
+def test_slower_memory_takes_longer_with_fewer_loads():
     """Reading takes longer; as fewer bytes on their way keep the memory busy, fewer parts and loads are asked for."""
     desc = AttentionMma.for_shape(DType.F16, DType.F16, 128, 4, "sm_90a", 1)
     problem = W8A8Problem("rows", DType.F16, Epilogue(DType.F16, "per_token", "per_channel", bias=True))
     times, parts, prefetch = [], [], []
     for gb_s in (8000, 4800, 2400, 1200, 600):
         gpu = with_rates(1.75, gb_s)
-        times.append(estimated_cycles(desc, 16, 8, 8192, gpu))
+        times.append(cycles(desc, 16, 8, 8192, gpu))
         parts.append(select_attention(DType.F16, DType.F16, 256, 4, gpu, batch=1, kv_heads=1, context=2048)[1])
         prefetch.append(best_tile(INT8_STREAM, problem, 1, 50257, 1280, gpu).prefetch)
     assert times == sorted(times)

@@ -1,4 +1,4 @@
-"""The closed set: whatever a layer or an engine asks for on a GPU with a wheel's kernels is in it."""
+"""Ahead-of-time kernels: all that layers and engines ask for on a GPU with a wheel's kernels."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from qcut.backends.cuda.gemm import Product
 from qcut.backends.cuda.integers import IntegerLayer
 from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.backends.cuda.linear import Int8Layer, LinearLayer
+from qcut.dispatch.ahead_of_time import GROUPS, HEADS, has_head_norms, norm_columns
 from qcut.dispatch.attention import select_attention
-from qcut.dispatch.closed import GROUPS, HEADS, has_head_norms, norm_columns
 from qcut.dispatch.gpus import GPUS, Target
-from qcut.dispatch.precompile import closed_set
+from qcut.dispatch.precompile import ahead_of_time_kernels
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.core.arch import ARCHITECTURES
@@ -48,7 +48,7 @@ def arch(request: pytest.FixtureRequest) -> str:
 
 @lru_cache(maxsize=1)
 def sources(arch: str) -> tuple[KernelSource, ...]:
-    return tuple(closed_set(arch))
+    return tuple(ahead_of_time_kernels(arch))
 
 
 @lru_cache
@@ -59,7 +59,7 @@ def names(arch: str) -> frozenset[str]:
 def gpus(arch: str) -> list[Target]:
     """The known GPUs of an architecture, and ones with other numbers of multiprocessors, with a wheel's kernels."""
     counts = {(gpu.sm_count, gpu.name) for gpu in GPUS if gpu.arch == arch} | {(20, "a"), (60, "b"), (200, "c")}
-    return [Target(arch, count, name, closed=True) for count, name in sorted(counts)]
+    return [Target(arch, count, name, ahead_of_time=True) for count, name in sorted(counts)]
 
 
 def layers(chance: random.Random) -> Iterator[tuple[str, object]]:
@@ -174,7 +174,7 @@ def test_passes_of_two_widths_find_their_kernels(arch: str) -> None:
 
 
 def test_other_targets_choose_as_before() -> None:
-    """A target that is not closed has tiles of each shape's own, and kernels of one activation."""
+    """A target with a compiler has tiles of each shape's own, and kernels of one activation."""
     free = next(gpu for gpu in GPUS if gpu.arch == "sm_90a")
     chosen = {
         CodebookLayer(
@@ -206,7 +206,7 @@ def test_rotations_of_short_rows_keep_their_group() -> None:
         assert sources[0].source.name in names("sm_90a")
 
 
-def test_the_activation_is_the_last_argument_of_every_product() -> None:
+def test_activation_is_the_last_argument_of_products() -> None:
     """A launch adds it to the arguments of a call, in the order of `ACTIVATIONS`."""
     for source in sources("sm_90a"):
         names_of = [param.name for param in source.params]

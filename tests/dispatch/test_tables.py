@@ -84,7 +84,7 @@ def test_the_users_rows_lie_over_the_shipped_ones() -> None:
     assert after == {**before, mine.key: mine}
 
 
-def test_rows_of_another_version_are_ignored_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_version_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = TileConfig((128, 128, 128), schedule="pingpong")
     cutlass = Row("int8_cutlass", "f16", "tnt", 64, 1280, 1280, tile, 4.0, 2, 1)
     tuned.write(path(), Table(GPU, (ROW, cutlass)))
@@ -101,13 +101,13 @@ def test_rows_of_another_version_are_ignored_with_a_reason(monkeypatch: pytest.M
     assert "nvidia-cutlass 5.0" in " ".join(tuned.table_for(GPU).notes)
 
 
-def test_tables_of_before_families_had_one_name_are_read() -> None:
+def test_old_spellings_of_families_are_read() -> None:
     text = tuned.to_text(Table(GPU, (ROW,)))
     assert '"int8_mma"' in text
     assert tuned.parse(text.replace('"int8_mma"', '"mma"'), "old.json").rows == (ROW,)
 
 
-def test_rows_of_another_version_may_hold_tiles_that_no_longer_exist() -> None:
+def test_rows_of_another_version_may_hold_unknown_tiles() -> None:
     data = json.loads(tuned.to_text(Table(GPU, (ROW,))))
     data["choices"].append({**data["choices"][0], "family": "forgotten", "tile": {"what": 1}})
     table = tuned.parse(json.dumps(data), "t.json")
@@ -155,7 +155,7 @@ def damaged(**changes: object) -> str:
         (damaged(versions=[]), "'versions': found []; allowed: an object"),
     ],
 )
-def test_damaged_files_are_ignored_with_a_reason_and_kept_when_replaced(text: str, reason: str) -> None:
+def test_damaged_tables_are_noted_and_kept_when_replaced(text: str, reason: str) -> None:
     path().parent.mkdir(parents=True)
     path().write_text(text)
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -173,7 +173,7 @@ def test_damaged_files_are_ignored_with_a_reason_and_kept_when_replaced(text: st
     assert again not in (None, kept)
 
 
-def test_a_table_with_ignored_rows_is_kept_when_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_with_ignored_rows_is_kept_when_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned.write(path(), Table(GPU, (ROW,)))
     old = path().read_text()
     monkeypatch.setattr(tuned, "versions", lambda: {**dict.fromkeys(FAMILIES, "2")})
@@ -182,7 +182,7 @@ def test_a_table_with_ignored_rows_is_kept_when_replaced(monkeypatch: pytest.Mon
     assert kept.read_text() == old
 
 
-def test_binary_files_and_tables_of_another_gpu_are_ignored() -> None:
+def test_binary_files_and_other_gpus_tables_are_ignored() -> None:
     path().parent.mkdir(parents=True)
     path().write_bytes(b"\xff\xfe\x00")
     assert "not readable as JSON" in tuned.table_for(GPU).notes[0]
@@ -192,7 +192,7 @@ def test_binary_files_and_tables_of_another_gpu_are_ignored() -> None:
     assert tuned.table_for(GPU).notes == (f"ignored a table of NVIDIA Other under the name of {GPU}",)
 
 
-def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(folder: Path) -> None:
+def test_error_names_a_directory_that_cannot_be_written(folder: Path) -> None:
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file where the directory should be")
     with pytest.raises(ConfigError, match=re.escape(str(path()))):
@@ -239,7 +239,7 @@ def code_digest(source: KernelSource) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_change_of_device_code_is_a_decision_about_its_tables(name: str) -> None:
+def test_changed_device_code_needs_a_decision_about_tables(name: str) -> None:
     kind = family(name)
     digest = code_digest(kind.emit(GemmProblem(), kind.default_tiles(GemmProblem(), "sm_90a")[-1], "sm_90a"))
     stated = json.loads(DIGESTS.read_text())[name]
@@ -285,12 +285,12 @@ def test_a_similar_gpu_starts_from_a_shipped_table() -> None:
     ],
     ids=lambda gpu: gpu.name or gpu.arch,
 )
-def test_a_gpu_that_is_not_similar_has_the_model_alone(gpu: Target) -> None:
+def test_gpu_without_a_similar_one_has_the_model(gpu: Target) -> None:
     assert tuned.start_of(gpu) == ""
     assert tuned.table_on(gpu).rows == ()
 
 
-def test_a_gpu_nobody_knows_is_similar_by_what_its_driver_says() -> None:
+def test_unknown_gpu_is_similar_by_its_drivers_figures() -> None:
     assert tuned.start_of(Target("sm_90a", 132, "NVIDIA H800", Rates(1.98, 3350.0, 50 << 20))) == "NVIDIA H200"
 
 
@@ -307,7 +307,7 @@ def test_own_rows_leave_no_start_at_their_sizes() -> None:
     assert tuned.table_for(H100.name).rows == (mine,)  # what `qcut tune` keeps holds no other GPU's rows
 
 
-def test_a_shipped_table_of_its_own_needs_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_with_a_shipped_table_needs_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
     real = tuned.shipped
     mine = Table(H100.name, (ROW,))
     monkeypatch.setattr(tuned, "shipped", lambda gpu: mine if gpu == H100.name else real(gpu))

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from qcut.dispatch.attention import estimated_cycles, prompt_attention_menu, select_attention, select_prompt_attention
+from qcut.dispatch.attention import prompt_attention_menu, select_attention, select_prompt_attention
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.heuristics.attention import cycles
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt import tiles
@@ -66,7 +67,7 @@ def test_short_contexts_have_no_tiles_that_do_nothing(cache: DType) -> None:
         assert isinstance(desc, AttentionMma)
         held = desc.tiles * desc.warps * 16 * parts
         assert desc.tiles == most or held >= context > held - desc.warps * 16 * parts
-        closed, same = select_attention(F16, cache, 128, 4, replace(H200, closed=True), **sizes)
+        closed, same = select_attention(F16, cache, 128, 4, replace(H200, ahead_of_time=True), **sizes)
         assert (closed, same) == (replace(desc, tiles=most), parts)
     assert desc.tiles == most > 1
 
@@ -108,12 +109,12 @@ def test_parts_of_short_contexts_meet_in_clusters() -> None:
 
 def test_estimates_follow_the_bytes() -> None:
     alone = replace(MMA, cluster=1)
-    short, long, longer = (estimated_cycles(alone, 1, 64, context, H200) for context in (32, 512, 2048))
+    short, long, longer = (cycles(alone, 1, 64, context, H200) for context in (32, 512, 2048))
     assert longer == pytest.approx(4 * long, rel=0.1)
     assert long / 12 < short < long / 4  # what it waits for at first
     four = replace(MMA, cluster=4)
-    assert estimated_cycles(alone, 4, 60, 8192, H200) > estimated_cycles(four, 4, 60, 8192, H200)
-    assert estimated_cycles(alone, 4, 64, 8192, H200) < estimated_cycles(four, 4, 64, 8192, H200)  # four clusters wait
+    assert cycles(alone, 4, 60, 8192, H200) > cycles(four, 4, 60, 8192, H200)
+    assert cycles(alone, 4, 64, 8192, H200) < cycles(four, 4, 64, 8192, H200)  # four clusters wait
     assert replace(MMA, cluster=4).workspace_floats(2, 8, 4, 4) == alone.workspace_floats(2, 8, 4, 1) == 0
     assert alone.workspace_floats(2, 8, 4, 3) == 2 * 8 * 3 * 4 * 132
 

@@ -12,7 +12,7 @@ from qcut import jit
 from qcut.dispatch.codebook import select
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import best_tile
-from qcut.dispatch.heuristics.codebook_wgmma import cycles
+from qcut.dispatch.heuristics.codebook.wgmma import cycles
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense

@@ -74,7 +74,7 @@ def test_finished_work_is_not_kept_back_for_long(builder: Builder, monkeypatch: 
     assert taken == [1, 2]
 
 
-def test_nobody_is_told_of_results_that_no_caller_awaits(builder: Builder) -> None:
+def test_listeners_hear_only_of_awaited_results(builder: Builder) -> None:
     taken: list[int] = []
     builder.listen(lambda: taken.append(1))
     builder.later(job("a", jobs.facts, "a"))
@@ -82,7 +82,7 @@ def test_nobody_is_told_of_results_that_no_caller_awaits(builder: Builder) -> No
     assert not taken
 
 
-def test_a_job_is_done_once_and_those_in_use_come_first(builder: Builder, tmp_path: Path) -> None:
+def test_jobs_run_once_and_awaited_ones_first(builder: Builder, tmp_path: Path) -> None:
     path = tmp_path / "notes"
     builder.later(job("a", jobs.note, str(path), "a", 0.5))
     for key, first in (("b", False), ("c", False), ("b", False), ("d", True), ("c", True), ("a", True)):
@@ -99,7 +99,7 @@ def test_a_job_is_done_once_and_those_in_use_come_first(builder: Builder, tmp_pa
         (jobs.die, (3,), r"(?s)job bad cannot be built.*its process ended \(status 3\)\nlast words"),
     ],
 )
-def test_a_failure_is_told_once_and_stops_nothing_else(
+def test_failure_warns_once_and_stops_no_other_job(
     builder: Builder, function: Callable[..., Any], args: tuple[Any, ...], text: str
 ) -> None:
     kept: list[Any] = []
@@ -118,7 +118,7 @@ def test_a_failure_is_told_once_and_stops_nothing_else(
     assert (len(kept), taken) == (1, [1])
 
 
-def test_a_result_that_cannot_be_taken_is_a_failure(builder: Builder) -> None:
+def test_result_that_cannot_be_kept_is_a_failure(builder: Builder) -> None:
     def refuse(result: object) -> None:
         raise MemoryError("no room")
 
@@ -135,7 +135,7 @@ def test_waiting_ends_with_the_time(builder: Builder, tmp_path: Path) -> None:
     assert time.monotonic() - start < 0.4
 
 
-def test_a_kernel_is_found_afterwards_even_without_a_cache(
+def test_kernel_is_found_afterwards_without_a_cache(
     builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -203,7 +203,9 @@ def test_compilers_end_with_the_process(end: str, status: int, tmp_path: Path) -
     assert eventually(lambda: not Path(folder).exists())
 
 
-def test_a_forked_child_has_no_part_in_it(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_child_has_no_jobs_of_its_parent(
+    builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(background, "builder", builder)
     kept: list[Any] = []
     builder.later(job("a", jobs.note, str(tmp_path / "notes"), "a", 0.3))

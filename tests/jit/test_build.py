@@ -120,9 +120,7 @@ def test_memory_then_disk_then_compiler(compilations: list[str]) -> None:
     assert compilations == ["scale"] * 3
 
 
-def test_cubin_of_another_machine_serves_and_its_launcher_is_built_here(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_cubin_gets_a_launcher_built_here(compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     there = build(HOSTED)
     forget_memory()
     monkeypatch.setattr(builder.platform, "libc_ver", lambda: ("musl", "9"))

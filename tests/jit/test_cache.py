@@ -135,7 +135,7 @@ def test_no_space_while_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list((folder / "kernels").iterdir()) == []
 
 
-def test_a_tilde_is_the_home_and_an_empty_variable_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_path_expands_tilde_and_ignores_empty_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     for chosen, expected in (("", "home/.cache/qcut"), ("~/kernels", "home/kernels"), (str(tmp_path / "k"), "k")):
@@ -144,7 +144,7 @@ def test_a_tilde_is_the_home_and_an_empty_variable_is_none(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("chosen", ["kernels", "./kernels", "..", " ", "~no_such_user_here/kernels"])
-def test_a_path_that_depends_on_the_place_is_refused(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_cache_path_is_refused(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QCUT_CACHE_DIR", chosen)
     for use in (cache.directory, lambda: cache.read("kernel", KEY), lambda: cache.write("kernel", KEY, ENTRY)):
         with pytest.raises(ConfigError, match=re.escape(f"QCUT_CACHE_DIR is {chosen!r}")):
@@ -203,7 +203,7 @@ def test_killed_before_the_rename(tmp_path: Path) -> None:
     assert {path.suffix for path in kernels.iterdir()} == {".qcut"}
 
 
-def test_unfinished_files_of_the_dead_are_removed_and_those_of_the_living_are_not(folder: Path) -> None:
+def test_only_dead_processes_unfinished_files_are_removed(folder: Path) -> None:
     cache.write("kernel", KEY, ENTRY)
     here, elsewhere = (folder / "kernels" / f".x.{tag}.0123abcd.tmp" for tag in (folders.host_tag(), "0" * 8))
     for path in (here, elsewhere):
@@ -430,7 +430,7 @@ print(deaths(entry("old")))
 """
 
 
-def test_death_at_each_step_leaves_the_old_entry_or_the_new(folder: Path) -> None:
+def test_death_at_any_step_keeps_a_whole_entry(folder: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", _DYING], env=environment, capture_output=True, text=True

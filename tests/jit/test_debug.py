@@ -64,7 +64,7 @@ def test_dump_holds_every_stage(source: KernelSource, tmp_path: Path, monkeypatc
     assert b"EXIT" in files[".sass"] or files[".sass"].startswith(b"// no nvdisasm")
 
 
-def test_a_dump_that_cannot_be_written_names_the_folder(
+def test_unwritable_dump_names_the_folder(
     source: KernelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -38,7 +38,7 @@ def entry_file() -> Path:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o002, 0o022, 0o077])
-def test_what_is_made_is_for_the_user_alone_to_write(base: Path, mask: int) -> None:
+def test_only_the_user_may_write_what_is_made(base: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         assert cache.write("kernel", KEY, ENTRY)
@@ -64,7 +64,7 @@ def test_another_users_entry_is_not_read_but_replaced(base: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("mode", [0o664, 0o646, 0o666])
-def test_an_entry_that_others_may_write_is_not_read_but_replaced(base: Path, mode: int) -> None:
+def test_entry_that_others_may_write_is_replaced(base: Path, mode: int) -> None:
     cache.write("kernel", KEY, ENTRY)
     entry_file().chmod(mode)
     with pytest.warns(RuntimeWarning, match=rf"{entry_file()} can be written by others \(mode {mode:04o}; chmod go-w "):
@@ -75,7 +75,7 @@ def test_an_entry_that_others_may_write_is_not_read_but_replaced(base: Path, mod
 
 @pytest.mark.parametrize("which", ["", "kernels"])
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
-def test_a_directory_that_others_may_write_is_not_used(base: Path, which: str, mode: int) -> None:
+def test_directory_that_others_may_write_is_not_used(base: Path, which: str, mode: int) -> None:
     cache.write("kernel", KEY, ENTRY)
     (base / which).chmod(mode)
     with pytest.warns(
@@ -124,7 +124,7 @@ def to_endless(path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [to_link, to_pipe, to_giant, to_endless], ids=lambda plant: plant.__name__)
-def test_what_is_no_regular_file_of_a_sensible_size_is_replaced(base: Path, plant: Callable[[Path], None]) -> None:
+def test_irregular_or_oversized_file_is_replaced(base: Path, plant: Callable[[Path], None]) -> None:
     cache.write("kernel", KEY, ENTRY)
     plant(entry_file())
     with pytest.warns(RuntimeWarning, match=f"{entry_file()} .* the kernel is built again"):
@@ -164,6 +164,6 @@ def test_a_file_in_a_directorys_place(base: Path, tmp_path: Path, which: str) ->
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a file system in which nothing can be made")
-def test_a_folder_that_cannot_be_made_is_an_oserror() -> None:
+def test_folder_that_cannot_be_made_is_an_oserror() -> None:
     with pytest.raises(FileNotFoundError, match="/proc/none"):
         folders.make_directory(Path("/proc/none/of/these"))

@@ -240,7 +240,7 @@ def test_arguments_that_do_not_fit(fake: Fake, raw: Kernel, grid: Any, args: Any
     assert fake.launches == 0
 
 
-def test_arguments_of_a_host_launcher_that_do_not_fit(fake: Fake, hosted: Kernel) -> None:
+def test_host_launcher_refuses_arguments_that_do_not_fit(fake: Fake, hosted: Kernel) -> None:
     fake.context(0x1000)
     for args, stream in ((ARGS[:-1], 0), (ARGS, "stream")):
         with pytest.raises(LaunchError, match="kernel raw_kernel: arguments"):
@@ -292,7 +292,7 @@ def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_stored_code_that_does_not_load_is_built_again_once(fake: Fake, rebuilt: list[str]) -> None:
+def test_stored_code_that_fails_to_load_is_rebuilt(fake: Fake, rebuilt: list[str]) -> None:
     fake.set(load_failures=1)
     load(binary(), RAW, 0).launch((1, 1, 1), ARGS, 0)
     assert rebuilt == ["raw_kernel"]
@@ -309,7 +309,7 @@ def test_code_for_another_gpu_is_not_built_again(fake: Fake, rebuilt: list[str])
     assert rebuilt == []
 
 
-def test_host_launcher_that_does_not_load_is_built_again(fake: Fake, rebuilt: list[str], tmp_path: Path) -> None:
+def test_host_launcher_that_fails_to_load_is_rebuilt(fake: Fake, rebuilt: list[str], tmp_path: Path) -> None:
     load(binary(host_so=b"not a shared object"), RAW, 0)
     without = compile_c("int qcut_launch(void) { return 0; }", tmp_path / "x.so").read_bytes()
     load(binary(key="k2", host_so=without), RAW, 0)
@@ -390,7 +390,7 @@ def test_threads_pack_into_buffers_of_their_own(fake: Fake, library: Path, tmp_p
     assert failures == []
 
 
-def test_rates_are_the_drivers_and_0_where_it_states_none(fake: Fake) -> None:
+def test_rates_are_the_drivers_or_0(fake: Fake) -> None:
     stated = {"clock_khz": 1_980_000, "memory_khz": 3_201_000, "bus_bits": 6144, "l2_bytes": 0}
     assert device.rates(1) == stated
 

@@ -102,7 +102,7 @@ def test_a_pack_comes_before_compilers(folder: Path, monkeypatch: pytest.MonkeyP
             lookup(argmax(DType.BF16))
 
 
-def test_a_source_travels_to_another_process_with_its_texts() -> None:
+def test_pickled_source_keeps_its_texts() -> None:
     source = cutlass()
     there = pickle.loads(pickle.dumps(source))
     assert (there.text, there.host_text) == (source.text, source.host_text)
@@ -211,7 +211,7 @@ def test_a_process_without_any_compiler_finds_its_kernels(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_name_of_a_cutlass_kernel_decides_its_texts(arch: str) -> None:
+def test_name_of_cutlass_kernel_decides_its_texts(arch: str) -> None:
     problem = GemmProblem()
     menu = INT8_CUTLASS.menu(problem, arch)
     sources = [INT8_CUTLASS.emit(problem, tile, arch) for tile in menu]

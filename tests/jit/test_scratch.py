@@ -152,9 +152,7 @@ def test_others_may_not_change_what_compilers_read(tmp_path: Path, monkeypatch: 
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_leftovers_of_dead_processes_are_removed_and_those_of_the_living_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_dead_processes_leftovers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = (
         "from qcut.jit.scratch import scratch_folder\nimport sys\n"

@@ -141,7 +141,7 @@ print(json.dumps([codes, time.monotonic() - start < 20, compilations()]))
     assert compiled == {f"k{i}": 2 for i in range(3)}  # by the victim, and once by the others
 
 
-def test_a_stopped_builder_is_not_waited_for_and_harms_nobody_when_it_goes_on(tmp_path: Path) -> None:
+def test_stopped_builder_is_passed_over_and_harms_nobody(tmp_path: Path) -> None:
     script = """
 keylocks = import_module("qcut.jit.keylocks")
 keylocks.PATIENCE_S = 0.5

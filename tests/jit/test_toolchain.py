@@ -191,7 +191,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         toolchain.driver()
 
 
-def test_nvcc_is_found_where_its_host_compiler_is_not(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_is_found_without_its_host_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """nvcc asks g++ before it says where it lives: what is missing is g++ alone."""
     ends = 'echo "nvcc fatal : Failed to preprocess host compiler properties."; exit 1'
     nvcc = fake_nvcc(bare / "toolkit", "13.0.88")

@@ -93,7 +93,7 @@ def test_dry_run_keeps_no_plan_of_missing_kernels(machine: Machine) -> None:
     assert len(cache) == 1
 
 
-def test_a_kernel_that_does_not_compile_is_an_error(machine: Machine) -> None:
+def test_kernel_that_fails_to_compile_is_an_error(machine: Machine) -> None:
     machine.broken = {"a"}
     runs = []
 

@@ -27,7 +27,7 @@ def keys(path: Path) -> list[str]:
         return [key for key in (f"key {i}" for i in range(50)) if book.get(key) is not None]
 
 
-def test_a_tuner_that_dies_at_any_step_loses_what_was_in_progress(tmp_path: Path) -> None:
+def test_dead_tuner_loses_only_the_measurement_in_progress(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "journal.jsonl"
     counts = []
     for _ in deaths(lambda: fill(path, 6)):
@@ -40,7 +40,7 @@ def test_a_tuner_that_dies_at_any_step_loses_what_was_in_progress(tmp_path: Path
 
 
 @pytest.mark.parametrize("function", ["write", "fsync"])
-def test_a_measurement_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path, function: str) -> None:
+def test_unwritable_measurement_is_an_error_without_traces(tmp_path: Path, function: str) -> None:
     path = tmp_path / "journal.jsonl"
     fill(path, 2)
     before = path.read_bytes()

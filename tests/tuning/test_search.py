@@ -50,7 +50,7 @@ def run(bench: FakeBench, folder: Path, tasks: tuple[Task, ...] = (TASK,), **opt
 # ── candidates ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_w8a16_is_tuned_on_16_bit_tokens_where_cutlass_takes_them(folder: Path) -> None:
+def test_w8a16_is_tuned_on_16_bit_tokens(folder: Path) -> None:
     task = Task("w8a16_cutlass", "f16", "tnt", 4096, 1280, 1280)
     assert task.problem.a.value == "f16"
     tiles = candidates(task, H200)
@@ -69,7 +69,7 @@ def test_w8a16_is_tuned_on_16_bit_tokens_where_cutlass_takes_them(folder: Path) 
     assert result.row.swizzle * 10 + result.row.raster != 0
 
 
-def test_int16_tokens_are_tuned_with_the_rows_of_their_halves(folder: Path) -> None:
+def test_int16_tokens_are_tuned_in_halves(folder: Path) -> None:
     task = Task("int8_cutlass", "halves", "tnt", 1020, 4096, 4096)
     assert task.problem.epilogue.halves
     assert task.rows == 2048
@@ -95,7 +95,7 @@ def test_int16_tokens_are_tuned_with_the_rows_of_their_halves(folder: Path) -> N
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("target", [H200, A100], ids=lambda t: t.arch)
-def test_candidates_are_legal_few_and_the_same_every_time(name: str, target: Target) -> None:
+def test_candidates_are_legal_few_and_deterministic(name: str, target: Target) -> None:
     task = replace(TASK, family=name)
     tiles = candidates(task, target, 20)
     assert 1 <= len(tiles) <= 20
@@ -109,7 +109,7 @@ def shape_of(tile: object) -> tuple[int, ...]:
     return (tile.bm, tile.bn, tile.wm, tile.wn)
 
 
-def test_a_large_space_is_cut_to_the_models_best_and_a_sample_of_the_rest() -> None:
+def test_large_space_is_cut_to_best_and_sample() -> None:
     task = replace(TASK, family="int8_dp4a", m=4096)
     everything = candidates(task, H200, 10**6)
     some = candidates(task, H200, 40)
@@ -129,7 +129,7 @@ def test_a_large_space_is_cut_to_the_models_best_and_a_sample_of_the_rest() -> N
     assert candidates(replace(task, n=2560), H200, 40)[30:] != drawn
 
 
-def test_families_have_no_tiles_for_what_they_cannot_do() -> None:
+def test_families_have_no_tiles_for_unsupported_problems() -> None:
     assert candidates(replace(TASK, family="int8_cutlass", layouts="ntn"), H200) == []
     assert candidates(replace(TASK, family="int8_cutlass", n=1281), H200) == []
     assert candidates(replace(TASK, layouts="ntn", n=1281), H200)
@@ -154,13 +154,13 @@ def test_binaries_are_pruned_by_what_they_use(resources: Resources | None, reaso
     assert bool(reason) == bool(tuning.unfit(binary, source))
 
 
-def test_a_kernel_of_too_many_registers_does_not_fit() -> None:
+def test_kernel_of_too_many_registers_does_not_fit() -> None:
     source = replace(INT8_MMA.emit(GemmProblem(), INT8_MMA.menu(GemmProblem(), "sm_80")[0], "sm_80"), block=512)
     binary = fake_build([source], resources=replace(GOOD, registers=168))[source.name]
     assert "512 threads of 168 registers" in tuning.unfit(binary, source)
 
 
-def test_real_binaries_are_judged_by_what_the_compiler_says() -> None:
+def test_binaries_are_judged_by_the_compilers_report() -> None:
     tile = INT8_MMA.menu(GemmProblem(), "sm_80")[0]
     source = INT8_MMA.emit(GemmProblem(), tile, "sm_80")
     binary = build_many([source], progress=False)[source.name]
@@ -177,7 +177,7 @@ def test_real_binaries_are_judged_by_what_the_compiler_says() -> None:
 # ── the search ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_fastest_tile_wins_and_everything_was_measured_once(folder: Path) -> None:
+def test_fastest_tile_wins_after_one_measurement_each(folder: Path) -> None:
     bench = FakeBench()
     (result,) = run(bench, folder)
     tiles = candidates(TASK, H200)
@@ -202,7 +202,7 @@ def test_cutlass_finalists_try_every_walk(folder: Path) -> None:
     assert len(bench.launched) == result.tiles + finals
 
 
-def test_what_does_not_compile_spills_or_is_wrong_is_never_timed(folder: Path) -> None:
+def test_unbuildable_spilling_and_wrong_tiles_are_not_timed(folder: Path) -> None:
     tiles = [tile.name for tile in candidates(TASK, H200)]
     broken, spilling, wrong = tiles[:3]
     bench = FakeBench()
@@ -230,7 +230,7 @@ def test_what_does_not_compile_spills_or_is_wrong_is_never_timed(folder: Path) -
     assert (again.left_out, again.wrong, again.measured) == (result.left_out, result.wrong, 0)
 
 
-def test_a_kernel_that_takes_the_gpu_along_stops_the_run_and_is_left_out_of_the_next(folder: Path) -> None:
+def test_kernel_that_crashed_the_gpu_is_skipped_afterwards(folder: Path) -> None:
     tiles = [tile.name for tile in candidates(TASK, H200)]
     bench = FakeBench()
     bench.astray = {tiles[1]}
@@ -241,7 +241,7 @@ def test_a_kernel_that_takes_the_gpu_along_stops_the_run_and_is_left_out_of_the_
     assert result.row is not None
 
 
-def test_time_that_runs_out_leaves_a_provisional_row_and_the_rest_for_later(folder: Path) -> None:
+def test_deadline_leaves_a_provisional_row(folder: Path) -> None:
     ticks = iter(range(10**6))
     tasks = (replace(TASK, family="int8_dp4a", m=4096), TASK)
     bench = FakeBench()
@@ -257,7 +257,7 @@ def test_time_that_runs_out_leaves_a_provisional_row_and_the_rest_for_later(fold
 # ── the journal ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_journals_drop_a_half_written_line_and_skip_foreign_ones(folder: Path) -> None:
+def test_journal_drops_half_written_and_foreign_lines(folder: Path) -> None:
     with journal(folder) as book:
         book.add("one", us=1.5)
         book.add("two", us=2.5)
@@ -274,7 +274,7 @@ def test_journals_drop_a_half_written_line_and_skip_foreign_ones(folder: Path) -
         assert book.get("three") == {"key": "three", "us": 3.5}
 
 
-def test_a_fresh_journal_keeps_the_old_one_beside_it(folder: Path) -> None:
+def test_fresh_journal_keeps_the_old_one(folder: Path) -> None:
     with journal(folder) as book:
         book.add("one", us=1.5)
     with journal(folder, fresh=True) as book:
@@ -304,7 +304,7 @@ for result in t.run(bench, Path(sys.argv[2]), tasks=t.KILLED):
 KILLED = (replace(TASK, family="int8_dp4a", m=4096), TASK)
 
 
-def test_a_run_that_is_killed_loses_nothing_and_repeats_nothing(folder: Path) -> None:
+def test_killed_run_loses_and_repeats_nothing(folder: Path) -> None:
     path = folder / "journal.jsonl"
     command = [sys.executable, "-c", CHILD, str(ROOT), str(folder)]
     counts = []

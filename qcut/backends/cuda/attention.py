@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, describing, has_pdl, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch.attention import check_heads, select_attention
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
@@ -329,9 +329,9 @@ def _attention_plans(
     )
     if appends := form != "read" and isinstance(desc, AttentionMma):
         rotary = form == "rotate_and_append"
-        norms = norms and closed.has_head_norms(head, rotary, gpu)
+        norms = norms and ahead_of_time.has_head_norms(head, rotary, gpu)
         # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
-        settled = settled and has_pdl(gpu) and not gpu.closed
+        settled = settled and has_pdl(gpu) and not gpu.ahead_of_time
         source = AttentionAppend(desc, rotary, norms, settled).emit()
     else:
         norms = False

@@ -21,7 +21,7 @@ from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import dense, parameters
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch import codebook as dispatch
 from qcut.dispatch.gemm import alignment_of
 from qcut.dispatch.gpus import Target
@@ -218,7 +218,7 @@ def gemm_spec(
         EmitError: no kernel takes the product on this GPU.
     """
     prompts = nvcc and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
-    cutlass = prompts and closed.serves_cutlass(problem, gpu, has_cutlass)
+    cutlass = prompts and ahead_of_time.serves_cutlass(problem, gpu, has_cutlass)
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
     fallback = None
     if choice.family in CUTLASS_FAMILIES:
@@ -226,7 +226,7 @@ def gemm_spec(
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
     by_element = choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
-    problem, tail = closed.bounded_problem(problem, gpu, element_stores=by_element)
+    problem, tail = ahead_of_time.bounded_problem(problem, gpu, element_stores=by_element)
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
     if choice.family in CUTLASS_FAMILIES:
         tail = (*tail, gpu.sm_count, 1, 0, 1)
@@ -381,7 +381,7 @@ def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1 << 12)
 def rotates_rows(gpu: Target, describe: Callable[..., object], *shape: Hashable, **flags: Hashable) -> bool:
-    """Whether a kernel that makes rows has registers to rotate them, too; closed sets have no such kernels.
+    """Whether a kernel that makes rows has registers to rotate them, too; no such kernel is built ahead of time.
 
     Args:
         gpu: the GPU.
@@ -393,7 +393,7 @@ def rotates_rows(gpu: Target, describe: Callable[..., object], *shape: Hashable,
         describe(*shape, **flags)
     except EmitError:
         return False
-    return not gpu.closed
+    return not gpu.ahead_of_time
 
 
 # ── product ──────────────────────────────────────────────────────────────────────────────────────

@@ -55,12 +55,12 @@ def explain(
         >>> print(qcut.explain(16, 4096, 4096, gpu="NVIDIA H200"))  # doctest: +SKIP
     """
     from qcut import jit
-    from qcut.dispatch import closed
+    from qcut.dispatch import ahead_of_time
     from qcut.dispatch import gemm as dispatch
 
     problem = dispatch.problem_of(m, n, k, layouts=layouts, out=out, epilogue=epilogue, tokens=tokens)
     target = _target(gpu)
-    cutlass = closed.serves_cutlass(problem, target, lambda: jit.is_toolchain_available("nvcc"))
+    cutlass = ahead_of_time.serves_cutlass(problem, target, lambda: jit.is_toolchain_available("nvcc"))
     return dispatch.explain(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
 
 

@@ -13,9 +13,8 @@ from qcut import jit
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
 from qcut.backends.cuda.operands import dense
 from qcut.common.locks import once
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.few_tokens import few_tokens
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
@@ -23,7 +22,6 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.families import (
     CUTLASS_FAMILIES,
     INT8_CUTLASS,
-    INT8_STREAM,
     W8A16_CUTLASS,
     W8A16_MMA,
     W8A16_STREAM,
@@ -82,7 +80,7 @@ class Product(NamedTuple):
         if few is not None:
             return few
         if cutlass is None:
-            cutlass = closed.serves_cutlass(self.problem, gpu, has_cutlass)
+            cutlass = ahead_of_time.serves_cutlass(self.problem, gpu, has_cutlass)
         sizes = (self.problem.epilogue.rows(self.rows), self.n, self.k)
         choice = dispatch.select_gemm(self.problem, *sizes, gpu, cutlass=cutlass, tensor_cores=self.tensor_cores)
         spec = chosen_spec(choice, self.problem, self.n, gpu)
@@ -118,20 +116,17 @@ class Product(NamedTuple):
                 takes tokens as ``none`` reads nothing so early, and always may.
         """
         sizes = (self.rows, self.n, self.k)
-        few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
-        if few is None:
+        found = dispatch.few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
+        if found is None:
             return None
-        problem, tail = closed.bounded_problem(few.problem, gpu)
-        source, grid = (
-            INT8_STREAM.emit(problem, few.tile, gpu.arch),
-            INT8_STREAM.grid(few.tile, self.n, gpu.sm_count),
-        )
+        problem, tail = ahead_of_time.bounded_problem(found[0], gpu)
+        source, grid = dispatch.emit(found[1], problem, gpu.arch), dispatch.grid(found[1], self.n, gpu.sm_count)
         return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    nvcc = architecture(gpu.arch).wgmma and closed.serves_cutlass(problem, gpu, has_cutlass)
+    nvcc = architecture(gpu.arch).wgmma and ahead_of_time.serves_cutlass(problem, gpu, has_cutlass)
     choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
     spec = chosen_spec(choice, problem, n, gpu, pdl=pdl)
     if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
@@ -146,7 +141,7 @@ def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of the kernel that ``choice`` names; ``pdl`` lets it begin before its predecessor ends."""
-    problem, tail = closed.bounded_problem(problem, gpu, element_stores=choice.family == W8A16_STREAM.name)
+    problem, tail = ahead_of_time.bounded_problem(problem, gpu, element_stores=choice.family == W8A16_STREAM.name)
     source = dispatch.emit(choice, problem, gpu.arch)
     # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
     pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name

@@ -9,7 +9,7 @@ from qcut.backends.cuda.codebook import rotate, rotates_rows
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
-from qcut.dispatch.closed import norm_columns
+from qcut.dispatch.ahead_of_time import norm_columns
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
 from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated

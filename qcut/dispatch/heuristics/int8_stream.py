@@ -12,7 +12,7 @@ from qcut.emitters.stream.int8 import register_limit
 from qcut.emitters.stream.w8a8 import INT8_STREAM, W8A8Problem, W8A8Tile
 
 _TOKEN_BYTES_PER_NS = 50.0
-"""Bytes of int8 tokens per ns that each SM reads, where all SMs read the same."""
+"""Bytes of int8 tokens per ns that each SM reads while all SMs read the same."""
 _SUM_BYTES_PER_NS = 200.0
 """Bytes of warps' sums per ns that an SM adds in shared memory."""
 
@@ -44,7 +44,7 @@ def candidates(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> 
 
 
 def _tokens_ns(tokens: int, k: int, cut: Cut, common_sums: bool, target: Target) -> float:
-    """Time in ns that more than eight int8 tokens take beside the weights: to read them, and to sum over warps."""
+    """Time in ns that more than eight int8 tokens add to the weights': to read them, and to sum over warps."""
     if tokens <= w8a8.MAX_ROWS:
         return 0.0
     read = tokens * k / cut.splits / _TOKEN_BYTES_PER_NS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qcut.dispatch import closed
+from qcut.dispatch import ahead_of_time
 from qcut.dispatch.cost_model import GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -18,10 +18,10 @@ CUTLASS_TOKENS = 1024
 
 
 def int8(name: str, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Iterator[tuple[GemmTile, float]]:
-    """Of ``int8_cutlass``, ``int8_mma``, ``int8_wmma`` or ``int8_dp4a``: for a closed target, those of its set."""
+    """Of ``int8_cutlass``, ``int8_mma``, ``int8_wmma`` or ``int8_dp4a``, those that may be chosen."""
     weight = MODEL_ERROR if name == INT8_CUTLASS.name else 1.0
     for tile in family(name).menu(problem, target.arch):
-        if closed.is_open(problem, name, tile, target):
+        if ahead_of_time.is_open(problem, name, tile, target):
             yield tile, estimate(name, problem, tile, m, n, k, target).cycles / weight
 
 
@@ -34,6 +34,6 @@ def w8a16_mma(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> I
 def codebook_cutlass(
     problem: CodebookProblem, m: int, n: int, k: int, target: Target
 ) -> Iterator[tuple[TileConfig, float]]:
-    """None for few tokens, where the family is not the fastest."""
+    """None for few tokens, for which the family is not the fastest."""
     for tile in CODEBOOK_CUTLASS.menu(problem, target.arch) if m >= CUTLASS_TOKENS else ():
         yield tile, tile_cycles(tile, problem.epilogue.out.bits, m, n, k, target)

@@ -17,14 +17,14 @@ class _CutlassCost(NamedTuple):
     """Cycles of a tile of ``w8a16_cutlass``."""
 
     step: float  # of a step of 64 columns
-    tile: float  # beside the steps; a ping-pong tile's end is hidden by the next tile
+    tile: float  # without its steps; a ping-pong tile's end is hidden by the next tile
 
 
 _CUTLASS_START = 4800.0
 _CUTLASS = {(128, 64): _CutlassCost(390, 530), (256, 64): _CutlassCost(567, 250), (256, 128): _CutlassCost(1009, 4000)}
 """By tokens and channels of a tile."""
 _ROW, _ROW_PAST_END = 2.0, 15.0
-"""A token's 64 columns, copied by TMA, and the zeros that TMA writes where there is no token."""
+"""A token's 64 columns, copied by TMA, and the zeros that TMA writes past the last token."""
 
 
 def candidates(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Iterator[tuple[TileConfig, float]]:

@@ -20,16 +20,16 @@ _TOKEN = 25.0
 _SPLIT = 400.0
 """Adding the sums of a CTA of the cluster."""
 _UNIT = 1200.0
-"""The chain of loading, exchanging and converting a unit, which nothing hides where products are few."""
+"""The chain of loading, exchanging and converting a unit, which nothing hides if products are few."""
 _CONVERT = 580.0
-"""A warpgroup's conversion of a unit, where several share the SM."""
+"""A warpgroup's conversion of a unit, if several share the SM."""
 
 
 def candidates(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Iterator[tuple[W8A16WgmmaTile, float]]:
-    """K is split only within one wave, and only where each CTA of a cluster has about two units at least."""
+    """K is split only within one wave, and only if each CTA of a cluster has about two units at least."""
     most = max(1, -(-k // UNIT_COLUMNS) // 2)
     tiles = W8A16_WGMMA.default_tiles(problem, target.arch)
-    for tile in tiles if W8A16_WGMMA.is_legal(problem, tiles[0], target.arch) else ():  # one is legal where all are
+    for tile in tiles if W8A16_WGMMA.is_legal(problem, tiles[0], target.arch) else ():  # one is legal if all are
         if tile.splits == 1 or (tile.splits <= most and _waves(tile, m, n, target) == 1):
             yield tile, _cycles(tile, m, n, k, target)
 

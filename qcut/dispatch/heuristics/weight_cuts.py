@@ -16,13 +16,13 @@ from qcut.emitters.stream.int8 import UNIT_COLUMNS
 
 # Of an H200. All but the memory's rate are times of an SM's instructions, which a higher clock shortens.
 _BYTES_PER_NS = 33.5
-"""Bytes of weights per ns for each SM, where all SMs read: 4.43 TB/s over 132 SMs."""
+"""Bytes of weights per ns for each SM while all SMs read: 4.43 TB/s over 132 SMs."""
 _UNITS_IN_FLIGHT = 40
 """Units of weights on their way that keep the memory busy."""
 _ROUND_NS = 300.0
 """Time in ns of a round: reading the tokens of other columns."""
 _CTA_NS = 300.0
-"""Time in ns to sum over warps and write, where another CTA follows on the SM."""
+"""Time in ns to sum over warps and write, if another CTA follows on the SM."""
 _CLUSTER_NS = 700.0
 """Time in ns to sum over a cluster's CTAs."""
 
@@ -42,8 +42,8 @@ def cuts(
 ) -> Iterator[tuple[Cut, float]]:
     """Cuts of weights ``[n, k]``, over clusters if wanted, and the nanoseconds that the model expects of each.
 
-    Two CTAs on one SM hide each other's start and end; they are used where each reads its part of K in one round.
-    ``fits`` says whether registers and shared memory of an SM hold a given number of CTAs with a cut.
+    Two CTAs on one SM hide each other's start and end; they are used if each reads its part of K in one round.
+    ``fits`` tells whether registers and shared memory of an SM hold a given number of CTAs with a cut.
     """
     machine = target.machine
     for splits in CLUSTER_SIZES if clusters and architecture(target.arch).clusters else (1,):
@@ -64,7 +64,7 @@ def _one_cut(
     machine: Machine,
     fits: Callable[[Cut, int], bool],
 ) -> tuple[Cut, float] | None:
-    """One of `cuts`, for some splits, units and CTAs of an SM; None where nothing fits, or two CTAs are not taken."""
+    """One of `cuts`, for some splits, units and CTAs of an SM; None if nothing fits, or two CTAs are not taken."""
     units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
     in_flight = math.ceil(_UNITS_IN_FLIGHT * machine.bandwidth)
     most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)

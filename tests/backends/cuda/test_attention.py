@@ -141,7 +141,7 @@ def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, mon
     norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
     attention_cuda.append_attention(step(torch.float32)._replace(**norms))
     assert len(launches) == 2
-    monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, closed=True))
+    monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, ahead_of_time=True))
     one = step()._replace(**{name: weight.half() for name, weight in norms.items()})
     attention_cuda.append_attention(one)
     assert "query_norm" not in launches[-1]

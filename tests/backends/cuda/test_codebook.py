@@ -37,10 +37,10 @@ def described(layer: CodebookLinear, rows: int) -> CodebookLayer:
     return call
 
 
-CLOSED = (replace(H200, closed=True), replace(A100, closed=True))
+AHEAD_OF_TIME = (replace(H200, ahead_of_time=True), replace(A100, ahead_of_time=True))
 
 
-@pytest.fixture(params=[H200, A100, *CLOSED], ids=lambda gpu: gpu.arch + "-closed" * gpu.closed)
+@pytest.fixture(params=[H200, A100, *AHEAD_OF_TIME], ids=lambda gpu: gpu.arch + "-aot" * gpu.ahead_of_time)
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return note_launches(codebook_cuda, request.param, monkeypatch)
 

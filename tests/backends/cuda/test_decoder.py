@@ -114,12 +114,12 @@ def test_long_rows_are_rotated_apart(noted: Callable[[Any], Launches]) -> None:
     assert len(rotations) == 1
 
 
-def test_closed_sets_have_no_kernels_that_rotate_rows() -> None:
+def test_no_ahead_of_time_kernel_rotates_rows() -> None:
     shape = DType.F16, False, H200.arch, 4096
-    for closed in (False, True):
-        gpu = replace(H200, closed=closed)
+    for ahead_of_time in (False, True):
+        gpu = replace(H200, ahead_of_time=ahead_of_time)
         rotation = RowsRotation(DType.S8, 128, 1)
-        assert codebook.rotates_rows(gpu, NormRows.for_shape, *shape, rotation=rotation) is not closed
+        assert codebook.rotates_rows(gpu, NormRows.for_shape, *shape, rotation=rotation) is not ahead_of_time
 
 
 def test_the_next_token(noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +195,8 @@ def test_embeddings_of_codebooks(scheme: str, noted: Callable[[Any], Launches]) 
     assert len(launches) == 3
 
 
-def test_closed_sets_embed_codebooks_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = note_launches(embed, replace(H200, closed=True), monkeypatch)
+def test_torch_embeds_codebooks_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = note_launches(embed, replace(H200, ahead_of_time=True), monkeypatch)
     layer = CodebookLinear.from_float(nn.Linear(128, 70, bias=False), "codebook4")
     assert isinstance(layer, CodebookLinear)
     ids, places = torch.tensor([-1, 70, 3]), torch.tensor([9, -1, 2], dtype=torch.int32)

@@ -108,7 +108,7 @@ def fallback_of(spec: LaunchSpec) -> LaunchSpec | None:
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static"])
-def test_three_kernels_that_nvrtc_builds_serve_any_number_of_rows(scheme: str, gpu: Target) -> None:
+def test_three_fallbacks_serve_any_number_of_rows(scheme: str, gpu: Target) -> None:
     problem = linear_problem(DType.F16, 5120, 1280, True, "gelu_tanh", scheme)
     names, waited = set(), 0
     for rows in sorted({plans.m_bucket(m) for m in range(9, 10_000, 7)}):
@@ -133,7 +133,7 @@ def test_w8a16_has_fallbacks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waited) > len(FALLBACK_ROWS) >= len(names)
 
 
-def test_a_codebook_of_one_norm_a_row_has_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codebook_of_one_norm_a_row_has_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qcut.backends.cuda.codebook.has_cutlass", lambda: True)
     problem = codebook_dispatch.problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
     spec = gemm_spec(problem, 4096, 4096, 32, H200)

@@ -47,7 +47,7 @@ print(library.bucket(65), library.hits)
     assert (done.returncode, done.stdout.strip()) == (0, "80 0"), done.stderr
 
 
-def test_an_entry_that_does_not_load_is_a_miss(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_that_does_not_load_is_a_miss(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QCUT_CACHE_DIR")
     good = _native.build()
     assert good is not None

@@ -34,7 +34,7 @@ def test_without_compilers_models_answer_the_same(scheme: str, tmp_path: Path) -
     models = [model for model in models if model != "llama/w8a8_static"]
     for name in ("empty", "full", "cache"):
         (tmp_path / name).mkdir()
-    write_pack(tmp_path / "empty", arch, [])  # kernels are those of the closed set, and are built
+    write_pack(tmp_path / "empty", arch, [])  # kernels are those built ahead of time, and are built
     want, kernels = run("build", tmp_path / "empty", tmp_path / "built", models)
     write_pack(tmp_path / "full", arch, kernels)
     cache = tmp_path / "cache"

@@ -12,7 +12,7 @@ from torch import Tensor
 import qcut
 from qcut.backends.cuda import codebook as cuda_codebook
 from qcut.backends.cuda.launch.plans import forget_plans, watched_loads
-from qcut.dispatch.codebook import CodebookChoice
+from qcut.dispatch.heuristics import Choice
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.families import (
@@ -140,7 +140,7 @@ def test_every_family(family: str, tile: Any, size: int, dtype: torch.dtype, mon
     most = tile.threadblock_shape[0] if isinstance(tile, TileConfig) else tile.tokens
     several = (2 * most + 3,) if family in (CODEBOOK_MMA.name, CODEBOOK_WGMMA.name) else ()
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_codebook.dispatch, "select", lambda *_, **__: CodebookChoice(family, tile))
+        patch.setattr(cuda_codebook.dispatch, "select", lambda *_, **__: Choice(family, tile))
         forget_plans()
         for m in sorted({1, most, *several}):
             x = tokens(m, 448, dtype)

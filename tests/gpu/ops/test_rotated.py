@@ -55,7 +55,7 @@ def test_rotated_rows_are_those_of_two_kernels(
     weight, bias = 1 + 0.3 * torch.randn(k, device=DEVICE, dtype=dtype), torch.randn(k, device=DEVICE, dtype=dtype)
     seeds = list(range(passes))
     signs = operands("hadamard", group, k, seeds, dtype, DEVICE)
-    turned, closed = (signs, group, seeds, to), target(torch.cuda.current_device()).closed
+    turned, ahead_of_time = (signs, group, seeds, to), target(torch.cuda.current_device()).ahead_of_time
     with watched_loads() as loaded:
         for layer, residual in ((False, other), (True, None)):
             given = (x, residual, weight, bias if layer else None, layer, 1e-5)
@@ -68,7 +68,7 @@ def test_rotated_rows_are_those_of_two_kernels(
             y = OPS.gelu_tanh(gate) if up is None else OPS.silu_mul(gate, up)
             want = OPS.rotate_tokens(y, signs, "hadamard", *turned[1:])
             same(OPS.activate_rotated(gate, up, *turned), want, m)
-    assert closed or any(f"_h{group}p{passes}" in name for name in loaded)
+    assert ahead_of_time or any(f"_h{group}p{passes}" in name for name in loaded)
 
 
 def test_unaligned_rows() -> None:

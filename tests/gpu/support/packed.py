@@ -1,6 +1,6 @@
 """What small models of every scheme answer, in a process that builds its kernels, and in one that has a pack alone.
 
-Both choose from the closed set, so that their answers are the same bits.
+Both choose from the ahead-of-time kernels, so that their answers are the same bits.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="gpt2/w8a8, llama/w8a8@7 (with prompts of 7 tokens), or layer/w8a8")
     arguments = parser.parse_args()
     packs.FOLDER = arguments.folder
-    assert target(torch.cuda.current_device()).closed, "there is no pack"
+    assert target(torch.cuda.current_device()).ahead_of_time, "there is no pack"
     built: dict[str, Kernel] = {}
     if arguments.mode == "hidden":
         torch.zeros(1, device=DEVICE)
@@ -125,7 +125,7 @@ def note_builds(built: dict[str, Kernel]) -> None:
 
 
 def write_pack(folder: Path, arch: str, kernels: list[Kernel]) -> None:
-    """Put a pack into a folder; with no kernels, it makes targets closed and everything is built."""
+    """Put a pack into a folder; with no kernels, only ahead-of-time kernels are chosen, and all are built."""
     facts = {"arch": arch, "sources": packs.sources_digest()}
     (folder / f"{arch}.qpack").write_bytes(pack_bytes(kernels, facts, jobs=8))
 

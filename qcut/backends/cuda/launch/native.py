@@ -1,7 +1,7 @@
 """The linear operators' hot path in C++ (the folder ``cpp``): compiled once per torch, cached, loaded.
 
 The C++ code serves calls whose plan `Library.insert` has given it, and leaves every other call to Python, which serves
-all calls where there is no g++ or torch came without its headers.
+all calls if there is no g++ or torch came without its headers.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def key(
         dtype: dtype of the tokens.
         name: activation, or kind of the rotation.
         device: CUDA ordinal.
-        out: dtype of the result, where the operator is given one.
+        out: dtype of the result, if the operator takes one.
         passes: of a rotation.
         bits: of an index.
-        slots: norms of a unit.
+        slots: group scales of a unit.
         flags: those of `FLAGS` that the operator has.
     """
     codes = OPS.index(op), _SCALAR_TYPES[dtype], 0 if out is None else _SCALAR_TYPES[out], device
@@ -231,7 +231,7 @@ def _activate() -> Library | None:
 
 
 def load() -> Library | None:
-    """Load a new copy of the library, compiled unless cached; None where it cannot be built or loaded."""
+    """Load a new copy of the library, compiled unless cached; None if it cannot be built or loaded."""
     if (code := build()) is None:
         return None
     try:
@@ -285,7 +285,7 @@ def _stored(digest: str) -> bytes | None:
 
 
 def problem() -> str | None:
-    """The reason why the C++ code cannot be compiled here, in words; None where no reason is known."""
+    """The reason why the C++ code cannot be compiled here, in words; None if no reason is known."""
     try:
         toolchain.find_gxx()
     except ToolchainError as error:

@@ -76,7 +76,7 @@ def describing() -> Iterator[None]:
     """Around what chooses and describes kernels for a caller of qcut.
 
     Raises:
-        UnsupportedError: in place of an `EmitError`, which names a kernel that nobody asked for by its name.
+        UnsupportedError: in place of an `EmitError`, which names a kernel that the caller does not know.
     """
     try:
         yield
@@ -152,11 +152,11 @@ class PlanCache(dict[Hashable, P]):
 
 @once
 def target(device: int) -> Target:
-    """Dispatch's description of the GPU with a CUDA ordinal: closed where a pack brings its kernels."""
+    """Dispatch's description of the GPU with a CUDA ordinal, with ahead-of-time kernels if a pack brings them."""
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     gpu = target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
-    return replace(gpu, closed=packs.installed(gpu.arch) is not None)
+    return replace(gpu, ahead_of_time=packs.installed(gpu.arch) is not None)
 
 
 def has_pdl(gpu: Target) -> bool:
@@ -311,7 +311,7 @@ class LaunchPlan:
         return self._kernel.query(QUERY_WORKSPACE_BYTES, (*args, *self._tail, 0))
 
     def for_native(self) -> native.Launch | None:
-        """The plan for C++; None for a fallback, and where a launch needs a workspace or a grid of another kind."""
+        """The plan for C++; None for a fallback, and if a launch needs a workspace or a grid of another kind."""
         grid, kernel = self._grid, self._kernel
         if (
             self.is_fallback
@@ -331,7 +331,7 @@ class LaunchPlan:
         self._kernel.launch(self._grid(m), args, stream, self._pdl)
 
     def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:
-        """Queue the kernel for m rows on the device's current stream, with a workspace where it needs one."""
+        """Queue the kernel for m rows on the device's current stream, with a workspace if needed."""
         if self.needs_workspace:
             memory = torch.empty(self.workspace_bytes(args), dtype=torch.uint8, device=torch.device("cuda", device))
             self.launch(m, args, current_stream(device), memory.data_ptr())
@@ -340,7 +340,7 @@ class LaunchPlan:
 
 
 def hand_over(key: native.Key, plans: Sequence[LaunchPlan], k_padded: int = 0) -> None:
-    """Let C++ serve the calls of a key from now on, where it is there and can launch the plans.
+    """Let C++ serve the calls of a key from now on, if it is loaded and can launch the plans.
 
     Args:
         key: all that chose the plans, and that a call's checks read besides layouts of tensors.

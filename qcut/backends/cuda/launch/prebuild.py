@@ -25,7 +25,7 @@ class LayerCall(Protocol):
 
 
 def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -> None:
-    """Build the kernels of calls, in parallel, and the C++ operators where they serve a call.
+    """Build the kernels of calls, in parallel, and the C++ operators if they serve a call.
 
     Kernels in the cache are not built again. If callers do not wait for nvcc and g++, these work in the background, and
     fallback kernels are built now.

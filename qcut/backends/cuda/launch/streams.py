@@ -1,4 +1,4 @@
-"""CUDA streams: the handles that kernels are launched on, and what tells when their work is done."""
+"""CUDA streams: handles for launches, and events that say when their work is done."""
 
 from __future__ import annotations
 

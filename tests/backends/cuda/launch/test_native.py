@@ -296,7 +296,7 @@ def test_calls_are_pythons_while_another_path_is_chosen(setting: Setting, op: st
         assert setting.served(lambda: call(*given))[2] is by_cpp
 
 
-def test_a_later_tensor_at_an_address_is_another_layer(setting: Setting) -> None:
+def test_later_tensor_at_an_address_is_another_layer(setting: Setting) -> None:
     args = arguments("w8a8_static_linear", (5, 64), 64)
     op = operator("w8a8_static_linear")
     op(*args)
@@ -327,7 +327,7 @@ def test_a_later_tensor_at_an_address_is_another_layer(setting: Setting) -> None
             op(*call)
 
 
-def test_the_range_of_x_is_no_part_of_the_plan(setting: Setting) -> None:
+def test_range_of_x_is_no_part_of_plans(setting: Setting) -> None:
     op = operator("w8a8_static_linear")
     args = arguments("w8a8_static_linear", (5, 64), 128)
     op(*args)

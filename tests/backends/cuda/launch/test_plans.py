@@ -45,7 +45,7 @@ def test_a_plan_may_be_made_of_another_familys() -> None:
     assert (inner.get(2), outer.get(1)) == ("inner", ("inner",))
 
 
-def test_a_plan_that_cannot_be_made_is_tried_again() -> None:
+def test_plan_that_cannot_be_made_is_tried_again() -> None:
     cache: PlanCache[str] = PlanCache()
     for _ in range(2):
         try:
@@ -80,7 +80,7 @@ def test_grid_repeats_that_of_one_row() -> None:
         assert [grid(m) for m in range(1, 300)] == [INT8_MMA.grid(tile, 1000)(m) for m in range(1, 300)]
 
 
-def test_a_kernel_that_does_not_wait_is_not_launched_before_its_predecessor_ends() -> None:
+def test_kernel_that_never_waits_cannot_launch_early() -> None:
     source = KernelSource("hasty", "", "hasty", (), "sm_90a")
     LaunchSpec(source, Grid(1, (1, 1, 1)))
     with pytest.raises(LaunchError, match="kernel hasty: never waits"):
@@ -88,7 +88,7 @@ def test_a_kernel_that_does_not_wait_is_not_launched_before_its_predecessor_ends
     LaunchSpec(replace(source, waits=True), Grid(1, (1, 1, 1)), pdl=True)
 
 
-def test_forgetting_empties_every_cache_and_no_cache_outlives_its_owner() -> None:
+def test_forgetting_empties_caches_that_are_alive() -> None:
     cleared: list[str] = []
     first, second = PlanCache[int](on_clear=lambda: cleared.append("first")), PlanCache[int]()
     first.make("key", lambda: 1)

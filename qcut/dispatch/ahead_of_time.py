@@ -1,8 +1,8 @@
-"""What bounds the kernels that dispatch chooses from, so that a wheel can bring them all.
+"""Bounds the kernels that dispatch chooses from, so that a wheel can bring them all, built ahead of time.
 
-With a compiler, a kernel is made for each shape. A `Target` that is ``closed`` has the kernels of
-`qcut.dispatch.precompile.closed_set` alone: sizes are rounded to points before tiles are chosen for them, the
-activation is an argument of the launch, and rows of D are aligned or not. Shapes of known models are points.
+With a compiler, a kernel is made for each shape. A `Target` with ``ahead_of_time`` has only the kernels of
+`qcut.dispatch.precompile`: sizes are rounded to points before tiles are chosen for them, the activation is an argument
+of the launch, and rows of D are aligned or not. Shapes of known models are points.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HEADS = (32, 64, 80, 96, 112, 128, 192, 256)
 CLUSTER_HEADS = (64, 128)
 """Heads whose attention divides a context among the CTAs of a cluster."""
 NORM_HEADS = (128, 256)
-"""Heads whose norms the attention of a step computes, where positions are rotary: those of Qwen 3 and Gemma 3."""
+"""Heads that attention normalizes in a decode step with rotary positions: those of Qwen 3 and Gemma 3."""
 QUERIES = (1, 4, 8)
 """Queries of a CTA of attention."""
 GROUPS = (32, 64, 128)
@@ -68,12 +68,12 @@ P = TypeVar("P", GemmProblem, W8A8Problem, CodebookProblem)
 
 @lru_cache
 def reference(arch: str) -> Target:
-    """The GPU for which the tiles of an architecture's closed set are made."""
+    """The GPU for which the tiles of an architecture's ahead-of-time kernels are chosen."""
     return next(Target(gpu.arch, gpu.sm_count, gpu.name) for gpu in GPUS if gpu.arch == arch)
 
 
 def bounded(n: int, k: int, target: Target, *, known: bool = True) -> tuple[int, int, Target]:
-    """The sizes and the GPU to choose a tile for: those given, or, for a closed target, a point of the closed set.
+    """The sizes and the GPU to choose a tile for: those given, or one of `points` for ahead-of-time kernels.
 
     Args:
         n: rows of the weight.
@@ -81,7 +81,7 @@ def bounded(n: int, k: int, target: Target, *, known: bool = True) -> tuple[int,
         target: the GPU. N stands for as many rows to a multiprocessor of the reference.
         known: whether `KNOWN_SHAPES` are points; otherwise points are few.
     """
-    if not target.closed:
+    if not target.ahead_of_time:
         return n, k, target
     like = reference(target.arch)
     if known and (n, k) in KNOWN_SHAPES and target.sm_count == like.sm_count:
@@ -104,8 +104,8 @@ def points(known: bool = True) -> list[tuple[int, int]]:
 
 
 def few_tokens(m: int, target: Target, *, known: bool) -> int:
-    """Tokens to choose a kernel for: those given, or, for a closed target without known shapes, one of `FEW_TOKENS`."""
-    return _at_least(m, FEW_TOKENS) if target.closed and not known else m
+    """Tokens to choose a kernel for: those given, or one of `FEW_TOKENS` for ahead-of-time kernels of other shapes."""
+    return _at_least(m, FEW_TOKENS) if target.ahead_of_time and not known else m
 
 
 # ── problems ─────────────────────────────────────────────────────────────────────────────────────
@@ -114,7 +114,7 @@ def few_tokens(m: int, target: Target, *, known: bool) -> int:
 def bounded_problem(problem: P, target: Target, *, element_stores: bool = False) -> tuple[P, tuple[int, ...]]:
     """The problem whose kernel serves a problem, and the arguments that a launch adds to those of a call.
 
-    A target that is not closed, and a problem that the closed set does not cover, keep the problem.
+    A target with a compiler, and a problem without ahead-of-time kernels, keep the problem.
 
     Args:
         problem: types, layouts and epilogue.
@@ -147,19 +147,19 @@ def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
 
 
 def holds(problem: GemmProblem | W8A8Problem | CodebookProblem, target: Target) -> bool:
-    """Whether a closed target has kernels for a problem; False leaves the problem to a compiler."""
-    return target.closed and covers(problem)
+    """Whether a target has ahead-of-time kernels for a problem; False leaves the problem to a compiler."""
+    return target.ahead_of_time and covers(problem)
 
 
 def serves_cutlass(problem: GemmProblem | CodebookProblem, target: Target, is_buildable: Callable[[], bool]) -> bool:
-    """Whether CUTLASS's kernels for a problem can be built, or are in the closed set, which has those of int8 GEMMs."""
-    if target.closed and (isinstance(problem, CodebookProblem) or problem.a is not DType.S8):
+    """Whether CUTLASS's kernels for a problem can be built, or were ahead of time, as those of int8 GEMMs are."""
+    if target.ahead_of_time and (isinstance(problem, CodebookProblem) or problem.a is not DType.S8):
         return False
     return holds(problem, target) or is_buildable()
 
 
 def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
-    """Whether the closed set has kernels for a problem: for those of layers, not for every GEMM there is."""
+    """Whether there are ahead-of-time kernels for a problem: those of layers, not for every GEMM there is."""
     e = problem.epilogue
     if e.rescale:
         if isinstance(problem, W8A8Problem):
@@ -197,7 +197,7 @@ def _takes_rows(problem: W8A8Problem) -> bool:
 
 
 def takes(problem: GemmProblem, family: str, tile: object, arch: str) -> bool:
-    """Whether the closed set has a tile of an int8 GEMM of many tokens for a problem."""
+    """Whether there is an ahead-of-time kernel with a tile of an int8 GEMM of many tokens for a problem."""
     e = problem.epilogue
     whole = problem.alignment_n * e.out.bits >= 128
     if e.halves or e.rescale:
@@ -208,7 +208,7 @@ def takes(problem: GemmProblem, family: str, tile: object, arch: str) -> bool:
 
 
 def is_open(problem: GemmProblem, family: str, tile: object, target: Target) -> bool:
-    """Whether a tile may be chosen: for a closed target, those of its closed set where this covers the problem."""
+    """Whether a tile may be chosen: if there are ahead-of-time kernels for the problem, only their tiles."""
     return not holds(problem, target) or takes(problem, family, tile, target.arch)
 
 
@@ -255,7 +255,7 @@ def _tiles(arch: str, out: str) -> frozenset[tuple[str, object]]:
 
 
 def all_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
-    """Those of `gemm_tiles`, and of products of int16 tokens; `takes` says which of them a problem has."""
+    """Those of `gemm_tiles`, and of products of int16 tokens; `takes` selects those of a problem."""
     return gemm_tiles(arch) | _halves_tiles(arch)
 
 
@@ -263,9 +263,9 @@ def all_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
 
 
 def norm_columns(k: int, x: DType, target: Target, *, aligned: bool) -> int:
-    """Columns to choose the kernel of a norm for."""
+    """Columns to choose the kernel of a norm layer for."""
     vectors = -(-k * x.bits // 128)
-    if not target.closed or vectors > VECTOR_POINTS[-1]:
+    if not target.ahead_of_time or vectors > VECTOR_POINTS[-1]:
         return k
     usual = aligned and x is not DType.F32
     return _at_least(vectors, VECTOR_POINTS if usual else FEW_VECTOR_POINTS) * 128 // x.bits
@@ -273,24 +273,24 @@ def norm_columns(k: int, x: DType, target: Target, *, aligned: bool) -> int:
 
 def attention_queries(queries: int, target: Target) -> int:
     """Queries of a head of keys to choose the kernel of attention for."""
-    return _at_least(queries, QUERIES) if target.closed else queries
+    return _at_least(queries, QUERIES) if target.ahead_of_time else queries
 
 
 def has_clusters(head: int, target: Target) -> bool:
     """Whether attention has kernels that divide a context of such heads among the CTAs of a cluster."""
-    return target.exchanges_in_clusters and (not target.closed or head in CLUSTER_HEADS)
+    return target.exchanges_in_clusters and (not target.ahead_of_time or head in CLUSTER_HEADS)
 
 
 def has_head_norms(head: int, rotary: bool, target: Target) -> bool:
     """Whether the attention of a step has kernels that normalize heads of so many columns."""
-    return not target.closed or (rotary and head in NORM_HEADS)
+    return not target.ahead_of_time or (rotary and head in NORM_HEADS)
 
 
 def rotation_columns(
     kind: str, x: DType, k: int, group_size: int, passes: int, target: Target, *, aligned: bool
 ) -> tuple[int, int]:
     """Columns of a row, and of a group, to choose the kernel of a rotation for; arguments as of `select_rotation`."""
-    if not target.closed:
+    if not target.ahead_of_time:
         return k, group_size
     whole, group_size = kind == "none" and group_size >= k, min(group_size, k)  # a row that is one group stays one
     usual = aligned and passes == 1 and group_size == 128 and x is not DType.F32

@@ -1,4 +1,4 @@
-"""Tiles of ``codebook_stream``; times are in units of weights that an SM of an H200 reads in the same time.
+"""Tiles of ``codebook_stream`` and ``codebook_stream_rounds``; times are in units of weights that an H200's SM reads.
 
 Source: measured on an H200; the model's constants rank the measured variants right on 14336x4096, 4096x14336,
 4096x4096, 1280x1280 and 5120x1280 (docs/kernel-notes/few-tokens.md).
@@ -17,16 +17,19 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import holds
 from qcut.emitters.core.source import EmitError
 from qcut.emitters.stream import codebook as stream
+from qcut.emitters.stream import codebook_rounds
 from qcut.emitters.stream.codebook import MAX_ROW_TILES, CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.family import ROW_TILE
 
 # Where the memory is slower, fewer units are read in the time of a sum or an exchange.
-LATENCY = 6.0  # latency of an SM with one warp; divided by the number of its warps
+_LATENCY = 6.0  # latency of an SM with one warp; divided by the number of its warps
 _MORE_UNITS = 0.06  # share by which each unit of a warp after the first adds to the time
-SUMS = 55  # sums, one per token and row tile, that take the time of a unit
+_SUMS = 55  # sums, one per token and row tile, that take the time of a unit
 _EXCHANGE = 4  # exchange in a cluster, for each of its CTAs
 _TABLE = 8  # filling the table of a CTA
 _WAVE = 100  # each wave after the first
+_TOKENS = 0.1  # reading a token's part of a unit, 256 bytes, from the L2
 
 
 def candidates(
@@ -44,7 +47,7 @@ def candidates(
         raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 32")
     machine, arch, units_k, found = target.machine, target.arch, -(-k // 128), False
     alone = _is_alone(problem, arch)
-    latency, pace = LATENCY * machine.bandwidth, machine.cycle_bandwidth
+    latency, pace = _LATENCY * machine.bandwidth, machine.cycle_bandwidth
     tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
     row_tiles = -(-n // ROW_TILE)
     sizes = CLUSTER_SIZES if architecture(arch).clusters else (1,)
@@ -61,7 +64,7 @@ def candidates(
             continue
         waves = -(-row_tiles // (tile.row_tiles * slots))
         read = ctas * tile.row_tiles * warps * units * (1 + latency / (warps * ctas) + _MORE_UNITS * (units - 1))
-        sums = pace * (ctas * warps * m * tile.row_tiles / SUMS)
+        sums = pace * (ctas * warps * m * tile.row_tiles / _SUMS)
         exchange = pace * _EXCHANGE * splits if splits > 1 else 0
         cost = waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
         found = True
@@ -71,7 +74,7 @@ def candidates(
 
 
 def _is_alone(problem: CodebookProblem, arch: str) -> bool:
-    """Whether a CTA of few tokens that the model puts on an SM shall have the SM to itself.
+    """Whether a CTA of few tokens that the model puts on an SM has the SM to itself.
 
     Measured on sm_90a: 0.1 to 1.8 µs of a layer 1280 or 5120 wide, nothing elsewhere; a kernel that rotates its 16-bit
     token, whose table of pairs takes most of the start, loses 0.05.
@@ -80,7 +83,7 @@ def _is_alone(problem: CodebookProblem, arch: str) -> bool:
 
 
 def _largest(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> CodebookStreamTile | None:
-    """The tile with the most row tiles, and the most loads in flight, that fits; None where none fits."""
+    """The tile with the most row tiles, and the most loads in flight, that fits; None if none fits."""
     prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
     for row_tiles in range(tile.row_tiles, 0, -1):
         for ahead in range(min(prefetch, row_tiles), 0, -1):
@@ -96,3 +99,38 @@ def _fit_together(problem: CodebookProblem, tile: CodebookStreamTile, ctas: int,
         ctas * (stream.smem_bytes(problem, tile) + 1024) <= architecture(arch).sm_smem_bytes
         and ctas * 32 * tile.warps * (stream.registers(problem, tile) + 8) <= architecture(arch).registers
     )
+
+
+def rounds_candidates(
+    problem: CodebookProblem, m: int, n: int, k: int, target: Target
+) -> Iterator[tuple[CodebookRoundsTile, float]]:
+    """Tiles for m tokens and weights ``[n, k]``.
+
+    The model weighs the units that an SM reads, and the tokens that each of its CTAs reads for them, against too few
+    warps to hide latency and the sums of many warps. A tile with the most CTAs that an SM holds is taken for each cut.
+
+    Raises:
+        EmitError: m is not 1 to 16.
+    """
+    if not 1 <= m <= 16:
+        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 16")
+    machine, units_k = target.machine, -(-k // 128)
+    latency, pace = _LATENCY * machine.bandwidth, machine.cycle_bandwidth
+    tokens = next(t for t in (1, 8, 16) if t >= m)
+    all_tiles = -(-n // ROW_TILE)
+
+    def cost(tile: CodebookRoundsTile) -> float:
+        rounds = -(-units_k // tile.warps)
+        read = tile.warps * rounds * (tile.row_tiles + _TOKENS * m * problem.x.bits / 16)
+        sums = pace * (tile.warps * m * tile.row_tiles / _SUMS)
+
+        def together(ctas: int) -> float:
+            return ctas * (read * (1 + latency / (tile.warps * tile.row_tiles * ctas)) + sums)
+
+        full, rest = divmod(-(-all_tiles // tile.row_tiles), tile.ctas * target.sm_count)
+        return full * together(tile.ctas) + (together(-(-rest // target.sm_count)) if rest else 0.0)
+
+    for row_tiles, warps, ctas in product((1, 2, 3, 4), (4, 8, 16), (1, 2, 3, 4)):
+        tile = CodebookRoundsTile(tokens, row_tiles, warps, ctas)
+        if holds(codebook_rounds.CONSTRAINTS, problem, tile, target.arch):
+            yield tile, cost(tile)

@@ -1,4 +1,4 @@
-"""Tiles of ``codebook_stream_wgmma``: one for few tokens, a menu for prompts.
+"""Tiles of ``codebook_wgmma`` and ``codebook_stream_wgmma``: of the latter one for decode, a menu for prefill.
 
 Source: constants fitted to layers of 64 to 1,024 tokens, timed on an H200 at 1280x1280, 5120x1280, 1280x5120,
 4096x4096, 14336x4096 and 4096x14336.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import CLUSTER_SIZES
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.codebook.wgmma import CODEBOOK_WGMMA, ROWS, CodebookWgmmaTile
 from qcut.emitters.core.constraints import holds
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.stream.codebook_wgmma import CODEBOOK_STREAM_WGMMA, CONSTRAINTS, GROUP_ROWS, CodebookStreamWgmmaTile
@@ -21,7 +22,7 @@ DECODE_TOKENS = 64
 """Most tokens of a step, for which one tile is made."""
 
 
-def candidates(
+def stream_candidates(
     problem: CodebookProblem, m: int, n: int, k: int, target: Target
 ) -> Iterator[tuple[CodebookStreamWgmmaTile, float]]:
     """Tiles for m tokens and weights ``[n, k]``; times of up to `DECODE_TOKENS` are in units of weights."""
@@ -29,7 +30,7 @@ def candidates(
         yield from _few(problem, m, n, k, target)
         return
     for tile in CODEBOOK_STREAM_WGMMA.default_tiles(problem, target.arch):
-        yield tile, cycles(problem, tile, m, n, k, target)
+        yield tile, _stream_cycles(problem, tile, m, n, k, target)
 
 
 def _few(
@@ -78,10 +79,10 @@ class _StreamCost(NamedTuple):
     """Cycles of ``codebook_stream_wgmma``: a unit takes the longer of all groups' products and one group's chain."""
 
     product: float  # for each product of 64 rows and 8 bits of a token's unit, all groups one after the other
-    group: float  # for each group beside
-    chain: float  # as ``product``, of one group alone
-    decode: float  # beside, decoding that one group cannot hide
-    cta: float  # of a CTA, beside its units
+    group: float  # in addition, for each group
+    chain: float  # as ``product``, of a single group
+    decode: float  # in addition, decoding that a single group cannot hide
+    cta: float  # of a CTA, without its units
     output: float  # for each token and group, in a CTA
     exchange: float  # of a CTA whose cluster shares K
     launch: float  # of a launch
@@ -89,13 +90,15 @@ class _StreamCost(NamedTuple):
 
 _STREAM_F16 = _StreamCost(0.985, 221, 0.76, 626, 2900, 15.4, 375, 0)
 _STREAM_S8 = _StreamCost(0.638, 365, 0.412, 759, 1760, 17.9, 400, 0)
-SLOT = 60
-"""Cycles of a unit for each norm after the first."""
+_SLOT = 60
+"""Cycles of a unit for each group scale after the first."""
 
 
-def cycles(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, m: int, n: int, k: int, target: Target) -> float:
+def _stream_cycles(
+    problem: CodebookProblem, tile: CodebookStreamWgmmaTile, m: int, n: int, k: int, target: Target
+) -> float:
     """Estimated time of a launch for a prompt of m tokens, in cycles of an SM."""
-    units_k, tokens, slots = -(-k // 128), tile.tokens, SLOT * (problem.slots - 1)
+    units_k, tokens, slots = -(-k // 128), tile.tokens, _SLOT * (problem.slots - 1)
     units = -(-units_k // tile.splits)
     c = _STREAM_S8 if problem.x is DType.S8 else _STREAM_F16
     products = problem.x.bits / 4 * tokens
@@ -103,3 +106,41 @@ def cycles(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, m: int, n: i
     cta = units * unit + c.cta + c.output * tokens * tile.groups + c.exchange * (tile.splits > 1)
     clusters = -(-n // (GROUP_ROWS * tile.groups)) * -(-m // tokens)
     return c.launch + -(-clusters // max(1, target.machine.clusters_at_once(tile.splits))) * cta
+
+
+class _WgmmaCost(NamedTuple):
+    """Cycles of ``codebook_wgmma``."""
+
+    unit: float  # of a unit
+    token: float  # of a unit, for each token
+    pairs_unit: float  # as ``unit``, with a table of pairs
+    pairs_token: float  # as ``token``, with a table of pairs
+    tile: float  # of a tile, without its units
+    output: float  # of a tile, for each token
+    exchange: float  # for each token of a tile whose cluster shares K
+    pair: float  # of a tile of a cluster that shares tokens
+    launch: float  # of a launch
+
+
+_WGMMA_F16 = _WgmmaCost(1194, 4.89, 1099, 4.87, 0, 18.3, 18, 100, 3900)
+_WGMMA_S8 = _WgmmaCost(974, 1.05, 1160, 1.05, 494, 22.5, 18, 916, 2800)
+
+
+def candidates(
+    problem: CodebookProblem, m: int, n: int, k: int, target: Target
+) -> Iterator[tuple[CodebookWgmmaTile, float]]:
+    """The menu, for m tokens and weights ``[n, k]``."""
+    for tile in CODEBOOK_WGMMA.default_tiles(problem, target.arch):
+        yield tile, cycles(problem, tile, m, n, k, target)
+
+
+def cycles(problem: CodebookProblem, tile: CodebookWgmmaTile, m: int, n: int, k: int, target: Target) -> float:
+    """Estimated time of a launch for m tokens."""
+    units_k, tokens, slots = -(-k // 128), tile.tokens, _SLOT * (problem.slots - 1)
+    units = -(-units_k // tile.splits)
+    w = _WGMMA_S8 if problem.x is DType.S8 else _WGMMA_F16
+    unit = (w.pairs_unit + w.pairs_token * tokens if tile.pairs else w.unit + w.token * tokens) + slots
+    cycles = units * unit + w.tile + w.output * tokens + w.pair * (tile.cluster - 1)
+    cycles += w.exchange * tokens * (tile.splits > 1)
+    clusters = -(-n // (ROWS * tile.cluster)) * -(-m // tokens)
+    return w.launch + -(-clusters // max(1, target.machine.clusters_at_once(tile.cluster * tile.splits))) * cycles

@@ -1,0 +1,1 @@
+"""Tiles of products with codebook weights."""
