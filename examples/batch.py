@@ -1,10 +1,10 @@
-"""Continues every prompt of a file, many at once, and goes on where it was stopped.
+"""Continue every prompt of a file with continuous batching, and resume after an interruption.
 
 python examples/batch.py prompts.jsonl answers.jsonl                       # with the checkpoint in models/gpt2-5m
 python examples/batch.py prompts.jsonl answers.jsonl Qwen/Qwen2.5-7B w8a8  # any folder or name on the hub
 
-A line of the first file is {"id": …, "prompt": …}, the prompt a text or a chat; a line of the second is {"id": …,
-"text": …, "reason": …}. Prompts that the second file answers already are left out.
+A line of the first file is {"id": …, "prompt": …}, with a text or a chat as prompt; a line of the second is {"id": …,
+"text": …, "reason": …}. Prompts with an answer in the second file are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def objects(path: Path, data: bytes, *fields: str) -> Iterator[dict[str, Any]]:
     """The object of each line.
 
     Raises:
-        SystemExit: a line is no object with the fields, the id a string or a number; with the file and the line.
+        SystemExit: a line is not an object with these fields, or its id is neither a string nor a number. The message
+            names the file and the line.
     """
     for number, line in enumerate(data.splitlines(), 1):
         try:
@@ -42,7 +43,7 @@ def objects(path: Path, data: bytes, *fields: str) -> Iterator[dict[str, Any]]:
 
 
 def answered(path: Path) -> set[Any]:
-    """Ids of whole lines; what a process left unfinished when it died is cut off."""
+    """Ids of complete lines; an incomplete last line of a killed process is cut off."""
     if not path.exists():
         return set()
     data = path.read_bytes()
@@ -53,10 +54,10 @@ def answered(path: Path) -> set[Any]:
     return {one["id"] for one in objects(path, whole, "id", "text")}
 
 
-def results(scheduler: qcut.Scheduler, asked: list[Any]) -> Iterator[tuple[Any, qcut.Generated]]:
-    """Answers in order; two batches of prompts are under way at any time."""
+def results(scheduler: qcut.Scheduler, prompts: list[Any]) -> Iterator[tuple[Any, qcut.Generated]]:
+    """Results in order; at most two batches of prompts are submitted at a time."""
     requests: deque[tuple[Any, qcut.Request]] = deque()
-    for one in asked:
+    for one in prompts:
         requests.append((one["id"], scheduler.submit(one["prompt"], TOKENS, stop=scheduler.engine.end_tokens)))
         if len(requests) == 2 * BATCH:
             key, request = requests.popleft()
@@ -67,13 +68,13 @@ def results(scheduler: qcut.Scheduler, asked: list[Any]) -> Iterator[tuple[Any, 
 
 def main(prompts: str, answers: str, name: str = str(MODEL), scheme: str = "w8a8") -> None:
     done = answered(Path(answers))
-    asked = [one for one in objects(Path(prompts), Path(prompts).read_bytes(), "id", "prompt") if one["id"] not in done]
+    todo = [one for one in objects(Path(prompts), Path(prompts).read_bytes(), "id", "prompt") if one["id"] not in done]
     device = device_of("auto")
     model, tokenizer = load_pretrained(name, dtype=dtype_for("auto", device), device=device)
     qcut.quantize(model, scheme)
     engine = qcut.Engine(model, batch=BATCH, tokenizer=tokenizer)
     with qcut.Scheduler(engine) as scheduler, Path(answers).open("a") as out:
-        for key, result in tqdm(results(scheduler, asked), total=len(asked), unit="prompt"):
+        for key, result in tqdm(results(scheduler, todo), total=len(todo), unit="prompt"):
             print(json.dumps({"id": key, "text": result.text, "reason": result.reason}), file=out, flush=True)
 
 

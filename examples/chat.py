@@ -1,7 +1,7 @@
-"""A chat in the terminal: a line is a message, and the answer comes word by word. Ctrl-D ends it.
+"""Chat in the terminal: each line is a message, and the answer is streamed. Ctrl-D ends the chat.
 
-python examples/chat.py                          # the checkpoint in models/gpt2-5m, which is too small for answers
-python examples/chat.py Qwen/Qwen2.5-7B-Instruct # any folder or name on the hub with a template for chats
+python examples/chat.py                          # the checkpoint in models/gpt2-5m, which is too small for good answers
+python examples/chat.py Qwen/Qwen2.5-7B-Instruct # any folder or name on the hub with a chat template
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks a server of qcut, as any client of OpenAI's does; each answer comes word by word.
+"""Stream a completion from a qcut server with OpenAI's client.
 
 qcut serve models/gpt2-5m --scheme w8a8          # in one terminal
 python examples/client.py "The import statement"  # in another; needs: pip install openai

@@ -1,4 +1,4 @@
-"""Quantize a GPT-2 in place, and see what that costs: perplexity before and after, size, and a sample.
+"""Quantize a GPT-2 in place, and print its perplexity before and after, its size, and a sample.
 
     python examples/gpt2_int8.py                                          # the checkpoint in models/gpt2-5m
     python examples/gpt2_int8.py openai-community/gpt2-large codebook4    # any GPT-2 or Llama, any scheme
@@ -27,7 +27,7 @@ def main(model_name: str = str(MODEL), scheme: str = "w8a8") -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).eval().to(device)
 
-    # Some real text: the topics of Python's own help, which come with every CPython.
+    # Real text: the topics of Python's help, which are part of every CPython.
     text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"][: 8 * 512])
     before = perplexity(model, tokens, progress=False)

@@ -1,8 +1,8 @@
-"""Run a model of Llama's shape in a quarter of its memory: quantize, read prompts of different lengths at once, go on.
+"""Run a Llama in a quarter of its memory: quantize it, and generate from a batch of prompts of different lengths.
 
     python examples/llama.py --model meta-llama/Llama-3.1-8B --scheme codebook4 --embeddings w8a16
     python examples/llama.py --model ./mistral --prompt "The capital of France is" --prompt "Once upon a time"
-    python examples/llama.py                         # random weights of a small shape: the steps without the words
+    python examples/llama.py                         # random weights of a small shape
 
 The float model is loaded on the CPU and only its quantized layers go to the GPU.
 """
@@ -25,7 +25,7 @@ PROMPTS = ("Once upon a time there was a", "The three most important things in n
 
 
 class Numbers:
-    """A tokenizer for random weights: a character is a token, a token its number."""
+    """A tokenizer for random weights: each character is a token, and each token is printed as its number."""
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         """Ids of a text, as tokenizers of transformers give them."""
@@ -37,7 +37,7 @@ class Numbers:
 
 
 def random_model(dtype: torch.dtype) -> Any:
-    """A Llama of four layers whose weights mean nothing."""
+    """A Llama of four layers with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -52,11 +52,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scheme", default="codebook4", help="of the linear layers: w8a8, w8a16, codebook4, … [codebook4]"
     )
-    parser.add_argument("--embeddings", help="of token table and classifier: w8a16, codebook4, … [as they are]")
+    parser.add_argument("--embeddings", help="of token embeddings and classifier: w8a16, codebook4, … [float]")
     parser.add_argument(
         "--kv-cache", choices=("auto", "int8", "int4", "int8/int4"), default="auto", help="of keys and values [auto]"
     )
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; may be given often")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="for each prompt [64]")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest [0]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] [auto]")
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 @torch.no_grad()
 def run(args: argparse.Namespace) -> None:
-    """Load, quantize, generate; texts and what they took on standard output."""
+    """Load, quantize and generate; print texts and times."""
     device = device_of(args.device)
     dtype = dtype_for("auto", device)
     cpu = torch.device("cpu")
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         model, batch=len(prompts), context=min(positions, longest + args.new_tokens), kv_cache=args.kv_cache
     )
     sampling = qcut.Sampling(temperature=args.temperature)
-    engine.generate(prompts, 2, sampling=sampling)  # kernels are built, steps captured
+    engine.generate(prompts, 2, sampling=sampling)  # builds kernels and captures graphs
     arrivals: list[float] = []
     start = time.perf_counter()
     results = engine.generate(

@@ -1,12 +1,12 @@
-"""Train LoRA adapters over a quantized GPT-2, beside the same adapters over its float weights.
+"""Train LoRA adapters over a quantized GPT-2, and compare with the same adapters over its float weights.
 
     pip install peft
-    python examples/lora.py                                    # w8a8 and codebook4 beside float: 20 s of a CPU
-    python examples/lora.py --steps 200 codebook4_int8         # other steps, other schemes
+    python examples/lora.py                                    # float, w8a8 and codebook4: 20 s on a CPU
+    python examples/lora.py --steps 200 codebook4_int8         # more steps, another scheme
     python examples/lora.py --plot losses.png                  # the curves, with matplotlib
 
-The text is the beginning of this repository's page on schemes, read again and again. The quantized weights stay as they
-are; the adapters are some 130,000 float parameters.
+The training text is the beginning of LICENSE, repeated. The quantized weights are frozen; the adapters are about
+130,000 float parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qcut.common.progress import with_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "gpt2-5m"
-PAGE = ROOT / "docs" / "schemes.md"
+TEXT = ROOT / "LICENSE"
 WINDOWS, LENGTH, ROWS = 8, 64, 2
 EPOCH = WINDOWS // ROWS
 
@@ -50,11 +50,11 @@ def main(argv: list[str] | None = None) -> dict[str, list[float]]:
 
 
 def train(name: str, steps: int) -> list[float]:
-    """The loss at every step, of adapters over a model of this scheme."""
+    """The loss at every step of training adapters over a model of this scheme."""
     device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).to(device)
     if name != "float":
-        # Adapters come before an activation, so that no quantized layer may compute one itself.
+        # An adapter's product is added before the activation, so no quantized layer may fuse one.
         qcut.quantize(model, name, fuse=False, progress=False)
         qcut.enable_input_gradients(model)
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def train(name: str, steps: int) -> list[float]:
 
 def batches(steps: int) -> list[Tensor]:
     """Token ids of the text, ``[ROWS, LENGTH]`` each, the same for every model."""
-    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(PAGE.read_text(), verbose=False)["input_ids"])
+    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(TEXT.read_text(), verbose=False)["input_ids"])
     windows = ids[: WINDOWS * LENGTH].view(EPOCH, ROWS, LENGTH)
     return [windows[step % EPOCH] for step in range(steps)]
 
@@ -96,5 +96,5 @@ def draw(losses: dict[str, list[float]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # products so small gain nothing from more, and wait for each other on a busy machine
+    torch.set_num_threads(1)  # products this small gain nothing from more threads
     main(sys.argv[1:])

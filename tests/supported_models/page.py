@@ -113,25 +113,24 @@ CLASSES = [name for names in GROUPS.values() for name in names]
 _INTRODUCTION = """\
 # Supported models
 
-Written by `python -m tests.supported_models` with torch {0} and transformers {1}, on a CPU: for each
-architecture a small model with random weights is made, quantized as `w8a8` and as `codebook4`, saved, loaded and run.
-A claim has to hold under both schemes. Models of other classes are quantized too, your own included, as far as they
-consist of `nn.Linear` or `Conv1D` layers; `python -m tests.conversion.sweep` tries every class of transformers.
+Written by `python -m tests.supported_models` with torch {0} and transformers {1}, on a CPU. The script makes a small
+model with random weights for each architecture, quantizes it as `w8a8` and as `codebook4`, saves, loads and runs it. A
+*yes* holds under both schemes. Models of other classes, including your own, are quantized too if they consist of
+`nn.Linear` or `Conv1D` layers; `python -m tests.conversion.sweep` tries every class of transformers.
 
-- **layers**: the linear layers that `qcut.quantize` replaces in a model of the sizes that the configuration's class
-  starts from; **float** is the share of that model's parameters that stays as it is, and **most of it** says what that
-  is. With `embeddings="w8a16"`, token tables and the classifier do not stay. Matrices that lie in one
-  three-dimensional parameter do: the experts of a mixture.
-- **cosine**: between the outputs of the quantized and of the float model, logits or hidden states, the last digit
-  rounded down. Random weights show that the architecture is computed as it should be, and nothing of the quality of a
-  trained model: for that see [Performance](performance.md).
-- **`qcut.save`**: what `qcut.load` reads back computes the same output, bit by bit. **`save_pretrained`**: the same of
-  `from_pretrained`. **while loading**: `from_pretrained` with a [`QcutConfig`](transformers.md) computes, bit by bit,
-  what `qcut.quantize` makes of the loaded float model.
-- **`generate`**: transformers' own runs.
-- **engine**: `qcut.Engine` serves the model with the tokens of greedy `generate`. The engine has the families
-  {families}; `qcut generate` runs other decoders through transformers. It serves what computes as transformers'
-  own classes do: a subclass, a forward, a hook or an attribute that changes the result is refused by the module's name,
-  and so is code of a downloaded folder. Quantized layers, activations of torch and transformers, and adapters of PEFT
-  (LoRA, IA3, AdaLoRA) are served.
+- **layers**: the linear layers that `qcut.quantize` replaces in a model with the default sizes of its configuration
+  class. **float** is the share of that model's parameters that stays in float, and **most of it** names the largest
+  kind. With `embeddings="w8a16"`, token embeddings and the classifier are quantized too. Matrices in one
+  three-dimensional parameter (the experts of a mixture) are not.
+- **cosine**: between the outputs of the quantized and the float model, logits or hidden states, the last digit rounded
+  down. With random weights this shows that the architecture is computed correctly, not the quality of a trained model:
+  for that see [Performance](performance.md).
+- **`qcut.save`**: the model that `qcut.load` reads back computes the same output, bit by bit. **`save_pretrained`**:
+  the same with `from_pretrained`. **while loading**: `from_pretrained` with a [`QcutConfig`](transformers.md) computes
+  the same as `qcut.quantize` on the loaded float model, bit by bit.
+- **`generate`**: the model's own `generate` of transformers runs.
+- **engine**: `qcut.Engine` generates the tokens of greedy `generate`. The engine has the families {families}; `qcut
+  generate` runs other decoders through transformers. The engine refuses a subclass, a forward, a hook or an attribute
+  that changes the result of transformers' classes, by the module's name, and code of a downloaded folder. Quantized
+  layers, activations of torch and transformers, and adapters of PEFT (LoRA, IA3, AdaLoRA) are supported.
 - **–**: does not apply."""
