@@ -1,4 +1,4 @@
-"""Benchmarks by subject: `python benchmarks SUBJECT NAME [options]`; docs/measuring.md says what each measures."""
+"""Benchmarks by subject: `python benchmarks SUBJECT NAME [options]`; docs/measuring.md describes each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 if __package__ in (None, ""):
-    sys.path[0] = str(FOLDER.parent)  # in place of this folder: its names are no modules of their own
+    sys.path[0] = str(FOLDER.parent)  # not this folder, whose modules belong to the package
 
 SUBJECTS = {
     "layers": "gemm linear codebook crossover zero_points triton epilogue capture overhead tutorial",
@@ -23,7 +23,7 @@ SUBJECTS = {
 
 def listing() -> str:
     """Every benchmark, with the first line of its docstring."""
-    lines = ["usage: python benchmarks SUBJECT NAME [options]; --help after a NAME tells its options", ""]
+    lines = ["usage: python benchmarks SUBJECT NAME [options]; --help after a NAME prints its options", ""]
     for subject, names in SUBJECTS.items():
         for name in names.split():
             text = (FOLDER / subject / f"{name}.py").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ def listing() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a benchmark; 2 where there is none of that name."""
+    """Run a benchmark; 2 if there is none of that name."""
     match arguments:
         case [subject, name, *rest] if name in SUBJECTS.get(subject, "").split():
             status: int = importlib.import_module(f"benchmarks.{subject}.{name}").main(rest)

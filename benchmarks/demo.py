@@ -1,4 +1,4 @@
-"""Every scheme on one model: what quantizing costs in quality, and gains in speed and memory. ``make demo`` runs it.
+"""Every scheme on one model: quality, speed and memory against the float model. ``make demo`` runs it.
 
     python benchmarks/demo.py                                       # the embedded checkpoint
     python benchmarks/demo.py --model openai-community/gpt2-large --text book.txt --json result.json
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 if __package__ in (None, ""):
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of this folder: transformers asks for `kernels`
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # not here: transformers imports `kernels`
 
 import qcut
 from qcut.checkpoints.pretrained import load_pretrained
@@ -79,7 +79,7 @@ _STARTED = time.monotonic()
 
 
 def say(text: str) -> None:
-    """Say on standard error what is done next, and when it began."""
+    """Print the next step and the time since the start on standard error."""
     print(f"[{time.monotonic() - _STARTED:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
@@ -181,13 +181,13 @@ def is_codebook(name: str) -> bool:
 
 
 def language_reference() -> str:
-    """The topics of Python's own help, sorted by key: text that comes with every CPython."""
+    """The topics of Python's help, sorted by key: text that is part of every CPython."""
     topics = pydoc_data.topics.topics
     return "\n\n".join(topics[key] for key in sorted(topics))
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Any, Any]:
-    """A causal language model, on the CPU unless told otherwise, and its tokenizer."""
+    """A causal language model, on the CPU by default, and its tokenizer."""
     try:
         return load_pretrained(name, dtype=dtype, device=device or torch.device("cpu"))
     except CheckpointError as error:
@@ -320,7 +320,7 @@ class Measuring:
 
 @torch.no_grad()
 def sample(model: Any, setup: Setup, prompt: str, new_tokens: int = 40) -> str:
-    """The prompt and what the model makes of it, sampled with a fixed seed."""
+    """The prompt and its continuation, sampled with a fixed seed."""
     ids = setup.tokenizer(prompt)["input_ids"]
     sampling = qcut.Sampling(temperature=0.8, top_k=40)
     (generated,) = qcut.Engine(model).generate([ids], new_tokens, sampling=sampling)
@@ -328,7 +328,7 @@ def sample(model: Any, setup: Setup, prompt: str, new_tokens: int = 40) -> str:
 
 
 def fresh_model(setup: Setup) -> Any:
-    """The float model on the device, loaded anew so that nothing of an earlier variant stays in memory."""
+    """The float model on the device, loaded again so that nothing of an earlier variant stays in memory."""
     gc.collect()
     return load_model(setup.name, setup.dtype, setup.device)[0]
 
@@ -340,7 +340,7 @@ def quantized(
     plan: qcut.Plan | None,
     moments: dict[str, qcut.Curvature] | None,
 ) -> tuple[Any, dict[str, str]]:
-    """A fresh model quantized the way the table's row `name` says, and its layers' schemes by name."""
+    """A fresh model quantized as the row `name` of the table, and its layers' schemes by name."""
     model = fresh_model(setup)
     if name == "hybrid" and plan is not None:
         return model, qcut.quantize(model, plan, calibration=calibration, progress=False).schemes
@@ -351,7 +351,7 @@ def quantized(
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the float model and every variant; returns what ``--json`` writes."""
+    """Measure the float model and every variant; returns the content of ``--json``."""
     say("reading the model and the text, which imports transformers first")
     setup = prepare(args)
     device = setup.device

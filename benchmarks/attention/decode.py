@@ -44,8 +44,8 @@ class Problem:
         q: ``[batch, heads, D]``.
         kv: keys and values of each copy, ``[2, batch, kv_heads, context, D]``.
         stored: int8 keys and values of each copy, and their scales. They have fewer bytes and at least as many copies.
-        packed: the same of 4 bits, and their words; queries that go with them are turned.
-        turned: ``[batch, heads, D]``, q turned as 4-bit keys are.
+        packed: the same in 4 bits, and their words, for rotated queries.
+        turned: ``[batch, heads, D]``, q rotated like 4-bit keys.
         positions: the last position of each sequence, int32.
         counters: zeros, int32, one for each query. Without counters a graph would zero its own at each launch.
     """
@@ -168,7 +168,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a result was wrong. On a CPU results are only checked."""
+    """Run the benchmark; 1 if a result was wrong. On a CPU results are only checked."""
     device = options.device
     heads, kv_heads, head = (HEADS, KV_HEADS, HEAD) if device == "cuda" else (4, 2, 32)
     results = harness.Results("bench_attention", harness.environment())

@@ -1,7 +1,7 @@
 """Attention of prompts: qcut's kernels over float16 and int8 caches, and torch's scaled dot product attention.
 
 Every variant reads the same values. torch's back ends that refuse a shape are left out. Operations are those that the
-mask leaves: two products of every query with every place that it sees.
+mask leaves: two products of every query with every position that it attends to.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def problem_of(shape: Shape, device: str) -> Problem:
 
 
 def ours(problem: Problem, stored: tuple[Tensor, Tensor] | None, _: int = 0) -> Tensor:
-    """qcut's kernel, on int8 keys and values where these are given."""
+    """qcut's kernel, on int8 keys and values if given."""
     shape = problem.shape
     keys, values = problem.kv if stored is None else stored[0]
     scales = (None, None) if stored is None else tuple(stored[1])
@@ -171,7 +171,7 @@ def variants_of(problem: Problem) -> list[Variant]:
 
 @harness.script(harness.timing_options, harness.device_option)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a result was wrong. On a CPU results are only checked."""
+    """Run the benchmark; 1 if a result was wrong. On a CPU results are only checked."""
     device = options.device
     shapes = SHAPES if device == "cuda" else (Shape(2, 40, 4, 2, 16), Shape(1, 17, 3, 3, 8))
     results = harness.Results("bench_prompt_attention", harness.environment())

@@ -33,12 +33,12 @@ KEY = ("gpu", "gpus", "bytes", "variant")
 """Rows of other GPUs, and of other numbers of them, stay."""
 GRAPH, EAGER = "graph", "eager"
 TIMEOUT = datetime.timedelta(minutes=2)
-"""A process whose neighbour is gone ends after this."""
+"""Timeout of a process after another one has ended."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class HostClock:
-    """The host's clock, in place of `harness.CudaClock` where there is no GPU; nothing can be captured."""
+    """The host's clock, in place of `harness.CudaClock` without a GPU; it cannot capture."""
 
     def warm_up(self, body: Callable[[], object]) -> None:
         """Run ``body`` once."""
@@ -56,7 +56,7 @@ class HostClock:
 
 
 def calls_of(size: int) -> int:
-    """All-reduces in one sample: a function of the size alone, so that all processes make as many."""
+    """All-reduces in one sample: a function of the size only, so that all processes agree."""
     least, most = CALLS
     return max(least, min(most, SAMPLE_BYTES // size))
 
@@ -74,7 +74,7 @@ def slowest(values: list[float], device: torch.device) -> list[float]:
 
 
 def check(buffer: torch.Tensor) -> None:
-    """Raise `CheckError` unless the processes' sum is right in every element of the process that asks.
+    """Raise `CheckError` unless every element of this process's sum is right.
 
     Process r adds (r + 1) times a pattern of 0 to 7. All sums are integers that float16 holds up to 22 processes.
     """
@@ -125,7 +125,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a sum was wrong, 2 without GPUs or without torchrun."""
+    """Run the benchmark; 1 if a sum was wrong, 2 without GPUs or without torchrun."""
     if options.device == "cuda":
         harness.require_gpu()
     if missing := [name for name in TORCHRUN if name not in os.environ]:
@@ -162,7 +162,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     lines: list[list[object]] = []
     failures = 0
     for size in sizes:
-        # Processes decide together: one that goes on alone waits for ever.
+        # Processes decide together: one that continued by itself would wait for ever.
         if slowest([float(time.monotonic() > deadline)], device)[0]:
             break
         buffer = torch.empty(size // 2, dtype=torch.float16, device=device)

@@ -27,19 +27,19 @@ SHORTEST, LONGEST = 32, 1024
 NEW = 128
 """Tokens of an answer."""
 CHECKED = 8
-"""Answers that are held against the engine's."""
+"""Answers that are compared with the engine's."""
 TIE = 0.1
 """Standard deviations of the logits by which another token than the likeliest may fall short: kernels are chosen by
 the number of sequences, and round differently."""
 COPIES = 20
-"""Times that a row is copied."""
+"""Number of copies of a sequence's KV cache."""
 TO_REACH = {"static": 0.8, "gap": 4.0}
 """Of the static batch's tokens/s; and the 99th percentile of the time between tokens, as a multiple of the median."""
 KEY = ("case", "clients", "what")
 
 
 class Answer(NamedTuple):
-    """Tokens of an answer, and when each came, in seconds."""
+    """Tokens of an answer, and the time of each, in seconds."""
 
     tokens: list[int]
     times: list[float]
@@ -54,7 +54,7 @@ def prompts_of(count: int, vocabulary: int, shortest: int, longest: int) -> list
 
 
 def load(scheduler: qcut.Scheduler, prompts: list[list[int]], clients: int, new: int) -> tuple[float, list[Answer]]:
-    """Seconds until all prompts are answered, by threads that wait for one answer each, and the answers."""
+    """Seconds until all prompts are answered, with one thread for each client, and the answers."""
     answers: dict[int, Answer] = {}
 
     def client(mine: int) -> None:
@@ -105,7 +105,7 @@ def check(engine: qcut.Engine, prompts: list[list[int]], answers: list[Answer]) 
 
 
 def copy_us(engine: qcut.Engine, tokens: int) -> Timing:
-    """Microseconds in which the last sequence's keys and values of so many tokens are copied to the first row."""
+    """Microseconds to copy so many tokens of the last sequence's KV cache to the first batch slot."""
     device, cache = engine.decoder.device, engine.cache
     found = []
     for _ in range(COPIES):
@@ -120,29 +120,29 @@ def copy_us(engine: qcut.Engine, tokens: int) -> Timing:
 def load_options(parser: argparse.ArgumentParser) -> None:
     """The options of a load of clients, over HTTP or not."""
     parser.add_argument("--case", choices=tuple(CASES), default="llama-3-8b-codebook4", help="of engine/steps.py")
-    parser.add_argument("--clients", type=int, default=64, help="that wait for an answer at any time [64]")
+    parser.add_argument("--clients", type=int, default=64, help="clients that wait for an answer at any time [64]")
     parser.add_argument("--rounds", type=int, default=4, help="prompts of each client [4]")
     parser.add_argument("--new", type=int, default=NEW, help=f"tokens of an answer [{NEW}]")
     parser.add_argument("--lengths", default=f"{SHORTEST},{LONGEST}", help="tokens of the shortest and longest prompt")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of prompts between two steps [512]")
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens between two decode steps [512]")
     parser.add_argument("--kv-cache", default="auto")
     harness.device_option(parser)
 
 
 def columns_of(options: argparse.Namespace, prompts: list[list[int]]) -> dict[str, object]:
-    """The columns of a row that name the load."""
+    """The columns that describe the load."""
     shortest, longest = options.lengths.split(",")
     columns = {"case": options.case, "clients": options.clients, "chunk": options.chunk, "kv_cache": options.kv_cache}
     return columns | {"prompts": len(prompts), "new": options.new, "lengths": f"{shortest}-{longest}"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prefixes", type=int, default=8, help="sequences whose beginnings are kept [8]")
+    parser.add_argument("--prefixes", type=int, default=8, help="sequences in the prefix cache [8]")
 
 
 @harness.script(harness.timing_options, load_options, add_options)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where an answer was wrong or lost."""
+    """Run the benchmark; 1 if an answer was wrong or lost."""
     device = options.device
     shortest, longest = map(int, options.lengths.split(","))
     case, clients, new = CASES[options.case], options.clients, options.new

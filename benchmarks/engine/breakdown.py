@@ -1,12 +1,11 @@
-"""Where a step's time goes: for every kernel its time alone, what it adds to the step, and the bytes that it must read.
+"""Step breakdown: each kernel's time by itself, the time that it adds to the step, and the bytes that it must read.
 
-A step is captured as a CUDA graph, and timed whole, with one kind of kernel left out, and with this kind alone. The
-kinds are told apart by what a kernel reads: its weight, its part of the cache, or, for one that reads neither, what the
-next kernel reads. *Alone* is the time of a kind by itself, one layer's kernel behind the other, less that of a graph
-where nothing runs. Kernels hide a part of what passing over the others takes: of small ones it is a lower bound.
-*Added* is what a step without the kind is faster: of a kind of one kernel it is no better than the noise of a step.
-Kernels that start early hide in others, and add less than they take alone. Beside memory is what a kind adds beyond
-the time in which memory delivers its bytes.
+A step is captured as a CUDA graph, and timed whole, without one kind of kernel, and with only this kind. The kind of a
+kernel is its name and its input: its weight, its part of the cache, or, for a kernel that reads neither, the input of
+the next kernel. *Alone* is the time of a graph with only this kind minus that of an empty graph; since kernels overlap
+the skipped nodes, it is a lower bound for small kernels. *Added* is the time of the step minus that of a step without
+the kind; for a kind of one kernel the noise of a step limits it. Kernels that start early overlap others, and add less
+than their time by themselves. *Beyond memory* is the added time minus the time in which memory delivers the bytes.
 
     python benchmarks engine breakdown [--cases llama-3-8b-codebook4,...] [--batches 1,8]
 """
@@ -45,8 +44,8 @@ class Memory(NamedTuple):
 
     Attributes:
         start, end: addresses.
-        name: of what lies there, digits as ``*``.
-        nbytes: that a step reads of it.
+        name: of the module, digits as ``*``.
+        nbytes: bytes of it that a step reads.
     """
 
     start: int
@@ -59,22 +58,22 @@ class Role(NamedTuple):
     """Kernels of a step that do the same in every layer.
 
     Attributes:
-        name: the kernel, and what it reads.
-        places: of its nodes in the graph.
-        nbytes: of weights and cache, of all of them together.
+        name: the kernel, and its input.
+        indices: of its nodes in the graph.
+        nbytes: of weights and cache that all these nodes read.
     """
 
     name: str
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     nbytes: float
 
 
 class Entry(NamedTuple):
-    """What was measured of a role.
+    """The times of a role.
 
     Attributes:
-        role: which.
-        alone_us, added_us: microseconds of one kernel: by itself, and what a step takes longer for it.
+        role: the kernels.
+        alone_us, added_us: microseconds of one kernel: by itself, and added to the step.
     """
 
     role: Role
@@ -83,7 +82,7 @@ class Entry(NamedTuple):
 
 
 class Graph(Protocol):
-    """What `ledger` needs of `StepGraph`."""
+    """The part of `StepGraph` that `breakdown` needs."""
 
     nodes: Sequence[Node]
 
@@ -92,7 +91,7 @@ class Graph(Protocol):
 
 
 def weights_of(model: Any) -> list[Memory]:
-    """A model's parameters and buffers, as they lie in memory: layers that share memory are one, named by the first."""
+    """A model's parameters and buffers in memory: layers that share memory are one, named by the first."""
     found: dict[int, Memory] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         storage = tensor.untyped_storage()
@@ -102,7 +101,7 @@ def weights_of(model: Any) -> list[Memory]:
 
 
 def cache_of(engine: qcut.Engine, layers: int, sequences: int, tokens: float) -> list[Memory]:
-    """The cache of each layer, of which a step reads so many tokens of so many sequences."""
+    """The cache of each layer; a step reads so many tokens of so many sequences of it."""
     found = []
     for index in range(layers):
         for part in engine.cache.layer(index):
@@ -121,7 +120,7 @@ def general(name: str) -> str:
 
 
 def roles_of(nodes: Sequence[Node], memory: Iterable[Memory]) -> list[Role]:
-    """Tell kernels apart by their names and by what they read; in the order of their first."""
+    """Group kernels by their names and their inputs; in the order of their first node."""
     known = sorted(memory)
     names: list[str] = []
     sizes: list[float] = []
@@ -135,9 +134,9 @@ def roles_of(nodes: Sequence[Node], memory: Iterable[Memory]) -> list[Role]:
         following = names[index] or following
         names[index] = f"{nodes[index].name}: {names[index] or f'before {following}'}"
     return [
-        Role(name, places, sum(sizes[place] for place in places))
+        Role(name, indices, sum(sizes[index] for index in indices))
         for name in dict.fromkeys(names)
-        if (places := tuple(index for index, other in enumerate(names) if other == name))
+        if (indices := tuple(index for index, other in enumerate(names) if other == name))
     ]
 
 
@@ -145,21 +144,21 @@ def _holding(known: Sequence[Memory], address: int) -> Memory | None:
     return next((place for place in known if place.start <= address < place.end), None)
 
 
-def ledger(graph: Graph, roles: Sequence[Role]) -> tuple[float, list[Entry]]:
-    """Microseconds of a step, and what each role takes of them."""
+def breakdown(graph: Graph, roles: Sequence[Role]) -> tuple[float, list[Entry]]:
+    """Microseconds of a step, and the times of each role."""
     everything = set(range(len(graph.nodes)))
     nothing = graph.time_us(set())
     steps, entries = [], []
     for role in roles:
-        own, count = set(role.places), len(role.places)
+        own, count = set(role.indices), len(role.indices)
         alone = (graph.time_us(own) - nothing) / count
-        steps.append(graph.time_us(everything))  # beside the step without the kind: clocks drift
+        steps.append(graph.time_us(everything))  # next to the step without the kind, since clocks drift
         entries.append(Entry(role, alone, (steps[-1] - graph.time_us(everything - own)) / count))
     return statistics.median(steps), entries
 
 
 class _Timed:
-    """A `StepGraph` whose launches all start at one place in the sequences."""
+    """A `StepGraph` whose launches all start at the same position of the sequences."""
 
     def __init__(self, graph: StepGraph, before: Callable[[], object]) -> None:
         self.nodes: Sequence[Node] = graph.nodes
@@ -177,7 +176,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 @harness.script(harness.timing_options, add_options, gpu=True, time_budget=300.0)
 def main(options: argparse.Namespace) -> int:
     deadline = time.monotonic() + options.time_budget
-    results = harness.Results("bench_ledger", harness.environment())
+    results = harness.Results("bench_breakdown", harness.environment())
     ceiling = CEILINGS.get(results.env.gpu)
     for name in options.cases.split(","):
         model = build(CASES[name], "cuda")
@@ -196,7 +195,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measured(model: Any, layers: int, vocabulary: int, batch: int) -> tuple[float, list[Entry]]:
-    """Capture and time a step of a model, as many tokens into its sequences as `engine/steps.py`'s is in the mean."""
+    """Capture and time a step of a model at the mean position of the steps of `engine/steps.py`."""
     context = PROMPT + NEW
     engine = qcut.Engine(model, batch=batch, context=context)
     engine.prefill(prompts_of(vocabulary, batch, PROMPT))
@@ -206,7 +205,7 @@ def measured(model: Any, layers: int, vocabulary: int, batch: int) -> tuple[floa
     starts: Tensor = torch.tensor(lengths, dtype=torch.int32)
     graph = StepGraph(loop.launch)
     memory = [*weights_of(model), *cache_of(engine, layers, batch, lengths[0] + LAUNCHES / 2)]
-    return ledger(_Timed(graph, lambda: loop.start(tokens, starts)), roles_of(graph.nodes, memory))
+    return breakdown(_Timed(graph, lambda: loop.start(tokens, starts)), roles_of(graph.nodes, memory))
 
 
 def add_rows(
@@ -214,12 +213,12 @@ def add_rows(
 ) -> None:
     """A row for each role, and one for the step with the sums."""
     for role, alone, added in entries:
-        floor = role.nbytes / len(role.places) / read_bytes * 1e6
-        columns = {"count": len(role.places), "added_us": round(added, 3), "floor_us": round(floor, 3)}
+        floor = role.nbytes / len(role.indices) / read_bytes * 1e6
+        columns = {"count": len(role.indices), "added_us": round(added, 3), "floor_us": round(floor, 3)}
         timing = Timing.of([alone])
         results.add(timing, case=case, batch=batch, role=role.name, gb=round(role.nbytes / 1e9, 4), **columns)
     nbytes = sum(entry.role.nbytes for entry in entries)
-    columns = {"count": 1, "added_us": round(sum(e.added_us * len(e.role.places) for e in entries), 3)}
+    columns = {"count": 1, "added_us": round(sum(e.added_us * len(e.role.indices) for e in entries), 3)}
     columns |= {"floor_us": round(nbytes / read_bytes * 1e6, 3)}
     results.add(Timing.of([step]), case=case, batch=batch, role=STEP, gb=round(nbytes / 1e9, 4), **columns)
 
@@ -231,13 +230,13 @@ def summary(rows: Sequence[Mapping[str, object]], case: str, batch: int) -> str:
         if (row["case"], row["batch"]) == (case, batch):
             count, alone, added, floor = (float(str(row[c])) for c in ("count", "median_us", "added_us", "floor_us"))
             lines.append([str(row["role"])[:72], int(count), alone, added, floor, count * (added - floor)])
-    header = [f"{case} of {batch}", "kernels", "alone us", "added us", "memory us", "beside memory, all"]
+    header = [f"{case} of {batch}", "kernels", "alone us", "added us", "memory us", "beyond memory, all"]
     return harness.table(header, lines)
 
 
 def draw(folder: Path) -> None:
-    """A plot for each model and batch: what each role adds to the step, of that memory's time, and its time alone."""
-    path = folder / "bench_ledger.csv"
+    """A plot for each model and batch: the time that each role adds to the step, its memory limit, and its own time."""
+    path = folder / "bench_breakdown.csv"
     rows = harness.read_rows(path) if path.is_file() else []
     for case, batch in dict.fromkeys((row["case"], row["batch"]) for row in rows):
         parts: dict[str, dict[str, float]] = {}
@@ -256,6 +255,4 @@ def draw(folder: Path) -> None:
             f"{case}, {batch} at once:\na step of {float(step['median_us']):,.0f} µs, "
             f"{float(step['floor_us']):,.0f} of memory"
         )
-        plots.stacks(
-            folder / "ledger" / f"{case}-{batch}", parts, {"alone": alone}, title, "µs that a step takes longer"
-        )
+        plots.stacks(folder / "breakdown" / f"{case}-{batch}", parts, {"alone": alone}, title, "µs added to the step")

@@ -47,7 +47,7 @@ def step_us(engine: qcut.Engine, length: int, batch: int, new: int, rounds: int)
 
 
 def engine_of(model: Any, batch: int, context: int, cache: KVDtype, vocabulary: int) -> qcut.Engine:
-    """An engine with room for a context; 4-bit keys are rounded by a short prompt, since speed asks no more."""
+    """An engine with room for a context; a short prompt calibrates 4-bit keys, which suffices for timing."""
     guide = prompts_of(vocabulary, 1, min(GUIDE, context)) if cache == "int4" else None
     return qcut.Engine(model, batch=batch, context=context, kv_cache=cache, calibration_prompts=guide)
 
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options, time_budget=300.0)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a result was wrong. A CPU runs a tiny model, and checks results alone."""
+    """Run the benchmark; 1 if a result was wrong. On a CPU a tiny model is only checked."""
     device = options.device
     deadline = time.monotonic() + options.time_budget
     results = harness.Results("bench_cache", harness.environment())

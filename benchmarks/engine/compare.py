@@ -302,7 +302,7 @@ class Comparison:
         self.failures += 1
 
     def _done(self, text: str) -> None:
-        """Say what became of the last row; a run that is cut short keeps it."""
+        """Print the last row, and write all rows, so that an interrupted run keeps them."""
         self.results.write_csv(self.options.out)
         row = self.results.rows[-1]
         what = " ".join(str(row[column]) for column in ("case", "variant", "dtype", "threads") if column in row)
@@ -319,7 +319,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where tokens were wrong, or there is no compiler for the C++ program."""
+    """Run the benchmark; 1 if tokens were wrong, or there is no compiler for the C++ program."""
     results = harness.Results("bench_compare", harness.environment())
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(options, results, Path(folder))

@@ -173,5 +173,5 @@ def draw(folder: Path) -> None:
         reached.setdefault(row["family"], {})[f"batch {row['batch']}"] = float(row["fraction"])
     batches = dict.fromkeys(batch for found in reached.values() for batch in found)
     series = {batch: [found.get(batch, math.nan) for found in reached.values()] for batch in batches}
-    title = "The time that memory alone takes, of a step's"
+    title = "Memory limit over the time of a step"
     plots.ratios(folder / "bench_families", list(reached), series, title, "fraction of the floor")

@@ -1,4 +1,4 @@
-"""The server under load: clients of HTTP in another process, beside the scheduler alone in this one.
+"""The server under load: HTTP clients in another process, against the scheduler without HTTP in this one.
 
 The load is that of engine/batching.py: prompts of many lengths, each client's next one when its last is answered; here
 every answer is a stream, whose pieces are timed as they come. The tokenizer is made for the purpose, a word for each
@@ -71,7 +71,7 @@ def serving(scheduler: qcut.Scheduler) -> Iterator[int]:
 
 
 def ask(port: int, prompts: list[list[int]], clients: int, new: int, results: Any) -> None:
-    """Put into a queue the seconds until all prompts are answered, and the answers; for a process of its own."""
+    """Put the seconds until all prompts are answered, and the answers, into a queue; runs in a separate process."""
     results.put(asyncio.run(_asked(port, prompts, clients, new)))
 
 
@@ -88,7 +88,7 @@ async def _asked(port: int, prompts: list[list[int]], clients: int, new: int) ->
 
 
 async def _streamed(port: int, prompt: list[int], new: int) -> Answer:
-    """One answer: its tokens, and when each came, the start of the request first."""
+    """One answer: its tokens, the start of the request, and the time of each token."""
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True, "stream": True}
     data = json.dumps(body)
     times, text = [time.perf_counter()], ""
@@ -133,7 +133,7 @@ def over_http(port: int, prompts: list[list[int]], clients: int, new: int) -> tu
 
 @harness.script(harness.timing_options, load_options)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where an answer was wrong or lost."""
+    """Run the benchmark; 1 if an answer was wrong or lost."""
     device = options.device
     shortest, longest = map(int, options.lengths.split(","))
     case, clients, new = CASES[options.case], options.clients, options.new

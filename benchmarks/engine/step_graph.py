@@ -1,4 +1,4 @@
-"""Work on a GPU as a CUDA graph whose kernels can be left out, and what each kernel's arguments point to."""
+"""A CUDA graph whose kernels can be skipped, with the addresses among each kernel's arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Node(NamedTuple):
     Attributes:
         handle: the driver's.
         name: of its kernel, or ``memset`` or ``memcpy``.
-        words: what lies in the kernel's parameters, by words of 8 bytes: addresses among them.
+        words: the kernel's parameters, as words of 8 bytes, with addresses among them.
     """
 
     handle: Any
@@ -59,7 +59,7 @@ class StepGraph:
         (self._executable,) = self._call("cuGraphInstantiate", graph, 0)
 
     def time_us(self, chosen: Collection[int], before: Callable[[], object], launches: int, rounds: int) -> float:
-        """Microseconds of one launch with some nodes, by their place in `nodes`; the others do nothing.
+        """Microseconds of one launch with some nodes, by their index in `nodes`; the others do nothing.
 
         Args:
             chosen: the nodes that run.
@@ -97,7 +97,7 @@ class StepGraph:
         words: list[int] = []
         describe = getattr(self._driver, f"{what}GetParamInfo")
         for index in range(MOST_PARAMETERS if arguments else 0):
-            # The driver says how many parameters there are by refusing the next one.
+            # The driver reveals the number of parameters by refusing the next one.
             error, _, size = describe(kernel, index)
             if error != self._driver.CUresult.CUDA_SUCCESS:
                 break

@@ -1,4 +1,4 @@
-"""`qcut.Engine` on models of known shapes with random weights: prompts, first and further tokens, and where time goes.
+"""`qcut.Engine` on models of known shapes with random weights: prefill, first token, decode, and time by kernel.
 
 The first token is timed by the host's clock, from the prompt as a list of ids to the token. Decoding is timed as a user
 sees it: the time of generating many tokens less that of one, divided by the number of further tokens. The floor of a
@@ -42,7 +42,7 @@ KEY = ("case", "what", "batch")
 CONTEXTS_OF = (1, 8)
 """Sequences whose steps are timed in a short and a long context."""
 IN_CONTEXT = "decode in a context of "
-"""What their rows say, before the number of tokens."""
+"""Prefix of these rows' ``what``, before the number of tokens."""
 CHECKED = 64
 """Tokens of the prompt that results are compared on."""
 MIN_COSINE = 0.999
@@ -106,7 +106,7 @@ CASES = {
     "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}, {(2, 32): 0}),
     "tiny-llama": Case(False, 128, 256, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
 }
-"""Marks are tokens/s; 0 where none is set. The tiny ones are for machines without a GPU."""
+"""Marks are tokens/s; 0 if none is set. The tiny cases are for machines without a GPU."""
 
 
 def build(case: Case, device: str, context: int = 8192) -> Any:
@@ -164,7 +164,7 @@ def layers_of(model: Any) -> nn.ModuleList:
 
 
 def read_bytes(model: Any) -> int:
-    """Bytes of weights that one step reads: all weights except tables of which a step reads a row.
+    """Bytes of weights that one step reads: all weights except embeddings, of which a step reads single rows.
 
     Of a codebook's norms, which a layer keeps twice, a step reads those that are packed for kernels.
     """
@@ -279,13 +279,13 @@ def kernels_of(engine: qcut.Engine, prompts: list[list[int]], steps: int = 8) ->
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default=",".join(c for c in CASES if "tiny" not in c), help="comma-separated")
     harness.device_option(parser)
-    parser.add_argument("--steps", action="store_true", help="steps alone, no prompts")
+    parser.add_argument("--steps", action="store_true", help="only decode steps, no prompts")
     parser.add_argument("--draw", action="store_true", help="table and plot of the rows in --out, nothing measured")
 
 
 @harness.script(harness.timing_options, add_options, time_budget=300.0)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a result was wrong. A CPU runs the tiny models."""
+    """Run the benchmark; 1 if a result was wrong. A CPU runs the tiny models."""
     if options.draw:
         draw(options.out)
         return 0
@@ -366,7 +366,7 @@ def breakdown(engine: qcut.Engine, prompts: list[list[int]], results: harness.Re
 
 
 def draw(folder: Path) -> None:
-    """Table and plot of where a step's time goes, from the rows in a folder: microseconds by kind of kernel."""
+    """Table and plot of a step's microseconds by kind of kernel, from the rows in a folder."""
     with (folder / "bench_engine.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     parts: dict[str, dict[str, float]] = {}

@@ -4,7 +4,7 @@ A folder has the configuration of a model of a known shape, and vLLM makes up it
 of its own, which starts vLLM once. A step is timed as a user sees it: the time of answering many tokens less that of
 one, divided by the number of further tokens. A prompt is the time to its first token.
 
-``--kernels`` writes where the GPU's time goes, too: the kernels of a step of each batch, and of a prompt.
+``--kernels`` also writes the GPU time of each kernel of a step of each batch, and of a prompt.
 
 ``--parallel FOLDER`` answers 64 prompts with a real model on several GPUs instead, and counts the answers that are
 those of one GPU. Where one differs, the gap is between the log-probabilities of the two likeliest tokens on one GPU.
@@ -62,7 +62,7 @@ STORED: dict[str, dict[str, Any]] = {
         ],
     },
 }
-"""Methods of vLLM's own, by what a checkpoint says."""
+"""vLLM's own methods, by the checkpoint's quantization method."""
 KERNELS = {"vllm gptq4 marlin": ("vllm gptq4", "CutlassW4A8LinearKernel,MacheteLinearKernel,AllSparkLinearKernel")}
 """A method with other kernels than those that vLLM prefers: its name among `STORED`, and the kernels left out."""
 METHODS = ("fp16", *STORED, *KERNELS, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
@@ -84,7 +84,7 @@ SETTINGS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "NCCL_NVLS_ENABLE": "0",
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # multicast, like the line above
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets this process ask the model which methods its layers have
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets this process read the methods of the model's layers
 }
 
 
@@ -92,7 +92,7 @@ SETTINGS = {
 
 
 def child(asked: dict[str, Any]) -> None:
-    """Start vLLM and print what was asked, a line of JSON each."""
+    """Start vLLM and print the results, one line of JSON each."""
     from vllm import LLM, SamplingParams
     from vllm.version import __version__
 
@@ -131,7 +131,7 @@ def child(asked: dict[str, Any]) -> None:
         pairs = [(seconds(batch, asked["context"], n, 0) for n in (1 + new, 1)) for _ in range(ROUNDS)]
         steps = [(many - one) / new for many, one in pairs]
         print(json.dumps({"what": "step", "batch": batch, "seconds": steps}), flush=True)
-    # Each round has another prompt: vLLM keeps what it has computed.
+    # Each round has another prompt, since vLLM caches prefixes.
     prompts = [seconds(1, asked["prompt"], 1, 1 + salt) for salt in range(ROUNDS + 1)][1:]
     print(json.dumps({"what": "prompt", "batch": 1, "seconds": prompts}), flush=True)
     if asked["kernels"]:
@@ -205,7 +205,7 @@ def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
     """What a process prints.
 
     Raises:
-        RuntimeError: it failed; the message has the end of what it wrote.
+        RuntimeError: it failed; the message has the end of its output.
     """
     command = harness.command(__name__, "--child", json.dumps(asked))
     path = os.pathsep.join(filter(None, (str(harness.ROOT), os.environ.get("PYTHONPATH"))))
@@ -307,7 +307,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
             print(*lines[-1], flush=True)
         results.write_csv(options.out, KEY)
         if kernels.rows:
-            kernels.write_csv(options.out, KEY)  # a cell's kernels take the place of all that it had
+            kernels.write_csv(options.out, KEY)  # a cell's kernels replace its older rows
     return lines, failed
 
 
@@ -317,7 +317,7 @@ def prompts_of(vocabulary: int) -> list[list[int]]:
 
 
 def gaps_between(alone: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
-    """Of each answer that differs, the gap between the two likeliest tokens where it leaves the first."""
+    """For each answer that differs, the gap between the two likeliest tokens at the first different token."""
     gaps = []
     for one, other in zip(alone, others, strict=True):
         pairs = zip(one["tokens"], other["tokens"], one["gaps"], strict=True)

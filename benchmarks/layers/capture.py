@@ -1,8 +1,8 @@
-"""A CUDA graph captured at a layer's first call, beside one captured when every kernel has been built.
+"""A CUDA graph captured at a layer's first call, against one captured when every kernel has been built.
 
 A process of its own, with an empty kernel cache, quantizes layers and captures each at once, without a call before. It
-then waits for the kernels that are built in the background, captures each layer again, and times both graphs in turns.
-Both graphs must give the same bits. ``--mode fallback`` shows what graphs lose that keep fallback kernels.
+then waits for the background builds, captures each layer again, and times both graphs in turns. Both graphs must give
+the same bits. ``--mode fallback`` shows the cost of graphs that keep fallback kernels.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options, gpu=True)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where an early graph is slower or gives other bits, 2 without a GPU."""
+    """Run the benchmark; 1 if an early graph is slower or gives other bits, 2 without a GPU."""
     if options.child:
         print(json.dumps(measured(options.schemes, options.path, options.rows)))
         return 0
@@ -123,7 +123,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace, found: list[dict[str, object]]) -> int:
-    """Write the rows of `measured`, print a table, and return 1 where an early graph misses `MOST` or is wrong."""
+    """Write the rows of `measured`, print a table, and return 1 if an early graph misses `MOST` or is wrong."""
     results, rows, misses = harness.Results("bench_capture", harness.environment()), [], 0
     for case in found:
         early, late = (Timing.of(case.pop(name), "graph") for name in ("early", "late"))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """4-bit codebook layers and few-token W8A16, kernel by kernel and whole, against float16 ``nn.Linear``.
 
-``kernel`` rows time the product alone, on rotated tokens; ``layer`` and ``prompt`` rows time a whole `qcut.Linear`,
+``kernel`` rows time only the product, on rotated tokens; ``layer`` and ``prompt`` rows time a whole `qcut.Linear`,
 with its rotation. All variants run in CUDA graphs over copies of the weights that together exceed the L2. A ``plain``
 kernel starts after its predecessor has ended; a ``pdl`` kernel may start before (programmatic dependent launch), as
 kernels of layers do. Results are compared with a float64 product of the same indices before anything is timed. Prompts
@@ -55,7 +55,7 @@ KERNEL_TARGETS = {
     ("w8a16", 1, 14336, 4096): (16.5, 15.3),
     ("w8a16", 16, 14336, 4096): (18.5, 18.0),
 }
-"""Microseconds to reach by the kernel alone: plain, with dependent launch."""
+"""Target microseconds of the kernel: plain, with dependent launch."""
 LAYER_TARGETS = {
     ("codebook4", 1, 14336, 4096): 11.5,
     ("codebook4_int8", 4096, 14336, 4096): 400.0,
@@ -111,7 +111,7 @@ def copies_of(layer: nn.Module, nbytes: float) -> list[Any]:
 
 
 def product_variants(layers: list[Any], x: Tensor, reference: Tensor, tolerance: float) -> list[Variant]:
-    """The product alone on tokens rotated beforehand: plain and with dependent launch."""
+    """Only the product, on rotated tokens: plain and with dependent launch."""
     scheme = layers[0].scheme
     m = len(x)
     launches: dict[str, list[Callable[[], None]]] = {"plain": [], "pdl": []}
@@ -220,7 +220,7 @@ def reference_of(layer: Any, x: Tensor) -> Tensor:
 
 
 def kernel_name(layer: Any, m: int, *, whole: bool) -> str:
-    """Procedural name of the product that serves so many tokens, alone or in the whole layer, with its bias."""
+    """Procedural name of the product for so many tokens, by itself or in the whole layer, with its bias."""
     from qcut.backends.cuda.launch.plans import target
 
     gpu, n, k = target(torch.cuda.current_device()), layer.out_features, layer.in_features
@@ -346,7 +346,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """The figures to reach beside what was measured, and whole layers against float16."""
+    """Targets and measured figures, and whole layers against float16."""
     lines, aimed, reached = [], 0, 0
     for row in rows:
         if math.isnan(row["target_us"]):

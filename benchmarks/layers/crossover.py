@@ -1,7 +1,7 @@
-"""Whole layers of every scheme beside float16 ``nn.Linear``, from one token to 4,096: is any slower anywhere?
+"""Whole layers of every scheme against float16 ``nn.Linear``, from 1 to 4,096 tokens: where is a layer slower?
 
-A row is one scheme at one shape. It holds float16's time too, taken in turns with the scheme's in the same call, so
-that rows of several calls make one table: ``bench_cliff.csv`` in ``--out`` keeps the rows of cells that a call does
+A row is one scheme at one shape. It also has float16's time, interleaved with the scheme's in the same call, so
+that rows of several calls make one table: ``bench_crossover.csv`` in ``--out`` keeps the rows of cells that a call does
 not measure. Layers have a bias and read float16 tokens; quantizing and rotating them counts. Weights rotate past the
 L2, and every layer reads other tokens than the layer before it, since layers share the rotation of a common tensor.
 """
@@ -47,7 +47,7 @@ FLOAT_TOKENS = ("w8a16", "codebook4")
 
 
 def to_reach(scheme: str, m: int) -> float:
-    """Least speed over float16: not slower, but for noise; 16-bit tokens beyond 1,024 have float16's arithmetic."""
+    """Least speed over float16: not slower, except for noise; 16-bit tokens beyond 1,024 have float16's arithmetic."""
     return LONG_PROMPT if scheme in FLOAT_TOKENS and m > 1024 else NOISE
 
 
@@ -81,7 +81,7 @@ def copies_of(layer: nn.Module) -> list[Any]:
 
 
 def variant(name: str, layers: Sequence[Any], tokens: tuple[Tensor, Tensor]) -> Variant:
-    """A layer in copies, each called with other tokens than its neighbours; the first is checked against float64."""
+    """Copies of a layer, called with alternating tokens; the first copy is checked against float64."""
 
     def call(i: int) -> Tensor:
         return layers[i](tokens[i % 2])  # type: ignore[no-any-return]
@@ -91,14 +91,14 @@ def variant(name: str, layers: Sequence[Any], tokens: tuple[Tensor, Tensor]) -> 
         weight = layer.weight if name == BASELINE else layer.dequantized_weight()
         reference = tokens[0].double() @ weight.double().t() + layer.bias.double()
         require_close(call(0), reference, tolerance(name) if name != BASELINE else tolerance("w8a16"))
-        for i in range(1, len(layers)):  # what a layer makes at its first call cannot be made while a graph is captured
+        for i in range(1, len(layers)):  # a layer's first call allocates, which a capture does not allow
             call(i)
 
     return Variant(name, call, len(layers), check)
 
 
 def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing], names: dict[str, str]) -> None:
-    """One row per scheme, with float16's median beside it; none where float16 was not timed."""
+    """One row per scheme, with float16's median; none if float16 was not timed."""
     if BASELINE not in timings:
         return
     fp16_us = timings[BASELINE].median_us
@@ -115,7 +115,7 @@ def worst_first(rows: Iterable[Row]) -> list[Row]:
 
 
 def is_slow(row: Row) -> bool:
-    """Whether a cell is below what it has to reach."""
+    """Whether a cell is below its target."""
     return float(row["x_fp16"]) < float(row["to_reach"])
 
 
@@ -151,7 +151,7 @@ def plot(rows: Sequence[Row], out: Path, gpu: str) -> None:
     found = least_by_tokens(rows)
     series = {scheme: [of.get(scheme, float("nan")) for of in found.values()] for scheme in SCHEMES}
     title = f"whole layers, the slowest of {len({(row['n'], row['k']) for row in rows})} shapes, on {gpu}"
-    plots.ratios(out / "bench_cliff", [str(m) for m in found], series, title, "speed, float16 nn.Linear = 1")
+    plots.ratios(out / "bench_crossover", [str(m) for m in found], series, title, "speed, float16 nn.Linear = 1")
 
 
 def shape_of(text: str) -> tuple[int, int]:
@@ -189,7 +189,7 @@ def main(options: argparse.Namespace) -> int:
     build(options, device)
     if options.build_only:
         return 0
-    results = harness.Results("bench_cliff", harness.environment())
+    results = harness.Results("bench_crossover", harness.environment())
     clock = harness.CudaClock()
     start = time.monotonic()
     left = len(options.shapes) * len(options.tokens)
@@ -201,7 +201,7 @@ def main(options: argparse.Namespace) -> int:
         layers = {name: copies_of(layer) for name, layer in {BASELINE: linear, **made}.items()}
         for m in options.tokens:
             shape, now = Shape(m, n, k), time.monotonic()
-            share = (start + options.time_budget - now) / left  # what earlier shapes left over spreads over the rest
+            share = (start + options.time_budget - now) / left  # spreads time that earlier shapes left
             left -= 1
             x = torch.randn(m, k, device="cuda").half()
             tokens = (x, x.clone())

@@ -25,7 +25,7 @@ Call = tuple[Epilogue, int, int, int]
 
 
 def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
-    """Build, in parallel, what qcut chooses for these GEMMs on the current GPU.
+    """Build, in parallel, the kernels that qcut chooses for these GEMMs on the current GPU.
 
     Args:
         calls: the GEMMs; weights are int8.

@@ -44,7 +44,7 @@ SHAPES = (Shape(4096, 1280, 1280), Shape(1024, 1280, 1280), Shape(4096, 5120, 12
 QUICK_SHAPES = (SHAPES[0], SHAPES[-1])
 EPILOGUES = {"s8": gemm.EPILOGUES["s8"], "f16": Epilogue(row_scale="per_token", col_scale="per_channel", bias=True)}
 FIXED = Choice("int8_cutlass", TileConfig((128, 128, 128), cluster_shape=(2, 1), schedule="pingpong"), reason="fixed")
-"""One tile for every shape, beside the one that dispatch picks for it."""
+"""A fixed tile for every shape, in addition to dispatch's choice."""
 NODE, STOCK = "one_node", "stock_tree"
 
 
@@ -93,7 +93,7 @@ class Case:
 
 
 def cases(gpu: Target, shapes: Iterable[Shape] = SHAPES) -> list[Case]:
-    """Every shape with both outputs: the tile that dispatch picks, then the fixed one where that is another."""
+    """Every shape with both outputs: dispatch's tile, then the fixed one if it differs."""
     found = []
     for shape in shapes:
         for output, epilogue in EPILOGUES.items():
@@ -148,7 +148,7 @@ def kernel_variants(case: Case, binaries: dict[str, jit.Binary], data: Operands,
 
 
 def spill_bytes(binary: jit.Binary) -> float:
-    """Bytes a thread stores to local memory for want of registers; NaN where ptxas's report was not understood."""
+    """Bytes that a thread spills to local memory; NaN if ptxas's report was not understood."""
     return binary.resources.spill_store_bytes if binary.resources else math.nan
 
 
@@ -192,7 +192,7 @@ def summary(speedups: Mapping[Case, float]) -> str:
 
 @harness.script(harness.timing_options, gpu=True)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a result was wrong, 2 without a GPU of compute capability 9.0."""
+    """Run the benchmark; 1 if a result was wrong, 2 without a GPU of compute capability 9.0."""
     from qcut.backends.cuda.launch.plans import target
 
     gpu = target(torch.cuda.current_device())

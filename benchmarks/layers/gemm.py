@@ -143,7 +143,7 @@ def cublaslt_variant(shape: Shape, data: Operands, clock: harness.Clock) -> tupl
         gemm.run(data.a, data.b[i], out, alpha, algorithm)
 
     def time_us(algorithm: int) -> float:
-        run(algorithm, 0)  # an algorithm that cannot run says so here
+        run(algorithm, 0)  # an algorithm that cannot run raises here
         candidate = Variant("algorithm", lambda i: run(algorithm, i), len(data.b))
         return harness.measure([candidate], clock, rounds=5, target_us=500)["algorithm"].median_us
 
@@ -211,7 +211,7 @@ def add_rows(
 
 
 def summary(ratios: dict[Shape, dict[str, float]], outputs: list[str]) -> str:
-    """Geometric mean and worst ratio to cuBLASLt over M >= 64, beside the figures to reach."""
+    """Geometric mean and worst ratio to cuBLASLt over M >= 64, with their targets."""
     lines = []
     for output in outputs:
         key = f"qcut_{output}"
@@ -235,7 +235,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--outputs", type=harness.list_of(OUTPUTS), default="s8,f16", help="output types of qcut's GEMM: s8, f16, bf16"
     )
-    parser.add_argument("--no-names", action="store_true", help="do not ask the profiler what the libraries launch")
+    parser.add_argument("--no-names", action="store_true", help="do not profile the libraries' kernel names")
 
 
 @harness.script(harness.timing_options, add_options, gpu=True)

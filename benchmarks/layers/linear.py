@@ -110,7 +110,7 @@ def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing],
 
 
 def summary(measured: dict[Shape, dict[str, Timing]]) -> str:
-    """Return the targets beside the measured figures."""
+    """Return the targets and the measured figures."""
     lines = []
     shape, limit = HEADLINE
     if "qcut_w8a8" in measured.get(shape, {}):
@@ -128,7 +128,7 @@ def summary(measured: dict[Shape, dict[str, Timing]]) -> str:
 
 
 def write(results: harness.Results, out: Path, *, whole: bool) -> Path:
-    """Write the CSV: anew with all variants and shapes, else beside the rows of others, float16's among them."""
+    """Write the CSV: from scratch with all variants and shapes, else with the kept rows of other variants."""
     if whole:
         return results.write_csv(out)
     path = out / f"{results.bench}.csv"
@@ -143,21 +143,21 @@ def _shape(text: str) -> Shape:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-names", action="store_true", help="do not ask the profiler what the others launch")
+    parser.add_argument("--no-names", action="store_true", help="do not profile the other libraries' kernel names")
     parser.add_argument("--no-peers", action="store_true", help="measure only float16 and qcut")
     parser.add_argument(
         "--schemes",
         nargs="+",
         choices=SCHEMES,
         default=SCHEMES,
-        help="measure these beside float16; where the CSV has rows of others, or of float16, they are kept",
+        help="measure these and float16; rows of other variants, and of float16, in the CSV are kept",
     )
     parser.add_argument("--shapes", nargs="+", type=_shape, metavar="MxNxK", help="measure these instead of all")
 
 
 @harness.script(harness.timing_options, add_options, gpu=True)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a result of qcut's was wrong, 2 without a GPU."""
+    """Run the benchmark; 1 if a result of qcut's was wrong, 2 without a GPU."""
     torch.manual_seed(0)
     results = harness.Results("bench_linear", harness.environment())
     built = {} if options.no_peers else peers.installed()

@@ -162,7 +162,7 @@ def measure_codebooks(rounds: int) -> dict[str, Timing]:
     timings: dict[str, Timing] = {}
     for scheme in CODEBOOKS:
         layer = qcut.Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"), scheme)
-        x = torch.randn(M, K, device="cuda").half()  # layers that rotate alike share what they rotate
+        x = torch.randn(M, K, device="cuda").half()  # layers with the same rotation share the rotated tokens
 
         def call(layer: qcut.Linear = layer, x: Tensor = x) -> Tensor:
             return layer(x)
@@ -186,7 +186,7 @@ def measure_codebooks(rounds: int) -> dict[str, Timing]:
 
 @harness.script(harness.timing_options, gpu=True)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where the call takes longer than it may, 2 without a GPU."""
+    """Run the benchmark; 1 if the call takes longer than it may, 2 without a GPU."""
     device_kernels.prebuild([(EPILOGUES["w8a8"], M, N, K)])
     rounds = 10 if options.quick else 25
     timings, parts = measure_parts(rounds)

@@ -1,4 +1,4 @@
-"""Other libraries' int8 (and NF4) linear layers, where they are installed.
+"""Int8 (and NF4) linear layers of other installed libraries.
 
 Each builder turns a float16 ``nn.Linear`` on the GPU into that library's layer. Versions the builders
 were written for: bitsandbytes 0.50.2, torchao 0.18.0, gemlite 0.6.0.post2, humming-kernels 0.1.19.
@@ -30,7 +30,7 @@ def _bitsandbytes_int8(linear: nn.Linear) -> Layer:
 
     n, k = linear.weight.shape
     layer: Any = bnb.nn.Linear8bitLt(k, n, bias=True, has_fp16_weights=False, threshold=0.0)
-    # From the CPU: moving to the GPU is what quantizes.
+    # From the CPU: the move to the GPU quantizes.
     layer.load_state_dict({key: v.cpu() for key, v in linear.state_dict().items()})
     return layer.half().cuda().eval()  # type: ignore[no-any-return]
 
@@ -99,7 +99,7 @@ PEERS: dict[str, tuple[str, Builder, bool]] = {
 
 
 def installed() -> dict[str, tuple[Builder, bool]]:
-    """The peers whose package can be found."""
+    """The peers with an installed package."""
     return {
         name: (build, bias)
         for name, (package, build, bias) in PEERS.items()

@@ -1,7 +1,7 @@
-"""Layers on the Triton back end beside the CUDA back end: the same layers and tokens.
+"""Layers on the Triton back end against the CUDA back end: the same layers and tokens.
 
-A call rotates or quantizes its tokens, too. Triton takes seconds to compile a kernel, and every tile of a list is
-compiled before the first call of a size: `TRITON_CACHE_DIR` keeps what it compiled.
+A call includes the rotation or quantization of its tokens. Triton takes seconds to compile a kernel, and compiles every
+tile of a list before the first call of a size: `TRITON_CACHE_DIR` keeps the binaries.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TO_REACH = {"few": 0.5, "prompts": 0.7}
 KEY = ("m", "n", "k", "variant")
 EXACT = ("w8a8", "int16x8", "codebook4_int8")
 NEAR = 2.0**-8
-"""Largest relative error of a result of 16-bit products, between the paths."""
+"""Largest relative error of a result of 16-bit products, between the back ends."""
 
 
 def shapes_of(few: Sequence[int], prompts: Sequence[int], quick: bool) -> list[Shape]:
@@ -42,7 +42,7 @@ def shapes_of(few: Sequence[int], prompts: Sequence[int], quick: bool) -> list[S
 
 
 def kind_of(m: int) -> str:
-    """The row of `TO_REACH` that holds for m tokens."""
+    """The key of `TO_REACH` for m tokens."""
     return "prompts" if m in PROMPTS else "few"
 
 
@@ -69,7 +69,7 @@ def variants_of(scheme: str, shape: Shape) -> list[Variant]:
 
 
 def on_path(path: str, layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[int], Tensor]:
-    """Calls one of the layers on a path."""
+    """Calls one of the layers on a back end."""
 
     def call(i: int) -> Tensor:
         with qcut.execution_path(path):
@@ -79,7 +79,7 @@ def on_path(path: str, layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) 
 
 
 def checks(path: str, scheme: str, layer: nn.Module, x: Tensor, want: Tensor) -> Callable[[], None]:
-    """Raises where a path's result is not the CUDA back end's: in any bit with int8 products, else beyond `NEAR`."""
+    """Raises if a result differs from the CUDA back end's: in any bit with int8 products, else beyond `NEAR`."""
 
     def check() -> None:
         got = on_path(path, [layer], x)(0)
@@ -103,7 +103,7 @@ def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing])
 
 
 def summary(rows: Sequence[dict[str, object]]) -> str:
-    """The least speed of the Triton path, by scheme, for few tokens and for prompts, beside what is to be reached."""
+    """The least speed of the Triton back end, by scheme, for few tokens and for prompts, with the target."""
     least: dict[tuple[str, str], float] = {}
     for row in rows:
         scheme, _, path = str(row["variant"]).partition(":")
@@ -114,7 +114,7 @@ def summary(rows: Sequence[dict[str, object]]) -> str:
     lines = []
     for (scheme, kind), ratio in least.items():
         verdict = "reached" if ratio >= TO_REACH[kind] else "NOT reached"
-        lines.append(f"{scheme}, {kind}: at least {ratio:.2f} of the CUDA path (to reach {TO_REACH[kind]}): {verdict}")
+        lines.append(f"{scheme}, {kind}: at least {ratio:.2f} of CUDA's speed (target {TO_REACH[kind]}): {verdict}")
     return "\n".join(lines)
 
 
@@ -126,7 +126,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options, gpu=True)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where the paths differ, 2 without a GPU."""
+    """Run the benchmark; 1 if the back ends differ, 2 without a GPU."""
     torch.manual_seed(0)
     results = harness.Results("bench_portable", harness.environment())
     clock, deadline = harness.CudaClock(), time.monotonic() + options.time_budget
@@ -145,9 +145,9 @@ def main(options: argparse.Namespace) -> int:
                 timings[f"{scheme}:{path}"].median_us if f"{scheme}:{path}" in timings else math.nan for path in PATHS
             ]
             ratios[scheme][i] = times[0] / times[1]
-            path = results.write_csv(options.out, KEY)  # what is measured stays, should a later kernel take too long
+            path = results.write_csv(options.out, KEY)  # keeps the rows if a later kernel takes too long
             print(
-                f"{shape.name}: {scheme}: fused {times[0]:.1f} µs, portable {times[1]:.1f} µs, {ratios[scheme][i]:.2f}",
+                f"{shape.name}: {scheme}: CUDA {times[0]:.1f} µs, Triton {times[1]:.1f} µs, {ratios[scheme][i]:.2f}",
                 flush=True,
             )
     title = f"the Triton back end on {results.env.gpu}"

@@ -94,7 +94,7 @@ def short_kernel(tile: ShortTile, problem: GemmProblem, arch: str) -> KernelSour
 
 
 def short_grid(tile: ShortTile, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """CTAs of a launch; EmitError where a size is not a multiple of the tile's."""
+    """CTAs of a launch; EmitError if a size is not a multiple of the tile's."""
     whole = all(size > 0 and size % side == 0 for size, side in zip((m, n, k), tile.threadblock_shape, strict=True))
     require(whole, f"kernel {tile.name}", f"takes only whole tiles, not M, N, K = {m}, {n}, {k}")
     return (n // tile.threadblock_shape[1], m // tile.threadblock_shape[0], 1)
@@ -109,7 +109,7 @@ def _large(family: Any, gpu: Target, n: int) -> Iterator[tuple[Any, tuple[int, i
 
 
 def candidates(step: str, size: int, gpu: Target) -> list[Candidate]:
-    """The kernels of a step on square matrices; none where the GPU lacks the step's instructions."""
+    """The kernels of a step on square matrices; none if the GPU lacks the step's instructions."""
     arch = gpu.arch
     if short := next((tile for tile in SHORT if tile.step == step), None):
         return [Candidate(short_kernel(short, PROBLEM, arch), short_grid(short, size, size, size))]
@@ -219,14 +219,14 @@ def kernel_variant(candidate: Candidate, binary: jit.Binary, data: Operands) -> 
 
 
 def library_variant(data: Operands, clock: harness.Clock) -> Variant:
-    """CuBLASLt with the fastest of its eight heuristics. Raises CublasLtError where it has none."""
+    """CuBLASLt with the fastest of its eight heuristics. Raises CublasLtError if it has none."""
     gemm = Int8Matmul(*3 * (len(data.a),))
 
     def run(algorithm: int, i: int) -> None:
         gemm.run(data.a, data.b[i], data.d, data.alpha, algorithm)
 
     def time_us(algorithm: int) -> float:
-        run(algorithm, 0)  # an algorithm that cannot run says so here
+        run(algorithm, 0)  # an algorithm that cannot run raises here
         candidate = Variant("algorithm", lambda i: run(algorithm, i), len(data.b))
         return harness.measure([candidate], clock, rounds=5, target_us=500)["algorithm"].median_us
 
@@ -241,7 +241,7 @@ def library_variant(data: Operands, clock: harness.Clock) -> Variant:
 
 
 def fastest(step: str, data: Operands, clock: harness.Clock) -> tuple[Variant, dict[str, object]] | None:
-    """The fastest kernel of a step and its resources; None, with a line of why, where there is none.
+    """The fastest kernel of a step and its resources; None, with a printed reason, if there is none.
 
     Raises:
         CheckError: a kernel of the step is wrong.
@@ -289,7 +289,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options, gpu=True)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where a step was wrong, 2 without a GPU."""
+    """Run the benchmark; 1 if a step was wrong, 2 without a GPU."""
     results = harness.Results("bench_tutorial", harness.environment())
     clock, data = harness.CudaClock(), Operands.random(options.size)
     try:

@@ -1,7 +1,7 @@
-"""Layers as other libraries quantize them, 4-bit integers with zero points, beside qcut's own 4-bit integers.
+"""4-bit integers with zero points, as other libraries quantize, against qcut's own 4-bit integers.
 
-Zero points lie beside the scales and are added by the same kernels (docs/foreign-checkpoints.md). A row is one layer at
-one shape; it holds the time of `int4` with groups of the same size, taken in turns in the same call.
+Zero points are stored next to the scales, and the same kernels add them (docs/foreign-checkpoints.md). A row is one
+layer at one shape; it also has the time of `int4` with groups of the same size, interleaved in the same call.
 """
 
 from __future__ import annotations

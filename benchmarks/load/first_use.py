@@ -1,8 +1,8 @@
 """The first use of a model on a machine that has built nothing yet: from `qcut.quantize` to the tokens of a prompt.
 
 A process of its own, with an empty kernel cache, makes a model with random weights, quantizes it, and continues a
-prompt of 256 tokens. Times are by the wall clock. Kernels of nvcc follow in the background; the benchmark then goes on
-with prompts until they have taken over. ``--starts`` measures the CPU time of processes that only start instead.
+prompt of 256 tokens. Times are by the wall clock. nvcc builds further kernels in the background, and the benchmark
+continues with prompts until these kernels run. ``--starts`` measures the CPU time of processes that only start instead.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _with_bytecode() -> dict[str, str]:
 
 
 def starts() -> str:
-    """The table of ``--starts``: the programs take turns, after a round that is not counted."""
+    """The table of ``--starts``: the programs are interleaved, after a warm-up round."""
     times: dict[str, list[float]] = {name: [] for name in STARTS}
     for turn in range(START_ROUNDS + 1):
         for name in sorted(STARTS, reverse=bool(turn % 2)):
@@ -179,7 +179,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @harness.script(harness.timing_options, add_options)
 def main(options: argparse.Namespace) -> int:
-    """Run the benchmark; a CPU does too, where there is nothing to build."""
+    """Run the benchmark; on a CPU there is nothing to build."""
     if options.child:
         print(json.dumps(first_use(options.shape, options.scheme, options.child, options.settle)))
         return 0

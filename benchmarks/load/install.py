@@ -1,6 +1,6 @@
-"""Measures what ``pip install .`` brings: bytes downloaded, and bytes on disk once installed.
+"""Measures ``pip install .``: bytes downloaded, and bytes on disk once installed.
 
-Installs into a fresh environment in a temporary folder, once torch alone and once qcut, and prints the README's table.
+Installs into a fresh environment in a temporary folder, once only torch and once qcut, and prints the README's table.
 Downloads gigabytes and needs about 12 GB of disk::
 
     python benchmarks load install --torch torch==2.15.0

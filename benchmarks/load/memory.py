@@ -39,7 +39,7 @@ DOORS = {
 }
 """Folder and way of loading, by name."""
 _THRESHOLD = 1 << 16
-"""Larger blocks go back to the system when they are freed, so that what is read is what is held."""
+"""Larger blocks return to the system when they are freed, so that resident memory is memory in use."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def loads(way: str, scheme: str) -> Callable[[Path], Any]:
 
 
 def child(folder: Path, small: Path, way: str, scheme: str) -> None:
-    """Load a small folder, so that everything is imported, wait for a line, load the folder, and say what it took."""
+    """Load a small folder, so that everything is imported, wait for a line, load the folder, and print its memory."""
     load = loads(way, scheme)
     load(small)
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""Perplexity by the cache of an engine: what rounding keys and values loses.
+"""Perplexity by the KV cache of an engine: the cost of rounding keys and values.
 
     python benchmarks perplexity caches --models-dir DIR --text FILE
 
@@ -45,7 +45,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 UNTURNED = "int4, not rotated"
 CACHES = (*ENGINES, UNTURNED)
 ATTENTION = "qcut_unturned"
-"""Of transformers, where keys and values are rounded without their rotation."""
+"""A cache of transformers that rounds keys and values without the rotation."""
 
 
 def unturned(rows: Tensor) -> Tensor:
@@ -141,12 +141,12 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 @script(model_options, add_options)
 def main(args: argparse.Namespace) -> int:
-    """Measure, print a table and write rows; 1 where a model cannot be served."""
+    """Measure, print a table and write rows; 1 if the engine refuses a model."""
     args.caches = list(dict.fromkeys(("float", *args.caches)))
     results = Results("cache_quality", environment())
     for path in args.models:
         measure(path, args, results)
-        results.write_csv(args.out, KEY)  # a run that is cut short keeps what it has measured
+        results.write_csv(args.out, KEY)  # an interrupted run keeps its rows
     columns = ("model", "cache", "perplexity", "change_percent", "error_percent", "bytes_token")
     print(table(list(columns), [[row[c] for c in columns] for row in results.rows]))
     print(f"rows in {results.write_csv(args.out, KEY)}")

@@ -3,7 +3,7 @@
     python benchmarks perplexity codebooks --models-dir DIR --text FILE
 
 The weights of the attention and MLP layers are replaced by their dequantized values, and the model computes in float32:
-the rows show the loss by the weights alone. Embeddings and the LM head stay in float. Calibrated fits see text that the
+the rows show only the loss by the weights. Embeddings and the LM head stay in float. Calibrated fits see text that the
 model itself writes, sampled token by token. This text contains none of the evaluated text and is nearer to the model's
 inputs than a text of another kind (``--calibration reference`` takes the Python language reference instead, and so does
 ``--text reference``). Refined variants are tuned on more of it, whole models at a time, with norms and biases.
@@ -72,7 +72,7 @@ def nearest(bits: int, refit: bool = False, in_pairs: bool = False) -> Fit:
 
 
 def fitted(bits: int, in_pairs: bool = False) -> Fit:
-    """Fits one pass to the curvature, or to the second moment of inputs alone."""
+    """Fits one residual stage to the curvature, or only to the second moment of inputs."""
 
     def fit_one(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Passes:
         assert given is not None
@@ -83,7 +83,7 @@ def fitted(bits: int, in_pairs: bool = False) -> Fit:
 
 
 def two_passes(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Passes:
-    """Two passes of 4 bits, the second fitted where there is something to fit it to."""
+    """Two residual stages of 4 bits, the second fitted if there is a moment or curvature."""
     first = quantize(w, 4, seed=seed, refit=given is not None)
     if given is None:
         return first, quantize(w, 4, before=[first], seed=RESIDUAL_SEED)
@@ -113,8 +113,8 @@ VARIANTS: dict[str, tuple[str, Fit]] = {
         "pairs, fitted to the loss's curvature, then refined as a whole",
         fitted(4, in_pairs=True),
     ),
-    "codebook4_4": ("two passes", two_passes),
-    "codebook4_4_curvature": ("two passes, the second fitted to the loss's curvature", two_passes),
+    "codebook4_4": ("two residual stages", two_passes),
+    "codebook4_4_curvature": ("two residual stages, the second fitted to the loss's curvature", two_passes),
     "codebook3": ("to nearest", nearest(3)),
     "codebook3_inputs": ("fitted to inputs", fitted(3)),
     "codebook3_curvature": ("fitted to the loss's curvature", fitted(3)),
@@ -171,9 +171,9 @@ def is_refined(variant: str) -> bool:
 def refined(
     model: nn.Module, made: Mapping[str, Passes], windows: Tensor, args: argparse.Namespace, progress: bool
 ) -> tuple[nn.Module, dict[str, object]]:
-    """A copy of the float model with codebook layers, refined, as a float model with what came out of it.
+    """A copy of the float model with refined codebook layers, as a float model, and the refinement.
 
-    Of the rates given, the one counts whose predictions are nearest to the float model's on windows set apart.
+    The best of the given rates is used: the one with predictions nearest to the float model's on separate windows.
 
     Returns:
         The model, and columns about it.

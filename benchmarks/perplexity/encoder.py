@@ -33,7 +33,7 @@ from qcut.schemes import parse_scheme
 
 SCHEMES = ("codebook4", "codebook3", "codebook2", "w8a8")
 WEIGHTS = ("rounded", "inputs", "curvature", "refined")
-"""How codebooks are made: rounded; fitted to what layers read; fitted to the curvature; the last, then refined."""
+"""How codebooks are made: rounded; fitted to inputs; fitted to the curvature; the last, then refined."""
 SKIP = ("*pooler*",)
 """Layers that embeddings do not depend on."""
 BATCH = 32
@@ -90,7 +90,7 @@ def embeddings(model: nn.Module, batches: Sequence[Tensor]) -> Tensor:
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--model", type=existing, required=True, help="folder of a sentence encoder")
     options.add_argument("--name", help="the model's name in the rows [that of its folder]")
-    options.add_argument("--text", type=existing, required=True, help="UTF-8 text whose sentences are judged")
+    options.add_argument("--text", type=existing, required=True, help="UTF-8 text with the sentences to compare")
     options.add_argument(
         "--calibration", type=existing, default=REFERENCE, help="UTF-8 text [the Python language reference]"
     )
@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
         fitted = ""
         for weights in args.weights if parse_scheme(scheme).takes_second_moments else ("rounded",):
             start = time.perf_counter()
-            if weights != "refined" or fitted != "curvature":  # what was fitted last is refined
+            if weights != "refined" or fitted != "curvature":  # the last fit is refined
                 quantized = copy.deepcopy(model)
                 made = qcut.quantize(quantized, scheme, second_moments=moments.get(weights), skip=SKIP, progress=bar)
             fitted = weights
@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, results: Results) -> None:
                 "quantize_seconds": round(seconds, 1),
             }
             results.rows.append(row)
-            results.write_csv(args.out, KEY)  # a run that is cut short keeps what it has measured
+            results.write_csv(args.out, KEY)  # an interrupted run keeps its rows
             print(f"{scheme} {weights}: {row['mean_cosine']:.4f}, least {row['least_cosine']:.4f}", file=sys.stderr)
 
 

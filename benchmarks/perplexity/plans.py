@@ -1,4 +1,4 @@
-"""Perplexity of plans within a number of bits a weight, beside one scheme for all layers.
+"""Perplexity of plans within a budget of bits a weight, against one scheme for all layers.
 
     python benchmarks perplexity plans --models-dir DIR --text FILE
 
@@ -47,7 +47,7 @@ KEY = ("model", "weights", "scheme", "allowed", "measure", "apart")
 def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="how codebooks are made [all]")
     options.add_argument("--bits", nargs="+", type=float, default=BITS, help="bits a weight that plans may have")
-    options.add_argument("--uniform", nargs="+", default=UNIFORM, help="schemes for all layers beside the plans")
+    options.add_argument("--uniform", nargs="+", default=UNIFORM, help="schemes for all layers, to compare with")
     options.add_argument("--measure", choices=("model", "gradient", "layer"), default="model")
     options.add_argument("--apart", action="store_true", help="let q, k, v and gate, up have different schemes")
     options.add_argument("--plan-windows", type=int, default=8, help="windows that layers are tried on [8]")
@@ -118,7 +118,7 @@ class Subject(Evaluated):
             self.passes[s.name, name] = on(passes, self.options.device)
 
     def put(self, weights: dict[str, Tensor]) -> None:
-        """Replace the model's weights by others, or by its own where there are none."""
+        """Replace the model's weights by others, or by its own if there are none."""
         for name, module in self.layers.items():
             weight_nk(module).copy_(weights.get(name, self.float[name]))
 
@@ -132,12 +132,12 @@ class Subject(Evaluated):
         row |= {"apart": int(self.options.apart), "plan_windows": self.options.plan_windows}
         row |= {**self.columns(), "seconds": round(time.perf_counter() - start, 1)}
         self.results.rows.append(row)
-        self.results.write_csv(self.options.out, KEY)  # a run that is cut short keeps what it has measured
+        self.results.write_csv(self.options.out, KEY)  # an interrupted run keeps its rows
         print(f"{self.name} {weights} {scheme} {columns['bits']}: {change:+.3f} %", file=sys.stderr, flush=True)
 
 
 def fitted(weight: Tensor, scheme: Any, moment: Any) -> Any:
-    """A weight's passes under a scheme, fitted to a moment or curvature, or rounded without one."""
+    """A weight's residual stages under a scheme, fitted to a moment or curvature, or rounded without one."""
     return quantize_weight(weight, scheme, second_moment=moment)
 
 
@@ -182,7 +182,7 @@ def measure(subject: Subject, weights: str, processes: Processes) -> None:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """Loss by bits of plans and of uniform schemes; those of narrower groups stand in the table alone."""
+    """Loss by bits of plans and of uniform schemes; narrower groups are only in the table."""
     series: dict[str, dict[float, float]] = {}
     for row in rows:
         kind = "plans" if row["scheme"] == PLAN else "uniform"

@@ -161,7 +161,7 @@ def main(args: argparse.Namespace) -> int:
     for path in args.models:
         for condition in args.conditions:
             measure(path, condition, args, results)
-            csv = save(results, args.out)  # a run that is cut short keeps what it has measured
+            csv = save(results, args.out)  # an interrupted run keeps its rows
     header = ("model", "condition", "scheme", "perplexity", "change_percent", "off_int8", "layers")
     print(
         table(header, [[f"{v:.3f}" if isinstance(v := row[c], float) else v for c in header] for row in results.rows])

@@ -1,10 +1,10 @@
-"""Answers of a Llama whose int8 tokens are quantized in parts, as several GPUs do it, beside those of whole tokens.
+"""Answers of a Llama whose int8 tokens are quantized in tensor-parallel shards, against those of whole tokens.
 
     python benchmarks perplexity shards --model DIR [--parts 2]
 
-Tensor parallel cuts the inputs of ``o_proj`` and ``down_proj``, and each GPU has a scale of its own for its part of a
-token. Here the same is done on the CPU in float32, where nothing else differs: what is left is int8 rounding. Beside it
-stands how far the scheme itself leaves the float model. Prompts and counts are those of ``engine/vllm.py --parallel``.
+Tensor parallelism shards the inputs of ``o_proj`` and ``down_proj``, and each GPU has its own scale for its slice of a
+token. This script does the same on the CPU in float32, where only the int8 rounding differs. It also compares the
+scheme with the float model. Prompts and counts are those of ``engine/vllm.py --parallel``.
 """
 
 from __future__ import annotations

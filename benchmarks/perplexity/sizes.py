@@ -3,7 +3,7 @@
     python benchmarks perplexity sizes --models DIR DIR --text FILE
 
 Perplexity is measured with the layers that would serve, in their own arithmetic (float16 on a GPU, float32 without
-one). Some schemes are measured again with keys and values in fewer bits, which shows the cost of the cache alone. Fits
+one). Some schemes are measured again with keys and values in fewer bits, which shows the cost of the cache. Fits
 see text that the model itself writes, and none of the evaluated text. Times need a GPU.
 """
 
@@ -78,7 +78,7 @@ def int4_bytes(layer: nn.Module) -> int:
 
 
 class Subject(Evaluated):
-    """A float model, the text of its measurements, and curvatures of its loss where schemes are fitted."""
+    """A float model, the text of its measurements, and curvatures of its loss if schemes are fitted."""
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         super().__init__(path, options, harness.served_dtype(options.device))
@@ -145,7 +145,7 @@ def measure_quality(path: Path, options: argparse.Namespace, results: Results) -
                     "seconds": round(time.perf_counter() - start, 1),
                 }
             )
-            results.write_csv(options.out)  # a run that is cut short keeps what it has measured
+            results.write_csv(options.out)  # an interrupted run keeps its rows
             say(f"{subject.name} {scheme}, cache {kv_cache}: {value:.3f} ({100 * (value / baseline - 1):+.2f} %)")
 
 
@@ -153,7 +153,7 @@ def measure_quality(path: Path, options: argparse.Namespace, results: Results) -
 
 
 def measure_layers(options: argparse.Namespace, results: Results) -> int:
-    """Time whole layers on few tokens, float16 beside every scheme, and return the number of wrong results."""
+    """Time whole layers on few tokens, float16 and every scheme, and return the number of wrong results."""
     torch.manual_seed(0)
     clock, failures = harness.CudaClock(), 0
     layers: dict[str, nn.ModuleList] = {}
@@ -228,7 +228,7 @@ def show(results: Results, *columns: str) -> None:
 
 @harness.script(harness.timing_options, add_quality_options, add_options)
 def main(options: argparse.Namespace) -> int:
-    """Measure; 1 where a layer was wrong or a model cannot be read. Without a GPU only perplexity."""
+    """Measure; 1 if a layer was wrong or a model cannot be read. Without a GPU only perplexity."""
     failures, env = 0, harness.environment()
     if "quality" in options.parts:
         results = Results("report_quality", env)

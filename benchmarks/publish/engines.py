@@ -1,4 +1,4 @@
-"""The tables of the engine: under load, of its families of models, and of what its step's kernels take."""
+"""The tables of the engine: under load, by model family, and the breakdown of a step by kernels."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ STEP = "step"
 
 
 def batching(rows: Rows) -> str:
-    """The scheduler beside a static batch."""
+    """The scheduler and a static batch."""
     found = {row["what"]: row for row in rows.of("bench_batching", case="llama-3-8b-codebook4")}
     if not found:
         return missing("bench_batching")
     rates = {what: float(found[what]["tokens_s"]) for what in ("continuous", "static")}
     copied = float(found["row copied"]["median_us"]) / 1000
     lines = [
-        ["tokens/s", f"{rates['continuous']:,.0f}, {rates['continuous'] / rates['static']:.2f} of a static batch's"],
+        ["tokens/s", f"{rates['continuous']:,.0f}, {rates['continuous'] / rates['static']:.2f} × a static batch"],
         ["tokens/s of a static batch", f"{rates['static']:,.0f}"],
         ["ms between tokens, median", _ms(found["gap"]["median_us"])],
-        ["ms between tokens, 99 in 100 within", _worst(found["gap"])],
-        ["ms to copy a row of 1,024 tokens", f"{copied:.2f}"],
+        ["ms between tokens, 99th percentile", _worst(found["gap"])],
+        ["ms to copy the KV cache of 1,024 tokens", f"{copied:.2f}"],
     ]
     return markdown(["64 clients", ""], lines)
 
 
 def server(rows: Rows) -> str:
-    """The server beside the scheduler alone."""
+    """The server, and the scheduler without HTTP."""
     found = {row["what"]: row for row in rows.of("bench_server", case="llama-3-8b-codebook4")}
     if not found:
         return missing("bench_server")
     rates = {what: float(found[what]["tokens_s"]) for what in ("server", "scheduler")}
     first, gap = found["first token"], found["gap"]
     lines = [
-        ["tokens/s", f"{rates['server']:,.0f}, {rates['server'] / rates['scheduler']:.2f} of the scheduler's alone"],
+        ["tokens/s", f"{rates['server']:,.0f}, {rates['server'] / rates['scheduler']:.2f} × the scheduler"],
         ["ms to the first token, median", _ms(first["median_us"])],
-        ["ms to the first token, 99 in 100 within", _worst(first)],
+        ["ms to the first token, 99th percentile", _worst(first)],
         ["ms between tokens, median", _ms(gap["median_us"])],
-        ["ms between tokens, 99 in 100 within", _worst(gap)],
+        ["ms between tokens, 99th percentile", _worst(gap)],
     ]
-    return markdown(["64 clients of HTTP", ""], lines)
+    return markdown(["64 HTTP clients", ""], lines)
 
 
 def families(rows: Rows) -> str:
-    """Steps of models of many families, and the fraction of the time that memory alone takes."""
+    """Steps of models of many families, and the share of the time that the memory traffic needs."""
     found = {(row["family"], row["batch"]): row for row in rows.of("bench_families")}
     if not found:
         return missing("bench_families")
@@ -56,14 +56,14 @@ def families(rows: Rows) -> str:
         here = [found[family, batch] for batch in batches]
         cells = ((f"{int(row['tokens_s']):,}", f"{float(row['fraction']):.2f}") for row in here)
         lines.append([family, *(cell for pair in cells for cell in pair)])
-    header = [name for batch in batches for name in (f"tokens/s of {batch}", "of the floor")]
+    header = [name for batch in batches for name in (f"tokens/s of {batch}", "memory limit, share")]
     return markdown(["codebook4", *header], lines)
 
 
-def ledger(rows: Rows) -> str:
-    """What kinds of kernels add to a step of one sequence and of eight, and what memory alone takes."""
+def breakdown(rows: Rows) -> str:
+    """The time that each kind of kernel adds to a step of one and of eight sequences, and its memory limit."""
     found: dict[str, dict[str, tuple[str, ...]]] = {}
-    for row in rows.of("bench_ledger", case="llama-3-8b-codebook4"):
+    for row in rows.of("bench_breakdown", case="llama-3-8b-codebook4"):
         count = int(row["count"])
         if row["role"] == STEP:
             cells: tuple[str, ...] = ("1", figures(float(row["median_us"])), figures(float(row["floor_us"])))
@@ -72,19 +72,19 @@ def ledger(rows: Rows) -> str:
         if count > 1 or float(cells[2]) > 1 or "argmax" in row["role"] or row["role"] == STEP:
             found.setdefault(named(row["role"]), {})[row["batch"]] = cells
     if not found:
-        return missing("bench_ledger")
+        return missing("bench_breakdown")
     batches = ("1", "8")
     lines = [
         [name, *(cell for batch in batches for cell in here.get(batch, (MISSING,) * 3)[batch != batches[0] :])]
         for name, here in found.items()
     ]
     lines.sort(key=lambda line: line[0] == STEP)
-    header = ["kernels", "µs of 1", "memory", "µs of 8", "memory"]
-    return markdown(["of a step", *header], lines)
+    header = ["count", "µs of 1", "memory limit", "µs of 8", "memory limit"]
+    return markdown(["kernels", *header], lines)
 
 
 def named(role: str) -> str:
-    """A role of `engine/breakdown.py` by what it reads and by its kernel's family: shapes and tiles left out."""
+    """A role of `engine/breakdown.py` by its input and its kernel's family, without shapes and tiles."""
     kernel, _, read = role.partition(": ")
     return f"{read}: {kernel.removeprefix('qcut_').partition('_sm')[0]}" if read else role
 
@@ -94,7 +94,7 @@ def _ms(us: str) -> str:
 
 
 def _worst(row: Mapping[str, str]) -> str:
-    """The 99th percentile beside its multiple of the median."""
+    """The 99th percentile, and its ratio to the median."""
     return f"{_ms(row['p99_us'])}, {float(row['p99_us']) / float(row['median_us']):.1f} × the median"
 
 
@@ -102,5 +102,5 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "batching": batching,
     "server": server,
     "families": families,
-    "ledger": ledger,
+    "breakdown": breakdown,
 }

@@ -13,7 +13,7 @@ def us(value: float | None) -> str:
 
 
 def figures(value: float | None) -> str:
-    """Three significant figures, where values of a few microseconds are compared; a dash for None."""
+    """Three significant figures, to compare values of a few microseconds; a dash for None."""
     return us(value) if value is None or value >= 9.995 else f"{value:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""Plots of the benchmarks as SVG; without matplotlib, a line that says so."""
+"""Plots of the benchmarks as SVG; without matplotlib only a message is printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ratios(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[floa
         labels: one per position on the x axis.
         series: name to one ratio per label; NaN leaves a gap.
         title: heading.
-        axis: what the y axis says.
+        axis: label of the y axis.
     """
     axes = _axes((max(6.0, 0.32 * len(labels) + 2), 5))
     if axes is None:
@@ -38,7 +38,7 @@ def ratios(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[floa
 def bars(
     path: Path, labels: Sequence[str], values: Sequence[float], lines: Mapping[str, float], title: str, axis: str
 ) -> None:
-    """Labelled bars on a logarithmic axis, and horizontal lines to hold them against.
+    """Labelled bars on a logarithmic axis, and horizontal lines for comparison.
 
     Args:
         path: file name without suffix.
@@ -46,7 +46,7 @@ def bars(
         values: positive, one per bar.
         lines: name to height.
         title: heading.
-        axis: what the y axis says.
+        axis: label of the y axis.
     """
     axes = _axes((max(6.0, 0.7 * len(labels) + 1), 5))
     if axes is None:
@@ -76,9 +76,9 @@ def stacks(
     Args:
         path: file name without suffix.
         parts: label of a bar to the sizes of its parts, from the left.
-        ticks: what a tick means, to where it is on the bar of a label; NaN draws none. The first kind is black.
+        ticks: kind of tick to label to position on the bar; NaN draws none. The first kind is black.
         title: heading.
-        axis: what the x axis says.
+        axis: label of the x axis.
     """
     axes = _axes((9, 0.55 * len(parts) + 2))
     if axes is None:
@@ -106,8 +106,8 @@ def curves(path: Path, series: Mapping[str, Mapping[float, float]], title: str, 
         path: file name without suffix.
         series: name to the line's points, x to y.
         title: heading.
-        x_axis: what the x axis says.
-        y_axis: what the y axis says.
+        x_axis: label of the x axis.
+        y_axis: label of the y axis.
     """
     axes = _axes((7, 5))
     if axes is None:
@@ -133,8 +133,8 @@ def points(
         path: file name without suffix.
         series: name to label to (x, y).
         title: heading.
-        x_axis: what the x axis says.
-        y_axis: what the y axis says.
+        x_axis: label of the x axis.
+        y_axis: label of the y axis.
     """
     axes = _axes((8, 5.5))
     if axes is None:
@@ -167,9 +167,9 @@ def groups(
         path: file name without suffix.
         labels: one per group.
         series: name to a group's label to the bar's height and the word below; a group may lack a bar.
-        baseline: what the line at 1 is.
+        baseline: label of the line at 1.
         title: heading.
-        axis: what the y axis says.
+        axis: label of the y axis.
     """
     axes = _axes((9, 4))
     if axes is None:
@@ -207,6 +207,6 @@ def _print(axes: Any, path: Path, title: str, legend: str = "best") -> None:
     if legend:
         axes.legend(fontsize=8, loc=legend)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The same figures make the same file: no date in it, and no names drawn by lot.
+    # The same figures make the same file: no date in it, and no random ids.
     with matplotlib.rc_context({"svg.hashsalt": path.name}):
         FigureCanvasSVG(axes.figure).print_figure(path.with_suffix(".svg"), metadata={"Date": None})

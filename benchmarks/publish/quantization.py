@@ -22,7 +22,7 @@ def schemes(rows: Rows) -> str:
 
 
 def outliers(rows: Rows) -> str:
-    """Perplexity by type of activations, with outliers and without."""
+    """Perplexity by type of activations, with and without outliers."""
     found = rows.of("quality")
     return f"{_outlier_table(found)}\n\n{provenance('quality', found)}" if found else missing("quality")
 
@@ -63,12 +63,12 @@ def _cache_table(rows: list[Row]) -> str:
             lines.append([row["scheme"], *pairs, f"{float(row['cache_percent']):+.4f} %", sizes])
     if not lines:
         return f"{rows[0]['model']}, int8 keys and values: not measured."
-    header = ["scheme", "float cache", "int8 cache", "the cache's own change", "bytes a token"]
-    return f"{rows[0]['model']}, keys and values in float and in int8:\n\n{markdown(header, lines)}"
+    header = ["scheme", "float cache", "int8 cache", "change by the cache", "bytes a token"]
+    return f"{rows[0]['model']}, KV cache in float and in int8:\n\n{markdown(header, lines)}"
 
 
 def _outlier_table(rows: list[Row]) -> str:
-    """Change of perplexity by scheme, with outliers injected into the activations and without."""
+    """Change of perplexity by scheme, with and without injected outliers."""
     names = list(dict.fromkeys(row["scheme"] for row in rows))
     subjects = list(dict.fromkeys((row["model"], row["condition"]) for row in rows))
     by = {(row["scheme"], row["model"], row["condition"]): row for row in rows}

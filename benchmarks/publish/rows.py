@@ -1,4 +1,4 @@
-"""Rows of results, where they come from, and speeds of variants by tokens."""
+"""Rows of results, their provenance, and speeds of variants by tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Speeds = dict[int, dict[str, list[float]]]
 
 
 class Rows:
-    """CSV rows of a folder of results, read when asked for.
+    """CSV rows of a folder of results, read on demand.
 
     Args:
-        folder: where the benchmarks write.
+        folder: the folder of the benchmarks' output.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,6 +69,6 @@ def speeds(rows: Iterable[tuple[str, Row]], baseline: str) -> Speeds:
 
 
 def mean(found: dict[str, list[float]], name: str) -> float | None:
-    """Geometric mean of a variant's speeds; None where it lacks a shape that others have."""
+    """Geometric mean of a variant's speeds; None if it lacks a shape that others have."""
     values = found.get(name, [])
     return geomean(values) if values and len(values) == max(map(len, found.values())) else None

@@ -41,7 +41,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 @harness.script(add_options)
 def main(args: argparse.Namespace) -> int:
-    """Print the layouts, the fastest first; 1 where none has the memory."""
+    """Print the layouts, the fastest first; 1 if none has enough memory."""
     for name in ("gpus", "sequences", "context", "prompt"):
         if not 1 <= getattr(args, name) <= (MOST_GPUS if name == "gpus" else math.inf):
             raise argparse.ArgumentTypeError(f"--{name} {getattr(args, name)}: 1 or more, and at most {MOST_GPUS} GPUs")
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         milliseconds = (us / 1e3 for us in (*parts, time.bubble_us))
         lines.append([layout.replicas, layout.tp, layout.pp, *rates, held, *milliseconds])
     print(table(HEADER, lines))
-    print("The last columns are the step's terms, ms. docs/scale.md says what of this is checked.")
+    print("The last columns are the step's terms, ms. docs/scale.md lists the checks of the model.")
     if assumed := sorted({one.layout.tp for one in found if primitives.assumed(one.layout.tp)}):
         print(f"All-reduces over {', '.join(map(str, assumed))} GPUs are assumed.")
     return 0

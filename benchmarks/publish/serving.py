@@ -1,4 +1,4 @@
-"""The tables of docs/serving.md: steps and prompts inside vLLM, and the kernels that take their time."""
+"""The tables of docs/serving.md: steps and prompts inside vLLM, and their time by kind of kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOUR_GPUS = "four_h200s"
 HOSTS = (TWO_GPUS, FOUR_GPUS)
 """Folders with rows of several GPUs of one host."""
 ATTENTION = "attention and its cache"
-EXCHANGES = "sums over GPUs"
+EXCHANGES = "all-reduces"
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "norms, activations, the rest": ("triton_",),
     ATTENTION: ("attention", "reduce_segments", "reshape_and_cache"),
@@ -30,13 +30,13 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 """Parts of kernels' names, the first that fits."""
 HEAD = "classifier"
 Kernels = dict[tuple[str, ...], dict[tuple[str, str], float]]
-"""What names kernels, with what they are for → what and batch → milliseconds."""
+"""Columns that name kernels, and their kind → work and batch → milliseconds."""
 _HEAD_LAUNCHES = 2
 """A product that a step launches less often is the classifier's."""
 
 
 def kind_of(kernel: str, count: float) -> str:
-    """What a kernel is for."""
+    """The kind of a kernel."""
     found = next((kind for kind, parts in _KINDS.items() if any(part in kernel for part in parts)), next(iter(_KINDS)))
     return HEAD if found == "linear layers" and count < _HEAD_LAUNCHES else found
 
@@ -67,7 +67,7 @@ def serving_split(rows: Rows) -> str:
 
 
 def serving_answers(rows: Rows) -> str:
-    """How many answers on several GPUs are those of one, and how near a tie the others leave them."""
+    """The number of answers on several GPUs that equal those of one, and how near a tie the others differ."""
     found = _of_hosts(rows, "vllm_parallel")
     if not found:
         return missing(f"{TWO_GPUS}/vllm_parallel")
@@ -77,18 +77,18 @@ def serving_answers(rows: Rows) -> str:
 
 
 def serving_parts(rows: Rows) -> str:
-    """How many answers are the same where int8 tokens are quantized in parts on the CPU."""
+    """The number of equal answers when int8 tokens are quantized in shards on the CPU."""
     found = rows.of("split_answers")
     if not found:
         return missing("split_answers")
     columns = ("model", "scheme", "beside", "same", "of", "gap")
     return markdown(
-        ["model", "scheme", "beside", "same answers", "of", "largest gap"], [[r[c] for c in columns] for r in found]
+        ["model", "scheme", "other", "same answers", "of", "largest gap"], [[r[c] for c in columns] for r in found]
     )
 
 
 def serving_kernels(rows: Rows) -> str:
-    """Milliseconds of kernels by what they are for."""
+    """Milliseconds of kernels by kind."""
     found = kernel_ms(rows)
     if not found:
         return missing("vllm_kernels")
@@ -105,7 +105,7 @@ def serving_split_kernels(rows: Rows) -> str:
 
 
 def kernel_ms(rows: Rows) -> Kernels:
-    """Method and what kernels are for → what and batch → milliseconds, of `SHAPE` on one GPU."""
+    """Method and kind of kernel → work and batch → milliseconds, of `SHAPE` on one GPU."""
     return _by_kind(rows.of("vllm_kernels", shape=SHAPE, gpus="1"), "method")
 
 
@@ -124,7 +124,7 @@ def _kernels(found: Kernels, names: list[str], cells: Sequence[tuple[str, str]],
         [*key, *(figures(line[cell]) if cell in line else MISSING for cell in cells)]
         for key, line in sorted(found.items(), key=lambda item: (item[0][:-1], -order.index(item[0][-1])))
     ]
-    return markdown([*names, "ms in kernels of", *header], lines)
+    return markdown([*names, "kernels, ms", *header], lines)
 
 
 def _of_hosts(rows: Rows, bench: str) -> list[Row]:

@@ -2,7 +2,7 @@
 
     python benchmarks publish tables
 
-A page marks each place with a pair of comments, ``<!-- measured: name -->`` and ``<!-- end -->``. The function of this
+A pair of comments, ``<!-- measured: name -->`` and ``<!-- end -->``, marks each block of a page. The function of this
 name in `MEASURED` writes the text between the two. A test checks that the pages agree with the rows.
 """
 
@@ -62,13 +62,13 @@ PEERS = (
 CODEBOOK_LAYERS = ("fp16", "codebook4", "codebook4_int8", "w8a16")
 KERNEL_TOKENS = (1, 16, 64)
 CODEBOOK_LAYER_SHAPES = (*((m, n, k) for m in (1, FEW_TOKENS) for n, k in NK), (64, 14336, 4096), *PROMPTS)
-CLIFF_CELLS = 20
-"""Shown where fewer are too slow."""
+CELLS = 20
+"""The least number of cells in the table of the slowest."""
 ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
 ENGINE_MODELS = {
     "gpt2-large-int8": "GPT-2 Large, w8a8",
     "llama-3-8b-codebook4": "Llama-3-8B shape, codebook4",
-    "llama-3-8b-codebook4-head": "Llama-3-8B shape, codebook4, table and head too",
+    "llama-3-8b-codebook4-head": "Llama-3-8B shape, codebook4, embeddings and head too",
     "llama-3-8b-codebook4-int8": "Llama-3-8B shape, codebook4_int8",
     "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
     "llama2c-288": "llama2.c, 6 layers of 288, w8a16",
@@ -118,7 +118,7 @@ def gemm(rows: Rows) -> str:
     return (
         f"{table}\n\nSquares: {squares}.\n\nOver the {count} shapes with M ≥ {CLAIM_MIN_TOKENS}, speed relative to "
         f"cuBLASLt, geometric mean: {mean('qcut_f16')} with float16 output, {mean('qcut_s8')} with int8 output. With "
-        f"fewer rows the least is {few:.2f}×."
+        f"fewer tokens the least is {few:.2f}×."
     )
 
 
@@ -136,14 +136,14 @@ def linear(rows: Rows) -> str:
 
 
 def peers(rows: Rows) -> str:
-    """Layers of other libraries beside qcut's, a line each."""
+    """Layers of other libraries and of qcut, a line each."""
     measured = times(rows, "peers/bench_linear")
     lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in PEERS)
     return markdown(["", *map(name_of, measured)], lines)
 
 
 def codebook_kernel(rows: Rows) -> str:
-    """The product alone on few tokens, plain / with dependent launch, and the rate of the latter."""
+    """Only the product on few tokens, plain / with dependent launch, and the rate of the latter."""
     measured = {(row["variant"], shape_of(row)): row for row in rows.of("bench_codebook", part="kernel")}
     peak_gb_s = CEILINGS["NVIDIA H200"].read_bytes / 1e9
 
@@ -161,7 +161,7 @@ def codebook_kernel(rows: Rows) -> str:
 
 
 def codebook_layer(rows: Rows) -> str:
-    """Whole layers beside float16 and the fastest layer of another library at that shape; means below."""
+    """Whole layers, float16, and the fastest layer of another library at that shape; means below."""
     measured = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
     lines = [
         [name_of(shape), *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS), best_peer_cell(rows, shape)]
@@ -182,13 +182,13 @@ def codebook_speedups(rows: Rows) -> str:
     return f"Speed over float16, geometric mean: 1 to 64 tokens {few}; prompts {prompts}."
 
 
-def cliff(rows: Rows) -> str:
+def crossover_cells(rows: Rows) -> str:
     """Whole layers over float16: the worst cells, then the least of all shapes by tokens."""
-    found = rows.of("bench_cliff")
+    found = rows.of("bench_crossover")
     if not found:
-        return missing("bench_cliff")
+        return missing("bench_crossover")
     slow = sum(map(crossover.is_slow, found))
-    worst = crossover.worst_first(found)[: max(CLIFF_CELLS, slow)]
+    worst = crossover.worst_first(found)[: max(CELLS, slow)]
     cells = markdown(
         ["M × N × K", "scheme", "fp16", "qcut", "speed"],
         (
@@ -214,7 +214,7 @@ def cliff(rows: Rows) -> str:
     )
 
 
-def portable(rows: Rows) -> str:
+def triton_layers(rows: Rows) -> str:
     """Microseconds of layers on the Triton back end, and their speed over CUDA's."""
     found = rows.of("bench_portable")
     if not found:
@@ -231,7 +231,7 @@ def portable(rows: Rows) -> str:
 
 
 def best_peer(rows: Rows, shape: Shape) -> tuple[str, float] | None:
-    """The fastest 8- or 4-bit layer of another library, with its microseconds; None where none was timed."""
+    """The fastest 8- or 4-bit layer of another library, with its microseconds; None if none was timed."""
     others = times(rows, "peers/bench_linear").get(shape, {})
     known = {name: value for name, value in others.items() if name != "fp16" and not name.startswith("qcut_")}
     if shape in PEERS_US:
@@ -250,7 +250,7 @@ def best_peer_cell(rows: Rows, shape: Shape) -> str:
 
 
 def quality(rows: Rows) -> str:
-    """Perplexity of float16, and its change by scheme, with outliers and without."""
+    """Perplexity of float16, and its change by scheme, with and without outliers."""
     lines: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows.of("quality"):
         lines.setdefault((row["model"], row["condition"]), {})[row["scheme"]] = row
@@ -263,7 +263,7 @@ def quality(rows: Rows) -> str:
         left = f"{plan['off_int8']} of {plan['layers']}"
         title = model if condition == "plain" else f"{model}, {condition}"
         table.append([title, f"{float(of_scheme['float16']['perplexity']):.2f}", *cells, left])
-    titles = ("w8a8_static, smoothed", "plan", "layers the plan moved")
+    titles = ("w8a8_static, smoothed", "plan", "layers changed by the plan")
     header = ["", "float16", *names[:-2], *titles]
     return markdown(header, table)
 
@@ -284,7 +284,7 @@ def codebook_quality(rows: Rows) -> str:
 
 
 def plans(rows: Rows) -> str:
-    """Perplexity of plans within bits a weight, and of one scheme for all layers, by bits."""
+    """Perplexity of plans within a budget of bits, and of one scheme for all layers, by bits."""
     return planning.report(rows.of("plan_quality"))
 
 
@@ -318,7 +318,7 @@ def model(rows: Rows) -> str:
     small = [_peak(rows, "small_cublas_workspace/bench_model", variant) for variant in ("fp16", "w8a8")]
     title = "the same with `CUBLAS_WORKSPACE_CONFIG=:16:8`, GB"
     lines.append([title, *(f"{peak:.3f}" for peak in small), MISSING, MISSING])
-    header = ["", "float16", "w8a8", "codebook4, table w8a16", "codebook4, table codebook4"]
+    header = ["", "float16", "w8a8", "codebook4, embeddings w8a16", "codebook4, embeddings codebook4"]
     return markdown(header, lines)
 
 
@@ -327,7 +327,7 @@ def _peak(rows: Rows, bench: str, variant: str) -> float:
 
 
 def engine(rows: Rows) -> str:
-    """Prompts and steps of the engine, and what the memory's bandwidth would allow."""
+    """Prefill and decode of the engine, and the limit of the memory bandwidth."""
     lines = []
     cases = list(ENGINE_MODELS)
     for row in sorted(rows.of("bench_engine"), key=lambda row: cases.index(row["case"])):
@@ -335,14 +335,13 @@ def engine(rows: Rows) -> str:
             continue
         decode = row["what"] == "decode"
         limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
-        what = row["what"].replace("decode", "one token each").replace("prefill", "prompts")
         ms = f"{float(row['median_us']) / 1e3:.2f}"
-        lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], ms, f"{int(row['tokens_s']):,}", limit])
-    return markdown(["model", "what", "sequences", "ms", "tokens/s", "limit of the memory, tokens/s"], lines)
+        lines.append([ENGINE_MODELS[row["case"]], row["what"], row["batch"], ms, f"{int(row['tokens_s']):,}", limit])
+    return markdown(["model", "work", "sequences", "ms", "tokens/s", "memory limit, tokens/s"], lines)
 
 
 def contexts(rows: Rows) -> str:
-    """Steps of engines of a short context and of the longest, where no sequence is longer than the short one."""
+    """Steps of engines with a short and with the longest context, on sequences that fit the short one."""
     found: dict[tuple[int, int], list[str]] = {}
     for row in rows.of("bench_engine"):
         if row["what"].startswith(IN_CONTEXT):
@@ -350,11 +349,11 @@ def contexts(rows: Rows) -> str:
             context = int(row["what"].removeprefix(IN_CONTEXT))
             found.setdefault(key, []).append(f"{int(row['tokens_s']):,} in {context:,}")
     lines = [[list(ENGINE_MODELS.values())[case], str(batch), *found[case, batch]] for case, batch in sorted(found)]
-    return markdown(["model", "sequences", "tokens/s in a context of", "and of"], lines)
+    return markdown(["model", "sequences", "tokens/s, short context", "tokens/s, long context"], lines)
 
 
 def generation_rates(rows: Rows) -> dict[str, float]:
-    """Tokens a second of one sequence of llama2.c's larger shape, the best of each way; qcut in float16 and w8a16."""
+    """Best tokens/s of one sequence of llama2.c's larger shape, by program; qcut in float16 and w8a16."""
     best: dict[str, float] = {}
     for row in rows.of("bench_compare", case="llama2c-512"):
         name = row["variant"].removesuffix("_dynamic").removesuffix("_static")
@@ -446,11 +445,11 @@ def quantizing(rows: Rows) -> str:
         [row["scheme"], row["fit"], f"{float(row['seconds']):.1f}", f"{float(row['peak_beyond_gb']):.1f}"]
         for row in rows.of("bench_quantize")
     )
-    return markdown(["scheme", "indices", "seconds", "GB beside the float model"], lines)
+    return markdown(["scheme", "indices", "seconds", "GB beyond the float model"], lines)
 
 
 def zero_points(rows: Rows) -> str:
-    """Speed of layers with zero points over int4's without, by tokens and shape."""
+    """Speed of layers with zero points over int4 without them, by tokens and shape."""
     found = rows.of("bench_foreign")
     if not found:
         return missing("bench_foreign")
@@ -467,17 +466,17 @@ def zero_points(rows: Rows) -> str:
 
 
 def loading(rows: Rows) -> str:
-    """Memory of loading a model, by door."""
+    """Memory of loading a model, by loader."""
     columns = ("model_mb", "anonymous_mb", "mapped_mb")
     lines = ([row["door"], *(f"{float(row[column]):.0f}" for column in columns)] for row in rows.of("bench_loading"))
-    return markdown(["", "the model's tensors, MB", "most memory, MB", "most pages of files, MB"], lines)
+    return markdown(["", "the model's tensors, MB", "peak memory, MB", "peak file pages, MB"], lines)
 
 
 # ── the README ───────────────────────────────────────────────────────────────────────────────────
 
 
 def headline(rows: Rows) -> str:
-    """Six figures beside the best alternative."""
+    """Six figures, each with the best alternative."""
     n, k = HEADLINE_NK
     int8, gemms, rates = times(rows, "bench_linear"), times(rows, "bench_gemm"), generation_rates(rows)
     few = times(rows, "bench_codebook", part="layer")
@@ -513,7 +512,7 @@ def headline(rows: Rows) -> str:
             "int8 matrix products of 31 shapes, mean speed over float16",
             "1×",
             f"**{speed('qcut_f16')}**, dequantized",
-            f"{speed('cublaslt_s8')}, int8 alone (cuBLASLt)",
+            f"{speed('cublaslt_s8')}, int8 only (cuBLASLt)",
         ],
         [
             "generation, a Llama of 8 layers × 512, tokens/s",
@@ -538,12 +537,12 @@ def headline(rows: Rows) -> str:
 
 
 def library_of(variant: str) -> str:
-    """How a library writes its own name, of a variant such as ``gemlite_w8a8``."""
+    """The library's own spelling of its name, for a variant such as ``gemlite_w8a8``."""
     return LIBRARIES[variant.partition("_")[0]]
 
 
 def plot(rows: Rows, out: Path) -> None:
-    """Speed of one linear layer over PyTorch's in float16, by tokens: qcut's best scheme, and the best of others."""
+    """Speed of one linear layer over PyTorch's float16, by tokens: qcut's best scheme, and the best other library."""
     int8 = times(rows, "bench_linear")
     codebook = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
     labels, ours, theirs = [], {}, {}
@@ -581,8 +580,8 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "peers": peers,
     "codebook kernel": codebook_kernel,
     "codebook layer": codebook_layer,
-    "cliff": cliff,
-    "portable": portable,
+    "crossover": crossover_cells,
+    "triton": triton_layers,
     "codebook quality": codebook_quality,
     "plan quality": plans,
     "encoder quality": encoders,
@@ -602,21 +601,21 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     **serving.TABLES,
     **scale.TABLES,
 }
-_PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def filled(page: str, rows: Rows) -> str:
-    """Return a page whose marked places are filled from the rows.
+    """Return a page whose marked blocks are filled from the rows.
 
     Raises:
-        KeyError: `MEASURED` lacks the name of a place.
+        KeyError: `MEASURED` lacks the name of a block.
     """
 
-    def written(place: re.Match[str]) -> str:
-        name = place["name"]
+    def written(block: re.Match[str]) -> str:
+        name = block["name"]
         return f"<!-- measured: {name} -->\n\n{MEASURED[name](rows)}\n\n<!-- end -->"
 
-    return _PLACE.sub(written, page)
+    return _BLOCK.sub(written, page)
 
 
 @harness.script()

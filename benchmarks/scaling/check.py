@@ -1,6 +1,6 @@
-"""What `benchmarks.scaling.model` predicts beside what was measured, and the three figures taken from measured times.
+"""Predictions of `benchmarks.scaling.model` against measured times, and the three constants taken from these.
 
-A row of `engine/steps.py` says in its column ``gpus`` over how many GPUs of one host its layers were split; without the
+The column ``gpus`` of a row of `engine/steps.py` is the tensor-parallel size within one host; without the
 column, or without a value, one.
 """
 
@@ -27,7 +27,7 @@ PROMPT_ROWS: tuple[Key, Key] = (
     ("llama2c-288", "prefill of 256", 1, 1),
 )
 TAKEN = (STEP_ROW, *PROMPT_ROWS)
-"""Rows that figures of `Primitives` are taken from. No other row of whole models decides about a prediction."""
+"""Rows from which constants of `Primitives` are taken. No other row of whole models affects a prediction."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Check:
 
 
 def key_of(row: Row) -> Key:
-    """What names a row of `engine/steps.py`."""
+    """The key of a row of `engine/steps.py`."""
     return row["case"], row["what"], int(row["batch"]), int(row.get("gpus") or 1)
 
 
 def is_taken(key: Key) -> bool:
-    """Whether a row is one of `TAKEN`, or times the work of one in another way."""
+    """Whether a row is one of `TAKEN`, or another measurement of the same work."""
     return any((key[0], key[1].split()[-1], *key[2:]) == (own[0], own[1].split()[-1], *own[2:]) for own in TAKEN)
 
 

@@ -1,4 +1,4 @@
-"""Laws of time for what a decoder's step consists of, fitted to the rows in ``benchmarks/results``.
+"""Times of the parts of a decode step, as formulas fitted to the rows in ``benchmarks/results``.
 
 A product of ``M`` tokens takes ``launch + NK / rate + K / walk``: the weights stream at a rate of their own for each
 scheme and M (bytes over bandwidth for few tokens, operations over a peak for many), and a longer K has a longer tail.
@@ -71,7 +71,7 @@ class ProductLaw:
 
         Args:
             rows: at least three, of different shapes.
-            least_us_per_weight: no law is faster: what bandwidth and peak allow.
+            least_us_per_weight: lower bound by bandwidth and peak.
 
         Raises:
             ConfigError: fewer than three rows.
@@ -81,7 +81,7 @@ class ProductLaw:
             raise ConfigError(f"a law of products needs rows of at least 3 shapes, got {len(rows)}")
         terms = torch.tensor([[1.0, row.n * row.k, row.k] for row in rows], dtype=torch.float64)
         measured = torch.tensor([row.us for row in rows], dtype=torch.float64)
-        # Relative residuals, columns of one size, and what is above the floor.
+        # Relative residuals, columns of one size, and the time above the floor.
         scaled = terms / measured[:, None]
         sizes = scaled.norm(dim=0)
         goal = 1 - scaled[:, 1] * least_us_per_weight
@@ -124,11 +124,11 @@ class Curve:
         for x, y in points:
             by_x.setdefault(x, []).append(y)
         if len(by_x) < 2:
-            raise ConfigError(f"a curve needs points at 2 or more places, got {len(by_x)}")
+            raise ConfigError(f"a curve needs 2 or more different x, got {len(by_x)}")
         return cls(tuple((x, sum(by_x[x]) / len(by_x[x])) for x in sorted(by_x)))
 
     def at(self, x: float) -> float:
-        """The value at a place."""
+        """The value at x."""
         points = self.points
         if x <= points[0][0]:
             return points[0][1]
@@ -169,7 +169,7 @@ class Link:
 
 
 ASSUMED_IN_HOST = Link(latency_us=6.6, hop_us=1.1, bytes_s=200e9)
-"""All-reduce inside a CUDA graph over NVLink, where `engine/allreduce.py` has no rows. Assumed."""
+"""All-reduce inside a CUDA graph over NVLink, if `engine/allreduce.py` has no rows. Assumed."""
 ASSUMED_ACROSS_HOSTS = Link(latency_us=15.0, hop_us=0.0, bytes_s=45e9)
 """One message between hosts, over a network card of 400 Gbit/s for each GPU. Assumed."""
 
@@ -184,10 +184,10 @@ class Primitives:
         prompt_attention: microseconds by multiplications and additions that the causal mask leaves.
         all_reduce: GPUs → microseconds by bytes, in a CUDA graph; GPUs without rows are assumed.
         ceiling: bandwidth and peaks.
-        layer_us: of one layer of a step, what no other term covers: norms, activation, less what kernels overlap.
+        layer_us: of one layer of a step, the rest: norms, activation, minus the overlap of kernels.
         first_us: of one layer of a prompt, the same.
         prompt_us: of one prompt: its ids go to the GPU, the first token comes back.
-        all_reduce_factor: multiplies every all-reduce, to see what depends on it.
+        all_reduce_factor: multiplies every all-reduce, for sensitivity checks.
     """
 
     products: Mapping[str, Mapping[int, ProductLaw]]
@@ -209,7 +209,7 @@ class Primitives:
         """
         products = product_laws(rows, GPU)
         if missing := [scheme for scheme in SCHEMES if scheme not in products]:
-            raise ConfigError(f"bench_cliff.csv has no rows of {', '.join(missing)} on an {GPU}")
+            raise ConfigError(f"bench_crossover.csv has no rows of {', '.join(missing)} on an {GPU}")
         attention: dict[str, dict[int, Curve]] = {}
         for cache, variant in CACHES.items():
             found: dict[int, list[tuple[float, float]]] = {}
@@ -248,7 +248,7 @@ class Primitives:
         return between(sequences, low, curves[low].at(size), high, curves[high].at(size))
 
     def all_reduce_us(self, gpus: int, size: float) -> float:
-        """Microseconds of the sum of ``size`` bytes over GPUs of one host; assumed where there are no rows."""
+        """Microseconds of an all-reduce of ``size`` bytes over GPUs of one host; assumed if there are no rows."""
         if gpus == 1:
             return 0.0
         curve = self.all_reduce.get(gpus)
@@ -278,11 +278,11 @@ def product_us(laws: Mapping[int, ProductLaw], m: int, n: int, k: int) -> float:
 def product_laws(rows: Rows, gpu: str) -> dict[str, dict[int, ProductLaw]]:
     """Scheme → tokens → the law of the products that `layers/crossover.py` measured on a GPU.
 
-    No law is faster than the GPU's `Ceiling` allows, where one is known.
+    No time is below the GPU's `Ceiling`, if one is known.
     """
     ceiling = CEILINGS.get(gpu)
     times: dict[str, dict[int, dict[tuple[int, int], float]]] = {}
-    for row in rows.of("bench_cliff", gpu=gpu):
+    for row in rows.of("bench_crossover", gpu=gpu):
         m, n, k = shape_of(row)
         times.setdefault(row["variant"], {}).setdefault(m, {})[n, k] = float(row["median_us"])
         times.setdefault(FLOAT, {}).setdefault(m, {})[n, k] = float(row["fp16_us"])

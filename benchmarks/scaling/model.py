@@ -33,9 +33,9 @@ class Shape:
     """Sizes of a decoder.
 
     Attributes:
-        name: what tables call it.
+        name: label in tables.
         layers, hidden, heads, kv_heads, intermediate, vocabulary: sizes.
-        gated: whether the MLP has a gate beside the projection up, as Llama's.
+        gated: whether the MLP has a gate projection, as Llama's.
     """
 
     name: str
@@ -85,11 +85,11 @@ LLAMAS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies on GPUs.
+    """The parallel layout of a model.
 
     Attributes:
         tp: GPUs that split each layer, of one host.
-        pp: stages of the pipeline, a host each where there is more than one.
+        pp: pipeline stages; each is a host if there are several.
         replicas: of all that.
     """
 
@@ -104,13 +104,13 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """``replicas × GPUs that split a layer``, and ``× stages`` where there are several."""
+        """``replicas × tensor-parallel GPUs``, and ``× stages`` if there are several."""
         return f"{self.replicas} × {self.tp}" + (f" × {self.pp}" if self.pp > 1 else "")
 
 
 @dataclass(frozen=True)
 class Time:
-    """Microseconds of a step or of a prompt, by what takes them; each is summed over the stages that a token passes.
+    """Microseconds of a step or of a prompt, by part; each is summed over the stages that a token passes.
 
     Attributes:
         products_us: linear layers.
@@ -155,7 +155,7 @@ def check_layout(shape: Shape, scheme: str, layout: Layout) -> None:
 
 
 def head_scheme(scheme: str) -> str:
-    """The scheme of tables and classifier beside a scheme of the layers."""
+    """The scheme of embeddings and classifier for a scheme of the layers."""
     return FLOAT if scheme == FLOAT else "w8a16"
 
 
@@ -279,7 +279,7 @@ def token_bytes(shape: Shape, cache: str = "float", layout: Layout | None = None
 
 
 def room(shape: Shape, scheme: str, context: int, layout: Layout, cache: str = "float") -> int:
-    """How many sequences of a context one replica has memory for; 0 where the weights alone do not fit."""
+    """The number of sequences of a context that fit one replica; 0 if the weights do not fit."""
     left = MEMORY_BYTES - RESERVED_BYTES - weights_bytes(shape, scheme, layout)
     return max(0, int(left / (context * token_bytes(shape, cache, layout))))
 

@@ -35,15 +35,15 @@ from qcut.errors import ConfigError
 CONTEXT = 2048
 """Tokens of a sequence, and of a prompt."""
 SEQUENCES = 256
-"""That GPUs serve together, in the table of tokens/s and in the plot."""
+"""Sequences on all GPUs, in the table of tokens/s and in the plot."""
 GPUS = (1, 2, 4, 8, 16, 32, 64)
 SHOWN = ("codebook4", "codebook4_int8", "w8a8", FLOAT)
 PLOTTED = ("codebook4", "w8a8", FLOAT)
 WIDTHS = (1, 2, 4, HOST_GPUS)
 PAYS = 0.10
-"""Twice the GPUs pay where they make a step shorter by more."""
+"""Twice the GPUs pay off if they make a step shorter by more than this share."""
 MANY = 64
-"""Sequences of one replica, in the table of where tensor parallelism stops paying."""
+"""Sequences of one replica, in the table of the tensor-parallel size that pays off."""
 PRODUCT_TOKENS = (1, 8, 64)
 CHECKED = (
     ("Steps of the Llama-3-8B shape", "llama-3", True),
@@ -53,9 +53,9 @@ CHECKED = (
     ("Steps of llama2.c", "llama2c", True),
     ("Prompts of llama2.c", "llama2c", False),
 )
-"""What is summed up: a title, a part of the models' names, and whether it is of steps or of prompts."""
+"""The summaries: a title, a part of the models' names, and whether it is about steps or about prompts."""
 LARGE = "llama-3-70b"
-"""The shape of `engine/vllm.py` whose steps on several GPUs are taken apart."""
+"""The shape of `engine/vllm.py` whose steps on several GPUs have a breakdown."""
 SPLIT_CHECKED = (("Steps inside vLLM", "step"), ("Prompts inside vLLM", "prompt"))
 
 
@@ -88,7 +88,7 @@ def least_gpus(shape: Shape, scheme: str) -> int:
 
 
 def best(primitives: Primitives, shape: Shape, scheme: str, sequences: int, gpus: int) -> Served | None:
-    """The layout with the most tokens/s that has memory for so many sequences; None where none has."""
+    """The layout with the most tokens/s that has memory for so many sequences; None if none has."""
     found = served(primitives, shape, scheme, sequences, CONTEXT, gpus)
     return max(found, key=lambda one: one.tokens_s_gpu, default=None)
 
@@ -203,7 +203,7 @@ def crossings(rows: Rows) -> str:
 
 
 def check(rows: Rows) -> str:
-    """Predicted beside measured, and what is not checked."""
+    """Predicted and measured times, and summaries."""
     primitives = _primitives(rows.folder)
     found = checks(primitives, rows)
     parts = [_checks(found)]
@@ -213,18 +213,18 @@ def check(rows: Rows) -> str:
 
 
 def split_check(rows: Rows) -> str:
-    """Times inside vLLM on several GPUs, and of a larger model, beside the prediction from one GPU's."""
+    """Times inside vLLM on several GPUs, and of a larger model, and their prediction from one GPU's."""
     found = split.predictions(rows.folder)
     if not found:
         return missing(f"{TWO_GPUS}/bench_vllm")
     parts = (_summary(title, [one for one in found if one.what == what]) for title, what in SPLIT_CHECKED)
-    named = [(host, "bench_vllm") for host in HOSTS] + [(TWO_GPUS, "bench_cliff")]
+    named = [(host, "bench_vllm") for host in HOSTS] + [(TWO_GPUS, "bench_crossover")]
     sources = (provenance(f"{host}/{bench}", Rows(rows.folder / host).of(bench)) for host, bench in named)
     return "\n\n".join([_checks(found), *parts, " ".join(sources)])
 
 
 def hosts(rows: Rows) -> str:
-    """Where steps of a large model go on several H200s inside vLLM: predicted parts beside what was measured."""
+    """Breakdown of a large model's steps on several H200s inside vLLM: predicted parts, and the measured time."""
     found = Rows(rows.folder / FOUR_GPUS).of("bench_vllm", shape=LARGE, what="step")
     if not found:
         return missing(f"{FOUR_GPUS}/bench_vllm")
@@ -241,8 +241,8 @@ def hosts(rows: Rows) -> str:
         measured = float(row["median_us"])
         ms = (figures(us / 1e3) for us in (floor, *parts, sum(parts), measured))
         lines.append([f"{row['shape']}, {scheme}", str(gpus), str(batch), *ms, f"{100 * floor / measured:.0f} %"])
-    columns = ("products", "attention", "norms, rest", "classifier", "all-reduces", "sum", "measured", "memory of it")
-    return markdown(["model, ms", "GPUs", "sequences", "memory alone", *columns], lines)
+    columns = ("products", "attention", "norms, rest", "classifier", "all-reduces", "sum", "measured", "limit, share")
+    return markdown(["model, ms", "GPUs", "sequences", "memory limit", *columns], lines)
 
 
 def _checks(found: Sequence[Check]) -> str:
@@ -277,7 +277,7 @@ def _summary(title: str, found: Sequence[Check]) -> str:
 
 
 def products(rows: Rows) -> str:
-    """How near the laws of products are to the rows that they were fitted to, and the bandwidth that they stand for."""
+    """The error of the fitted product times on their own rows, and the bandwidth that they correspond to."""
     primitives = _primitives(rows.folder)
     lines = []
     for scheme in SCHEMES:
@@ -288,7 +288,7 @@ def products(rows: Rows) -> str:
         )
         spread = (f"{100 * percentile(off, q):.1f} %" for q in (0.5, 0.9, 1.0))
         lines.append([scheme, str(len(off)), *spread, *bandwidths])
-    header = ["scheme", "rows", "off, median", "nine of ten within", "most"]
+    header = ["scheme", "rows", "error, median", "90th percentile", "largest"]
     return markdown([*header, *(f"M = {m}, TB/s" for m in PRODUCT_TOKENS)], lines)
 
 
@@ -320,11 +320,11 @@ def links(rows: Rows) -> str:
 
 
 def taken(rows: Rows) -> str:
-    """The three figures that were taken from rows of whole models, and from which."""
+    """The three constants that were taken from rows of whole models, and these rows."""
     primitives = _primitives(rows.folder)
     left = (STEP_ROW,), PROMPT_ROWS, PROMPT_ROWS
     what = (
-        ("each layer of a step: norms, activation, less what kernels overlap", primitives.layer_us),
+        ("each layer of a step: norms, activation, minus the overlap of kernels", primitives.layer_us),
         ("each layer of a prompt, the same", primitives.first_us),
         ("each prompt: to the GPU, and the first token back", primitives.prompt_us),
     )
@@ -332,7 +332,7 @@ def taken(rows: Rows) -> str:
         [text, figures(us), "; ".join(f"{case}, {name}" for case, name, *_ in keys)]
         for (text, us), keys in zip(what, left, strict=True)
     ]
-    return markdown(["what", "µs", "taken from"], lines)
+    return markdown(["constant", "µs", "taken from"], lines)
 
 
 TABLES: Mapping[str, Callable[[Rows], str]] = {
@@ -348,7 +348,7 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "scale products": products,
     "scale links": links,
 }
-"""The places of docs/scale.md."""
+"""The blocks of docs/scale.md."""
 
 
 def plot(rows: Rows, out: Path) -> None:

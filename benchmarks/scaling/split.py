@@ -20,7 +20,7 @@ from benchmarks.scaling.laws import FLOAT, Curve, ProductLaw, all_reduce_curves,
 from benchmarks.scaling.model import Shape
 
 BASE = SHAPE
-"""The shape whose rows on one GPU the others are predicted from."""
+"""The shape whose rows on one GPU predict the others."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def predictions(folder: Path) -> list[Check]:
 def _of_host(folder: Path, host: Path) -> Iterator[Check]:
     measured = Rows(host).of("bench_vllm")
     gpu = measured[0]["gpu"] if measured else ""
-    # What one GPU takes stands beside the rows of several, or with the rows of everything else.
+    # One GPU's times are in the folder of the several GPUs, or with all other rows.
     for alone in (Rows(host), Rows(folder)):
         rows = alone.of("bench_vllm", shape=BASE, gpus="1", gpu=gpu)
         if starts := {_key(row): float(row["median_us"]) for row in rows}:

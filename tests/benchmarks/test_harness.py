@@ -78,7 +78,6 @@ def test_without_a_gpu_status_is_2(name: str, tmp_path: Path, capsys: pytest.Cap
         (["perplexity", "sizes", "--schemes", "w8a8,w5"], "w5 is not one of w8a8, "),
         (["perplexity", "sizes", "--models", "no"], "no does not exist"),
         (["perplexity", "schemes", "--models-dir", "no", "--text", __file__], "no/gpt2-14m does not exist"),
-        (["publish", "report", "--run", "a,e"], "e is not one of a, b, c, d"),
         (["publish", "scale", "--gpus", "65"], "--gpus 65: 1 or more, and at most 64 GPUs"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_curve_passes_its_points() -> None:
     assert [curve.at(x) for x in (0.1, 1, 10, 100, 1000)] == pytest.approx([1, 1, math.sqrt(10), 10, 25])
     assert curve.at(1900) == pytest.approx(25 + 15)
     assert Curve.of([(1.0, 2.0), (2.0, 1.0)]).at(50) == 1.0
-    with pytest.raises(ConfigError, match="2 or more places, got 1"):
+    with pytest.raises(ConfigError, match="2 or more different x, got 1"):
         Curve.of([(1.0, 1.0), (1.0, 2.0)])
 
 
@@ -190,12 +190,12 @@ def test_vllm_is_predicted_from_one_gpu() -> None:
 
 
 def test_missing_rows_are_named(tmp_path: Path) -> None:
-    for name in ("bench_cliff", "bench_attention", "bench_prompt_attention"):
+    for name in ("bench_crossover", "bench_attention", "bench_prompt_attention"):
         shutil.copy(RESULTS / f"{name}.csv", tmp_path)
     with pytest.raises(ConfigError, match=r"no row \('llama-3-8b-codebook4', 'decode', 1, 1\)"):
         check.calibrated(Primitives.read(Rows(tmp_path)), Rows(tmp_path))
-    lines = (tmp_path / "bench_cliff.csv").read_text().splitlines()
-    (tmp_path / "bench_cliff.csv").write_text("\n".join(line for line in lines if ",w8a16," not in line))
-    with pytest.raises(ConfigError, match=r"bench_cliff\.csv has no rows of w8a16"):
+    lines = (tmp_path / "bench_crossover.csv").read_text().splitlines()
+    (tmp_path / "bench_crossover.csv").write_text("\n".join(line for line in lines if ",w8a16," not in line))
+    with pytest.raises(ConfigError, match=r"bench_crossover\.csv has no rows of w8a16"):
         Primitives.read(Rows(tmp_path))
     assert split.predictions(tmp_path) == []

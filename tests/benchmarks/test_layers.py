@@ -91,7 +91,7 @@ def test_a_wrong_layer_is_caught(scheme: str) -> None:
 
 
 def results_of(*cells: tuple[Shape, dict[str, float]], env: Environment = H200) -> Results:
-    results = Results("bench_cliff", env)
+    results = Results("bench_crossover", env)
     for shape, times in cells:
         names = dict.fromkeys(times, "qcut_x")
         crossover.add_rows(results, shape, {name: timing(us) for name, us in times.items()}, names)

@@ -83,8 +83,8 @@ def test_plots_of_every_kind_are_drawn_again(tmp_path: Path) -> None:
 def test_tables_without_rows_say_so(tmp_path: Path) -> None:
     for table in (
         *quantization.TABLES.values(),
-        tables.cliff,
-        tables.portable,
+        tables.crossover_cells,
+        tables.triton_layers,
         tables.caches,
         tables.cache_quality,
         tables.zero_points,
