@@ -220,7 +220,7 @@ def _refusal(gpu: device.Device) -> str | None:
 def _path(gpu: str, refusal: str | None) -> Finding:
     """The back end of layers on a GPU."""
     if refusal is None:
-        return Finding("layers", "ok", f"fused on {gpu}: qcut's CUDA kernels")
+        return Finding("layers", "ok", f"CUDA back end on {gpu}: qcut's kernels")
     try:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:

@@ -128,7 +128,7 @@ def test_doctor_names_gpus_that_are_too_old_or_hidden(monkeypatch: pytest.Monkey
     assert not doctor.is_healthy(findings)
     assert "none on cuda:0 (Tesla T4, sm_75)" in doctor.report(findings)
     give_gpus(monkeypatch, H200)
-    assert "fused on cuda:0 (NVIDIA H200, sm_90)" in doctor.report(doctor.examine(compile_probe=False))
+    assert "CUDA back end on cuda:0 (NVIDIA H200, sm_90)" in doctor.report(doctor.examine(compile_probe=False))
     give_gpus(monkeypatch)
     assert "CUDA_VISIBLE_DEVICES" in doctor.report(doctor.examine(compile_probe=False))
 
