@@ -30,6 +30,8 @@ class Request(SequenceState):
         options: of `SequenceState`.
 
     Attributes:
+        prompt: its ids.
+        tokens: ids of the new tokens so far.
         reason: why the sequence has ended, once that has been delivered; None before.
         reused_tokens: prompt tokens whose keys and values came from the prefix cache.
         prompt_log_probabilities: of the prompt's tokens from the second on, if asked for, once the prompt has been
