@@ -23,6 +23,7 @@ from qcut.engine.decoder import Attention, Decoder
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache.cache import KVCache, KVDtype
 from qcut.engine.kv_cache.ring_cache import Ring
+from qcut.errors import DeviceError
 from qcut.numerics.plain_state import outside_modes
 
 A = TypeVar("A", bound=Attention)
@@ -55,6 +56,24 @@ def inference() -> Iterator[None]:
             return
         with outside_modes():
             yield
+
+
+def check_device(device: torch.device, error: BaseException) -> None:
+    """Check whether a device still computes after an error.
+
+    Raises:
+        DeviceError: it does not, and will not in this process.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.ones(1, dtype=torch.uint8, device=device).item()
+    except torch.OutOfMemoryError:
+        return
+    except Exception as lost:
+        message = f"{device} computes no more in this process ({lost}); start it anew. It failed with: {error}"
+        raise DeviceError(message) from error
 
 
 class ModelRunner:

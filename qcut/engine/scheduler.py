@@ -19,11 +19,10 @@ from torch import Tensor
 from qcut.common.failures import is_interrupt
 from qcut.engine.chunked_prefill import size_for
 from qcut.engine.engine import Engine, Prompts
-from qcut.engine.failures import as_failure, check_device
 from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
 from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
-from qcut.engine.request import Listener, Request
-from qcut.engine.runner import inference
+from qcut.engine.request import Listener, Request, as_failure
+from qcut.engine.runner import check_device, inference
 from qcut.engine.sequence import Event, NewTokens, SequenceBatch
 from qcut.engine.token_ids import Options, is_whole
 from qcut.errors import BusyError, ConfigError, ShapeError
