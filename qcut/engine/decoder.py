@@ -104,9 +104,9 @@ class AddNorm:
     rotating: CodebookLinear | None = None
 
     @classmethod
-    def rms(cls, module: nn.Module, eps: float, readers: Sequence[nn.Module] = ()) -> AddNorm:
+    def rms(cls, module: Any, readers: Sequence[nn.Module] = ()) -> AddNorm:
         """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result."""
-        return cls("rms", module, eps, _int8_columns(readers), _rotating(readers))
+        return cls("rms", module, module.variance_epsilon, _int8_columns(readers), _rotating(readers))
 
     @classmethod
     def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:

@@ -28,11 +28,11 @@ from qcut.engine.token_ids import (
     ReusePrefix,
     check_ids,
     end_tokens,
+    ids_of,
     is_whole,
-    prompt_rows,
+    prompt_ids,
     reused_tokens,
     stops_of,
-    token_row,
 )
 from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling
@@ -240,7 +240,7 @@ class Engine:
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
-        flat = token_row(tokens, None).cpu()
+        flat = ids_of(tokens, None).cpu()
         if flat.shape != (len(self._lengths),) or not self._lengths:
             raise ShapeError(f"decode: {list(flat.shape)} tokens; allowed: [{len(self._lengths)}], one for each prompt")
         check_ids(flat, self.decoder.vocabulary)
@@ -477,13 +477,13 @@ class Engine:
         """Refuse to go on after tokens of a sequence whose window is no longer in a layer's ring."""
         if 0 < length < (least := self.cache.least(slot)):
             raise ContextError(
-                f"sequence {slot} would go on after {length} tokens, some of which rings of layers with windows have"
-                f" lost; allowed: 0, {least} and more, or an engine with ring=0"
+                f"sequence {slot} would go on after {length} tokens, some of which the ring KV cache has"
+                f" dropped; allowed: 0, {least} and more, or an engine with ring=0"
             )
 
     def _ids(self, prompts: Prompts) -> list[Tensor]:
         """Ids of each prompt, ``[T]`` on the host, not checked yet."""
-        return prompt_rows(as_ids(prompts, self.tokenizer, self.decoder.vocabulary))
+        return prompt_ids(as_ids(prompts, self.tokenizer, self.decoder.vocabulary))
 
     def checked(self, prompts: Prompts, reuse_prefix: ReusePrefix) -> tuple[list[Tensor], list[int]]:
         """Ids of each prompt, int64 ``[T]`` on the host, and the tokens of its reused prefix."""

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import logging
 import queue
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from qcut.common.failures import is_interrupt
 from qcut.engine.likelihoods import LogProbability
 from qcut.engine.sequence import End, Event, Generated, SequenceState
-from qcut.errors import QcutError
+from qcut.errors import QcutError, RequestError
 
 _log = logging.getLogger("qcut")
 
 Listener = Callable[[Event], object]
+
+
+def as_failure(error: BaseException) -> QcutError:
+    """A failure as the error of a request. Panics of tokenizers and exits of listeners are no `Exception`."""
+    # Frames of the failure would keep their tensors alive as long as the request, and memory may be what is short.
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, QcutError):
+        return error
+    failure = RequestError(f"the request has failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 class Request(SequenceState):
@@ -30,6 +42,8 @@ class Request(SequenceState):
         options: of `SequenceState`.
 
     Attributes:
+        prompt: its ids.
+        tokens: ids of the new tokens so far.
         reason: why the sequence has ended, once that has been delivered; None before.
         reused_tokens: prompt tokens whose keys and values came from the prefix cache.
         prompt_log_probabilities: of the prompt's tokens from the second on, if asked for, once the prompt has been

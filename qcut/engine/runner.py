@@ -23,6 +23,7 @@ from qcut.engine.decoder import Attention, Decoder
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache.cache import KVCache, KVDtype
 from qcut.engine.kv_cache.ring_cache import Ring
+from qcut.errors import DeviceError
 from qcut.numerics.plain_state import outside_modes
 
 A = TypeVar("A", bound=Attention)
@@ -55,6 +56,24 @@ def inference() -> Iterator[None]:
             return
         with outside_modes():
             yield
+
+
+def check_device(device: torch.device, error: BaseException) -> None:
+    """Check whether a device still computes after an error.
+
+    Raises:
+        DeviceError: it does not, and will not in this process.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.ones(1, dtype=torch.uint8, device=device).item()
+    except torch.OutOfMemoryError:
+        return
+    except Exception as lost:
+        message = f"{device} computes no more in this process ({lost}); start it anew. It failed with: {error}"
+        raise DeviceError(message) from error
 
 
 class ModelRunner:
@@ -196,7 +215,9 @@ class ModelRunner:
         Returns:
             Hidden states ``[S T, hidden]`` of all tokens, as `Decoder.logits` takes them.
         """
-        attention = self._prompt_attention(chunk) if chunk.tokens > 1 else self._step_attention(*chunk.positions())
+        attention: PromptAttention | StepAttention = self._prompt_attention(chunk)
+        if chunk.tokens == 1:
+            attention = StepAttention(self.cache, self.tables, attention.positions, attention.slots, self._counters)
         x, residual = self.decoder(chunk.ids.flatten(), attention.positions, chunk.sequences, attention)
         last, n = chunk.last_tokens(), chunk.sequences
         logits = self.decoder.logits(x[last], None if residual is None else residual[last])
@@ -243,19 +264,9 @@ class ModelRunner:
         # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
         # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
         settled = self.graphs is not None
-        attention = self._step_attention(positions, slots, max_seq_len, other_buckets, settled)
-        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
-
-    def _step_attention(
-        self,
-        positions: Tensor,
-        slots: Tensor,
-        max_seq_len: int = 0,
-        other_buckets: Sequence[int] = (),
-        settled: bool = False,
-    ) -> StepAttention:
         inputs = (self.cache, self.tables, positions, slots, self._counters)
-        return StepAttention(*inputs, max_seq_len, other_buckets, settled)
+        attention = StepAttention(*inputs, max_seq_len, other_buckets, settled)
+        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
 
 def buckets(context: int) -> list[int]:

@@ -19,11 +19,10 @@ from torch import Tensor
 from qcut.common.failures import is_interrupt
 from qcut.engine.chunked_prefill import size_for
 from qcut.engine.engine import Engine, Prompts
-from qcut.engine.failures import as_failure, check_device
 from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
 from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
-from qcut.engine.request import Listener, Request
-from qcut.engine.runner import inference
+from qcut.engine.request import Listener, Request, as_failure
+from qcut.engine.runner import check_device, inference
 from qcut.engine.sequence import Event, NewTokens, SequenceBatch
 from qcut.engine.token_ids import Options, is_whole
 from qcut.errors import BusyError, ConfigError, ShapeError
@@ -382,26 +381,21 @@ class Scheduler:
             return
         chosen = prefilling[:1]
         try:
-            chosen = self._next_prompts()
-            self._prefill_chunk(chosen)
+            # The oldest prompt, and as many more as its tokens leave room for: a chunk is padded to its longest.
+            self._reuse_prefix(0)
+            most = min(self._chunk, len(chosen[0].ids) - chosen[0].prefilled)
+            unscored = next((i for i, each in enumerate(prefilling) if each.scores is not None), len(prefilling)) or 1
+            room = min(unscored, max(1, self._chunk // most))
+            chosen = prefilling[: 1 << (room.bit_length() - 1)]
+            self._prefill_chunk(chosen, most)
         except BaseException as error:
             self._fail([request for prompt in chosen for request in prompt.requests], error)
 
-    def _next_prompts(self) -> list[_Prompt]:
-        """The prompts of the next chunk: the first one, and as many more as its tokens leave room for."""
-        prefilling = self._prefilling
-        self._reuse_prefix(0)
-        most = min(self._chunk, len(prefilling[0].ids) - prefilling[0].prefilled)
-        unscored = next((i for i, prompt in enumerate(prefilling) if prompt.scores is not None), len(prefilling)) or 1
-        room = min(unscored, max(1, self._chunk // most))
-        return prefilling[: 1 << (room.bit_length() - 1)]
-
-    def _prefill_chunk(self, chosen: list[_Prompt]) -> None:
-        """Prefill as many tokens of each of the first prompts, since a chunk is padded to its longest."""
+    def _prefill_chunk(self, chosen: list[_Prompt], most: int) -> None:
+        """Prefill a number of tokens of each of the first prompts, and admit those that are complete."""
         prefilling, runner = self._prefilling, self._prefill_runner
         for slot in range(1, len(chosen)):
             self._reuse_prefix(slot)
-        most = min(self._chunk, len(prefilling[0].ids) - prefilling[0].prefilled)
         chunks = [prompt.ids[prompt.prefilled : prompt.prefilled + most] for prompt in chosen]
         if chosen[0].scores is None:
             runner.prefill(chunks, [prompt.prefilled for prompt in chosen])

@@ -173,24 +173,23 @@ class SequenceState:
 S = TypeVar("S", bound=SequenceState)
 
 
+@dataclass(frozen=True)
 class NewTokens(Generic[S]):
     """New tokens of sequences, on their way to the host.
 
-    Args:
+    Attributes:
         tokens: one of each sequence.
         sequences: in the tokens' order.
-        log_probabilities: of the tokens; None if no sequence needs any.
+        log_probabilities: of the tokens.
     """
 
-    def __init__(
-        self, tokens: HostCopy, sequences: list[S], log_probabilities: list[LogProbability | None] | None = None
-    ) -> None:
-        self.sequences, self._tokens = sequences, tokens
-        self._log_probabilities = log_probabilities or [None] * len(sequences)
+    tokens: HostCopy
+    sequences: list[S]
+    log_probabilities: list[LogProbability | None]
 
     def wait(self) -> Iterator[tuple[S, int, LogProbability | None]]:
         """Wait for the device; returns each new token with its sequence, a sequence's tokens in order."""
-        return zip(self.sequences, self._tokens.wait(), self._log_probabilities, strict=True)
+        return zip(self.sequences, self.tokens.wait(), self.log_probabilities, strict=True)
 
 
 class _BatchSampling:
@@ -320,8 +319,9 @@ class SequenceBatch(Generic[S]):
 
     def _new_tokens(self, copy: HostCopy, sequences: list[S], logits: Tensor, tokens: Tensor) -> NewTokens[S]:
         tops = [sequence.top for sequence in sequences]
-        wanted = any(top is not None for top in tops)
-        new = NewTokens(copy, list(sequences), likelihoods(logits, tokens, tops) if wanted else None)
+        found: list[LogProbability | None] = [None] * len(tops)
+        if any(top is not None for top in tops):
+            found = likelihoods(logits, tokens, tops)
         for sequence in sequences:
             sequence.queued += 1
-        return new
+        return NewTokens(copy, list(sequences), found)

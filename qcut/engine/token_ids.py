@@ -49,55 +49,46 @@ class Options(NamedTuple):
             raise ConfigError(f"logit_bias of token {beyond}; allowed: tokens 0 to {vocabulary - 1}")
 
 
-def prompt_rows(prompts: Any) -> list[Tensor]:
+def prompt_ids(prompts: Any) -> list[Tensor]:
     """Token ids ``[T]`` of each prompt, on the host, not checked yet.
 
     Raises:
-        DtypeError, ShapeError: as `listed_prompts` and `token_row`, or a tensor that is not ``[B, T]``.
+        DtypeError: text, a mapping, or no list of lists of numbers.
+        ShapeError: one list of token ids, or a tensor that is not ``[B, T]``.
     """
-    if not isinstance(prompts, Tensor):
-        return [token_row(row, i).cpu() for i, row in enumerate(listed_prompts(prompts))]
-    if prompts.dim() != 2:
-        raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
-    return list(prompts.cpu())
-
-
-def listed_prompts(prompts: Any) -> list[Any]:
-    """Prompts as a list, from whatever holds rows of token ids.
-
-    Raises:
-        DtypeError: text, a mapping, or nothing that holds rows.
-        ShapeError: one list of token ids.
-    """
+    if isinstance(prompts, Tensor):
+        if prompts.dim() != 2:
+            raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
+        return list(prompts.cpu())
     if isinstance(prompts, str | bytes):
         found = f"prompts are text, {prompts[:40]!r}"
         raise DtypeError(f"{found}; allowed: a list of prompts, each a list of {_TOKENS}{_TEXT}")
-    if isinstance(prompts, Mapping):
-        raise DtypeError(f"prompts are a {type(prompts).__name__}; allowed: a list of lists of {_TOKENS}")
     try:
-        rows = list(prompts)
+        lists = None if isinstance(prompts, Mapping) else list(prompts)
     except TypeError:
-        raise DtypeError(f"prompts are a {type(prompts).__name__}; allowed: a list of lists of {_TOKENS}") from None
-    if rows and all(is_whole(row) for row in rows):
+        lists = None
+    if lists is None:
+        raise DtypeError(f"prompts are a {type(prompts).__name__}; allowed: a list of lists of {_TOKENS}")
+    if lists and all(map(is_whole, lists)):
         raise ShapeError("prompts are one list of token ids; allowed: a list of such lists, [ids] for one prompt")
-    return rows
+    return [ids_of(tokens, i).cpu() for i, tokens in enumerate(lists)]
 
 
-def token_row(row: Any, index: int | None) -> Tensor:
-    """Token ids ``[T]`` of one prompt, or of one step where ``index`` is None.
+def ids_of(tokens: Any, index: int | None) -> Tensor:
+    """Token ids ``[T]`` of one prompt, or of a decode step if ``index`` is None.
 
     Raises:
         DtypeError: text, or no list of numbers.
-        ShapeError: rows within rows.
+        ShapeError: lists in lists.
     """
     what = "tokens are" if index is None else f"prompt {index} is"
-    if isinstance(row, str | bytes):
-        raise DtypeError(f"{what} text, {row[:40]!r}; allowed: {_TOKENS}{'' if index is None else _TEXT}")
-    if isinstance(row, list | tuple) and row and type(row[0]) is int:
-        with suppress(TypeError, OverflowError):  # several times faster than torch; what it refuses, torch names
-            return torch.frombuffer(array("q", row), dtype=torch.int64)
+    if isinstance(tokens, str | bytes):
+        raise DtypeError(f"{what} text, {tokens[:40]!r}; allowed: {_TOKENS}{'' if index is None else _TEXT}")
+    if isinstance(tokens, list | tuple) and tokens and type(tokens[0]) is int:
+        with suppress(TypeError, OverflowError):  # several times faster than torch, whose errors say more
+            return torch.frombuffer(array("q", tokens), dtype=torch.int64)
     try:
-        ids = torch.as_tensor(row if isinstance(row, Tensor) or hasattr(row, "__array__") else list(row))
+        ids = torch.as_tensor(tokens if isinstance(tokens, Tensor) or hasattr(tokens, "__array__") else list(tokens))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DtypeError(f"{what} no list of integers ({error}); allowed: {_TOKENS}") from None
     if ids.dim() != 1:

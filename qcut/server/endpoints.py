@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from qcut import __version__
 from qcut.engine.scheduler import Scheduler
-from qcut.engine.token_ids import check_ids, token_row
+from qcut.engine.token_ids import check_ids, ids_of
 from qcut.errors import QcutError
 from qcut.server.answers import Form
 from qcut.server.bodies import AnyPrompt, Body, ChatBody, ChatFields, CompletionBody, Message, Schema, Text
@@ -115,7 +115,7 @@ def routes(service: Service) -> list[Route]:
     async def detokenize(request: Request) -> Response:
         given = await service.read(request, DetokenizeBody)
         try:
-            check_ids(token_row(given.tokens, None), engine.decoder.vocabulary)
+            check_ids(ids_of(given.tokens, None), engine.decoder.vocabulary)
         except QcutError as error:
             raise Refusal(400, f"tokens: {error}", param="tokens") from error
         decode = partial(engine.tokenizer.decode, given.tokens)

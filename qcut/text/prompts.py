@@ -30,11 +30,11 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def as_ids(prompts: Any, tokenizer: Any, vocabulary: int) -> Any:
-    """Prompts as `qcut.engine.token_ids.prompt_rows` takes them: text and chats become token ids, all else passes.
+    """Prompts as `qcut.engine.token_ids.prompt_ids` takes them: text and chats become token ids, all else passes.
 
     Args:
-        prompts: a string, a chat, or any number of strings, chats or rows of token ids.
-        tokenizer: a tokenizer of transformers; None lets strings through, which `prompt_rows` then refuses.
+        prompts: a string, a chat, or any number of strings, chats or lists of token ids.
+        tokenizer: a tokenizer of transformers; None lets strings through, which `prompt_ids` then refuses.
         vocabulary: number of tokens that the model knows.
 
     Raises:

@@ -44,7 +44,7 @@ def test_spans_cover_each_prompt_once_and_end_together(lengths: list[int], most:
     assert all(max(span.counts) == most for span in found[1:])
 
 
-def test_a_chunk_tells_places_and_spares_padding() -> None:
+def test_chunk_positions_write_padding_after_the_context() -> None:
     chunk = Chunk(3, 4, 10, torch.device("cpu"))
     prompts = [torch.tensor([11, 12, 13]), torch.tensor([21, 22, 23, 24, 25, 26])]
     chunk.fill(prompts, [8, 0], Span([1, 2], [2, 4]))

@@ -122,7 +122,7 @@ def test_steps_normalize_heads_within_attention(kind: str, of_heads: int) -> Non
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_norms_quantize_where_all_their_readers_take_int8(kind: str) -> None:
+def test_norms_quantize_if_all_readers_take_int8(kind: str) -> None:
     model = small(kind)
     assert decoder_of(model).blocks[0].attention_norm.k_padded is None
     qcut.quantize(model, "w8a8", skip=["*.1.mlp.*"], progress=False)
@@ -133,7 +133,7 @@ def test_norms_quantize_where_all_their_readers_take_int8(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_int8_rows_change_nothing(kind: str) -> None:
+def test_int8_tokens_change_nothing(kind: str) -> None:
     """The same layers, wrapped so that the engine calls them with floats, give the same bits."""
     model = small(kind)
     qcut.quantize(model, "w8a8", progress=False)
@@ -283,7 +283,7 @@ def test_scores_are_the_logits_likelihoods() -> None:
     assert engine.lengths == (12, 5, 1)
 
 
-def test_a_token_reads_the_same_cache_from_prompt_and_step() -> None:
+def test_prefill_and_decode_fill_the_same_cache() -> None:
     model = small("llama")
     prompt = prompts_of(VOCABULARY, 20)[0]
     whole, steps = Engine(model, kv_cache="int8"), Engine(model, kv_cache="int8")

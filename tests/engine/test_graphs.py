@@ -137,7 +137,7 @@ def test_nothing_is_captured_once_a_scheduler_is_warm(
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral_window"])
-def test_sequences_come_to_further_bounds(kind: str, captured: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_come_to_further_buckets(kind: str, captured: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = small(kind), prompts_of(VOCABULARY, 5, 1, 14)
     plain = Engine(model, batch=4, context=40)
     want, one = plain.generate(prompts), plain.generate(prompts[:1], 30)

@@ -38,7 +38,7 @@ def test_it_is_near_the_float_cache(kind: str, kv_cache: Any, db: float) -> None
 
 
 @pytest.mark.parametrize("kv_cache", ["int4", "int8/int4"])
-def test_a_token_reads_the_same_cache_from_prompt_and_step(kv_cache: Any) -> None:
+def test_prefill_and_decode_fill_the_same_cache(kv_cache: Any) -> None:
     model, (prompt,) = model_of("llama"), prompts_of(VOCABULARY, 20)
     whole, steps = (Engine(model, kv_cache=kv_cache) for _ in range(2))
     want = whole.prefill([prompt])

@@ -58,7 +58,7 @@ def test_modes_change_nothing(kind: str, scheme: str | None, mode: str) -> None:
     assert everything(inside) == want
 
 
-def test_scheduler_turns_in_any_mode() -> None:
+def test_scheduler_steps_in_any_mode() -> None:
     model = small("llama")
     want = [found.tokens for found in Engine(model, context=40, batch=2).generate(PROMPTS, 8, sampling=DRAWN)]
     with torch.inference_mode():

@@ -29,7 +29,7 @@ def pieces(prompt: list[int], *counts: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama3_rope"])
-def test_pieces_are_the_whole(kind: str, kv_cache: Any) -> None:
+def test_chunked_prefill_equals_one_chunk(kind: str, kv_cache: Any) -> None:
     model, (prompt,) = small(kind), prompts_of(VOCABULARY, 41)
     want = Engine(model, kv_cache=kv_cache).prefill([prompt])
     engine = Engine(model, kv_cache=kv_cache)
@@ -47,7 +47,7 @@ def test_pieces_are_the_whole(kind: str, kv_cache: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "codebook4_g32_int8"])
-def test_pieces_of_integer_products_are_near(scheme: str) -> None:
+def test_chunks_of_integer_products_are_near(scheme: str) -> None:
     model, (prompt,) = small("llama"), prompts_of(VOCABULARY, 30)
     qcut.quantize(model, scheme, allow_growth=True, progress=False)
     whole, parts = Engine(model), Engine(model)
@@ -71,7 +71,7 @@ def test_chunks_of_any_size_are_the_prompts(kind: str, rows: int) -> None:
     assert parts.generate(shorter, 9) == whole.generate(shorter, 9)
 
 
-def test_a_common_beginning_is_read_once_and_kept() -> None:
+def test_a_common_prefix_is_reused() -> None:
     model = small("llama")
     engine = Engine(model, batch=2)
     system, (one, two, three) = prompts_of(VOCABULARY, 20)[0], prompts_of(VOCABULARY, 9, 4, 15)
@@ -89,7 +89,7 @@ def test_a_common_beginning_is_read_once_and_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_turns_of_a_chat_are_one_text(kind: str) -> None:
+def test_messages_of_a_chat_are_one_text(kind: str) -> None:
     model = small(kind)
     engine = Engine(model, batch=2)
     texts, turns = prompts_of(VOCABULARY, 6, 3), [prompts_of(VOCABULARY, 5, 8), prompts_of(VOCABULARY, 1, 2)]
@@ -114,7 +114,7 @@ def test_answers_that_ended_early_are_continued_where_they_ended() -> None:
         near(row, last_logits(model, [*prompt, *g.tokens, 3, 4]))
 
 
-def test_a_kept_context_can_be_filled_and_no_more() -> None:
+def test_a_reused_context_can_be_filled_exactly() -> None:
     model, (prompt,) = small("gpt2"), prompts_of(VOCABULARY, 21)
     engine = Engine(model, context=20)
     engine.prefill([prompt[:7]])
@@ -145,7 +145,7 @@ def test_a_kept_context_can_be_filled_and_no_more() -> None:
         (torch.tensor([0.5, 1.0]), errors.ConfigError, "reuse_prefix is tensor"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_and_changes_nothing(reuse: Any, error: Any, message: str) -> None:
+def test_wrong_prefixes_are_refused_and_change_nothing(reuse: Any, error: Any, message: str) -> None:
     engine = Engine(small("llama"), batch=3)
     engine.prefill([[1, 2, 3], [4, 5]])
     for call in (engine.prefill, lambda *given, **more: engine.generate(*given, 2, **more)):
@@ -154,7 +154,7 @@ def test_what_cannot_be_kept_is_refused_and_changes_nothing(reuse: Any, error: A
     assert engine.lengths == (3, 2)
 
 
-def test_all_is_kept_for_as_many_prompts_as_sequences() -> None:
+def test_reusing_all_needs_a_prompt_for_each_sequence() -> None:
     engine = Engine(small("llama"), batch=3)
     with pytest.raises(errors.ShapeError, match="1 prompts, and all of 0 sequences are kept; allowed: one for each"):
         engine.prefill([[1]], reuse_prefix=True)
@@ -164,14 +164,14 @@ def test_all_is_kept_for_as_many_prompts_as_sequences() -> None:
 
 
 @pytest.mark.parametrize("reuse", [(2, 1), np.array([2, 1]), torch.tensor([2, 1]), [np.int64(2), 1]])
-def test_any_row_of_whole_numbers_says_what_is_kept(reuse: Any) -> None:
+def test_prefixes_are_any_sequence_of_whole_numbers(reuse: Any) -> None:
     engine = Engine(small("llama"), batch=2)
     engine.prefill([[1, 2, 3], [4, 5]])
     engine.prefill([[6], [7, 8]], reuse_prefix=reuse)
     assert engine.lengths == (3, 3)
 
 
-def test_a_failure_leaves_what_was_kept() -> None:
+def test_a_failed_prefill_leaves_the_prefix() -> None:
     model, (prompt,) = small("llama"), prompts_of(VOCABULARY, 20)
     engine = Engine(model)
     engine.prefill([prompt[:12]])

@@ -129,7 +129,7 @@ def test_a_string_with_a_special_token_in_it_stops(talking: Engine) -> None:
 # ── log-probabilities of prompts ─────────────────────────────────────────────────────────────────
 
 
-def test_prompts_are_scored_beside_other_requests() -> None:
+def test_prompts_are_scored_next_to_other_requests() -> None:
     model, prompts = small("llama"), prompts_of(VOCABULARY, 30, 21, 40, 1)
     engine = Engine(model, batch=3, context=64)
     want = Engine(model, batch=4, context=64).score(prompts)
@@ -160,12 +160,12 @@ def test_prompts_are_scored_beside_other_requests() -> None:
     assert [token for token, _ in listed.top] == [token for token, _ in first.top]
 
 
-def test_a_prompt_alone_needs_scores() -> None:
+def test_zero_new_tokens_need_prompt_scores() -> None:
     with pytest.raises(ConfigError, match="max_new_tokens is 0; allowed: 1 and more"):
         Scheduler(Engine(small("gpt2"), context=64)).submit([1, 2], 0)
 
 
-def test_waiting_prompts_are_read_in_order() -> None:
+def test_waiting_prompts_are_prefilled_in_order() -> None:
     model, prompts = small("llama"), prompts_of(VOCABULARY, 20, 20, 20, 20, 20, 20)
     scheduler, ended = Scheduler(Engine(model, batch=3, context=64), chunk=8), []
     for i, prompt in enumerate(prompts):
@@ -182,7 +182,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("top_k", [2**63, "many"])
-def test_settings_that_fail_end_their_request_alone(top_k: Any) -> None:
+def test_failed_settings_end_only_their_request(top_k: Any) -> None:
     model = small("gpt2")
     with Scheduler(Engine(model, batch=2, context=64)) as scheduler:
         bad = scheduler.submit([1, 2], 9, sampling=Strange(1.0, top_k=top_k))
@@ -213,7 +213,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("error", [ValueError("no text"), Panic("panicked"), SystemExit(3), KeyboardInterrupt()])
-def test_a_tokenizer_that_fails_ends_its_request_alone(error: BaseException) -> None:
+def test_a_failed_tokenizer_ends_only_its_request(error: BaseException) -> None:
     tokenizer, model = Failing(77, error), small("gpt2")
     scheduler = Scheduler(Engine(model, batch=2, context=64, tokenizer=tokenizer))
     bad, good = scheduler.submit("1 77", 12), scheduler.submit("3", 12)
@@ -226,7 +226,7 @@ def test_a_tokenizer_that_fails_ends_its_request_alone(error: BaseException) -> 
 
 
 @pytest.mark.parametrize("error", [OSError("gone"), SystemExit(1), Panic("panicked"), KeyboardInterrupt()])
-def test_a_listener_that_fails_ends_its_request_alone(error: BaseException) -> None:
+def test_a_failed_listener_ends_only_its_request(error: BaseException) -> None:
     model, ended = small("gpt2"), threading.Event()
 
     def listener(event: Event) -> None:
@@ -254,7 +254,7 @@ def test_a_tokenizers_panic_over_a_prompt_is_refused(talking: Engine) -> None:
         Scheduler(engine).submit("text", 3)
 
 
-def test_a_chunk_that_fails_ends_its_prompts_alone() -> None:
+def test_a_failed_chunk_ends_only_its_prompts() -> None:
     model, failures = small("gpt2"), [RuntimeError("no memory")]
     engine = Engine(model, batch=2, context=64)
     scheduler = Scheduler(engine, chunk=8)
@@ -273,7 +273,7 @@ def test_a_chunk_that_fails_ends_its_prompts_alone() -> None:
     assert running.result() == alone(model, [1, 2], 30)
 
 
-def test_a_cancelled_prompt_is_read_no_further() -> None:
+def test_cancelled_prompt_stops_in_prefill() -> None:
     scheduler = Scheduler(Engine(small("gpt2"), batch=2, context=64), chunk=4, prefix_cache=0)
     long, short = scheduler.submit([7] * 60, 4), scheduler.submit([1, 2], 1)
     scheduler.step()

@@ -30,7 +30,7 @@ class Recorder:
         return torch.nn.functional.one_hot(tokens + 1, 32).float()
 
 
-def test_the_likeliest_is_read_next_unless_told_otherwise() -> None:
+def test_likeliest_token_comes_next_unless_set() -> None:
     read = Recorder()
     loop = DecodeLoop(read, 2, 10, CPU)
     loop.start(torch.tensor([3, 7]), torch.tensor([0, 4], dtype=torch.int32))
@@ -42,7 +42,7 @@ def test_the_likeliest_is_read_next_unless_told_otherwise() -> None:
     assert read.seen == [([3, 7], [0, 4], [0, 4]), ([4, 8], [1, 5], [1, 5]), ([20, 21], [2, 6], [2, 6])]
 
 
-def test_a_parked_sequence_is_not_kept_and_the_others_are() -> None:
+def test_padded_sequence_is_not_written() -> None:
     read = Recorder()
     loop = DecodeLoop(read, 2, 10, CPU)
     loop.start(torch.tensor([1, 2]), torch.tensor([3, 8], dtype=torch.int32))
@@ -58,7 +58,7 @@ def test_a_parked_sequence_is_not_kept_and_the_others_are() -> None:
     assert loop.lengths == [4, 9]
 
 
-def test_full_sequences_and_unused_ones_have_a_slot_to_spare() -> None:
+def test_full_and_unused_slots_write_after_the_context() -> None:
     read = Recorder()
     loop = DecodeLoop(read, 3, 10, CPU)
     loop.start(torch.tensor([1, 2]), torch.tensor([9, 3], dtype=torch.int32))
@@ -69,7 +69,7 @@ def test_full_sequences_and_unused_ones_have_a_slot_to_spare() -> None:
     assert [slots for *_, slots in read.seen] == [[9, 3, 10], [10, 4, 10]]
 
 
-def test_steps_are_made_for_the_longest_sequence_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_take_the_bucket_of_the_longest_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "FIRST_BUCKET", 4)
     read = Recorder()
     loop = DecodeLoop(read, 4, 10, CPU)
@@ -91,5 +91,5 @@ def test_steps_are_made_for_the_longest_sequence_that_goes_on(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("context", "bounds"), [(1, [1]), (512, [512]), (513, [512, 513]), (2048, [512, 1024, 2048])])
-def test_bounds_double_up_to_the_context(context: int, bounds: list[int]) -> None:
+def test_buckets_double_up_to_the_context(context: int, bounds: list[int]) -> None:
     assert runner.buckets(context) == bounds

@@ -43,13 +43,13 @@ def wide() -> Any:
 
 
 def finished(scheduler: Scheduler, most: int = 1000) -> int:
-    """Turns until nothing is left to do."""
-    for turns in range(most):
+    """Steps until the scheduler is idle."""
+    for steps in range(most):
         if not scheduler.step():
             load = scheduler.load
             assert (load.waiting, load.prefilling, load.running) == (0, 0, 0)
-            return turns
-    raise AssertionError(f"not done after {most} turns")
+            return steps
+    raise AssertionError(f"not done after {most} steps")
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────
@@ -65,7 +65,9 @@ def finished(scheduler: Scheduler, most: int = 1000) -> int:
         ("wide", "codebook4_g32_int8", "int4"),
     ],
 )
-def test_who_comes_and_goes_changes_nothing(kind: str, scheme: str | None, kv_cache: KVDtype, ahead: bool) -> None:
+def test_admitted_and_retired_sequences_change_no_tokens(
+    kind: str, scheme: str | None, kv_cache: KVDtype, ahead: bool
+) -> None:
     model = wide() if kind == "wide" else small(kind)
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)
@@ -146,7 +148,7 @@ def test_penalties_are_each_sequences_own(ahead: bool) -> None:
     assert requests[0].tokens != alone(model, prompts[0], 20).tokens
 
 
-def test_samples_of_a_prompt_read_it_once() -> None:
+def test_samples_of_a_prompt_share_its_prefill() -> None:
     model = small("llama")
     prompt = prompts_of(VOCABULARY, 21)[0]
     scheduler = Scheduler(engine_of(model, 4), prefix_cache=0)
@@ -206,10 +208,10 @@ def test_log_probabilities_of_a_batch_are_those_of_requests(sampling: Sampling |
             engine.stream(prompts, 5, top=top)  # type: ignore[arg-type]
 
 
-# ── beginnings ───────────────────────────────────────────────────────────────────────────────────
+# ── prefix cache ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_beginnings_are_found_by_their_tokens() -> None:
+def test_prefix_cache_finds_prefixes_by_tokens() -> None:
     model = small("llama")
     common, *ends = prompts_of(VOCABULARY, 40, 3, 5, 2)
     scheduler = Scheduler(engine_of(model, 2), chunk=8, prefix_cache=2)
@@ -227,7 +229,7 @@ def test_beginnings_are_found_by_their_tokens() -> None:
     assert scheduler.load.reused_tokens - before == len(longer) - 3
 
 
-def test_beginnings_not_used_for_longest_make_room() -> None:
+def test_prefix_cache_evicts_least_recently_used() -> None:
     model = small("gpt2")
     first, second, third = prompts_of(VOCABULARY, 20, 24, 28)
     scheduler = Scheduler(engine_of(model, 1), prefix_cache=2)
@@ -243,7 +245,7 @@ def test_beginnings_not_used_for_longest_make_room() -> None:
     assert scheduler.load.prefix_cache_tokens == 20 + 24
 
 
-def test_the_same_prompt_is_kept_once() -> None:
+def test_prefix_cache_stores_a_prompt_once() -> None:
     scheduler = Scheduler(engine_of(small("gpt2"), 1), prefix_cache=4)
     prompt = prompts_of(VOCABULARY, 20)[0]
     for _ in range(3):
@@ -258,10 +260,10 @@ def test_the_same_prompt_is_kept_once() -> None:
     assert scheduler.load.prefix_cache_tokens == 24
 
 
-# ── turns ────────────────────────────────────────────────────────────────────────────────────────
+# ── iterations ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_long_prompt_delays_running_sequences_by_chunks() -> None:
+def test_long_prompt_delays_running_sequences_by_chunks() -> None:
     model = small("llama")
     short, long = prompts_of(VOCABULARY, 4, 48)
     scheduler = Scheduler(engine_of(model, 2), chunk=8, prefix_cache=0)
@@ -361,7 +363,7 @@ def test_a_failed_block_cancels() -> None:
     assert held[0].reason in ("cancelled", "length")
 
 
-def test_a_failed_step_ends_its_requests_alone() -> None:
+def test_a_failed_step_ends_only_its_requests() -> None:
     model = small("gpt2")
     engine = engine_of(model, 2)
     scheduler = Scheduler(engine)
@@ -386,7 +388,7 @@ def test_a_failed_step_ends_its_requests_alone() -> None:
     assert scheduler.submit([1, 2], 20).reason is None
 
 
-def test_a_listener_that_fails_ends_its_own_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_listener_ends_only_its_request(caplog: pytest.LogCaptureFixture) -> None:
     model = small("gpt2")
     scheduler = Scheduler(engine_of(model, 2))
 

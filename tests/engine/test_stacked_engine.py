@@ -111,7 +111,7 @@ def test_model_and_engines_have_each_weight_once(scheme: str | None) -> None:
         assert one.data_ptr() == other.data_ptr()
 
 
-def test_int8_rows_reach_a_stack() -> None:
+def test_int8_tokens_enter_stacked_projections() -> None:
     blocks = Engine(model_of("w8a8")).decoder.blocks
     assert all(norm.k_padded == 128 for block in blocks for norm in (block.attention_norm, block.mlp_norm))
 
@@ -246,7 +246,7 @@ def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
 
 @pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4+4_g64_int8", "codebook4+2_g32"])
 @pytest.mark.parametrize("stack", [False, True])
-def test_rows_are_rotated_where_they_are_made(scheme: str, stack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_and_activations_rotate_tokens(scheme: str, stack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
     monkeypatch.setattr(codebook, "_has_kernels", lambda device: True)
     monkeypatch.setattr(rotations, "stream_state", lambda device: None)

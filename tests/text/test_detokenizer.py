@@ -107,7 +107,7 @@ def ends_whole(tokenizer: Any, ids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_are_the_text_for_every_prompt_and_answer(tokenizer: Any, text: str) -> None:
+def test_incremental_text_equals_decoding_all_tokens(tokenizer: Any, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     fallback = any(token.startswith("<0x") for token in tokenizer.get_vocab())
     checked = 0

@@ -64,7 +64,7 @@ def test_a_chat_goes_through_the_tokenizers_template(engine: qcut.Engine, tokeni
     assert torch.equal(engine.prefill(CHAT), engine.prefill(text))
 
 
-def test_text_follows_what_is_kept(engine: qcut.Engine, tokenizer: Any) -> None:
+def test_text_continues_after_a_reused_prefix(engine: qcut.Engine, tokenizer: Any) -> None:
     engine.prefill(TEXTS[0][:10])
     (rest,) = engine.generate(TEXTS[0][10:], 6, reuse_prefix=True)
     first, second = ids_of(tokenizer, [TEXTS[0][:10], TEXTS[0][10:]])
@@ -251,7 +251,7 @@ def test_a_stream_is_generate_in_events(engine: qcut.Engine, sampling: qcut.Samp
     assert {result.reason for result in want} == {"stop", "length"}
 
 
-def test_whoever_leaves_a_stream_may_go_on_from_there(engine: qcut.Engine, model: Any, tokenizer: Any) -> None:
+def test_a_left_stream_can_be_continued(engine: qcut.Engine, model: Any, tokenizer: Any) -> None:
     ids = ids_of(tokenizer, TEXTS[:2])
     events: list[Event] = []
     for event in engine.stream(TEXTS[:2], 20):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, HeadNorms, Heads, Rotary, SelfAttention
@@ -16,8 +15,9 @@ from qcut.errors import UnsupportedError
 class _OnePlus(nn.Module):
     """The weight of a norm plus 1; of 16 bits it is rounded once more than in transformers."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
+        weight, self.variance_epsilon = norm.weight, norm.eps
         self.weight = nn.Parameter((weight.detach().float() + 1).to(weight.dtype), requires_grad=False)
 
 
@@ -35,12 +35,12 @@ def decoder(model: Any) -> Decoder:
     rotary = {kind: rotary_of(model, body.rotary_emb, heads, kind)[0] for kind in set(kinds)}
     blocks = (_block(block, heads, rotary[kind]) for block, kind in zip(body.layers, kinds, strict=True))
     softcap = getattr(config, "final_logit_softcapping", None)
-    parts = {"tokens": body.embed_tokens, "head": model.lm_head, "softcap": softcap}
-    return decoder_from(model, heads, blocks, _rms(body.norm), **parts)
+    given = {"tokens": body.embed_tokens, "head": model.lm_head, "softcap": softcap}
+    return decoder_from(model, heads, blocks, _rms(body.norm), **given)
 
 
 def _rms(norm: Any, readers: tuple[nn.Module, ...] = ()) -> AddNorm:
-    return AddNorm.rms(_OnePlus(norm.weight), norm.eps, readers)
+    return AddNorm.rms(_OnePlus(norm), readers)
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:

@@ -10,24 +10,22 @@ from qcut.engine.families.common import llama_like, window_of
 
 def decoder(model: Any) -> Decoder:
     """The parts of a causal language model of Llama's shape; see `llama_like`."""
-    norm = model.model.norm
-    return llama_like(model, _block, AddNorm.rms(norm, norm.variance_epsilon))
+    return llama_like(model, _block, AddNorm.rms(model.model.norm))
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     attention, mlp = block.self_attn, block.mlp
-    attention_norm, mlp_norm = block.input_layernorm, block.post_attention_layernorm
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up = (mlp.gate_proj, mlp.up_proj)
     norms = None
     if hasattr(attention, "q_norm"):
-        norms = HeadNorms(*(AddNorm.rms(norm, norm.variance_epsilon) for norm in (attention.q_norm, attention.k_norm)))
+        norms = HeadNorms(AddNorm.rms(attention.q_norm), AddNorm.rms(attention.k_norm))
     rotary_or_none = rotary if getattr(attention, "use_rope", True) else None
     return Block(
-        attention_norm=AddNorm.rms(attention_norm, attention_norm.variance_epsilon, qkv),
+        attention_norm=AddNorm.rms(block.input_layernorm, qkv),
         attention=SelfAttention(
             qkv, attention.o_proj, heads, attention.scaling, norms, rotary_or_none, window=window_of(attention)
         ),
-        mlp_norm=AddNorm.rms(mlp_norm, mlp_norm.variance_epsilon, gate_up),
+        mlp_norm=AddNorm.rms(block.post_attention_layernorm, gate_up),
         mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
     )

@@ -10,22 +10,18 @@ from qcut.engine.families.common import llama_like
 
 def decoder(model: Any) -> Decoder:
     """The parts of an ``Olmo2ForCausalLM``; see `llama_like`."""
-    return llama_like(model, _block, _rms(model.model.norm))
-
-
-def _rms(norm: Any) -> AddNorm:
-    return AddNorm.rms(norm, norm.variance_epsilon)
+    return llama_like(model, _block, AddNorm.rms(model.model.norm))
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     attention, mlp = block.self_attn, block.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-    norms = HeadNorms(_rms(attention.q_norm), _rms(attention.k_norm))
+    norms = HeadNorms(AddNorm.rms(attention.q_norm), AddNorm.rms(attention.k_norm))
     return Block(
         attention_norm=None,
         attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms, rotary),
         mlp_norm=None,
         mlp=MLP((mlp.gate_proj, mlp.up_proj), mlp.act_fn, mlp.down_proj, gated=True),
-        attention_end=_rms(block.post_attention_layernorm),
-        mlp_end=_rms(block.post_feedforward_layernorm),
+        attention_end=AddNorm.rms(block.post_attention_layernorm),
+        mlp_end=AddNorm.rms(block.post_feedforward_layernorm),
     )

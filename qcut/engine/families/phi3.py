@@ -23,15 +23,14 @@ def decoder(model: Any) -> Decoder:
     starts = range(0, heads.size * (heads.queries + 2 * heads.keys), heads.size)
     order = column_order(heads, rotated, starts, model_device(model))
     blocks = (_block(block, heads, rotary, order) for block in body.layers)
-    norm = AddNorm.rms(body.norm, body.norm.variance_epsilon)
+    norm = AddNorm.rms(body.norm)
     return decoder_from(model, heads, blocks, norm, tokens=body.embed_tokens, head=model.lm_head)
 
 
 def _block(block: Any, heads: Heads, rotary: Rotary, order: Tensor | None) -> Block:
     attention, mlp = block.self_attn, block.mlp
-    before, after = block.input_layernorm, block.post_attention_layernorm
     return Block(
-        attention_norm=AddNorm.rms(before, before.variance_epsilon, [attention.qkv_proj]),
+        attention_norm=AddNorm.rms(block.input_layernorm, [attention.qkv_proj]),
         attention=SelfAttention(
             (attention.qkv_proj,),
             attention.o_proj,
@@ -41,6 +40,6 @@ def _block(block: Any, heads: Heads, rotary: Rotary, order: Tensor | None) -> Bl
             order=order,
             window=window_of(attention),
         ),
-        mlp_norm=AddNorm.rms(after, after.variance_epsilon, [mlp.gate_up_proj]),
+        mlp_norm=AddNorm.rms(block.post_attention_layernorm, [mlp.gate_up_proj]),
         mlp=MLP((mlp.gate_up_proj,), mlp.activation_fn, mlp.down_proj, gated=True),
     )

@@ -13,7 +13,7 @@ from tests.support.decoders import kept
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8"])
-def test_cache_keeps_what_it_is_given(kind: Any) -> None:
+def test_cache_returns_appended_keys_and_values(kind: Any) -> None:
     cache = KVCache(2, 3, 2, 10, 16, dtype=torch.float32, device=torch.device("cpu"), kv_dtype=kind)
     k, v = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 16)
     k[0, 1, 2] = 0

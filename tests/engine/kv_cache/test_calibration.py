@@ -42,7 +42,7 @@ def projected(model: Any, kind: str, prompts: list[list[int]]) -> list[tuple[Ten
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_guides_are_those_of_the_models_queries_and_keys(kind: str) -> None:
+def test_calibration_follows_the_models_queries_and_keys(kind: str) -> None:
     model, prompts = model_of(kind), prompts_of(VOCABULARY, 33, 7, 21, 40, 12)
     want = projected(model, kind, prompts)
     engine = Engine(model, kv_cache="int4", context=48, calibration_prompts=prompts)
@@ -90,7 +90,7 @@ def test_an_engine_draws_text_of_its_own_and_always_the_same() -> None:
             assert torch.equal(first, again)
 
 
-def test_other_caches_and_no_prompts_have_no_guides() -> None:
+def test_other_caches_and_no_prompts_have_no_calibration() -> None:
     model, (prompt,) = model_of("gpt2"), prompts_of(VOCABULARY, 20)
     engines = [Engine(model, kv_cache=kind) for kind in ("auto", "int8", "int8/int4")]  # type: ignore[arg-type]
     nearest = Engine(model, kv_cache="int4", calibration_prompts=[])

@@ -81,7 +81,7 @@ def test_rings_hold_whole_blocks_of_prompts_keys(arch: str) -> None:
                 assert ring.rows % kernel.keys == 0, kernel.name
 
 
-def test_what_a_ring_holds_is_what_windows_see() -> None:
+def test_rings_hold_the_tokens_of_windows() -> None:
     """`Ring.least` against a list of the tokens that lie in the rows."""
     for window in (1, 2, 5, 8):
         ring, held = Ring(window, 8), [-1] * 8
@@ -179,7 +179,7 @@ def test_a_stream_that_was_left_can_be_gone_on_with() -> None:
 
 
 @pytest.mark.parametrize("written", [3, 15, 16, 17, 40])
-def test_a_copy_of_a_ring_holds_what_the_ring_does(written: int) -> None:
+def test_copied_rings_equal_the_source(written: int) -> None:
     source, copied = one_ring(16, written), one_ring(16, 60, 1000)
     copied.copy_sequence(source, 0, 0, 2, written)
     assert copied.least(0) == source.least(0)
@@ -188,7 +188,7 @@ def test_a_copy_of_a_ring_holds_what_the_ring_does(written: int) -> None:
         assert torch.equal(mine[0, 0, rows], theirs[0, 0, rows])
 
 
-def test_a_beginning_is_found_where_its_window_is_kept() -> None:
+def test_prefix_matches_only_with_its_window() -> None:
     """Of 40 tokens, 16 of which are kept, and a window of 4: beginnings of 27 tokens and more."""
     ids, kept = torch.arange(40), one_ring(16)
     prefixes = PrefixCache(kept, 1, 64)
@@ -203,7 +203,7 @@ def test_a_beginning_is_found_where_its_window_is_kept() -> None:
     assert cache.least(0) == 27
 
 
-def test_beginnings_stay_that_longer_sequences_have_lost() -> None:
+def test_prefix_lost_by_longer_sequence_is_not_evicted() -> None:
     """Of 16 kept tokens and a window of 4: after 30 tokens all from 17 on can be gone on with, after 40 from 27 on."""
     ids, sizes = torch.arange(60), {"dtype": torch.float32, "device": torch.device("cpu")}
     prefixes = PrefixCache(KVCache(1, 3, 1, 65, 8, rings=[Ring(4, 16)], **sizes), 3, 64)  # type: ignore[arg-type]

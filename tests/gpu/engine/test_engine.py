@@ -167,7 +167,7 @@ def test_llama2c_files_generate_the_cpus_text(tmp_path: Path, capfd: pytest.Capt
         assert text(sample.model, sample.tokens, "cuda") == sample.text.read_text()
 
 
-def test_tokens_that_nobody_has_read_stay() -> None:
+def test_host_copies_survive_later_steps() -> None:
     engine = Engine(llama(), batch=2)
     engine.prefill(prompts_of(VOCABULARY, 9, 5))
     loop = engine.runner.decode_loop(engine.runner.likeliest[:2], engine.lengths)

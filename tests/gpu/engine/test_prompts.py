@@ -39,7 +39,7 @@ def test_captured_prompts_are_the_launched_ones(scheme: str | None, kv_cache: An
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 @pytest.mark.parametrize("rows", [1, 24, 64])
-def test_float32_pieces_are_the_cpus_whole(kv_cache: Any, rows: int) -> None:
+def test_float32_chunks_are_the_cpus_one_chunk(kv_cache: Any, rows: int) -> None:
     cpu = llama(None, torch.float32, "cpu")
     prompts = prompts_of(VOCABULARY, 7, 100, 1)
     want = Engine(cpu, batch=3, kv_cache=kv_cache).generate(prompts, 20)
@@ -52,7 +52,7 @@ def test_float32_pieces_are_the_cpus_whole(kv_cache: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("kv_cache", "db"), [("auto", 40), ("int8", 25)])  # int8 keys may be a step off
-def test_half_precision_pieces_are_near_the_whole(kv_cache: Any, db: float) -> None:
+def test_half_precision_chunks_are_near_one_chunk(kv_cache: Any, db: float) -> None:
     model, (prompt,) = llama(), prompts_of(VOCABULARY, 250)
     engine = Engine(model, kv_cache=kv_cache)
     want = engine.prefill([prompt])

@@ -43,7 +43,7 @@ def alone(model: Any, prompt: list[int], new: int, **options: Any) -> Generated:
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
-def test_who_comes_and_goes_gets_the_cpus_tokens(graphs: bool, kv_cache: Any) -> None:
+def test_admitted_and_retired_sequences_get_the_cpus_tokens(graphs: bool, kv_cache: Any) -> None:
     cpu = llama(None, torch.float32, "cpu")
     prompts = prompts_of(VOCABULARY, *LENGTHS)
     want = [alone(cpu, p, n, kv_cache=kv_cache) for p, n in zip(prompts, NEWS, strict=True)]

@@ -14,7 +14,7 @@ from tests.gpu.support.oracles import DEVICE
 from tests.support.decoders import VOCABULARY, prompts_of
 
 
-def test_guides_are_near_the_cpus() -> None:
+def test_calibration_is_near_the_cpus() -> None:
     cpu = llama(None, torch.float16, "cpu").float()
     prompts = prompts_of(VOCABULARY, 100, 7, 64, 33, 20)
     here = Engine(cpu, kv_cache="int4", calibration_prompts=prompts)
