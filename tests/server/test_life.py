@@ -126,7 +126,7 @@ def test_a_server_dies_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         with serving(one) as served:
             scheduler = served.scheduler
             connection, answer = begun(served.port, LONG)
-            monkeypatch.setattr(scheduler, "turn", broken)
+            monkeypatch.setattr(scheduler, "step", broken)
             lines.extend(answer.read().decode().splitlines())
             connection.close()
 
@@ -138,14 +138,14 @@ def test_a_server_dies_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failure_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(engine()) as served:
-        step = served.scheduler._step
+        runner: Any = served.scheduler.engine.runner
 
-        def broken() -> None:
-            monkeypatch.setattr(served.scheduler, "_step", step)
+        def broken(*_: Any) -> None:
+            monkeypatch.undo()
             raise RuntimeError("a kernel has failed")
 
         connection, answer = begun(served.port, LONG)
-        monkeypatch.setattr(served.scheduler, "_step", broken)
+        monkeypatch.setattr(runner, "decode_step", broken)
         lines = [line for line in answer.read().decode().splitlines() if line]
         connection.close()
         error = json.loads(lines[-1][6:])["error"]
