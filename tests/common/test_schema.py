@@ -68,7 +68,7 @@ def test_json_that_is_read() -> None:
     assert parse_json(b"[" * JSON_DEPTH + b"]" * JSON_DEPTH, "x", ConfigError)
 
 
-def test_only_regular_files_are_opened_and_none_is_waited_for(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

@@ -36,7 +36,7 @@ def eight(weight: Tensor) -> samples.Packed:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_4_bits_are_a_codebook_of_the_librarys_levels(tmp_path: Path, kind: str, nested: bool) -> None:
+def test_4_bit_levels_are_those_of_bitsandbytes(tmp_path: Path, kind: str, nested: bool) -> None:
     expected = samples.write(tmp_path, FOUR, lambda _, w: four(w, kind, nested))
     model = samples.loaded(tmp_path)
     for name, module in samples.linears(expected).items():

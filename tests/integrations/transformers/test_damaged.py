@@ -123,7 +123,7 @@ def test_sizes_that_the_files_do_not_bear_out(folder: Path, key: str) -> None:
             opened(folder)
 
 
-def test_a_class_that_transformers_does_not_have_is_not_looked_for(folder: Path) -> None:
+def test_unknown_model_class_is_not_searched(folder: Path) -> None:
     data = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**data, "architectures": ["Nothing"]}))
     with pytest.raises(CheckpointError, match="model class 'Nothing'"):

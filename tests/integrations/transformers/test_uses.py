@@ -139,7 +139,7 @@ def test_offloading_and_splitting_are_refused(
         opened(folder, device_map=device_map, **options)
 
 
-def test_a_trainer_may_train_adapters_while_weights_are_frozen(made: tuple[Any, Path]) -> None:
+def test_trainer_trains_adapters_over_frozen_weights(made: tuple[Any, Path]) -> None:
     model, _ = made
     assert model.hf_quantizer.is_trainable
     assert all(not b.requires_grad for m in model.modules() if isinstance(m, Linear) for b in m.buffers())
