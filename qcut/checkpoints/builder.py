@@ -254,7 +254,7 @@ class Builder:
         """Put one tensor under all its names, tied ones together.
 
         Args:
-            names: in the model; the first one's parameter or buffer says what the tensor becomes.
+            names: in the model; the first one's parameter or buffer decides what the tensor becomes.
             tensor: as it was read.
             where: its file, for messages.
             buffers: check the values of floating buffers too.

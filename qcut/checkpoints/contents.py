@@ -1,4 +1,4 @@
-"""What a folder with a model holds, from its files' headers alone: no model is built and no weight is read."""
+"""What a folder with a model holds, read only from its files' headers: no model is built, no weight is read."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class StoredLayer:
     Attributes:
         name: the layer.
         scheme: its scheme, or the name of another library's method.
-        out_features: N; None where another library's format does not say.
-        in_features: K; None where another library's format does not say.
+        out_features: N; None where another library's format does not state it.
+        in_features: K; None where another library's format does not state it.
         nbytes: bytes of its tensors that are stored under its own name.
         tied_to: the layer that stores its tensors, or None.
     """
@@ -100,7 +100,7 @@ class Contents:
     Attributes:
         directory: the folder.
         format: who wrote it: ``qcut``, ``turboquant-model``, ``transformers``, or the name of another method.
-        model: class of the model, or its type; empty where nothing says so.
+        model: class of the model, or its type; empty where nothing states it.
         layers: quantized layers.
         tensors: all tensors outside of them.
         files: bytes of the files with the model's tensors, by name.

@@ -284,7 +284,7 @@ def _at_most(parts: int, where: str) -> Iterator[None]:
         count += threading.get_ident() == thread
         if count > parts:
             raise CheckpointError(
-                f"{where}: the configuration asks for a model of more than {parts} modules and tensors, many more than "
+                f"{where}: the configuration needs a model of more than {parts} modules and tensors, many more than "
                 "the checkpoint has"
             )
 

@@ -100,7 +100,7 @@ def test_files_of_another_size(tmp_path: Path):
     for change in (-4, -1, 1, 4):
         size = len(data) + change
         path.write_bytes((data + bytes(4))[:size])
-        with pytest.raises(CheckpointError, match=rf"found {size} bytes; .*n_kv_heads=1.* asks for {len(data)}"):
+        with pytest.raises(CheckpointError, match=rf"found {size} bytes; .*n_kv_heads=1.* needs {len(data)}"):
             load_llama2c(path)
 
 
@@ -112,7 +112,7 @@ def test_headers_with_a_value_that_cannot_be(field: str, tmp_path: Path):
     for value in (0, -3, -(2**31)):
         path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**{field: value})) + rest)
         untied = field == "vocab_size" and value
-        message = "found .* bytes; .* asks for" if untied else f"{field} is {value} in the header"
+        message = "found .* bytes; .* needs" if untied else f"{field} is {value} in the header"
         with pytest.raises(CheckpointError, match=message):
             load_llama2c(path)
 

@@ -459,7 +459,7 @@ def test_models_that_the_format_has_no_place_for(tmp_path: Path):
     four = Codebook(group_size=16)
     refused([("w8a8", None)], r"q_proj' is w8a8")
     refused([(four, ("*.0.*",)), ("w8a16", ("*.1.*",))], r"layers\.1\..* is w8a16")
-    refused([("int4", None)], r"is int4.*rotated layers alone")
+    refused([("int4", None)], r"is int4.*only rotated layers")
     refused(
         [(Codebook(group_size=16, pairs=True), None)], r"is codebook4_pairs_g16; the format has no codebook of pairs"
     )

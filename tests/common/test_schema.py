@@ -55,10 +55,10 @@ REFUSED = {
 def test_json_that_is_refused(tmp_path: Path, case: str) -> None:
     data, message = REFUSED[case]
     (tmp_path / "x.json").write_bytes(data)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         read_json(tmp_path / "x.json", ConfigError)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert str(caught.value).startswith(f"{tmp_path / 'x.json'}: ")
 
 

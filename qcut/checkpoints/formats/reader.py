@@ -27,7 +27,7 @@ from qcut.checkpoints.detect import (
 from qcut.checkpoints.formats.gguf.container import GgufModel
 from qcut.checkpoints.formats.gguf.llama import Gguf, tensors_of
 from qcut.checkpoints.formats.gguf.metadata import check_architecture, check_config, config_of
-from qcut.checkpoints.formats.name_mapping import match
+from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Format, Parts, Stored
 from qcut.checkpoints.huggingface import causal_class, model_of
 from qcut.common.safetensors import TensorFile
@@ -67,12 +67,12 @@ def check(found: Detected) -> None:
     """
     with ExitStack() as stack:
         opened = _open(found, stack)
-        match(_skeleton(found, opened), opened.format, opened.tensors, opened.where)
+        map_names(_skeleton(found, opened), opened.format, opened.tensors, opened.where)
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """What a checkpoint says, and its tensors by their names in the model."""
+    """A checkpoint's configuration and format, and its tensors by their names in the model."""
 
     where: str
     config: dict[str, Any]
@@ -109,7 +109,7 @@ def _skeleton(found: Detected, opened: _Opened) -> nn.Module:
 
 
 def format_of(config: dict[str, Any], where: str, method: str | None = None) -> Format:
-    """How a ``quantization_config`` says that layers are stored.
+    """The format of quantized layers under a ``quantization_config``.
 
     Args:
         config: the configuration, as JSON holds it.
@@ -178,11 +178,11 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None, progress: bool) -> None:
     where = opened.where
-    matched = match(model, opened.format, opened.tensors, where)
-    new = matched.make(device, dtype, progress)
+    mapping = map_names(model, opened.format, opened.tensors, where)
+    new = mapping.build(device, dtype, progress)
     builder = Builder(model, device, dtype)
-    for names in matched.holders:
-        builder.put(names, matched.rest[names[0]].read(), where, buffers=True)
+    for names in mapping.holders:
+        builder.put(names, mapping.rest[names[0]].read(), where, buffers=True)
     replace_modules(model, new)
     for module in model.modules():
         for key, buffer in module._buffers.items():

@@ -86,7 +86,7 @@ STATE = f"{FIRST}.weight.quant_state.bitsandbytes__nf4"
 @pytest.mark.parametrize(
     ("key", "edit", "text"),
     [
-        (STATE, lambda t: rewritten(t, shape=[32, 128]), r"found the shape \[32, 128\]; the model asks for \[64, 64\]"),
+        (STATE, lambda t: rewritten(t, shape=[32, 128]), r"found the shape \[32, 128\]; the model needs \[64, 64\]"),
         (STATE, lambda t: rewritten(t, blocksize=128), "blocks of 128 run over the ends of rows of 64"),
         (STATE, lambda t: rewritten(t, blocksize=32), "weight.absmax': found F32 .64.; needed"),
         (STATE, lambda t: rewritten(t, quant_type="nf3"), "found 'nf3'"),

@@ -160,7 +160,7 @@ def test_floats_stored_as_integers_are_not_quantized(tmp_path: Path) -> None:
 
 def test_an_adapter_beside_a_model_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: an adapter beside a model"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: an adapter next to a model"):
         qcut.load(folder, progress=False)
 
 

@@ -334,7 +334,7 @@ REFUSED = {
     "odd": r"'model\.layers\.0\.mlp\.gate_proj': 99 output channels over tp_size=2",
     "report": r"report=True with tp_size=2",
     "verify": r"verify with tp_size=2: .*; allowed: verify=False",
-    "fsdp": r"\{'fsdp_size': 2\}; allowed: tp_size alone",
+    "fsdp": r"\{'fsdp_size': 2\}; allowed: only tp_size",
     "style": r"'model\.layers\.0\.mlp\.up_proj'.*style 'all_reduce'",
     "weight": r"'model\.layers\.0\.mlp\.up_proj'.*'rowwise' for its weight and 'colwise'",
     "foreign": r"tp_size=2 for a checkpoint of another library",

@@ -135,7 +135,7 @@ def test_offloading_and_splitting_are_refused(
     pytest.importorskip("accelerate")
     folder = made[1] if stored else folder_of("llama", tmp_path)
     options = {} if stored else {"quantization_config": qcut.QcutConfig("w8a8")}
-    with pytest.raises(UnsupportedError, match=r"device_map asks for .*buffers.*allowed: one device"):
+    with pytest.raises(UnsupportedError, match=r"device_map requests .*buffers.*allowed: one device"):
         opened(folder, device_map=device_map, **options)
 
 

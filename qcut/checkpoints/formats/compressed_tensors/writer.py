@@ -66,7 +66,7 @@ def save_compressed_tensors(model: nn.Module, directory: str | Path, *, max_shar
     directory = Path(directory)
     if not type(model).__module__.startswith("transformers.models."):
         raise UnsupportedError(
-            f"{type(model).__name__} is no class of transformers; the format is read into those alone"
+            f"{type(model).__name__} is no class of transformers; the format is read only into those"
         )
     layers = _layers(model)
     tensors = dict(_tensors(model))
@@ -99,13 +99,13 @@ def _layers(model: nn.Module) -> dict[str, Int8Linear]:
     layers: dict[str, Int8Linear] = {}
     for name, module in model.named_modules():
         if isinstance(module, Embedding):
-            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written with floating ones alone")
+            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written only with floating ones")
         if not isinstance(module, Linear):
             continue
         if module.scheme != W8A8() or not isinstance(module, Int8Linear):
-            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; w8a8 alone is written in this format")
+            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; only w8a8 is written in this format")
         if is_conv1d(skeleton.get_submodule(name)):
-            raise UnsupportedError(f"layer {name!r} is a Conv1D in transformers; the format has nn.Linear alone")
+            raise UnsupportedError(f"layer {name!r} is a Conv1D in transformers; the format has only nn.Linear")
         layers[name] = module
     if not layers:
         raise UnsupportedError(f"{type(model).__name__}: no layer is w8a8; quantize the model first")
@@ -181,7 +181,7 @@ def _texts(model: nn.Module, layers: dict[str, Int8Linear]) -> dict[str, Any]:
 
 
 def _refuse_others(directory: Path, own: set[str]) -> None:
-    """Refuse a directory whose weights of another checkpoint would be read beside the new ones, or in their place."""
+    """Refuse a directory with weights of another checkpoint: readers would take them too, or in their place."""
     others = [*directory.glob("*.safetensors"), *directory.glob("qcut_config.json"), *directory.glob(_INDEX)]
     if foreign := sorted(path.name for path in others if path.name not in own):
         raise CheckpointError(f"{directory}: found {foreign[0]!r} of another checkpoint; give another directory")

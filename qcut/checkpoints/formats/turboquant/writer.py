@@ -49,7 +49,7 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
         UnsupportedError: a layer of another scheme, of pairs, without a rotation, in place of transformers' ``Conv1D``
             (which the package does not replace), a quantized embedding, or layers that differ in width,
             groups, rotation, seeds or codebook, which this format has one of (the layer is named).
-        CheckpointError: two layers' names differ in dots and underscores alone; a tensor is on the meta device; a
+        CheckpointError: two layers' names differ only in dots and underscores; a tensor is on the meta device; a
             parameter holds NaN or Inf; or the directory cannot be written.
 
     Exactness: `qcut.load` gives back indices, norms and codebooks bit by bit.
@@ -60,11 +60,11 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
     layers: dict[str, CodebookLinear] = {}
     for name, module in model.named_modules():
         if isinstance(module, Embedding):
-            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written with floating ones alone")
+            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written only with floating ones")
         if isinstance(module, CodebookLinear):
             layers[name] = module
         elif isinstance(module, Linear):
-            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; the format has codebook layers alone")
+            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; the format has only codebook layers")
     if not layers:
         raise UnsupportedError(f"{type(model).__name__}: no layer of a codebook scheme; quantize the model first")
     stems: dict[str, str] = {}
@@ -102,7 +102,7 @@ def _refuse_conv1d(model: nn.Module, layers: dict[str, CodebookLinear]) -> None:
         skeleton = type(model)(model.config)  # type: ignore[call-arg]
     for name in layers:
         if is_conv1d(skeleton.get_submodule(name)):
-            raise UnsupportedError(f"layer {name!r} is a Conv1D in transformers; the package replaces nn.Linear alone")
+            raise UnsupportedError(f"layer {name!r} is a Conv1D in transformers; the package replaces only nn.Linear")
 
 
 def _describe(model: nn.Module, layers: dict[str, CodebookLinear]) -> Config:
@@ -111,9 +111,7 @@ def _describe(model: nn.Module, layers: dict[str, CodebookLinear]) -> Config:
     first_name, first = next(iter(schemes.items()))
     for name, scheme in schemes.items():
         if scheme.rotation == "none":
-            raise UnsupportedError(
-                f"layer {name!r} is {scheme.name}; the format has rotated layers alone: hadamard, qr"
-            )
+            raise UnsupportedError(f"layer {name!r} is {scheme.name}; the format has only rotated layers: hadamard, qr")
         if scheme.pairs:
             raise UnsupportedError(f"layer {name!r} is {scheme.name}; the format has no codebook of pairs")
         for key in ("bits", "residual_bits", "group_size", "rotation"):
@@ -194,7 +192,7 @@ def _rest(model: nn.Module, layers: dict[str, CodebookLinear]) -> dict[str, Tens
 def quantize_model(model: nn.Module, config: Config | None = None, *, progress: bool = True) -> None:
     """Replace the linear layers of a model as the turboquant-model package does, to its bits.
 
-    Every ``nn.Linear``, the classifier included, but for what the configuration skips; see
+    Every ``nn.Linear``, the classifier included, except those that the configuration skips; see
     `qcut.checkpoints.formats.turboquant.format.quantize`. `qcut.quantize` has more schemes and better codebooks; this
     is for files that shall equal the package's.
 

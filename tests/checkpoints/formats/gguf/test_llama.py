@@ -132,7 +132,7 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 
 def test_scaled_rotations_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", Type.Q4_0, metadata=lambda out: out.add_rope_scaling_type(gguf.RopeScalingType.YARN))
-    with pytest.raises(UnsupportedError, match=r"llama.rope.scaling.type 'yarn'.*config.json beside"):
+    with pytest.raises(UnsupportedError, match=r"llama.rope.scaling.type 'yarn'.*config.json next to"):
         qcut.load(tmp_path / "model.gguf", progress=False)
 
 
