@@ -108,7 +108,6 @@ _SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one next to the mod
 
 
 def _is_causal(folder: Path) -> bool:
-    """Whether a folder's configuration states a causal language model, or none."""
     path = folder / "config.json"
     return not path.is_file() or is_causal_name(stated_class(read_config(path), str(path)))
 

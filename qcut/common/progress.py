@@ -91,7 +91,6 @@ class _Lines:
 
 
 def _draws_bars() -> bool:
-    """Whether standard error is a terminal or a notebook."""
     stream = sys.stderr
     try:
         return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")

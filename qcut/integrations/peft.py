@@ -76,7 +76,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _base(module: Any) -> Linear | None:
-    """The quantized layer that a module is or wraps."""
     while not isinstance(module, Linear):
         module = getattr(module, "base_layer", None)
         if module is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
-from qcut.checkpoints.builder import Builder, check_no_meta
+from qcut.checkpoints.builder import Builder, finish
 from qcut.checkpoints.detect import (
     GGUF,
     METHODS,
@@ -29,12 +29,10 @@ from qcut.checkpoints.formats.gguf.llama import Gguf, tensors_of
 from qcut.checkpoints.formats.gguf.metadata import check_architecture, check_config, config_of
 from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Format, Parts, Stored
-from qcut.checkpoints.huggingface import causal_class, model_of
+from qcut.checkpoints.huggingface import model_of, named_class
 from qcut.common.safetensors import TensorFile
 from qcut.errors import CheckpointError
-from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import Linear, state_dtype
-from qcut.models.modules import replace_modules
+from qcut.layers.linear import Linear
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -55,7 +53,6 @@ def load(found: Detected, options: Options) -> nn.Module:
         if found.format == GGUF and dtype is None:
             dtype = torch.float16
         _fill(model, opened, torch.device(device), dtype, progress)
-    state_dtype(model, dtype or float_dtype(model))
     return model
 
 
@@ -100,8 +97,7 @@ def _open(found: Detected, stack: ExitStack) -> _Opened:
 
 def _skeleton(found: Detected, opened: _Opened) -> nn.Module:
     """The model, its parameters without memory, its buffers as its class computes them."""
-    names = opened.config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else causal_class(opened.config, opened.where)
+    name = named_class(opened.config, opened.where)
     beside = (found.path if found.format != GGUF else found.path.parent) / _GENERATION
     generation = read_config(beside) if beside.exists() else None
     with _parameters_on_meta():
@@ -183,9 +179,8 @@ def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.
     builder = Builder(model, device, dtype)
     for names in mapping.holders:
         builder.put(names, mapping.rest[names[0]].read(), where, buffers=True)
-    replace_modules(model, new)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(module, Linear):
                 module._buffers[key] = buffer.to(device)
-    check_no_meta(dict(model.named_modules()), Path(where))
+    finish(model, new, dtype, Path(where))

@@ -287,7 +287,6 @@ class OnlineLoading:
             one.errors[name] = weight_error(weight, layer.dequantized_weight())
 
     def _hold(self, name: str, source: nn.Module, task: Task, layer: Linear, one: _Shared) -> None:
-        """Hold a layer to its float weight, while there is one."""
         calibrated = None if self._config.calibration is None else self._config.calibration.layers.get(name)
         sample = None if calibrated is None else calibrated.sample[:SAMPLE_ROWS]
         with plain_state():
@@ -295,7 +294,6 @@ class OnlineLoading:
 
 
 def _stand_in(weight: Tensor) -> nn.Linear:
-    """A linear layer of a float weight ``[N, K]``, without a bias."""
     stand_in = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     stand_in.weight = nn.Parameter(weight, requires_grad=False)
     return stand_in

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.builder import Skeleton, check_kinds, check_no_meta, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.builder import Skeleton, check_kinds, fill_layer, finish, skeleton_of, tie_layers
 from qcut.checkpoints.description import Description, description_of, passing_buffers
 from qcut.checkpoints.detect import check_layer_sizes, headers_of
 from qcut.checkpoints.formats.name_mapping import map_names
@@ -37,7 +37,6 @@ from qcut.integrations.transformers.placing import (
 )
 from qcut.layers.frozen import FrozenWeight
 from qcut.layers.linear import Linear, state_dtype
-from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json
@@ -160,7 +159,6 @@ class StoredLoading:
             self._parallel.install()
 
     def _fill(self, model: Any) -> None:
-        """Make the layers of the skeleton."""
         if self._parallel is not None:
             self._fill_shards(model, self._parallel)
             return
@@ -258,7 +256,6 @@ class StoredLoading:
             model.get_submodule(name)._buffers.clear()
 
     def _check(self, model: Any, headers: Mapping[str, TensorHeader]) -> None:
-        """Hold the files' headers to the model before anything is read."""
         base = f"{model.base_model_prefix}."
         converted = _converted(model)
         by_name = {name.removeprefix(base): header for name, header in headers.items()}
@@ -366,9 +363,7 @@ class ForeignLoading:
         )
         with self._open:
             new = self._mapping.build(floats.device, floats.dtype, is_progress_bar_enabled())
-        replace_modules(model, new)
-        state_dtype(model, floats.dtype)
-        check_no_meta(dict(model.named_modules()), Path(where))
+        finish(model, new, floats.dtype, Path(where))
         model.eval()
 
 
@@ -405,7 +400,6 @@ def _is_other_class(model: Any) -> bool:
 
 
 def _has_base(model: Any) -> bool:
-    """Whether a model has a base within it, and a head."""
     return model.base_model_prefix in {name for name, _ in model.named_children()}
 
 
@@ -427,7 +421,6 @@ def _added_to_base(model: Any) -> set[str]:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where transformers has put what it loaded."""
     tensors = (*model.parameters(), *model.buffers())
     return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 

@@ -220,7 +220,6 @@ def _scaling(data: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _tokens(data: Mapping[str, Any], size: int, where: Path) -> dict[str, Any]:
-    """The tokens at the beginning and at the end of texts."""
     found: dict[str, int | None] = {}
     for name in ("bos", *_ENDS):
         token = found[name] = data.get(f"tokenizer.ggml.{name}_token_id")

@@ -290,7 +290,6 @@ def _is_llamas(module: nn.Module, name: str) -> bool:
 
 
 def _is_tied(model: Any) -> bool:
-    """Whether table and classifier are one tensor, or one quantized layer."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(table, Embedding):
         return table.linear is head
@@ -325,7 +324,6 @@ def _check_module(model: nn.Module, entry: _Entry) -> None:
 
 
 def _pieces(model: nn.Module, header: _Header) -> Iterator[bytes]:
-    """The file, piece by piece."""
     yield _HEADER.pack(*astuple(header))
     for entry in header.entries():
         values = _values(model, entry) if entry.module else _rotation_table(header, entry.label)

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from qcut.checkpoints.builder import Builder, check_no_meta
+from qcut.checkpoints.builder import Builder, finish
 from qcut.checkpoints.detect import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS, Detected, Options
 from qcut.checkpoints.formats.name_mapping import place_tensors
 from qcut.checkpoints.formats.parts import FLOATS, Parts, Stored
@@ -36,9 +36,7 @@ from qcut.common.schema import JSON_BYTES, parse_json, read_bounded
 from qcut.common.together import open_together
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
-from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import state_dtype
-from qcut.models.modules import is_linear, replace_modules
+from qcut.models.modules import is_linear
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import packing
 from qcut.numerics.codebook.quantizer import RotatedCodebook
@@ -102,14 +100,11 @@ def load(found: Detected, options: Options) -> nn.Module:
             for same in holders:
                 builder.put(same, rest[same[0]].read(), others.path)
                 advance(1)
-        replace_modules(model, new)
-    check_no_meta(dict(model.named_modules()), directory)
-    state_dtype(model, dtype or float_dtype(model))
+    finish(model, new, dtype, directory)
     return model
 
 
 def _text(opened: Opened, directory: Path, name: str) -> bytes | None:
-    """The contents of a JSON file, or None where there is none."""
     if name not in opened:
         return None
     path, file = opened[name]
