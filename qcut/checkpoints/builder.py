@@ -17,7 +17,8 @@ from qcut.checkpoints.description import Description, passing_buffers
 from qcut.common.safetensors import TensorHeader, torch_dtype
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.embedding import Embedding, is_table
-from qcut.layers.linear import Linear
+from qcut.layers.frozen import float_dtype
+from qcut.layers.linear import Linear, state_dtype
 from qcut.models.fusion import fuse, is_fusible_place, key_before
 from qcut.models.modules import is_linear, replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
@@ -254,7 +255,7 @@ class Builder:
         """Put one tensor under all its names, tied ones together.
 
         Args:
-            names: in the model; the first one's parameter or buffer says what the tensor becomes.
+            names: in the model; the first one's parameter or buffer decides what the tensor becomes.
             tensor: as it was read.
             where: its file, for messages.
             buffers: check the values of floating buffers too.
@@ -273,6 +274,13 @@ class Builder:
         for name in names:
             module, key = self.place(name)
             (module._parameters if isinstance(new, nn.Parameter) else module._buffers)[key] = new  # type: ignore[assignment]
+
+
+def finish(model: nn.Module, new: dict[int, nn.Module], dtype: torch.dtype | None, path: Path) -> None:
+    """Put quantized modules in place, by the id of those that they replace; other tensors are there already."""
+    replace_modules(model, new)
+    check_no_meta(dict(model.named_modules(remove_duplicate=False)), path)
+    state_dtype(model, dtype or float_dtype(model))
 
 
 def as_like(

@@ -1,4 +1,4 @@
-"""What a folder with a model holds, from its files' headers alone: no model is built and no weight is read."""
+"""What a folder with a model holds, read only from its files' headers: no model is built, no weight is read."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class StoredLayer:
     Attributes:
         name: the layer.
         scheme: its scheme, or the name of another library's method.
-        out_features: N; None where another library's format does not say.
-        in_features: K; None where another library's format does not say.
+        out_features: N; None where another library's format does not state it.
+        in_features: K; None where another library's format does not state it.
         nbytes: bytes of its tensors that are stored under its own name.
         tied_to: the layer that stores its tensors, or None.
     """
@@ -100,7 +100,7 @@ class Contents:
     Attributes:
         directory: the folder.
         format: who wrote it: ``qcut``, ``turboquant-model``, ``transformers``, or the name of another method.
-        model: class of the model, or its type; empty where nothing says so.
+        model: class of the model, or its type; empty where nothing states it.
         layers: quantized layers.
         tensors: all tensors outside of them.
         files: bytes of the files with the model's tensors, by name.
@@ -184,7 +184,6 @@ def _model_name(config: Mapping[str, Any]) -> str:
 
 
 def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
-    """The files of a folder of transformers, and their tensors."""
     names = [path.name for path in safetensors_files(directory)]
     if (where := weight_map(directory)) is None:
         return _all_of(directory, names, opened)
@@ -195,7 +194,6 @@ def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile],
 def _all_of(
     directory: Path, names: Iterable[str], opened: ExitStack
 ) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
-    """Files, and all tensors in them."""
     files = _open(directory, names, opened)
     return files, {name: header for file in files.values() for name, header in file.headers.items()}
 
@@ -216,7 +214,6 @@ def _without_marks(
 def _own_layers(
     index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, TensorFile], path: Path
 ) -> list[StoredLayer]:
-    """The layers that qcut's own index describes."""
     specs = schema.conform(index.get("layers", {}), _LAYERS, path, CheckpointError)
     check_layer_sizes(specs, sum(file.size for file in files.values()), path)
     tied = schema.conform(index.get("tied", {}), _NAMES, path, CheckpointError)
@@ -276,7 +273,6 @@ def _packed_layers(method: str, headers: Mapping[str, TensorHeader]) -> list[Sto
 
 
 def _by_module(headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
-    """Tensors by the module's name, and by their own within it."""
     modules: dict[str, dict[str, TensorHeader]] = {}
     for name, header in headers.items():
         module, _, key = name.rpartition(".")

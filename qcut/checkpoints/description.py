@@ -5,18 +5,21 @@ The description is in qcut's own index, and in ``config.json``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from qcut.common import schema
-from qcut.errors import CheckpointError
+from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.embedding import Embedding
 from qcut.layers.linear import Linear, StateEntry
 from qcut.layers.parallel import refuse_parts
 from qcut.models.fusion import fused_activations
-from qcut.models.modules import WEIGHT_DTYPES, dtype_name, has_extra_state
+from qcut.models.modules import WEIGHT_DTYPES, dtype_name, has_extra_state, is_conv1d
 from qcut.schemes import ACTIVATIONS
 
 _LAYER = schema.record(
@@ -155,6 +158,28 @@ def stored_tensors(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, s
         else:
             tied[name] = owner
     return tensors, tied
+
+
+def refuse_conv1d(model: nn.Module, names: Iterable[str], allowed: str) -> None:
+    """Refuse quantized layers (named) in place of transformers' ``Conv1D``, with what a format holds."""
+    if not type(model).__module__.startswith("transformers.models."):
+        return
+    with torch.device("meta"):
+        plain = type(model)(model.config)  # type: ignore[call-arg]
+    for name in names:
+        if is_conv1d(plain.get_submodule(name)):
+            raise UnsupportedError(f"layer {name!r} is a Conv1D in transformers; {allowed}")
+
+
+@contextmanager
+def failures_name(directory: Path) -> Iterator[None]:
+    """Turn what fails while a block writes into a directory into a CheckpointError that names the directory."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, TypeError) as exc:
+        raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
 def passing_buffers(model: nn.Module) -> set[str]:

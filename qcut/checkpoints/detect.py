@@ -281,7 +281,7 @@ def refuse_adapter(folder: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"):
         if (folder / name).exists() and (folder / "config.json").exists():
             raise CheckpointError(
-                f"{folder / name}: an adapter beside a model; allowed: the model in a folder of its own, over which "
+                f"{folder / name}: an adapter next to a model; allowed: the model in a folder of its own, over which "
                 "PeftModel.from_pretrained(model, folder) loads the adapter, or the two merged and saved anew"
             )
 
@@ -290,7 +290,7 @@ def weight_map(folder: Path) -> dict[str, str] | None:
     """The file of each tensor, by the index of a folder of transformers; None where transformers reads no index.
 
     Raises:
-        CheckpointError: the index cannot be read, or names a file that is not beside it.
+        CheckpointError: the index cannot be read, or names a file outside its folder.
     """
     path = folder / INDEX
     if not path.exists() or (folder / SINGLE).exists():
@@ -342,7 +342,7 @@ def check_layer_sizes(layers: Mapping[str, Mapping[str, Any]], stored_bytes: int
 
 
 def read_headers(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], path: Path) -> dict[str, TensorHeader]:
-    """What the data files' headers say of every stored tensor.
+    """The data files' headers of all stored tensors.
 
     Args:
         files: by name.
@@ -354,5 +354,5 @@ def read_headers(files: Mapping[str, TensorFile], weight_map: Mapping[str, str],
     """
     for name, file in weight_map.items():
         if name not in files[file].headers:
-            raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")
+            raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} lists it")
     return {name: files[file].headers[name] for name, file in weight_map.items()}

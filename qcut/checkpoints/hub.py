@@ -1,4 +1,4 @@
-"""Models by name: the disk is looked at first, then the hub is asked once and briefly."""
+"""Finds models by name: on the disk first, then in one brief request to the hub."""
 
 from __future__ import annotations
 

@@ -132,6 +132,12 @@ def causal_class(config: Mapping[str, Any], where: str) -> str:
     return str(name)
 
 
+def named_class(config: Mapping[str, Any], where: str) -> str:
+    """The one name under ``architectures``, which may be no class; without one, see `causal_class`."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and len(names) == 1 else causal_class(config, where)
+
+
 def is_causal_name(name: str) -> bool:
     """Whether a class is a causal language model, by its name."""
     return name.endswith(("ForCausalLM", "LMHeadModel"))
@@ -284,7 +290,7 @@ def _at_most(parts: int, where: str) -> Iterator[None]:
         count += threading.get_ident() == thread
         if count > parts:
             raise CheckpointError(
-                f"{where}: the configuration asks for a model of more than {parts} modules and tensors, many more than "
+                f"{where}: the configuration needs a model of more than {parts} modules and tensors, many more than "
                 "the checkpoint has"
             )
 

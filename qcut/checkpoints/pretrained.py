@@ -104,11 +104,10 @@ def _load(
         return model.to(device).eval(), tokenizer
 
 
-_SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one beside the model"
+_SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one next to the model"
 
 
 def _is_causal(folder: Path) -> bool:
-    """Whether a folder's configuration states a causal language model, or none."""
     path = folder / "config.json"
     return not path.is_file() or is_causal_name(stated_class(read_config(path), str(path)))
 
@@ -188,13 +187,13 @@ def _check_sizes(skeleton: nn.Module, tensors: _Stored, name: str) -> None:
     for key, parameter in skeleton.named_parameters():
         if key in tensors and tensors[key][1] != list(parameter.shape):
             raise CheckpointError(
-                f"{name}: tensor {key!r}: found {tensors[key][1]}, the configuration asks for {list(parameter.shape)}"
+                f"{name}: tensor {key!r}: found {tensors[key][1]}, the configuration needs {list(parameter.shape)}"
             )
     check_kinds(skeleton, {key: code for key, (code, _) in tensors.items()}, name)
     wanted = sum(parameter.numel() for parameter in skeleton.parameters())
     stored = sum(math.prod(shape) for _, shape in tensors.values())
     if wanted > 2 * stored + _FEW_VALUES:  # a tied tensor may be stored once and counted twice
-        raise CheckpointError(f"{name}: the configuration asks for {wanted} values, and the files have {stored}")
+        raise CheckpointError(f"{name}: the configuration needs {wanted} values, and the files have {stored}")
 
 
 def _check_folder(folder: Path) -> _Stored:

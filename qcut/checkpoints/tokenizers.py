@@ -71,13 +71,11 @@ def fetch_processors(name: str, directory: Path, on_disk: bool) -> None:
 
 
 def _source(model: nn.Module) -> Path | None:
-    """The directory from which transformers loaded a model."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
 
 
 def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
-    """Copy the files that the directory lacks."""
     try:
         for pattern in patterns:
             for path in source.glob(pattern):

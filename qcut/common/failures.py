@@ -10,7 +10,7 @@ from qcut.errors import QcutError
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether somebody ends the program: Ctrl-C and the exit at a signal reach only the main thread.
+    """Whether the program is being ended: Ctrl-C and the exit at a signal reach only the main thread.
 
     Panics of code in Rust, and exits in other threads, are failures, though they are no `Exception`.
     """

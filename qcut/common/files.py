@@ -1,7 +1,7 @@
 """Replaces files so that a crash leaves the old contents or the new ones, never a mixture.
 
 A new file is written under a temporary name, ``.{name}.{random}.tmp``, flushed, and renamed into place. Its writer
-holds a lock on it, so that the next writer can tell a leftover of a process that was killed from a file in progress.
+holds a lock on it, so that the next writer can distinguish a leftover of a killed process from a file in progress.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
 
     The new files are flushed to disk before the first rename, and the directories after the last one. If the block
     raises, no path has changed and the new files are gone. New files have the mode that the process's umask gives them.
-    What killed processes left beside the paths is deleted.
+    Leftovers of killed processes next to the paths are deleted.
 
     Args:
         paths: the files to replace, renamed in this order; they need not exist.
@@ -53,7 +53,7 @@ def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
 
 @contextlib.contextmanager
 def temporary(path: Path) -> Iterator[BinaryIO]:
-    """An empty file beside a path, locked while the block runs; deleted afterwards unless it was renamed.
+    """An empty file next to a path, locked while the block runs; deleted afterwards unless it was renamed.
 
     Raises:
         OSError: the file cannot be created.

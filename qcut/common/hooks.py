@@ -63,7 +63,7 @@ class _QcutFinder:
 
 
 class _Loader:
-    """A module's own loader until the module has been executed: what it does not know, it asks that one."""
+    """A module's own loader until the module has been executed: other attributes come from that loader."""
 
     def __init__(self, spec: ModuleSpec, waiting: list[str]) -> None:
         self._spec, self._loader, self._waiting = spec, spec.loader, waiting
@@ -83,7 +83,7 @@ class _Loader:
 def _call_at_the_end(spec: Any, then: str) -> None:
     """Call a function when a module that was found before anybody waited for it has been imported.
 
-    The import system tells a module's spec when that is over, and nobody else.
+    The import system reports the end of an import only to the module's spec.
     """
     own: Any = type(spec)
 

@@ -149,7 +149,7 @@ class Once(Generic[P, R]):
 def once(function: Callable[P, R]) -> Once[P, R]:
     """Decorate a function of hashable arguments: it computes once for each, and remembers the result.
 
-    Other than under `functools.cache`, threads that ask at the same time wait for one computation. A call that raises
+    Other than under `functools.cache`, threads that call at the same time wait for one computation. A call that raises
     is not remembered. ``cache_clear`` forgets all results.
     """
     return Once(function, Lock())

@@ -51,7 +51,7 @@ def progress_bar(total: int | None, what: str, unit: str, *, shown: bool) -> Ite
     A terminal and a notebook get a bar. A file gets lines without control characters, the first after `FIRST_LINE_S`.
 
     Args:
-        total: how much there is to do; None: nobody knows.
+        total: how much there is to do; None: unknown.
         what: the work, in a word or two.
         unit: what is counted.
         shown: False: nothing is printed.
@@ -91,7 +91,6 @@ class _Lines:
 
 
 def _draws_bars() -> bool:
-    """Whether standard error is a terminal or a notebook."""
     stream = sys.stderr
     try:
         return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")

@@ -110,7 +110,7 @@ def dtype_code(dtype: torch.dtype) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a header says of one tensor.
+    """One tensor in a header.
 
     Attributes:
         code: the dtype's code.
@@ -136,7 +136,7 @@ class TensorFile:
         file: the file, where it is open already; closed with this object.
 
     Attributes:
-        headers: what the header says, by tensor.
+        headers: of the tensors, by name.
         facts: what qcut's writer noted: ``digests`` by tensor, ``revision``, digests of other ``files``; empty in files
             of other writers.
         header_digest: of the header's bytes.
@@ -283,7 +283,7 @@ def read_index(
         What ``check`` made of the data, and the data files by name.
 
     Raises:
-        QcutError: of class ``error``: a file is missing, unreadable, damaged, or not what the index says; or what
+        QcutError: of class ``error``: a file is missing, unreadable, damaged, or not what the index states; or what
             ``check`` raises.
     """
     for _ in range(_TRIES):

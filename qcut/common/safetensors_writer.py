@@ -1,4 +1,4 @@
-"""Saves tensors in safetensors files beside a JSON file that names them, so that a crash loses nothing.
+"""Saves tensors in safetensors files and a JSON file that names them, so that a crash loses nothing.
 
 A directory holds any number of data files and one JSON file, the index, which names the data files in use. New data
 files get fresh names, and the new index is renamed into place last: that rename is the commit. Data files never change.
@@ -46,7 +46,7 @@ def write_tensors(
     Args:
         file: open for writing, empty.
         tensors: on the CPU; written as contiguous ones.
-        facts: more for the metadata, beside the digests.
+        facts: more for the metadata, besides the digests.
         digests: write them.
 
     Returns:
@@ -85,7 +85,7 @@ def write_tensors(
 
 
 class TensorFiles:
-    """A writer of safetensors files beside an index, for a ``with`` block.
+    """A writer of safetensors files and their index, for a ``with`` block.
 
     Other writers of the directory wait until the block ends. What dead ones left is deleted when it begins. If the
     block ends without `commit`, its files are gone.

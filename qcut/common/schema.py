@@ -4,7 +4,7 @@ Only regular files are read, no larger than stated. Whatever is wrong ends in th
 the path. No file makes the reader wait (a pipe, a device) or take more memory than its limit.
 
 A schema is data: a check for each kind of value, and `conform` to apply one. A check takes a value and returns it, or
-raises `Mismatch`, which says what was found, where, and what is allowed. No check converts: a number in quotes is no
+raises `Mismatch`, which names what was found, where, and what is allowed. No check converts: a number in quotes is no
 number. Where a value stands is put together when one does not fit: headers of 150,000 tensors are checked in a second.
 """
 
@@ -228,12 +228,12 @@ def _shown(where: object) -> str:
 
 
 class Mismatch(ValueError):
-    """A value that is not as a check wants it; `inside` says where, from the innermost key outwards.
+    """A value that fails a check; `inside` adds where, from the innermost key outwards.
 
     Args:
         value: that was found; None of an object whose fields are not those of a record.
         allowed: what is.
-        fields: what is said of such an object.
+        fields: the message for such an object.
     """
 
     def __init__(self, value: Any = None, allowed: str = "", *, fields: str = "") -> None:

@@ -74,7 +74,6 @@ def replacing_together(
 
 
 def _finish(directory: Path, key: str, renames: dict[str, str] | None) -> None:
-    """Do the renames of a record, if there is one."""
     if renames is None:
         return
     for new, name in renames.items():
@@ -161,6 +160,5 @@ def open_together(
 
 
 def _resolved(directory: Path, names: Sequence[str], renames: dict[str, str] | None) -> dict[str, Path]:
-    """Where the files of the latest commit are."""
     new = {name: directory / temporary for temporary, name in (renames or {}).items()}
     return {n: new[n] if n in new and new[n].exists() else directory / n for n in names}

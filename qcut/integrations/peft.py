@@ -1,4 +1,4 @@
-"""LoRA of the package PEFT over quantized layers: tells PEFT which of its layers wraps a `qcut.Linear`.
+"""LoRA of the package PEFT over quantized layers: registers the PEFT layer that wraps a `qcut.Linear`.
 
 PEFT chooses a wrapper by the class of the layer, and lets a `LoraConfig` name wrappers for classes that it does not
 know. Each config gets that entry when PEFT settles its targets, so that ``get_peft_model`` and
@@ -24,7 +24,7 @@ from qcut.layers.parallel import refuse_parts
 
 @cache
 def wrapper_class() -> type[nn.Module]:
-    """PEFT's LoRA layer for `qcut.Linear`: a float product of low rank beside the quantized one."""
+    """PEFT's LoRA layer for `qcut.Linear`: a float product of low rank, added to the quantized one."""
     from peft.tuners.lora.layer import Linear as FloatLora
 
     class QuantizedLoraLinear(FloatLora):  # type: ignore[misc]
@@ -76,7 +76,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _base(module: Any) -> Linear | None:
-    """The quantized layer that a module is or wraps."""
     while not isinstance(module, Linear):
         module = getattr(module, "base_layer", None)
         if module is None:

@@ -165,7 +165,7 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     assert qcut.load(tmp_path / "y", model=Net, progress=False, verify=False)
 
 
-def test_a_configuration_that_an_earlier_save_left_is_not_believed(tmp_path: Path) -> None:
+def test_configuration_of_an_earlier_save_is_refused(tmp_path: Path) -> None:
     model = tiny_hf("llama")
     writer.quantize_model(model, Config(group_size=16), progress=False)
     writer.save_turboquant(model, tmp_path)

@@ -153,7 +153,7 @@ def test_a_cached_model_needs_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
         hub.answers("anyone/small", local_files_only=True)
 
 
-def test_a_folder_of_the_same_name_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_never_taken_for_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub.is_name("someone/small")
     (tmp_path / "someone").mkdir()

@@ -38,7 +38,7 @@ def test_logits_are_llama2cs(case: str, tmp_path: Path):
         assert relative(logits_of(model, ids), torch.from_numpy(wanted)) > 1e-3
 
 
-def test_the_model_is_whole_and_as_the_header_says(tmp_path: Path):
+def test_loaded_model_has_the_sizes_of_the_header(tmp_path: Path):
     make(tmp_path / "m.bin", CASES["odd"])
     model = load_llama2c(tmp_path / "m.bin")
     assert type(model) is transformers.LlamaForCausalLM
@@ -100,7 +100,7 @@ def test_files_of_another_size(tmp_path: Path):
     for change in (-4, -1, 1, 4):
         size = len(data) + change
         path.write_bytes((data + bytes(4))[:size])
-        with pytest.raises(CheckpointError, match=rf"found {size} bytes; .*n_kv_heads=1.* asks for {len(data)}"):
+        with pytest.raises(CheckpointError, match=rf"found {size} bytes; .*n_kv_heads=1.* needs {len(data)}"):
             load_llama2c(path)
 
 
@@ -112,7 +112,7 @@ def test_headers_with_a_value_that_cannot_be(field: str, tmp_path: Path):
     for value in (0, -3, -(2**31)):
         path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**{field: value})) + rest)
         untied = field == "vocab_size" and value
-        message = "found .* bytes; .* asks for" if untied else f"{field} is {value} in the header"
+        message = "found .* bytes; .* needs" if untied else f"{field} is {value} in the header"
         with pytest.raises(CheckpointError, match=message):
             load_llama2c(path)
 
@@ -125,7 +125,7 @@ def test_headers_whose_heads_do_not_fit(tmp_path: Path):
             load_llama2c(path)
 
 
-def test_headers_that_ask_for_more_than_there_is_cost_nothing(tmp_path: Path):
+def test_oversized_headers_are_refused_without_allocating(tmp_path: Path):
     path = tmp_path / "m.bin"
     most = 2**31 - 1
     path.write_bytes(struct.pack("<7i", most - 1, most, most, 1, 1, -most, most) + bytes(100))
@@ -135,7 +135,7 @@ def test_headers_that_ask_for_more_than_there_is_cost_nothing(tmp_path: Path):
     assert time.perf_counter() - start < 5
 
 
-def test_a_small_file_of_thousands_of_layers_fails_at_once(tmp_path: Path):
+def test_small_file_of_thousands_of_layers_is_refused(tmp_path: Path):
     path = tmp_path / "m.bin"
     sizes = Sizes(dim=2, hidden_dim=1, n_layers=2000, n_heads=1, n_kv_heads=1, vocab_size=1, seq_len=1)
     floats = 2 + 2000 * (2 + 4 * 4 + 2 + 3 * 2) + 2 + 2

@@ -70,7 +70,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", SCHEMES)
-def test_quantized_models_are_written_as_what_they_stand_for(kind: str, tied: bool, tmp_path: Path):
+def test_quantized_models_are_written_dequantized(kind: str, tied: bool, tmp_path: Path):
     scheme, tables = SCHEMES[kind]
     model = llama(tie_word_embeddings=tied, intermediate_size=48)
     before = logits_of(model, IDS)

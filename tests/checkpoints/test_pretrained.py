@@ -108,9 +108,9 @@ def pipe(folder: Path) -> None:
         (edit("config.json", lambda d: d.update(intermediate_size=None)), "intermediate_size"),
         (
             edit("config.json", lambda d: d.pop("hidden_size")),
-            r"embed_tokens.weight.: found \[28, 16\], the configuration asks",
+            r"embed_tokens.weight.: found \[28, 16\], the configuration needs",
         ),
-        (huge_where_nothing_is_stored, r"the configuration asks for \d+ values, and the files have \d+"),
+        (huge_where_nothing_is_stored, r"the configuration needs \d+ values, and the files have \d+"),
         (edit("tokenizer.json", lambda d: d.update(added_tokens=[{"id": "x"}])), "expected u32"),
         (edit("tokenizer_config.json", lambda d: d.update(model_max_length="x")), "not supported between"),
         (whole_numbers, "'model.norm.weight': found I32; a floating dtype of 16, 32 or 64 bits is"),

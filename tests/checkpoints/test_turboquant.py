@@ -236,7 +236,7 @@ def test_layout(tmp_path: Path):
     assert "lm_head.weight" not in rest
 
 
-def test_what_qcut_quantized_is_written_with_its_own_codebook(tmp_path: Path):
+def test_codebooks_of_qcut_layers_are_written(tmp_path: Path):
     model = tiny_hf("llama")
     quantize(model, Codebook(group_size=16), skip=(), include=("*_proj",), allow_growth=True, progress=False)
     save(model, tmp_path)
@@ -394,7 +394,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, case: str):
         load(tmp_path, progress=False, verify=False)
 
 
-def test_unknown_keys_without_a_value_and_missing_keys_are_taken(tmp_path: Path):
+def test_empty_unknown_keys_and_missing_keys_are_accepted(tmp_path: Path):
     assert Config.from_json({"per_layer_group_size": {}, "target_snr": None, "seed": 7}) == Config(seed=7)
 
 
@@ -459,7 +459,7 @@ def test_models_that_the_format_has_no_place_for(tmp_path: Path):
     four = Codebook(group_size=16)
     refused([("w8a8", None)], r"q_proj' is w8a8")
     refused([(four, ("*.0.*",)), ("w8a16", ("*.1.*",))], r"layers\.1\..* is w8a16")
-    refused([("int4", None)], r"is int4.*rotated layers alone")
+    refused([("int4", None)], r"is int4.*only rotated layers")
     refused(
         [(Codebook(group_size=16, pairs=True), None)], r"is codebook4_pairs_g16; the format has no codebook of pairs"
     )

@@ -90,7 +90,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "a").read_text() == "old"
 
 
-def test_a_directory_that_cannot_be_flushed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_to_flush_a_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsync = os.fsync
 
     def refuse(handle: int) -> None:
@@ -103,7 +103,7 @@ def test_a_directory_that_cannot_be_flushed_is_no_failure(tmp_path: Path, monkey
     assert (tmp_path / "a").read_text() == "new"
 
 
-def test_the_next_writer_removes_what_dead_ones_left_and_nothing_else(tmp_path: Path) -> None:
+def test_next_writer_removes_only_leftovers_of_dead_ones(tmp_path: Path) -> None:
     others = {".a1.0123abcd.tmp", ".a[1].keep", ".a[1].tmp"}
     for name in (".a[1].0123abcd.tmp", *others):
         (tmp_path / name).touch()
@@ -115,9 +115,7 @@ def test_the_next_writer_removes_what_dead_ones_left_and_nothing_else(tmp_path: 
     assert set(names(tmp_path)) == {"a[1]", *others}
 
 
-def test_a_temporary_file_that_was_taken_before_it_was_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_file_removed_before_locking_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, taken = fcntl.flock, []
 
     def late(file: BinaryIO, how: int) -> None:
@@ -149,7 +147,7 @@ def test_new_directories_reach_the_disk_with_their_names(tmp_path: Path, monkeyp
 # ── one writer at a time ─────────────────────────────────────────────────────────────────────────
 
 
-def test_writers_wait_for_one_another_but_not_for_ever(tmp_path: Path) -> None:
+def test_writers_wait_for_one_another_until_the_timeout(tmp_path: Path) -> None:
     with writing(tmp_path, "x"), writing(tmp_path, "y"):
         start = time.monotonic()
         message = r"another process has been writing here for 0\.1 s.*\.x\.lock"
@@ -172,9 +170,7 @@ def test_writers_wait_for_one_another_but_not_for_ever(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_directory_that_another_writer_took_away_again_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_removed_by_another_writer_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, lock, gone = tmp_path / "new", files._lock, []
 
     def late(path: Path, wait_s: float) -> int:
@@ -190,7 +186,7 @@ def test_a_directory_that_another_writer_took_away_again_is_made_again(
     assert names(tmp_path) == []
 
 
-def test_the_lock_of_a_dead_writer_is_free_even_if_it_had_forked(tmp_path: Path) -> None:
+def test_lock_of_a_dead_forked_writer_is_free(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -72,7 +72,7 @@ def test_a_function_runs_after_each_import_and_reload() -> None:
 
 
 @pytest.mark.usefixtures("file")
-def test_a_function_runs_now_on_what_is_imported_and_again_when_that_is_reloaded() -> None:
+def test_hook_runs_for_imported_module_and_at_reload() -> None:
     module = import_module(NAME)
     when_imported(NAME, NOTED)
     assert [module] == SEEN
@@ -89,7 +89,7 @@ def test_several_functions_wait_for_one_module() -> None:
 
 
 @pytest.mark.usefixtures("file")
-def test_a_module_that_is_only_looked_for_is_left_alone() -> None:
+def test_find_spec_runs_no_hook() -> None:
     plain = find_spec(NAME)
     assert plain is not None
     when_imported(NAME, NOTED)
@@ -107,7 +107,7 @@ def test_a_module_that_is_only_looked_for_is_left_alone() -> None:
     assert type(module.__spec__) is type(plain)
 
 
-def test_an_import_that_fails_calls_nothing_and_may_be_tried_again(file: Path) -> None:
+def test_failed_import_runs_no_hook_and_may_be_retried(file: Path) -> None:
     when_imported(NAME, NOTED)
     file.write_text("raise ImportError('something is missing')\n")
     for _ in range(2):
@@ -120,7 +120,7 @@ def test_an_import_that_fails_calls_nothing_and_may_be_tried_again(file: Path) -
 
 
 @pytest.mark.usefixtures("file")
-def test_a_module_that_does_not_exist_is_missing_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_module_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     when_imported(f"{NAME}_not", NOTED)
     with pytest.raises(ModuleNotFoundError):
         import_module(f"{NAME}_not")
@@ -139,7 +139,7 @@ def test_what_a_function_raises_the_import_raises() -> None:
     assert NAME not in sys.modules
 
 
-def test_other_modules_of_the_same_loader_are_left_alone(tmp_path: Path, file: Path) -> None:
+def test_hook_runs_only_for_its_module(tmp_path: Path, file: Path) -> None:
     """An archive has one loader for all its modules."""
     file.unlink()
     with zipfile.ZipFile(tmp_path / "some.zip", "w") as archive:
@@ -159,7 +159,7 @@ def test_other_modules_of_the_same_loader_are_left_alone(tmp_path: Path, file: P
 
 @pytest.mark.parametrize("waits", ["before", "within"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_module_that_waits_for_itself_is_called_at_its_end(file: Path, waits: str, fails: bool) -> None:
+def test_hook_of_a_module_for_itself_runs_last(file: Path, waits: str, fails: bool) -> None:
     end = "1 / 0" if fails else "value = 1"
     file.write_text(f"from qcut.common.hooks import when_imported\nwhen_imported({NAME!r}, {NOTED!r})\n{end}\n")
     if waits == "before":
@@ -176,7 +176,7 @@ def test_a_module_that_waits_for_itself_is_called_at_its_end(file: Path, waits: 
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_module_that_another_thread_is_importing_is_called_at_its_end(file: Path, fails: bool) -> None:
+def test_hook_runs_after_import_in_another_thread(file: Path, fails: bool) -> None:
     body = f"from {__name__} import GO_ON, STARTED\nSTARTED.set()\nassert GO_ON.wait(60)\n"
     file.write_text(f"{body}{'1 / 0' if fails else 'value = 1'}\n")
     problems: list[Exception] = []

@@ -43,7 +43,7 @@ def held_by_a_thread(lock: Lock) -> tuple[threading.Thread, threading.Event]:
     return thread, enough
 
 
-def test_a_lock_held_by_a_thread_at_the_fork_is_free_in_the_child() -> None:
+def test_lock_of_another_thread_is_free_after_fork() -> None:
     lock = Lock()
     thread, enough = held_by_a_thread(lock)
 
@@ -59,7 +59,7 @@ def test_a_lock_held_by_a_thread_at_the_fork_is_free_in_the_child() -> None:
         pass
 
 
-def test_a_lock_held_by_the_forking_thread_stays_its_own() -> None:
+def test_forking_thread_keeps_its_lock() -> None:
     lock = Lock()
 
     def let_go() -> bool:
@@ -71,7 +71,7 @@ def test_a_lock_held_by_the_forking_thread_stays_its_own() -> None:
         assert in_child(let_go)
 
 
-def test_once_computes_once_for_each_argument_in_many_threads() -> None:
+def test_once_computes_each_argument_once_across_threads() -> None:
     calls: list[int] = []
 
     @once
@@ -113,7 +113,7 @@ def test_once_forgets_a_failure() -> None:
     assert fail_first() == fail_first() == 2
 
 
-def test_a_fork_waits_for_functions_that_import_and_call_each_other() -> None:
+def test_fork_waits_for_nested_importing_functions() -> None:
     begun, order = threading.Event(), []
 
     @imports_once
@@ -142,7 +142,7 @@ def test_a_fork_waits_for_functions_that_import_and_call_each_other() -> None:
     thread.join()
 
 
-def test_a_fork_waits_until_threads_have_left_a_section() -> None:
+def test_fork_waits_until_threads_leave_a_section() -> None:
     section, left = Section(), []
     inside = threading.Barrier(4)
 

@@ -16,7 +16,7 @@ from tests.support import ROOT
 from tests.support.environments import Terminal
 
 
-def test_a_bar_that_is_not_shown_touches_no_tqdm():
+def test_hidden_bar_imports_no_tqdm():
     program = (
         "import sys\n"
         "from qcut.common.progress import with_progress\n"
@@ -44,7 +44,7 @@ def test_a_bar_names_what_is_worked_on():
     assert "the first" in terminal.getvalue()
 
 
-def test_a_bar_waits_for_nobody_who_holds_the_lock_that_forks_share():
+def test_bar_never_waits_for_tqdms_shared_lock():
     done = threading.Event()
 
     def work() -> None:
@@ -75,7 +75,7 @@ def test_short_work_writes_nothing_into_a_file():
     assert (done.returncode, done.stderr) == (0, b"a note\n")
 
 
-def test_long_work_writes_few_plain_lines_into_a_file():
+def test_long_work_writes_few_lines_to_a_file():
     done = subprocess.run([sys.executable, "-c", _IN_A_FILE.format(first=0.02)], capture_output=True, cwd=ROOT)
     *lines, last = done.stderr.decode().splitlines()
     assert (done.returncode, last) == (0, "a note")

@@ -76,7 +76,7 @@ def test_damaged_tensors_are_named_unless_nobody_asks(tmp_path: Path) -> None:
         assert file.read("b", verify=False)[3] != 0
 
 
-def test_what_changes_the_meaning_of_the_same_bytes_is_damage(tmp_path: Path) -> None:
+def test_changed_dtype_or_shape_of_equal_bytes_is_damage(tmp_path: Path) -> None:
     for change in ({"dtype": "BF16"}, {"shape": [3, 2]}):
         path = tmp_path / "x"
         write(path, {"a": torch.ones(2, 3, dtype=torch.float16)})
@@ -133,7 +133,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_tensor_file_is_refused_before_anything_is_made(tmp_path: Path, case: str) -> None:
+def test_malformed_files_are_refused_without_allocating(tmp_path: Path, case: str) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(REFUSED[case])
     tracemalloc.start()
@@ -146,7 +146,7 @@ def test_what_is_no_tensor_file_is_refused_before_anything_is_made(tmp_path: Pat
     assert str(caught.value).startswith(str(path))
 
 
-def test_files_that_shrink_while_they_are_read_and_flags_that_are_none(tmp_path: Path) -> None:
+def test_shrinking_files_and_invalid_bools_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     save_file({"a": torch.ones(1000), "flag": torch.tensor([True])}, path)
     data = bytearray(path.read_bytes())

@@ -35,7 +35,7 @@ def read(folder: Path, **options: Any) -> float:
         return float(file.read("x")[0])
 
 
-def test_a_save_deletes_what_earlier_ones_left_and_nothing_else(tmp_path: Path) -> None:
+def test_save_deletes_only_leftovers_of_earlier_saves(tmp_path: Path) -> None:
     old = save(tmp_path, 0)
     dead = {f".{old}.0123abcd.tmp", "data-01234567-00001.safetensors"}  # of processes that were killed
     others = {"data.safetensors", "data-mine-00001.safetensors", f".{old}.swp", "other-01234567-00001.safetensors"}
@@ -71,7 +71,7 @@ def test_what_was_not_committed_is_gone(tmp_path: Path) -> None:
     assert read(tmp_path) == 0
 
 
-def test_a_reader_whose_files_are_gone_takes_the_newer_index(tmp_path: Path) -> None:
+def test_reader_of_deleted_files_takes_the_newer_index(tmp_path: Path) -> None:
     save(tmp_path, 0)
     saves = []
 
@@ -88,13 +88,13 @@ def test_a_reader_whose_files_are_gone_takes_the_newer_index(tmp_path: Path) -> 
         assert float(held.read("x")[0]) == 3  # open files stay what they were
 
 
-def test_a_file_that_is_gone_for_good_is_an_error(tmp_path: Path) -> None:
+def test_missing_data_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / save(tmp_path, 0)).unlink()
     with pytest.raises(CheckpointError, match=r"data-.*-00001\.safetensors: there is no such file"):
         read(tmp_path)
 
 
-def test_an_index_that_changes_for_ever_is_an_error(tmp_path: Path) -> None:
+def test_index_that_keeps_changing_is_an_error(tmp_path: Path) -> None:
     index = tmp_path / "index.json"
     index.write_text('{"file": "gone.safetensors", "turn": 0}')
 
@@ -106,7 +106,7 @@ def test_an_index_that_changes_for_ever_is_an_error(tmp_path: Path) -> None:
         read_index(index, CheckpointError, replace_it)
 
 
-def test_an_index_that_cannot_be_read_costs_no_file(tmp_path: Path) -> None:
+def test_unreadable_index_deletes_no_file(tmp_path: Path) -> None:
     """Whatever lies there is no proof that a data file is a leftover."""
     save(tmp_path, 1)
     index = tmp_path / "index.json"
@@ -135,7 +135,7 @@ def test_every_byte_is_under_a_digest(tmp_path: Path) -> None:
     assert right < 40
 
 
-def test_changes_by_hand_are_read_on_request_and_files_of_before_digests_as_they_are(tmp_path: Path) -> None:
+def test_edited_index_reads_unverified_and_old_index_reads(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = tmp_path / "index.json"
     data = json.loads(path.read_text())

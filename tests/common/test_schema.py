@@ -55,10 +55,10 @@ REFUSED = {
 def test_json_that_is_refused(tmp_path: Path, case: str) -> None:
     data, message = REFUSED[case]
     (tmp_path / "x.json").write_bytes(data)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         read_json(tmp_path / "x.json", ConfigError)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert str(caught.value).startswith(f"{tmp_path / 'x.json'}: ")
 
 
@@ -68,7 +68,7 @@ def test_json_that_is_read() -> None:
     assert parse_json(b"[" * JSON_DEPTH + b"]" * JSON_DEPTH, "x", ConfigError)
 
 
-def test_only_regular_files_are_opened_and_none_is_waited_for(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

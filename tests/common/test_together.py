@@ -46,7 +46,7 @@ def test_files_are_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_a_writer_that_dies_at_any_step_leaves_the_old_files_or_the_new_ones(tmp_path: Path, old: bool) -> None:
+def test_death_at_any_step_leaves_no_mixture(tmp_path: Path, old: bool) -> None:
     seen = []
     before = whole("old") if old else {}
     if old:
@@ -65,9 +65,7 @@ def test_a_writer_that_dies_at_any_step_leaves_the_old_files_or_the_new_ones(tmp
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace", "open"])
-def test_a_failure_at_any_step_leaves_the_old_files_or_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
+def test_failure_at_any_step_leaves_no_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     real, seen = getattr(os, function), []
     for step in range(100):
         write(tmp_path, "old")

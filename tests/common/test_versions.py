@@ -55,7 +55,7 @@ def test_old_versions_are_refused(
     assert str(refused.value) == f"{package} {version} is too old: {reason}; allowed: {package}>={oldest}"
 
 
-def test_what_is_loaded_counts_and_not_what_lies_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_of_the_imported_module_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     fake_package(tmp_path, "torch", "1.0")
@@ -66,7 +66,7 @@ def test_what_is_loaded_counts_and_not_what_lies_on_the_path(tmp_path: Path, mon
         versions.require("torch")
 
 
-def test_an_old_torch_is_refused_before_it_is_imported(tmp_path: Path) -> None:
+def test_old_torch_is_refused_before_importing_it(tmp_path: Path) -> None:
     fake_package(tmp_path, "torch", "2.4.0")
     for code in ("import qcut; qcut.quantize", "from qcut import W8A8"):
         done = subprocess.run(

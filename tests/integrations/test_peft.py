@@ -76,7 +76,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", TARGETS)
-def test_gradients_of_adapters_are_those_of_a_float_model_with_the_same_weights(kind: str) -> None:
+def test_adapter_gradients_match_the_dequantized_model(kind: str) -> None:
     # Codebooks in float32 quantize no activation: both models compute the same, in sums of another order. The model is
     # a chain of some 20 sums of at most 64 float32 products, and its gradients one of as many.
     model = adapted(quantized(kind, "codebook4_g16", fuse=False), kind)
@@ -114,7 +114,7 @@ def test_the_loss_falls_as_with_float_weights(kind: str, scheme: str) -> None:
     assert all(torch.equal(t, before[key]) for key, t in after.items())
 
 
-def test_without_the_switch_a_backward_pass_says_what_to_call() -> None:
+def test_backward_without_input_gradients_names_the_function() -> None:
     model = quantized()
     qcut.disable_input_gradients(model)
     with pytest.raises(UnsupportedError, match=r"layer 'model.layers.\d.*enable_input_gradients\(model\)"):
@@ -139,7 +139,7 @@ def test_adapters_alone_are_saved_and_come_back(tmp_path: Path) -> None:
     assert type(pickle.loads(pickle.dumps(back))) is type(back)
 
 
-def test_all_linear_finds_quantized_layers_but_neither_tables_nor_the_classifier() -> None:
+def test_all_linear_excludes_tables_and_the_classifier() -> None:
     model = quantized("llama", embeddings="w8a16")
     wrapped = adapted(model, target_modules="all-linear")
     over = {name for name, m in wrapped.named_modules() if isinstance(getattr(m, "base_layer", None), Linear)}
@@ -183,14 +183,14 @@ def test_a_part_of_a_layer_is_refused() -> None:
         adapted(model)
 
 
-def test_a_layer_with_an_activation_of_its_own_is_refused() -> None:
+def test_layers_with_a_fused_activation_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"c_fc': it computes its activation \(gelu_tanh\).*fuse=False"):
         adapted(quantized("gpt2"), "gpt2", target_modules=["c_fc"])
     trained(adapted(quantized("gpt2", fuse=False), "gpt2", target_modules=["c_fc"]), 1)
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, *({"init_lora_weights": w} for w in ("pissa", "olora"))])
-def test_adapters_that_are_made_from_the_float_weight_are_refused(changes: dict[str, Any]) -> None:
+def test_adapters_initialized_from_the_weight_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="its weight is quantized"):
         adapted(quantized(), **changes)
 
@@ -217,7 +217,7 @@ def test_half_precision() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "codebook4_g16"])
-def test_a_float_model_and_its_quantized_copy_take_the_same_adapter(scheme: str, tmp_path: Path) -> None:
+def test_float_and_quantized_model_take_the_same_adapter(scheme: str, tmp_path: Path) -> None:
     """Adapters of a Conv1D lie as those of the quantized layer do."""
     model = adapted(tiny_hf("gpt2"), "gpt2", fan_in_fan_out=True)
     assert any(is_conv1d(m) for m in model.modules())
@@ -271,7 +271,7 @@ def test_one_function_of_peft_is_replaced_and_once() -> None:
 
 
 @pytest.mark.parametrize("takes", ["peft_config, model, more", None])
-def test_another_function_of_peft_is_refused_for_quantized_models(takes: str | None) -> None:
+def test_unknown_all_linear_function_of_peft_is_refused(takes: str | None) -> None:
     """As PEFT is imported in a process of its own, the other one stands in its file."""
     source = Path(peft.tuners.tuners_utils.__file__).read_text()
     head = "def _maybe_include_all_linear_layers(peft_config: PeftConfig, model: nn.Module)"
@@ -303,7 +303,7 @@ def test_another_door_of_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     adapted(tiny_hf("llama"))
 
 
-def test_adapters_of_a_model_that_was_wrapped_before_it_was_quantized_are_joined_by_others() -> None:
+def test_second_adapter_joins_a_model_quantized_after_wrapping() -> None:
     model = peft.get_peft_model(tiny_hf("llama"), config(target_modules=["q_proj"]))
     qcut.quantize(model, "w8a16", allow_growth=True, progress=False)
     model.add_adapter("second", config(target_modules=["q_proj", "down_proj"]))

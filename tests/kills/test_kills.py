@@ -22,14 +22,14 @@ def test_every_public_writer_is_killed() -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_killed_writer_leaves_the_old_or_the_new(name: str) -> None:
+def test_killed_writer_leaves_the_old_or_the_new(name: str) -> None:
     tally = run(WRITERS[name], KILLS, SEED)
     assert not tally.failures, "\n".join(tally.failures)
     assert sum(tally.counts.values()) == KILLS
     assert tally.writes, "every writer died before it had written once"
 
 
-def test_a_writer_that_writes_in_place_is_found_out() -> None:
+def test_writer_in_place_is_found() -> None:
     def write(folder: Path, i: int) -> None:
         for part in ("a", "b"):
             (folder / part).write_text(str(i))
@@ -42,7 +42,7 @@ def test_a_writer_that_writes_in_place_is_found_out() -> None:
     assert any("a mixture" in failure for failure in tally.failures)
 
 
-def test_a_writer_that_never_clears_up_is_found_out() -> None:
+def test_writer_that_never_clears_up_is_found() -> None:
     def write(folder: Path, i: int) -> None:
         new = folder / f"{i}-{os.getpid()}.tmp"
         new.write_text(str(i) * 100_000)

@@ -45,7 +45,7 @@ def _write_on(folder: Path, out: Path, begun: Any) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_leaves_the_old_folder_or_the_new_one(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_leaves_the_old_or_new_folder(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
     begin = time.monotonic()
     assert quantize(folder, tmp_path / "first") == 0
     typical, draws = time.monotonic() - begin, Random(int(number))

@@ -42,7 +42,7 @@ _FIELDS = (
 
 
 class Awq(PackedInt32):
-    """AWQ's, as `Format` says."""
+    """Reads AWQ layers; see `Format`."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"

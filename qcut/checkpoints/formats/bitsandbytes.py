@@ -57,14 +57,14 @@ _STATE_BYTES = 1 << 16
 
 
 class BitsAndBytes:
-    """bitsandbytes's, as `Format` says."""
+    """Reads bitsandbytes layers; see `Format`."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"
         data = schema.conform(config, _CONFIG, where, CheckpointError)
         refuse_others(config, _FIELDS, where)
         # Without a threshold that library quantizes whole tokens, as W8A8 does; with one it keeps large columns in
-        # float16, which no int8 product does: weights alone are int8 then.
+        # float16, which no int8 product does: only weights are int8 then.
         self._int8 = W8A8() if data["llm_int8_threshold"] == 0 else W8A16()
 
     def quantized(self, tensors: Mapping[str, Stored]) -> bool:
@@ -124,7 +124,7 @@ def _four_bits(parts: Parts) -> Linear:
     state = _state(parts, key)
     size = state["blocksize"]
     if state["shape"] != [n, k]:
-        raise parts.error(key, f"found the shape {state['shape']}; the model asks for {[n, k]}")
+        raise parts.error(key, f"found the shape {state['shape']}; the model needs {[n, k]}")
     if k % size:
         raise UnsupportedError(
             f"{parts.where}: layer {parts.name!r}: blocks of {size} run over the ends of rows of {k} columns; "

@@ -198,7 +198,7 @@ def codebook_layer(
     Args:
         parts: name, sizes and bias of the layer.
         passes: one, or two of one codebook.
-        scheme: what the passes do not say.
+        scheme: what the passes do not state.
         offsets: float16 ``[N, passes * G]``.
         order: int32 ``[K]``.
     """

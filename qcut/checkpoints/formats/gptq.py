@@ -34,7 +34,7 @@ _VERSIONS = {"gptq": 1, "gptq_v2": 0}
 
 
 class Gptq(PackedInt32):
-    """GPTQ's, as `Format` says."""
+    """Reads GPTQ layers; see `Format`."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"
@@ -52,7 +52,7 @@ class Gptq(PackedInt32):
             )
         super().__init__(data["bits"], (4, 8), data["group_size"], True, where)
         self._added = _VERSIONS[version]
-        # Some writers call the second version the first; the zero point of symmetric weights tells.
+        # Some writers call the second version the first; zero points of symmetric weights show which it is.
         self._symmetric, self._sorted = data["sym"], bool(data["desc_act"])
 
     def check(self, parts: Parts) -> None:

@@ -21,7 +21,7 @@ from qcut.models.modules import is_linear, weight_nk
 
 
 @dataclass(frozen=True)
-class Matched:
+class NameMapping:
     """A checkpoint whose every tensor has its place in a model.
 
     Attributes:
@@ -44,7 +44,7 @@ class Matched:
     rest: Mapping[str, Stored]
     holders: list[list[str]]
 
-    def make(self, device: torch.device, dtype: torch.dtype | None, progress: bool) -> dict[int, nn.Module]:
+    def build(self, device: torch.device, dtype: torch.dtype | None, progress: bool) -> dict[int, nn.Module]:
         """Read the quantized layers, one after another.
 
         Args:
@@ -79,7 +79,7 @@ class Matched:
         return new
 
 
-def match(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: str) -> Matched:
+def map_names(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: str) -> NameMapping:
     """Find the place of every stored tensor, and hold its header to the model. No tensor is read.
 
     Args:
@@ -106,16 +106,16 @@ def match(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: 
             layers[name].require("bias", FLOATS, [layers[name].n])
     if not layers and not isinstance(form, Gguf):
         raise CheckpointError(f"{where}: config.json has a quantization_config, and no layer has quantized tensors")
-    holders = hold(model, layers, rest, where)
+    holders = place_tensors(model, layers, rest, where)
     tied = _tied(modules, layers, rest)
     tables = {name for name in (*layers, *tied) if not is_linear(modules[name])}
-    return Matched(where, form, modules, layers, tied, tables, rest, holders)
+    return NameMapping(where, form, modules, layers, tied, tables, rest, holders)
 
 
 def _without_computed(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors but those that every reader passes over, and the model computes itself, or does not have.
+    """The tensors without those that the model computes itself or does not have, which every reader ignores.
 
-    These are buffers that are no part of the state, what the model's class says to ignore, and a few more that older
+    These are buffers that are no part of the state, names that the model's class ignores, and a few more that older
     versions of transformers stored.
     """
     computed = passing_buffers(model)
@@ -185,7 +185,7 @@ def _sizes(module: nn.Module, name: str, where: str) -> tuple[int, int]:
     )
 
 
-def hold(
+def place_tensors(
     model: nn.Module, layers: Collection[str], rest: Mapping[str, Stored], where: object, *, computes: bool = True
 ) -> list[list[str]]:
     """Find the place of each stored tensor outside quantized layers, and hold its header to the model.

@@ -25,7 +25,7 @@ HISTORY = frozenset(
         *("use_cuda_fp16", "use_exllama", "uri", "version", "version_of_quantizer", "zero_point"),
     }
 )
-"""Of GPTQ and AWQ: how weights were found, which layers were left out (the tensors tell), and which kernels to run."""
+"""Fields of GPTQ and AWQ that change no weight: the search for weights, layers left in float, kernels to run."""
 
 
 class PackedInt32(Format):

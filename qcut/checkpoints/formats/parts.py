@@ -51,8 +51,8 @@ class Parts:
     Attributes:
         name: of the layer.
         where: the file or folder, for messages.
-        n: output channels that the model asks for.
-        k: input channels that the model asks for.
+        n: output channels of the model's layer.
+        k: input channels of the model's layer.
         tensors: by the end of their names, behind that of the layer, such as ``weight_scale``.
     """
 
@@ -120,7 +120,7 @@ class Parts:
 
 
 class Format(Protocol):
-    """How a library stores quantized layers: read from the checkpoint's configuration, asked layer by layer.
+    """How a library stores quantized layers: made of the checkpoint's configuration, called for each layer.
 
     Formats with a ``quantization_config`` are made of it, as JSON holds it, and of the name of its file, for messages.
     They raise `CheckpointError` where a field is missing or holds what it cannot, and `UnsupportedError` where types,
@@ -152,7 +152,7 @@ def refuse_others(data: Mapping[str, Any], known: Collection[str], where: str) -
 
     Args:
         data: the configuration.
-        known: fields that are read, or that say how the checkpoint came about.
+        known: fields that are read, or that describe how the checkpoint was made.
         where: for messages.
 
     Raises:

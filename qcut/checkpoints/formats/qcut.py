@@ -96,7 +96,6 @@ class _Index(NamedTuple):
 
 
 def _checked(data: dict[str, Any], path: Path) -> tuple[_Index, set[str]]:
-    """The index, and the names of the data files."""
     if data.get("format") != FORMAT or data.get("version") != VERSION:
         raise CheckpointError(
             f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "

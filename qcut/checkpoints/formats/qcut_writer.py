@@ -9,7 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from qcut.checkpoints.description import Description, passing_buffers, quantization_config, shards, stored_tensors
+from qcut.checkpoints.description import (
+    Description,
+    failures_name,
+    passing_buffers,
+    quantization_config,
+    shards,
+    stored_tensors,
+)
 from qcut.checkpoints.detect import QCUT_CONFIG
 from qcut.common.progress import progress_bar
 from qcut.common.safetensors_writer import TensorFiles
@@ -71,7 +78,7 @@ def save(
     for name, parameter in model.named_parameters():
         if found := out_of_range(parameter.detach()):
             raise CheckpointError(f"{directory}: tensor {name!r}: found {found}; finite parameters can be saved")
-    try:
+    with failures_name(directory):
         with TensorFiles(directory, "model", QCUT_CONFIG) as files:
             huggingface = _huggingface(model)
             # transformers makes buffers outside the state dict itself, and would warn of those in files it reads.
@@ -99,10 +106,6 @@ def save(
             from qcut.checkpoints.tokenizers import copy_tokenizer
 
             copy_tokenizer(tokenizer, model, directory)
-    except (OSError, ValueError, TypeError) as exc:
-        if isinstance(exc, CheckpointError):
-            raise
-        raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
 def _write_shards(

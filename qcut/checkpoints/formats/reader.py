@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
 
-from qcut.checkpoints.builder import Builder, check_no_meta
+from qcut.checkpoints.builder import Builder, finish
 from qcut.checkpoints.detect import (
     GGUF,
     METHODS,
@@ -27,14 +27,12 @@ from qcut.checkpoints.detect import (
 from qcut.checkpoints.formats.gguf.container import GgufModel
 from qcut.checkpoints.formats.gguf.llama import Gguf, tensors_of
 from qcut.checkpoints.formats.gguf.metadata import check_architecture, check_config, config_of
-from qcut.checkpoints.formats.name_mapping import match
+from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Format, Parts, Stored
-from qcut.checkpoints.huggingface import causal_class, model_of
+from qcut.checkpoints.huggingface import model_of, named_class
 from qcut.common.safetensors import TensorFile
 from qcut.errors import CheckpointError
-from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import Linear, state_dtype
-from qcut.models.modules import replace_modules
+from qcut.layers.linear import Linear
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -55,7 +53,6 @@ def load(found: Detected, options: Options) -> nn.Module:
         if found.format == GGUF and dtype is None:
             dtype = torch.float16
         _fill(model, opened, torch.device(device), dtype, progress)
-    state_dtype(model, dtype or float_dtype(model))
     return model
 
 
@@ -67,12 +64,12 @@ def check(found: Detected) -> None:
     """
     with ExitStack() as stack:
         opened = _open(found, stack)
-        match(_skeleton(found, opened), opened.format, opened.tensors, opened.where)
+        map_names(_skeleton(found, opened), opened.format, opened.tensors, opened.where)
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """What a checkpoint says, and its tensors by their names in the model."""
+    """A checkpoint's configuration and format, and its tensors by their names in the model."""
 
     where: str
     config: dict[str, Any]
@@ -100,8 +97,7 @@ def _open(found: Detected, stack: ExitStack) -> _Opened:
 
 def _skeleton(found: Detected, opened: _Opened) -> nn.Module:
     """The model, its parameters without memory, its buffers as its class computes them."""
-    names = opened.config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else causal_class(opened.config, opened.where)
+    name = named_class(opened.config, opened.where)
     beside = (found.path if found.format != GGUF else found.path.parent) / _GENERATION
     generation = read_config(beside) if beside.exists() else None
     with _parameters_on_meta():
@@ -109,7 +105,7 @@ def _skeleton(found: Detected, opened: _Opened) -> nn.Module:
 
 
 def format_of(config: dict[str, Any], where: str, method: str | None = None) -> Format:
-    """How a ``quantization_config`` says that layers are stored.
+    """The format of quantized layers under a ``quantization_config``.
 
     Args:
         config: the configuration, as JSON holds it.
@@ -178,14 +174,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None, progress: bool) -> None:
     where = opened.where
-    matched = match(model, opened.format, opened.tensors, where)
-    new = matched.make(device, dtype, progress)
+    mapping = map_names(model, opened.format, opened.tensors, where)
+    new = mapping.build(device, dtype, progress)
     builder = Builder(model, device, dtype)
-    for names in matched.holders:
-        builder.put(names, matched.rest[names[0]].read(), where, buffers=True)
-    replace_modules(model, new)
+    for names in mapping.holders:
+        builder.put(names, mapping.rest[names[0]].read(), where, buffers=True)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(module, Linear):
                 module._buffers[key] = buffer.to(device)
-    check_no_meta(dict(model.named_modules()), Path(where))
+    finish(model, new, dtype, Path(where))

@@ -65,7 +65,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
             calibration's tokens or else on random ones. How the layers are put together is then held, on the batch, to
             the model's own modules, which compute with the quantized layers' weights, one at a time. None and True are
             those of `qcut.quantize`; False leaves the proof out.
-        report: keep, as ``model.hf_quantizer.report``, the report that `qcut.quantize` returns, but for the errors of
+        report: keep, as ``model.hf_quantizer.report``, the report that `qcut.quantize` returns, except the errors of
             outputs. Measuring the errors of weights takes time.
 
     Raises:
@@ -147,7 +147,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return cls(scheme, **given)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the description of a quantized model, or else what was asked for, without calibration."""
+        """Plain data: the description of a quantized model, or else the request, without calibration."""
         if self.stored is not None:
             return copy.deepcopy(self.stored)
         if self.foreign is not None:
@@ -167,7 +167,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 def _conforming(data: dict[str, Any], fields: schema.Check) -> dict[str, Any]:
-    """A request's fields but for method and version, which are checked."""
+    """A request's fields except method and version, which are checked."""
     given: dict[str, Any] = schema.conform(data, fields, _WHERE, CheckpointError)
     if given.pop("format_version") != _VERSION or given.pop("quant_method") != _METHOD:
         raise CheckpointError(f"{_WHERE}: found {data}; quant_method {_METHOD!r} version {_VERSION} is needed")

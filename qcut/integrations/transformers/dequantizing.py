@@ -13,7 +13,7 @@ from qcut.layers.embedding import Embedding
 from qcut.layers.linear import Linear
 from qcut.layers.parallel import refuse_parts
 from qcut.models.fusion import FusedActivation, unfuse
-from qcut.models.modules import is_conv1d
+from qcut.models.modules import is_conv1d, replace_modules
 
 
 def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
@@ -46,9 +46,7 @@ def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
             except AttributeError as error:
                 raise UnsupportedError(f"{name}: {type(model).__name__} has no such module of its own") from error
             _fill(new[name], module, dtype, weights)
-    for name, module in new.items():
-        parent, _, key = name.rpartition(".")
-        model.get_submodule(parent)._modules[key] = module.train(model.training)
+    replace_modules(model, {id(model.get_submodule(name)): m.train(model.training) for name, m in new.items()})
     unfuse(model)
     return model
 

@@ -10,7 +10,7 @@ import torch
 from qcut.checkpoints import hub
 from qcut.checkpoints.detect import GGUF, PRETRAINED, QCUT, TURBOQUANT, detect, require_method, stated_quantization
 from qcut.checkpoints.formats.reader import check, format_of
-from qcut.checkpoints.huggingface import causal_class, check_class, plain_config
+from qcut.checkpoints.huggingface import check_class, named_class, plain_config
 from qcut.common import versions
 from qcut.common.failures import failures_as
 from qcut.errors import CheckpointError, UnsupportedError
@@ -65,8 +65,7 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
                 raise CheckpointError(f"{name}: {_NOT_FOREIGN}")
             format_of(stated, where)
             found = stated
-        names = data.get("architectures")
-        kind = names[0] if isinstance(names, list) and len(names) == 1 else causal_class(data, where)
+        kind = named_class(data, where)
         plain_config({key: value for key, value in data.items() if key not in _QUANTIZATION}, where)
         config = check_class(kind, where).config_class.from_pretrained(name, **options)
     dtype = getattr(config, "dtype", None)

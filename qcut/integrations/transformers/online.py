@@ -69,7 +69,7 @@ class OnlineLoading:
         parallel: where the model is cut across processes.
 
     Attributes:
-        report: what `finish` has done, where the configuration asks for it.
+        report: what `finish` has done, where the configuration needs it.
 
     Raises:
         QcutError: see `qcut.quantize`.
@@ -151,7 +151,7 @@ class OnlineLoading:
             return_free_memory()
 
     def settled(self, name: str) -> set[str]:
-        """Names of the parameters that are no longer missing when a weight has arrived, but for those to be tied."""
+        """Names of the parameters that are no longer missing when a weight has arrived, except those to be tied."""
         return set(self.targets[name].names) - self._to_tie
 
     def finish(self, model: Any) -> None:
@@ -249,7 +249,7 @@ class OnlineLoading:
         assert wanted is not None
         if weight.shape != wanted.shape:
             raise CheckpointError(
-                f"tensor {name!r}: found {list(weight.shape)}, the configuration asks for {list(wanted.shape)}"
+                f"tensor {name!r}: found {list(weight.shape)}, the configuration needs {list(wanted.shape)}"
             )
         before = one.made
         one.nbytes = weight.nbytes
@@ -287,7 +287,6 @@ class OnlineLoading:
             one.errors[name] = weight_error(weight, layer.dequantized_weight())
 
     def _hold(self, name: str, source: nn.Module, task: Task, layer: Linear, one: _Shared) -> None:
-        """Hold a layer to its float weight, while there is one."""
         calibrated = None if self._config.calibration is None else self._config.calibration.layers.get(name)
         sample = None if calibrated is None else calibrated.sample[:SAMPLE_ROWS]
         with plain_state():
@@ -295,7 +294,6 @@ class OnlineLoading:
 
 
 def _stand_in(weight: Tensor) -> nn.Linear:
-    """A linear layer of a float weight ``[N, K]``, without a bias."""
     stand_in = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     stand_in.weight = nn.Parameter(weight, requires_grad=False)
     return stand_in

@@ -81,7 +81,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, model: Any) -> TensorParallel | None:
-        """What a model's configuration asks for; None where it asks for one process.
+        """The parallelism of a model's configuration; None for one process.
 
         Raises:
             UnsupportedError: other kinds of parallelism, or a transformers of another age.
@@ -95,7 +95,7 @@ class TensorParallel:
             return None
         others = {key: size for key, size in sizes.items() if key != "tp_size" and size not in (1, None)}
         if others:
-            raise UnsupportedError(f"distributed_config of quantized layers: found {others}; allowed: tp_size alone")
+            raise UnsupportedError(f"distributed_config of quantized layers: found {others}; allowed: only tp_size")
         try:
             from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
@@ -200,7 +200,7 @@ class TensorParallel:
         return part.train(layer.training)
 
     def made_of(self, name: str, tensors: Mapping[str, Tensor]) -> Linear:
-        """The part whose stored tensors, but for the bias, are given.
+        """The shard of the given stored tensors, without the bias.
 
         Raises:
             CheckpointError: values that quantizing never gives.
@@ -215,7 +215,7 @@ class TensorParallel:
         return part
 
     def set_bias(self, name: str, part: Linear, bias: Tensor) -> None:
-        """Give a part its bias: that of its output channels, or of all in the first process alone.
+        """Give a part its bias: that of its output channels, or of all, only in the first process.
 
         Args:
             name: of the layer.

@@ -1,4 +1,4 @@
-"""The quantizer that transformers asks while it loads and saves."""
+"""The quantizer that transformers calls while it loads and saves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
     transformers makes one for each model, and keeps it as ``model.hf_quantizer``.
 
     Attributes:
-        report: what was quantized while loading, where `QcutConfig` asks for it; None elsewhere.
+        report: what was quantized while loading, where `QcutConfig` requests it; else None.
     """
 
     requires_calibration = False
@@ -128,7 +128,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         loading, self._loading = self._loading, None
         _check_devices(getattr(model, "hf_device_map", None))
         parallel, self._parallel = self._parallel, None
-        if getattr(model, "_tp_size", None) is not None and parallel is None:  # asked for in an older version's way
+        if getattr(model, "_tp_size", None) is not None and parallel is None:  # requested in an older version's way
             raise UnsupportedError(
                 f"tensor parallel of {model._tp_size} for quantized layers, without a distributed_config; allowed: "
                 f"transformers>=5.16, or {_ONE_DEVICE}"
@@ -146,7 +146,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """The tensors to save, those of quantized layers as they are stored, and no metadata.
 
         Raises:
-            UnsupportedError: ``save_pretrained`` was given a state dict, which says nothing of its layers' schemes; or
+            UnsupportedError: ``save_pretrained`` was given a state dict, which lacks its layers' schemes; or
                 would convert quantized tensors.
         """
         caller = sys._getframe(1).f_locals
@@ -188,7 +188,7 @@ def _check_devices(device_map: Any) -> None:
     devices = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
     if len(devices) > 1 or devices & {"disk", "meta"}:
         raise UnsupportedError(
-            f"device_map asks for {', '.join(sorted(devices))}: quantized layers keep their weights in buffers, which "
+            f"device_map requests {', '.join(sorted(devices))}: quantized layers keep their weights in buffers, which "
             f"offloading and splitting lose; allowed: {_ONE_DEVICE}"
         )
 

@@ -18,7 +18,7 @@ def register(auto: Any) -> None:
         from qcut.integrations.transformers.config import QcutConfig
         from qcut.integrations.transformers.quantizer import QcutHfQuantizer, attach
     except (ImportError, UnsupportedError):
-        return  # without torch, or of another age: `qcut.QcutConfig` says what is wrong
+        return  # without torch, or of another version: `qcut.QcutConfig` raises the error
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING["qcut"] = QcutConfig
     auto.AUTO_QUANTIZER_MAPPING["qcut"] = QcutHfQuantizer
     when_quantized("transformers", attach)

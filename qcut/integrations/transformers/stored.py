@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.builder import Skeleton, check_kinds, check_no_meta, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.builder import Skeleton, check_kinds, fill_layer, finish, skeleton_of, tie_layers
 from qcut.checkpoints.description import Description, description_of, passing_buffers
 from qcut.checkpoints.detect import check_layer_sizes, headers_of
-from qcut.checkpoints.formats.name_mapping import match
+from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Stored
 from qcut.checkpoints.formats.reader import format_of, stored_in
 from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
@@ -37,7 +37,6 @@ from qcut.integrations.transformers.placing import (
 )
 from qcut.layers.frozen import FrozenWeight
 from qcut.layers.linear import Linear, state_dtype
-from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json
@@ -160,7 +159,6 @@ class StoredLoading:
             self._parallel.install()
 
     def _fill(self, model: Any) -> None:
-        """Make the layers of the skeleton."""
         if self._parallel is not None:
             self._fill_shards(model, self._parallel)
             return
@@ -258,7 +256,6 @@ class StoredLoading:
             model.get_submodule(name)._buffers.clear()
 
     def _check(self, model: Any, headers: Mapping[str, TensorHeader]) -> None:
-        """Hold the files' headers to the model before anything is read."""
         base = f"{model.base_model_prefix}."
         converted = _converted(model)
         by_name = {name.removeprefix(base): header for name, header in headers.items()}
@@ -295,7 +292,7 @@ class StoredLoading:
         optional = {*tied, *tied.values()}
         for name, parameter in model.named_parameters():
             header = by_name.get(name.removeprefix(base))
-            # transformers would make memory for what is missing, as large as the configuration says.
+            # transformers would allocate what is missing, as large as the configuration states.
             may_miss = converted or name in optional or _may_miss(model, name) or self._is_new(model, name)
             if header is None and not may_miss:
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
@@ -316,7 +313,7 @@ class ForeignLoading:
         files: that transformers is about to read.
 
     Raises:
-        CheckpointError, UnsupportedError: see `qcut.checkpoints.formats.name_mapping.match`; a file that is no
+        CheckpointError, UnsupportedError: see `qcut.checkpoints.formats.name_mapping.map_names`; a file that is no
             safetensors file.
     """
 
@@ -330,8 +327,8 @@ class ForeignLoading:
         weakref.finalize(self, self._open.close)
         tie_parameters(model)
         tensors = _inside(model, stored_in(files, self._open))
-        self._matched = match(model, format_of(dict(config), where), tensors, where)
-        for name in (*self._matched.layers, *self._matched.tied):
+        self._mapping = map_names(model, format_of(dict(config), where), tensors, where)
+        for name in (*self._mapping.layers, *self._mapping.tied):
             module = model.get_submodule(name)
             if "weight" in module._parameters:
                 without_weight(module)
@@ -340,7 +337,7 @@ class ForeignLoading:
                 module.__dict__["bias"] = None
         keep_present_ties(model)
         self._ignored = model._keys_to_ignore_on_load_unexpected
-        ignore_unexpected(model, [rf"(^|\.){re.escape(name)}\." for name in self._matched.layers])
+        ignore_unexpected(model, [rf"(^|\.){re.escape(name)}\." for name in self._mapping.layers])
 
     @outside_modes()
     def finish(self, model: Any) -> None:
@@ -353,9 +350,9 @@ class ForeignLoading:
         from transformers.utils.logging import is_progress_bar_enabled
 
         model._keys_to_ignore_on_load_unexpected = self._ignored
-        where = self._matched.where
+        where = self._mapping.where
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-        for names in self._matched.holders:
+        for names in self._mapping.holders:
             tensor = tensors.get(names[0])
             if tensor is None:
                 continue  # a buffer that the model's class computes
@@ -365,10 +362,8 @@ class ForeignLoading:
             (p for p in model.parameters() if p.is_floating_point()), torch.empty(0, dtype=torch.float32, device="cpu")
         )
         with self._open:
-            new = self._matched.make(floats.device, floats.dtype, is_progress_bar_enabled())
-        replace_modules(model, new)
-        state_dtype(model, floats.dtype)
-        check_no_meta(dict(model.named_modules()), Path(where))
+            new = self._mapping.build(floats.device, floats.dtype, is_progress_bar_enabled())
+        finish(model, new, floats.dtype, Path(where))
         model.eval()
 
 
@@ -387,7 +382,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _may_miss(model: Any, name: str) -> bool:
-    """Whether a model's class says that checkpoints need not have a tensor."""
+    """Whether a model's class lets checkpoints lack a tensor."""
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
 
 
@@ -405,7 +400,6 @@ def _is_other_class(model: Any) -> bool:
 
 
 def _has_base(model: Any) -> bool:
-    """Whether a model has a base within it, and a head."""
     return model.base_model_prefix in {name for name, _ in model.named_children()}
 
 
@@ -427,7 +421,6 @@ def _added_to_base(model: Any) -> set[str]:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where transformers has put what it loaded."""
     tensors = (*model.parameters(), *model.buffers())
     return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 

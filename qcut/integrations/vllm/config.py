@@ -1,4 +1,4 @@
-"""`ServingConfig`: what vLLM asks of each layer of a model, answered from a scheme, a plan or a checkpoint."""
+"""`ServingConfig`: what vLLM needs to know of each layer, from a scheme, a plan or a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
 
     ``LLM(model, quantization="qcut")`` quantizes a float checkpoint to ``w8a8`` while it loads, one layer at a time,
     ``quantization="qcut-codebook4"`` to another scheme. Folders of ``save_pretrained`` need no argument. Checkpoints
-    of compressed-tensors with int8 weights run on qcut's kernels where ``quantization="qcut"`` asks for it. Everything
-    else is said by ``hf_overrides={"quantization_config": config.to_dict()}`` of a `qcut.QcutConfig`.
+    of compressed-tensors with int8 weights run on qcut's kernels with ``quantization="qcut"``. Everything
+    else is set by ``hf_overrides={"quantization_config": config.to_dict()}`` of a `qcut.QcutConfig`.
 
     Args:
-        config: what ``config.json`` or ``hf_overrides`` say; None asks for the method's own scheme.
+        config: of ``config.json`` or ``hf_overrides``; None takes the method's own scheme.
 
     Raises:
         UnsupportedError: a vLLM that is not tested.
@@ -68,7 +68,7 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: a float checkpoint has no configuration beside ``config.json``."""
+        """None: a float checkpoint has no configuration besides ``config.json``."""
         return []
 
     @classmethod
@@ -80,7 +80,7 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Take checkpoints of compressed-tensors where the user asks for qcut."""
+        """Take checkpoints of compressed-tensors where the user requests qcut."""
         asked = user_quant == cls.method == "qcut"
         return "qcut" if asked and hf_quant_cfg.get("quant_method") == "compressed-tensors" else None
 

@@ -19,11 +19,11 @@ from qcut.models.selection import DEFAULT_SKIP, matches
 from qcut.schemes import Scheme, StaticRange, parse_scheme, scheme_from_json
 
 WHERE = "quantization_config"
-LOG = logging.getLogger("vllm.qcut")  # vLLM shows what its own loggers say
+LOG = logging.getLogger("vllm.qcut")  # vLLM shows the messages of its own loggers
 
 
 class Layers:
-    """What a configuration says of layers.
+    """The layers of a configuration.
 
     Args:
         config: of compressed-tensors, or what a `QcutConfig` writes.

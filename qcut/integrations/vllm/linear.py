@@ -36,7 +36,7 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
     """What the methods have in common: tensors come in, a `qcut.Linear` is made of them and computes.
 
     Attributes:
-        scheme: of the layer, or of this GPU's part alone where other GPUs have other input channels.
+        scheme: of the layer, or only of this GPU's shard where other GPUs have other input channels.
         name: vLLM's name of the layer, for messages.
         n: output channels of the part.
         k: input channels of the part.

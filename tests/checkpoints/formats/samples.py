@@ -200,10 +200,12 @@ def _bitsandbytes(folder: Path) -> None:
     write(folder, FOUR, lambda _, weight: four(weight))
 
 
-def _compressed_tensors(folder: Path) -> None:
-    from tests.checkpoints.formats.test_compressed_tensors import compress, config, int4
-
-    write(folder, config("pack-quantized", int4(False, 32)), lambda _, weight: compress(weight, int4(False, 32)))
+def compressed_tensors(weight: Tensor, size: int) -> Packed:
+    """A layer as compressed-tensors stores 4 bits without symmetry."""
+    q, scales, zeros = asymmetric(weight, size)
+    exact = scales.double().repeat_interleave(size, 1) * (q - zeros.repeat_interleave(size, 1)).double()
+    stored = {"weight_packed": words(q), "weight_scale": scales, "weight_zero_point": words(zeros.t()).t()}
+    return {**stored, "weight_shape": torch.tensor(weight.shape)}, exact
 
 
 def _gguf(folder: Path) -> None:
@@ -215,11 +217,21 @@ def _gguf(folder: Path) -> None:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "symmetric": False, "strategy": "group", "group_size": 32},
+        }
+    },
+}
 CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "gptq": lambda folder: write(folder, GPTQ, lambda _, weight: gptq(weight, size=32)),
     "awq": lambda folder: write(folder, AWQ, lambda _, weight: awq(weight, 32)),
     "bitsandbytes": _bitsandbytes,
-    "compressed-tensors": _compressed_tensors,
+    "compressed-tensors": lambda folder: write(folder, PACKED, lambda _, weight: compressed_tensors(weight, 32)),
     "gguf": _gguf,
 }
 """What writes a small checkpoint of each library into an empty folder."""

@@ -36,7 +36,7 @@ def eight(weight: Tensor) -> samples.Packed:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_4_bits_are_a_codebook_of_the_librarys_levels(tmp_path: Path, kind: str, nested: bool) -> None:
+def test_4_bit_levels_are_those_of_bitsandbytes(tmp_path: Path, kind: str, nested: bool) -> None:
     expected = samples.write(tmp_path, FOUR, lambda _, w: four(w, kind, nested))
     model = samples.loaded(tmp_path)
     for name, module in samples.linears(expected).items():
@@ -86,7 +86,7 @@ STATE = f"{FIRST}.weight.quant_state.bitsandbytes__nf4"
 @pytest.mark.parametrize(
     ("key", "edit", "text"),
     [
-        (STATE, lambda t: rewritten(t, shape=[32, 128]), r"found the shape \[32, 128\]; the model asks for \[64, 64\]"),
+        (STATE, lambda t: rewritten(t, shape=[32, 128]), r"found the shape \[32, 128\]; the model needs \[64, 64\]"),
         (STATE, lambda t: rewritten(t, blocksize=128), "blocks of 128 run over the ends of rows of 64"),
         (STATE, lambda t: rewritten(t, blocksize=32), "weight.absmax': found F32 .64.; needed"),
         (STATE, lambda t: rewritten(t, quant_type="nf3"), "found 'nf3'"),

@@ -220,7 +220,7 @@ def test_static_tokens_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("weight_shape", torch.tensor([64, 65]), r"found \[64, 65\]; the model asks for \[64, 64\]"),
+        ("weight_shape", torch.tensor([64, 65]), r"found \[64, 65\]; the model needs \[64, 64\]"),
         ("weight_packed", torch.zeros(64, 9, dtype=torch.int32), "weight_packed': found I32"),
         ("weight_scale", torch.full((64, 2), float("inf")), "weight_scale': found inf"),
         ("weight_g_idx", torch.zeros(64, dtype=torch.int32), "weight_g_idx': found group 0 at place 32"),

@@ -60,7 +60,7 @@ def test_symmetric_gptq_is_a_plain_codebook(tmp_path: Path) -> None:
     check(tmp_path, expected, "int4_g32")
 
 
-def test_symmetric_weights_of_the_second_version_that_say_the_first(tmp_path: Path) -> None:
+def test_gptq_v2_zero_points_under_the_name_gptq(tmp_path: Path) -> None:
     expected = samples.write(
         tmp_path, {**GPTQ, "sym": True}, lambda _, w: samples.gptq(w, size=32, added=0, symmetric=True)
     )

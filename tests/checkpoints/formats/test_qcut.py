@@ -105,7 +105,7 @@ def test_shards_ties_and_shared_modules(tmp_path: Path) -> None:
     assert torch.equal(got(x), model(x))
 
 
-def test_nothing_is_read_twice_and_no_float_weight_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_reads_once_and_makes_no_float_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory: apart from what the files hold, loading creates no tensor of a layer's size."""
     model = quantized("llama")
     save(model, tmp_path)
@@ -124,7 +124,7 @@ def test_nothing_is_read_twice_and_no_float_weight_is_made(tmp_path: Path, monke
     assert sorted(size for size in sizes if size > 1024) == sorted(size for size in stored if size > 1024)
 
 
-def test_saving_again_keeps_other_files_and_drops_old_ones(tmp_path: Path) -> None:
+def test_second_save_keeps_other_files_drops_old_ones(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "other.safetensors").write_bytes(b"someone else's")
     for scheme in ("w8a8", "w8a16"):
@@ -222,7 +222,7 @@ def test_only_classes_of_transformers_are_built(tmp_path: Path) -> None:
         load(tmp_path, progress=False, verify=False)
 
 
-def test_tensors_outside_the_state_are_refused_rather_than_left_empty(tmp_path: Path) -> None:
+def test_plain_tensor_attributes_on_meta_are_refused(tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

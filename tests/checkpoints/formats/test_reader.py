@@ -209,7 +209,7 @@ def test_columns_in_another_order_want_their_groups() -> None:
 def test_adapters_beside_a_model_are_refused(tmp_path: Path, name: str) -> None:
     samples.write(tmp_path, {"quant_method": "gptq", **FIELDS["gptq"]}, lambda _, w: samples.gptq(w, size=32))
     (tmp_path / name).write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"{name}: an adapter beside a model; allowed:"):
+    with pytest.raises(CheckpointError, match=rf"{name}: an adapter next to a model; allowed:"):
         qcut.load(tmp_path, progress=False)
 
 

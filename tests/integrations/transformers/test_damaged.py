@@ -123,7 +123,7 @@ def test_sizes_that_the_files_do_not_bear_out(folder: Path, key: str) -> None:
             opened(folder)
 
 
-def test_a_class_that_transformers_does_not_have_is_not_looked_for(folder: Path) -> None:
+def test_unknown_model_class_is_not_searched(folder: Path) -> None:
     data = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**data, "architectures": ["Nothing"]}))
     with pytest.raises(CheckpointError, match="model class 'Nothing'"):
@@ -160,7 +160,7 @@ def test_floats_stored_as_integers_are_not_quantized(tmp_path: Path) -> None:
 
 def test_an_adapter_beside_a_model_is_refused(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: an adapter beside a model"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: an adapter next to a model"):
         qcut.load(folder, progress=False)
 
 

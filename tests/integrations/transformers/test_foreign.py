@@ -106,7 +106,7 @@ def test_device_maps_of_one_device(device_map: Any, tmp_path: Path) -> None:
 def test_several_devices_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     write(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"device_map asks for .*allowed: one device"):
+    with pytest.raises(UnsupportedError, match=r"device_map requests .*allowed: one device"):
         samples.served(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "off")
 
 

@@ -265,9 +265,7 @@ def test_checkpoints_give_the_parts_that_quantizing_gives(name: str, results: Re
 
 @pytest.mark.parametrize("scheme", ["codebook4_g16", "codebook2+3_g16", "int4_g16"])
 @cuts
-def test_a_part_of_the_columns_is_the_scheme_with_another_seed(
-    scheme: str, jobs: dict[str, Job], results: Results
-) -> None:
+def test_shard_of_columns_has_its_own_seed(scheme: str, jobs: dict[str, Job], results: Results) -> None:
     """Groups do not know each other: quantizing a process's columns alone gives the process's part."""
     plain = opened(Path(jobs[scheme].folder))
     for rank, one in enumerate(results[scheme]):
@@ -320,7 +318,7 @@ def test_other_models(name: str, jobs: dict[str, Job], results: Results) -> None
 
 
 @cuts
-def test_a_process_has_one_layer_in_whole_at_a_time(jobs: dict[str, Job], results: Results) -> None:
+def test_process_holds_one_whole_layer_at_most(jobs: dict[str, Job], results: Results) -> None:
     """Whole layers that are cut, and whole tensors of files: when the next one comes, those before it are gone."""
     for name in ("w8a8", "codebook2+3_g16", "stored w8a8_static", "stored codebook2+3_g16"):
         assert all(one["alive"] == 0 for one in results[name])
@@ -336,7 +334,7 @@ REFUSED = {
     "odd": r"'model\.layers\.0\.mlp\.gate_proj': 99 output channels over tp_size=2",
     "report": r"report=True with tp_size=2",
     "verify": r"verify with tp_size=2: .*; allowed: verify=False",
-    "fsdp": r"\{'fsdp_size': 2\}; allowed: tp_size alone",
+    "fsdp": r"\{'fsdp_size': 2\}; allowed: only tp_size",
     "style": r"'model\.layers\.0\.mlp\.up_proj'.*style 'all_reduce'",
     "weight": r"'model\.layers\.0\.mlp\.up_proj'.*'rowwise' for its weight and 'colwise'",
     "foreign": r"tp_size=2 for a checkpoint of another library",

@@ -73,7 +73,7 @@ def test_shards_are_as_small_as_asked(tmp_path: Path) -> None:
     assert same(qcut.load(tmp_path, progress=False), model)
 
 
-def test_what_is_written_is_small_and_says_what_it_is(tmp_path: Path) -> None:
+def test_saved_folder_is_small_and_describes_itself(tmp_path: Path) -> None:
     model = quantized("llama", "codebook4")
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -86,7 +86,7 @@ def test_what_is_written_is_small_and_says_what_it_is(tmp_path: Path) -> None:
     assert entry["layers"]["model.layers.0.mlp.up_proj"]["scheme"]["bits"] == 4
 
 
-def test_layers_changed_after_loading_are_described_as_they_are(tmp_path: Path) -> None:
+def test_saving_describes_layers_changed_after_loading(tmp_path: Path) -> None:
     model = opened(folder_of("llama", tmp_path), quantization_config=qcut.QcutConfig("w8a8", include=["q_proj"]))
     qcut.quantize(model, "w8a16", include=["up_proj"], progress=False)
     model.save_pretrained(tmp_path / "out")
@@ -133,7 +133,7 @@ def test_a_wrappers_way_of_saving_is_refused(tmp_path: Path) -> None:
         "T5ForConditionalGeneration",  # tables that two stacks share
     ],
 )
-def test_models_that_are_stored_otherwise_than_they_are_built(name: str, tmp_path: Path) -> None:
+def test_models_stored_under_other_names_round_trip(name: str, tmp_path: Path) -> None:
     model = tiny_model(name)
     model.save_pretrained(tmp_path / "float")
     expected = type(model).from_pretrained(tmp_path / "float")

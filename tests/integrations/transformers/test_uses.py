@@ -135,11 +135,11 @@ def test_offloading_and_splitting_are_refused(
     pytest.importorskip("accelerate")
     folder = made[1] if stored else folder_of("llama", tmp_path)
     options = {} if stored else {"quantization_config": qcut.QcutConfig("w8a8")}
-    with pytest.raises(UnsupportedError, match=r"device_map asks for .*buffers.*allowed: one device"):
+    with pytest.raises(UnsupportedError, match=r"device_map requests .*buffers.*allowed: one device"):
         opened(folder, device_map=device_map, **options)
 
 
-def test_a_trainer_may_train_adapters_while_weights_are_frozen(made: tuple[Any, Path]) -> None:
+def test_trainer_trains_adapters_over_frozen_weights(made: tuple[Any, Path]) -> None:
     model, _ = made
     assert model.hf_quantizer.is_trainable
     assert all(not b.requires_grad for m in model.modules() if isinstance(m, Linear) for b in m.buffers())

@@ -112,7 +112,7 @@ def test_a_plan_gives_each_layer_its_scheme() -> None:
     assert module.weight.dtype is torch.float32  # not in the plan
 
 
-def test_the_operator_is_opaque_and_chooses_when_it_runs() -> None:
+def test_operator_is_opaque_and_chooses_at_run_time() -> None:
     config = ServingConfig({"quant_method": "qcut", "scheme": "codebook4"})
     module = parallel.layer("column", config, floats("column"))
     graphs: list[Any] = []

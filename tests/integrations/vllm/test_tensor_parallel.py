@@ -86,7 +86,7 @@ def test_columns_are_bitwise_those_of_one_gpu(results: Results, kind: str) -> No
             assert torch.equal(found["y"], _cut(kind, whole, rank)), (scheme, source, rank)
 
 
-def test_rows_hold_their_part_of_the_whole_weight_and_add_up(results: Results) -> None:
+def test_row_parallel_shards_sum_to_the_layer(results: Results) -> None:
     x, (module,) = parallel.tokens(), linears("row")
     k = parallel.K // WORLD
     absmax = module.weight.detach().abs().amax(1)
@@ -113,7 +113,7 @@ def test_rows_hold_their_part_of_the_whole_weight_and_add_up(results: Results) -
             assert torch.equal(found["y"], total), (scheme, source)
 
 
-def test_what_rows_add_up_to_is_near_the_whole_layer(results: Results) -> None:
+def test_row_parallel_result_is_near_the_layer(results: Results) -> None:
     x, (module,) = parallel.tokens(), linears("row")
     for scheme in SCHEMES:
         whole = qcut.Linear.from_float(module, scheme)

@@ -66,7 +66,7 @@ class _Integers:
 
 
 class IntQuantized(_Integers):
-    """int8 weights with a scale for each row, or for the layer, as `Layout` says."""
+    """int8 weights with a scale for each row, or for the layer; see `Layout`."""
 
     name, bits_served, strategies = "int-quantized", (8,), ("channel", "tensor")
 
@@ -97,7 +97,7 @@ class IntQuantized(_Integers):
 
 
 class PackQuantized(_Integers):
-    """Integers of 4 or 8 bits packed in int32, with scales of groups or rows, as `Layout` says."""
+    """Integers of 4 or 8 bits packed in int32, with scales of groups or rows; see `Layout`."""
 
     name, bits_served, strategies = "pack-quantized", (4, 8), ("group", "channel")
 
@@ -120,7 +120,7 @@ class PackQuantized(_Integers):
         n, k = parts.n, parts.k
         scales = parts.read_scales("weight_scale")
         if (shape := parts.read("weight_shape").tolist()) != [n, k]:
-            raise parts.error("weight_shape", f"found {shape}; the model asks for {[n, k]}")
+            raise parts.error("weight_shape", f"found {shape}; the model needs {[n, k]}")
         q = unpack_int32(parts.read("weight_packed"), self.bits, 1)[:, :k]
         zero_points: Tensor | None = None
         if not self.symmetric:

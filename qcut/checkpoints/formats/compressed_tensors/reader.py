@@ -84,7 +84,7 @@ class _Targets:
 
 
 _STATUSES = ("compressed", "frozen")
-"""Of the same tensors: writers of 2024 said frozen of integers. The dtypes of the tensors are checked."""
+"""Both hold the same tensors: writers of 2024 wrote frozen. Dtypes of the tensors are checked."""
 _FIELDS = (
     "config_groups",
     "format",
@@ -118,7 +118,7 @@ class Layout(Protocol):
     """How the tensors of a layer lie: one class for each ``format``, in `LAYOUTS`.
 
     A layout is made of the arguments of a group's weights and of its input activations, or None, as JSON holds them,
-    and of the place of the group, for messages. Layouts raise what `Format` says.
+    and of the place of the group, for messages. Layouts raise the errors of `Format`.
     """
 
     def __init__(self, weights: dict[str, Any], tokens: dict[str, Any] | None, where: str) -> None: ...
@@ -145,7 +145,7 @@ class _Group(NamedTuple):
 
 
 class CompressedTensors:
-    """compressed-tensors's, as `Format` says."""
+    """Reads compressed-tensors layers; see `Format`."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"

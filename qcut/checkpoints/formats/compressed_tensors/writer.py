@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.description import shards
+from qcut.checkpoints.description import failures_name, refuse_conv1d, shards
 from qcut.common.safetensors_writer import write_tensors
 from qcut.common.together import replacing_together
 from qcut.errors import CheckpointError, UnsupportedError
@@ -19,7 +19,7 @@ from qcut.layers.embedding import Embedding
 from qcut.layers.frozen import float_dtype
 from qcut.layers.int8 import Int8Linear
 from qcut.layers.linear import Linear
-from qcut.models.modules import dtype_name, is_conv1d, looks_linear, tensor_key
+from qcut.models.modules import dtype_name, looks_linear, tensor_key
 from qcut.numerics.checks import out_of_range
 from qcut.schemes import W8A8
 
@@ -66,7 +66,7 @@ def save_compressed_tensors(model: nn.Module, directory: str | Path, *, max_shar
     directory = Path(directory)
     if not type(model).__module__.startswith("transformers.models."):
         raise UnsupportedError(
-            f"{type(model).__name__} is no class of transformers; the format is read into those alone"
+            f"{type(model).__name__} is no class of transformers; the format is read only into those"
         )
     layers = _layers(model)
     tensors = dict(_tensors(model))
@@ -81,34 +81,26 @@ def save_compressed_tensors(model: nn.Module, directory: str | Path, *, max_shar
         total = sum(size for size, _ in tensors.values())
         texts[_INDEX] = {"metadata": {"total_size": total}, "weight_map": places}
     _refuse_others(directory, {*names, *texts})
-    try:
-        with replacing_together(directory, (*names, *texts), _CONFIG, CheckpointError) as files:
-            for file, shard in zip(files[:count], files_of, strict=True):
-                write_tensors(file, {name: tensors[name][1]().detach().cpu().contiguous() for name in shard})
-            for file, data in zip(files[count:], texts.values(), strict=True):
-                file.write(json.dumps(data, indent=2).encode())
-    except (OSError, ValueError, TypeError) as exc:
-        if isinstance(exc, CheckpointError):
-            raise
-        raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
+    with failures_name(directory), replacing_together(directory, (*names, *texts), _CONFIG, CheckpointError) as files:
+        for file, shard in zip(files[:count], files_of, strict=True):
+            write_tensors(file, {name: tensors[name][1]().detach().cpu().contiguous() for name in shard})
+        for file, data in zip(files[count:], texts.values(), strict=True):
+            file.write(json.dumps(data, indent=2).encode())
 
 
 def _layers(model: nn.Module) -> dict[str, Int8Linear]:
-    with torch.device("meta"):
-        skeleton = type(model)(model.config)  # type: ignore[call-arg]
     layers: dict[str, Int8Linear] = {}
     for name, module in model.named_modules():
         if isinstance(module, Embedding):
-            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written with floating ones alone")
+            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written only with floating ones")
         if not isinstance(module, Linear):
             continue
         if module.scheme != W8A8() or not isinstance(module, Int8Linear):
-            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; w8a8 alone is written in this format")
-        if is_conv1d(skeleton.get_submodule(name)):
-            raise UnsupportedError(f"layer {name!r} is a Conv1D in transformers; the format has nn.Linear alone")
+            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; only w8a8 is written in this format")
         layers[name] = module
     if not layers:
         raise UnsupportedError(f"{type(model).__name__}: no layer is w8a8; quantize the model first")
+    refuse_conv1d(model, layers, "the format has only nn.Linear")
     return layers
 
 
@@ -181,7 +173,7 @@ def _texts(model: nn.Module, layers: dict[str, Int8Linear]) -> dict[str, Any]:
 
 
 def _refuse_others(directory: Path, own: set[str]) -> None:
-    """Refuse a directory whose weights of another checkpoint would be read beside the new ones, or in their place."""
+    """Refuse a directory with weights of another checkpoint: readers would take them too, or in their place."""
     others = [*directory.glob("*.safetensors"), *directory.glob("qcut_config.json"), *directory.glob(_INDEX)]
     if foreign := sorted(path.name for path in others if path.name not in own):
         raise CheckpointError(f"{directory}: found {foreign[0]!r} of another checkpoint; give another directory")

@@ -77,7 +77,7 @@ def tensors_of(file: GgufModel, config: Mapping[str, Any]) -> dict[str, Stored]:
 
     Args:
         file: the file.
-        config: of the model; its numbers of heads say which rows of q and k belong together.
+        config: of the model; its numbers of heads decide which rows of q and k belong together.
 
     Raises:
         CheckpointError: a tensor of a name that a Llama does not have, or q and k whose rows are no whole heads.

@@ -103,7 +103,7 @@ def config_of(data: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where:
 
 
 def check_config(config: Mapping[str, Any], data: Mapping[str, Any], where: Path) -> None:
-    """Hold a ``config.json`` beside a file to the metadata. It may state more, such as scaled rotations, not otherwise.
+    """Hold a ``config.json`` next to a file to the metadata, which it may extend, by scaled rotations for instance.
 
     Args:
         config: as JSON holds it.
@@ -113,7 +113,7 @@ def check_config(config: Mapping[str, Any], data: Mapping[str, Any], where: Path
     Raises:
         CheckpointError: both state a number of heads, an epsilon, a base of rotations or their factor, and not the
             same one (named).
-        UnsupportedError: an entry that llama.cpp may compute by, and of which the configuration says nothing (named).
+        UnsupportedError: an entry that llama.cpp may compute by, and that the configuration does not state (named).
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     rope = rope if isinstance(rope, dict) else {}
@@ -133,14 +133,14 @@ def check_config(config: Mapping[str, Any], data: Mapping[str, Any], where: Path
         found = data.get(f"llama.{key}")
         if found is not None and not _same(found, value):
             raise CheckpointError(
-                f"{where}: metadata llama.{key}: found {_short(found)}; config.json beside it has {_short(value)}; "
+                f"{where}: metadata llama.{key}: found {_short(found)}; config.json next to it has {_short(value)}; "
                 "allowed: the same in both, or no config.json"
             )
     if scaled and kind == "default":
         found = data.get("llama.rope.scaling.type")
         raise UnsupportedError(f"{where}: llama.rope.scaling.type {_short(found)}; config.json has none; {_BESIDE}")
     if (act := config.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{where}: config.json beside it has the hidden_act {_short(act)}; allowed: 'silu'")
+        raise CheckpointError(f"{where}: config.json next to it has the hidden_act {_short(act)}; allowed: 'silu'")
     head = data.get("llama.attention.key_length") or config.get("head_dim")
     neutral: dict[str, tuple[Any, ...]] = {"attention.sliding_window": (0, config.get("sliding_window"))}
     if isinstance(head, int) and head > 0:
@@ -166,7 +166,7 @@ def check_architecture(data: Mapping[str, Any], where: Path) -> None:
         raise UnsupportedError(f"{where}: general.architecture is {_short(architecture)}; llama is served")
 
 
-_BESIDE = "put the model's config.json beside the file"
+_BESIDE = "put the model's config.json next to the file"
 
 
 class _Entries:
@@ -220,7 +220,6 @@ def _scaling(data: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _tokens(data: Mapping[str, Any], size: int, where: Path) -> dict[str, Any]:
-    """The tokens at the beginning and at the end of texts."""
     found: dict[str, int | None] = {}
     for name in ("bos", *_ENDS):
         token = found[name] = data.get(f"tokenizer.ggml.{name}_token_id")

@@ -7,7 +7,7 @@
   ``[seq_len, head_size / 2]``, which nothing reads any more; wcls if it is not tied.
 
 All little-endian. llama2.c rotates columns 2i and 2i + 1 of a head together, Hugging Face i and i + head_size / 2: rows
-of wq and wk are reordered on the way. What the header does not say is built into run.c, see `save_llama2c`.
+of wq and wk are reordered on the way. What the header lacks is built into run.c, see `save_llama2c`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEADER = struct.Struct("<7i")
 _MAGIC = 0x616B3432
 """First int32 in files of later versions of the format; version 0 begins with dim instead."""
 _MOST_LAYERS = 256
-"""Twice what the deepest models have; a small file could ask for thousands, which take long to build."""
+"""Twice what the deepest models have; a small file could state thousands, which take long to build."""
 _THETA, _EPS = 10000.0, 1e-5
 
 
@@ -168,7 +168,7 @@ def _read_header(file: BinaryIO, path: Path) -> _Header:
             "n_kv_heads divides n_heads, n_heads divides dim, and dim / n_heads is even"
         )
     if size != header.file_bytes:
-        raise CheckpointError(f"{path}: found {size} bytes; {header} asks for {header.file_bytes}")
+        raise CheckpointError(f"{path}: found {size} bytes; {header} needs {header.file_bytes}")
     if header.n_layers > _MOST_LAYERS:
         raise CheckpointError(f"{path}: n_layers is {header.n_layers} in the header; allowed: 1 to {_MOST_LAYERS}")
     return header
@@ -249,7 +249,7 @@ def _describe(model: Any) -> _Header:
     """The header of a model; its configuration is checked."""
     config: Any = getattr(model, "config", None)
     if not _is_llamas(model, "LlamaForCausalLM") or getattr(config, "model_type", None) != "llama":
-        raise UnsupportedError(f"{type(model).__name__}: llama2.c holds transformers' LlamaForCausalLM alone")
+        raise UnsupportedError(f"{type(model).__name__}: llama2.c holds only transformers' LlamaForCausalLM")
     dim, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or dim // heads
     if head_dim * heads != dim or heads % kv_heads or head_dim % 2:
@@ -290,7 +290,6 @@ def _is_llamas(module: nn.Module, name: str) -> bool:
 
 
 def _is_tied(model: Any) -> bool:
-    """Whether table and classifier are one tensor, or one quantized layer."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(table, Embedding):
         return table.linear is head
@@ -325,7 +324,6 @@ def _check_module(model: nn.Module, entry: _Entry) -> None:
 
 
 def _pieces(model: nn.Module, header: _Header) -> Iterator[bytes]:
-    """The file, piece by piece."""
     yield _HEADER.pack(*astuple(header))
     for entry in header.entries():
         values = _values(model, entry) if entry.module else _rotation_table(header, entry.label)

@@ -51,7 +51,7 @@ class Llama2cTokenizer:
 
         Args:
             path: the file.
-            vocab_size: tokens in it, which the file does not say: that of the model's checkpoint.
+            vocab_size: tokens in it, which the file does not hold: that of the model's checkpoint.
 
         Raises:
             ConfigError: a vocabulary below 1.

@@ -1,7 +1,7 @@
 """The configuration, the codebook and the quantizer of the turboquant-model package.
 
 `qcut.checkpoints.formats.turboquant.reader` and `qcut.checkpoints.formats.turboquant.writer` are for its directories.
-The quantizer is that of `qcut.numerics.codebook.quantizer` but for four things, which matter only to whoever wants the
+The quantizer is that of `qcut.numerics.codebook.quantizer` except in four things, which matter only for the
 package's own bits:
 
 - The codebook is where Lloyd's iteration stands after 200 steps, which at 4 bits is not yet its end.

@@ -10,7 +10,7 @@
 
 A group shorter than the group size means here what the package's quantizer means by it, which normalizes by the
 square root of its own columns; that package's layer multiplies by that of the group size. Seeds follow the strategy,
-as its quantizer has them; its reader knows the seeds of ``different`` alone.
+as its quantizer has them; its reader knows only the seeds of ``different``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from qcut.checkpoints.builder import Builder, check_no_meta
+from qcut.checkpoints.builder import Builder, finish
 from qcut.checkpoints.detect import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS, Detected, Options
-from qcut.checkpoints.formats.name_mapping import hold
+from qcut.checkpoints.formats.name_mapping import place_tensors
 from qcut.checkpoints.formats.parts import FLOATS, Parts, Stored
 from qcut.checkpoints.formats.turboquant.format import Config, pass_seeds
 from qcut.checkpoints.huggingface import causal_class, model_of
@@ -36,9 +36,7 @@ from qcut.common.schema import JSON_BYTES, parse_json, read_bounded
 from qcut.common.together import open_together
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
-from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import state_dtype
-from qcut.models.modules import is_linear, replace_modules
+from qcut.models.modules import is_linear
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import packing
 from qcut.numerics.codebook.quantizer import RotatedCodebook
@@ -60,7 +58,7 @@ def load(found: Detected, options: Options) -> nn.Module:
 
     Raises:
         CheckpointError: as `qcut.load`; a file is a pickle, or of another save; or two of the model's layers have the
-            same name but for dots and underscores.
+            same name except dots and underscores.
         UnsupportedError: entropy coding, factored norms, quantized embeddings, or a key of the configuration that is
             not known (named).
 
@@ -92,7 +90,7 @@ def load(found: Detected, options: Options) -> nn.Module:
         replaced = {id(linears[name]) for name in layers}
         everywhere = {name for name, m in model.named_modules(remove_duplicate=False) if id(m) in replaced}
         rest = {name: Stored.in_file(others, name, verify) for name in others.headers}
-        holders = hold(model, everywhere, rest, others.path, computes=False)
+        holders = place_tensors(model, everywhere, rest, others.path, computes=False)
         builder = Builder(model, device, dtype)
         new: dict[int, nn.Module] = {}
         with progress_bar(len(layers) + len(holders), "load", "tensor", shown=progress) as advance:
@@ -102,14 +100,11 @@ def load(found: Detected, options: Options) -> nn.Module:
             for same in holders:
                 builder.put(same, rest[same[0]].read(), others.path)
                 advance(1)
-        replace_modules(model, new)
-    check_no_meta(dict(model.named_modules()), directory)
-    state_dtype(model, dtype or float_dtype(model))
+    finish(model, new, dtype, directory)
     return model
 
 
 def _text(opened: Opened, directory: Path, name: str) -> bytes | None:
-    """The contents of a JSON file, or None where there is none."""
     if name not in opened:
         return None
     path, file = opened[name]
@@ -146,7 +141,7 @@ def _check_revision(
     directory: Path,
     verify: bool,
 ) -> None:
-    """Refuse files of different saves. Files of the package say nothing of theirs."""
+    """Refuse files of different saves. Files of the package state none."""
     revisions = [file.facts.get("revision", "") for file in (quantized, others)]
     if revisions[0] != revisions[1]:
         raise CheckpointError(
@@ -191,7 +186,7 @@ def _open(opened: Opened, directory: Path, name: str) -> TensorFile:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that the package quantizes unless told to skip them: ``nn.Linear``, in the model's order."""
+    """The layers that the package quantizes unless they are skipped: ``nn.Linear``, in the model's order."""
     return {name: m for name, m in model.named_modules() if name and isinstance(m, nn.Linear) and is_linear(m)}
 
 

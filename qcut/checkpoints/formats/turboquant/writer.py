@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.description import failures_name, refuse_conv1d
 from qcut.checkpoints.detect import TURBOQUANT_CONFIG, TURBOQUANT_TENSORS
 from qcut.checkpoints.formats.turboquant.format import STRATEGIES, Config, pass_seeds, quantize
 from qcut.checkpoints.formats.turboquant.reader import MODEL_NAME, PASS_PARTS, layer_scheme, linear_layers
@@ -23,7 +24,7 @@ from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
 from qcut.layers.frozen import FrozenWeight
 from qcut.layers.linear import Linear
-from qcut.models.modules import is_conv1d, replace_modules, weight_nk
+from qcut.models.modules import replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import packing
 
@@ -49,7 +50,7 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
         UnsupportedError: a layer of another scheme, of pairs, without a rotation, in place of transformers' ``Conv1D``
             (which the package does not replace), a quantized embedding, or layers that differ in width,
             groups, rotation, seeds or codebook, which this format has one of (the layer is named).
-        CheckpointError: two layers' names differ in dots and underscores alone; a tensor is on the meta device; a
+        CheckpointError: two layers' names differ only in dots and underscores; a tensor is on the meta device; a
             parameter holds NaN or Inf; or the directory cannot be written.
 
     Exactness: `qcut.load` gives back indices, norms and codebooks bit by bit.
@@ -60,11 +61,11 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
     layers: dict[str, CodebookLinear] = {}
     for name, module in model.named_modules():
         if isinstance(module, Embedding):
-            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written with floating ones alone")
+            raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written only with floating ones")
         if isinstance(module, CodebookLinear):
             layers[name] = module
         elif isinstance(module, Linear):
-            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; the format has codebook layers alone")
+            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; the format has only codebook layers")
     if not layers:
         raise UnsupportedError(f"{type(model).__name__}: no layer of a codebook scheme; quantize the model first")
     stems: dict[str, str] = {}
@@ -72,7 +73,7 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
         other = stems.setdefault(name.replace(".", "_"), name)
         if other != name:
             raise CheckpointError(f"{directory}: layers {other!r} and {name!r} would have the same name")
-    _refuse_conv1d(model, layers)
+    refuse_conv1d(model, layers, "the package replaces only nn.Linear")
     config = _describe(model, layers)
     rest = _rest(model, layers)
     quantized, norm_codec = _quantized(layers, stems)
@@ -83,37 +84,19 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
     texts[TURBOQUANT_CONFIG] = json.dumps(replace(config, norm_codec=norm_codec).to_json(), indent=2).encode()
     facts = {"revision": secrets.token_hex(8), "files": {name: bytes_digest(text) for name, text in texts.items()}}
     names = (*TURBOQUANT_TENSORS, *texts)
-    try:
-        with replacing_together(directory, names, TURBOQUANT_CONFIG, CheckpointError) as files:
-            for file, tensors in zip(files[:2], (quantized, rest), strict=True):
-                write_tensors(file, tensors, facts)
-            for file, text in zip(files[2:], texts.values(), strict=True):
-                file.write(text)
-    except (OSError, ValueError, TypeError) as exc:
-        if isinstance(exc, CheckpointError):
-            raise
-        raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
-
-
-def _refuse_conv1d(model: nn.Module, layers: dict[str, CodebookLinear]) -> None:
-    if not type(model).__module__.startswith("transformers.models."):
-        return
-    with torch.device("meta"):
-        skeleton = type(model)(model.config)  # type: ignore[call-arg]
-    for name in layers:
-        if is_conv1d(skeleton.get_submodule(name)):
-            raise UnsupportedError(f"layer {name!r} is a Conv1D in transformers; the package replaces nn.Linear alone")
+    with failures_name(directory), replacing_together(directory, names, TURBOQUANT_CONFIG, CheckpointError) as files:
+        for file, tensors in zip(files[:2], (quantized, rest), strict=True):
+            write_tensors(file, tensors, facts)
+        for file, text in zip(files[2:], texts.values(), strict=True):
+            file.write(text)
 
 
 def _describe(model: nn.Module, layers: dict[str, CodebookLinear]) -> Config:
-    """The configuration that all layers have in common."""
     schemes = {name: layer.scheme for name, layer in layers.items()}
     first_name, first = next(iter(schemes.items()))
     for name, scheme in schemes.items():
         if scheme.rotation == "none":
-            raise UnsupportedError(
-                f"layer {name!r} is {scheme.name}; the format has rotated layers alone: hadamard, qr"
-            )
+            raise UnsupportedError(f"layer {name!r} is {scheme.name}; the format has only rotated layers: hadamard, qr")
         if scheme.pairs:
             raise UnsupportedError(f"layer {name!r} is {scheme.name}; the format has no codebook of pairs")
         for key in ("bits", "residual_bits", "group_size", "rotation"):
@@ -176,7 +159,6 @@ def _quantized(layers: dict[str, CodebookLinear], stems: dict[str, str]) -> tupl
 
 
 def _rest(model: nn.Module, layers: dict[str, CodebookLinear]) -> dict[str, Tensor]:
-    """Every other parameter and buffer by its first name."""
     inside = {id(buffer) for layer in layers.values() for buffer in layer.buffers()}
     floats = (item for item in model.named_parameters() if not isinstance(item[1], FrozenWeight))
     named = (*floats, *model.named_buffers())
@@ -194,7 +176,7 @@ def _rest(model: nn.Module, layers: dict[str, CodebookLinear]) -> dict[str, Tens
 def quantize_model(model: nn.Module, config: Config | None = None, *, progress: bool = True) -> None:
     """Replace the linear layers of a model as the turboquant-model package does, to its bits.
 
-    Every ``nn.Linear``, the classifier included, but for what the configuration skips; see
+    Every ``nn.Linear``, the classifier included, except those that the configuration skips; see
     `qcut.checkpoints.formats.turboquant.format.quantize`. `qcut.quantize` has more schemes and better codebooks; this
     is for files that shall equal the package's.
 

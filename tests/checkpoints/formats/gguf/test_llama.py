@@ -132,7 +132,7 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 
 def test_scaled_rotations_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", Type.Q4_0, metadata=lambda out: out.add_rope_scaling_type(gguf.RopeScalingType.YARN))
-    with pytest.raises(UnsupportedError, match=r"llama.rope.scaling.type 'yarn'.*config.json beside"):
+    with pytest.raises(UnsupportedError, match=r"llama.rope.scaling.type 'yarn'.*config.json next to"):
         qcut.load(tmp_path / "model.gguf", progress=False)
 
 
@@ -274,7 +274,7 @@ def test_any_file_of_several_reads_all(tmp_path: Path) -> None:
         assert torch.equal(qcut.load(path, progress=False)(samples.IDS).logits, expected)
 
 
-def test_files_of_several_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_unrelated_gguf_files_in_one_folder_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", Type.Q4_0)
     first, second, third = split(tmp_path / "model.gguf")
     kept = third.read_bytes()
@@ -292,7 +292,7 @@ def test_files_of_several_that_do_not_belong_together_are_refused(tmp_path: Path
         qcut.load(tmp_path / "other.gguf", progress=False)
 
 
-def test_factors_of_rotations_want_a_configuration_that_states_them(tmp_path: Path) -> None:
+def test_rope_factors_need_a_configuration_with_rope_scaling(tmp_path: Path) -> None:
     factors = numpy.full(8, 2.0, numpy.float32)
     expected = write(
         tmp_path / "model.gguf", Type.F16, metadata=lambda out: out.add_tensor("rope_freqs.weight", factors)
