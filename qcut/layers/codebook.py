@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
 
-_GEMM = torch.ops.qcut.codebook_gemm.default
-_GEMV = torch.ops.qcut.codebook_gemv.default
+_GEMM = torch.ops.qcut.codebook_gemm.early_read
+_GEMV = torch.ops.qcut.codebook_gemv.early_read
 _EMBED = torch.ops.qcut.embed_codebook.default
 _EXPLICIT = torch.ops.qcut.codebook_linear.default
 
@@ -383,7 +383,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
                 self.group_size,
                 self.scheme.seeds,
             )
-            last = self._buffers["bias"], self.set_bits[0], self.activation, None, dtype, True
+            last = self._buffers["bias"], self.set_bits[0], self.activation, None, dtype
             return self._as_result(_GEMV(*row, *self._whole(dtype), *last), x)
         blocks, scale = shared.rotate(self, self._rotation, x, torch.int8 if self.int8 else dtype)
         return self._as_result(self._multiplied(blocks, scale, m, dtype), x)
@@ -400,7 +400,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
             whole = self._whole(dtype)  # reads the codebook, on which the last option depends
-            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
+            options = self.set_bits[0], self.activation, None, dtype, self._row_norm
             y: Tensor = _GEMM(blocks, scale, m, *whole, bias, *options)
             return y
         # One product for each set: the second adds the result of the first, and the activation comes last.
@@ -410,7 +410,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
             weight = *part[:4], books[i][halves]
             added = bias if i else None
-            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
+            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32)
         return apply_activation(cast(Tensor, total), self.activation).to(dtype)
 
     def _as_result(self, y: Tensor, x: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
 
-_W8A8 = torch.ops.qcut.w8a8_linear.default
-_INT8 = torch.ops.qcut.int8_linear.default
-_WITH_ABSMAX = torch.ops.qcut.noted_linear.default
-_W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
-_W8A16 = torch.ops.qcut.w8a16_linear.default
-_INT16X8 = torch.ops.qcut.int16x8_linear.default
-_INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.default
+_W8A8 = torch.ops.qcut.w8a8_linear.early_read
+_INT8 = torch.ops.qcut.int8_linear.early_read
+_WITH_ABSMAX = torch.ops.qcut.noted_linear.early_read
+_W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.early_read
+_W8A16 = torch.ops.qcut.w8a16_linear.early_read
+_INT16X8 = torch.ops.qcut.int16x8_linear.early_read
+_INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.early_read
 
 _LEAST_NORMAL = 2.0**-126
 _MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
@@ -140,7 +140,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of the tokens.
         """
         b = self._buffers
-        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax, True)
+        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
 
     def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
         """Applies the layer to rows whose largest magnitudes are known.
@@ -153,12 +153,12 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of x.
         """
         b = self._buffers
-        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
-        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
 
 class _CalibratedLinear(Int8Linear):
@@ -312,7 +312,7 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
         b = self._buffers
         scale, zero_point = self.input_qparams
         weight = b["qweight"], b["col_scale"], b["colsum"], b["bias"]
-        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation, True)
+        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation)
 
 
 class W8A16Linear(Int8Linear, schemes=[W8A16()]):
@@ -323,7 +323,7 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
 
 class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
@@ -336,7 +336,7 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _INT16X8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _INT16X8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
 
 class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
@@ -378,4 +378,4 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _INT16X8_STATIC(x, b["qweight"], b["col_scale"], b["bias"], self.input_qparams, self.activation, True)
+        return _INT16X8_STATIC(x, b["qweight"], b["col_scale"], b["bias"], self.input_qparams, self.activation)

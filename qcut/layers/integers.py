@@ -32,7 +32,7 @@ from qcut.schemes import StaticRange, padded_k
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_LINEAR = torch.ops.qcut.integer_linear.default
+_LINEAR = torch.ops.qcut.integer_linear.early_read
 _QUANTIZE = torch.ops.qcut.quantize_per_tensor.default
 _BITS = {8: torch.int8, 16: torch.int16}
 
@@ -183,9 +183,7 @@ class IntegerLinear(nn.Module):
                 f"{layer_prefix(self.name)}q has shape {list(q.shape)}; allowed: [..., {self.in_features}]"
             )
         b = self._buffers
-        y: Tensor = _LINEAR(
-            q, b["qweight"], b["bias"], b["multiplier"], b["shift"], b["zero_point"], self.relu, constants=True
-        )
+        y: Tensor = _LINEAR(q, b["qweight"], b["bias"], b["multiplier"], b["shift"], b["zero_point"], self.relu)
         return y
 
     def extra_repr(self) -> str:

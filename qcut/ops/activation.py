@@ -104,8 +104,6 @@ class ActivateRotated(NamedTuple):
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.
-        constants: whether no kernel queued just before writes the signs, which a kernel then reads while its
-            predecessor on the stream still runs.
 
     Returns:
         Blocks and scales, as `RotateTokens` returns them.
@@ -123,7 +121,7 @@ class ActivateRotated(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     @property
     def unrotated(self) -> SiluMul | GeluTanh:

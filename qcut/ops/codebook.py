@@ -4,9 +4,8 @@ A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcu
 the weight are rotated group by group, and the operators rotate tokens in the same way. The second pass of a weight
 follows the first along the columns.
 
-With ``constants`` the caller promises that no kernel queued just before writes the weight or the operands of the
-rotation. On CUDA, kernels then read them while their predecessor on the stream still runs. Codebook layers promise
-this; without the promise, every argument may come from the kernel just before.
+The overload ``early_read`` (`qcut.ops.registry`) promises that the weight and the operands of the rotation are ready.
+Codebook layers call this overload.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def can_rotate(kind: str, group_size: int, k: int) -> bool:
     return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
 
 
-@operator("rotate_tokens", returns="(Tensor, Tensor)", native=True, layers=True)
+@operator("rotate_tokens", returns="(Tensor, Tensor)", layers=True)
 class RotateTokens(NamedTuple):
     """Tokens rotated group by group, rounded to 16 bits or quantized by row, in the order in which products read them.
 
@@ -52,7 +51,6 @@ class RotateTokens(NamedTuple):
         group_size: columns of a group; K or more takes whole rows.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type where that has 16 bits.
-        constants: see the module.
 
     Returns:
         Blocks ``[passes * Kp / B, ceil(M / 8), 8, B]`` of ``out_dtype``, B = 128 bytes and Kp the padded columns of a
@@ -71,7 +69,7 @@ class RotateTokens(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op, x = "rotate_tokens", self.x
@@ -107,7 +105,7 @@ class RotateTokens(NamedTuple):
         return layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
 
 
-@operator("codebook_gemm", returns="Tensor", native=True, layers=True)
+@operator("codebook_gemm", returns="Tensor", layers=True)
 class CodebookGemm(NamedTuple):
     """The product of rotated tokens with a codebook weight.
 
@@ -131,7 +129,6 @@ class CodebookGemm(NamedTuple):
         activation: see `qcut.schemes.ACTIVATIONS`.
         residual: ``[m, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
-        constants: see the module.
         row_norm: the caller promises that all norms of a row are one, and that
             `qcut.numerics.codebook.products.has_one_table` holds for the codebook, with int8 tokens; not with pairs.
             Kernels then need not read ``norms`` and ``fold``.
@@ -162,8 +159,8 @@ class CodebookGemm(NamedTuple):
     activation: str
     residual: Tensor | None
     out_dtype: torch.dtype
-    constants: bool = False
     row_norm: bool = False
+    early_read: bool = False
 
     @property
     def tokens(self) -> torch.dtype:
@@ -220,7 +217,7 @@ class CodebookGemm(NamedTuple):
         )
 
 
-@operator("codebook_gemv", returns="Tensor", native=True, layers=True)
+@operator("codebook_gemv", returns="Tensor", layers=True)
 class CodebookGemv(NamedTuple):
     """`RotateTokens` and `CodebookGemm` of one token in one launch, for rotations that `can_rotate` names.
 
@@ -241,7 +238,6 @@ class CodebookGemv(NamedTuple):
         activation: see `qcut.schemes.ACTIVATIONS`.
         residual: ``[1, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
-        constants: see the module.
 
     Returns:
         y ``[1, N]`` of ``out_dtype``, contiguous.
@@ -268,7 +264,7 @@ class CodebookGemv(NamedTuple):
     activation: str
     residual: Tensor | None
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     @property
     def tokens(self) -> torch.dtype:
@@ -278,12 +274,14 @@ class CodebookGemv(NamedTuple):
     @property
     def rotation(self) -> RotateTokens:
         """The rotation, first of the two operators that together compute the same."""
-        return RotateTokens(self.x, self.operands, "hadamard", self.group_size, self.seeds, self.tokens, self.constants)
+        return RotateTokens(
+            self.x, self.operands, "hadamard", self.group_size, self.seeds, self.tokens, self.early_read
+        )
 
     def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemm:
         """The product of the rotation's blocks, second of the two operators that together compute the same."""
         row_scale = None if self.fold is None else scale
-        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:])
+        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:14], early_read=self.early_read)
 
     def check(self) -> None:
         op, x, group_size, passes = "codebook_gemv", self.x, self.group_size, len(self.seeds)

@@ -35,7 +35,6 @@ class IntegerLinear(NamedTuple):
         shift: int32 ``[N]``, 0 to 62.
         zero_point: int32 ``[1]``, in [-128, 127], of an int8 result; None for int16.
         relu: whether ``least`` is the zero point.
-        constants: see `qcut.ops.linear`.
 
     Returns:
         ``[..., N]``, contiguous, of q's type.
@@ -55,7 +54,7 @@ class IntegerLinear(NamedTuple):
     shift: Tensor
     zero_point: Tensor | None
     relu: bool = False
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op, q, qweight = "integer_linear", self.q, self.qweight

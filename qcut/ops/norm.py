@@ -31,8 +31,6 @@ class AddNorm(NamedTuple):
         bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
-        constants: whether no kernel queued just before writes weight and bias, which a kernel then reads while its
-            predecessor on the stream still runs.
 
     Returns:
         s ``[M, K]``, or an empty tensor ``[0]`` without a residual, and y ``[M, K]``; contiguous, of x's type.
@@ -51,7 +49,7 @@ class AddNorm(NamedTuple):
     bias: Tensor | None
     layer: bool
     eps: float
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         _check_norm("add_norm", self)
@@ -84,7 +82,6 @@ class AddNormInt8(NamedTuple):
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
-        constants: as for `AddNorm`.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; q int8 ``[M, k_padded]``; scale float32
@@ -104,12 +101,12 @@ class AddNormInt8(NamedTuple):
     layer: bool
     eps: float
     k_padded: int
-    constants: bool = False
+    early_read: bool = False
 
     @property
     def unquantized(self) -> AddNorm:
         """The same norm without its quantization."""
-        return AddNorm(*self[:6], self.constants)
+        return AddNorm(*self[:6], self.early_read)
 
     def check(self) -> None:
         _check_norm("add_norm_int8", self)
@@ -146,7 +143,6 @@ class AddNormRotated(NamedTuple):
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.
-        constants: as for `AddNorm`, of the signs too.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; blocks and scales of y, as
@@ -169,12 +165,12 @@ class AddNormRotated(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     @property
     def unrotated(self) -> AddNorm:
         """The same norm without its rotation."""
-        return AddNorm(*self[:6], self.constants)
+        return AddNorm(*self[:6], self.early_read)
 
     def rotation(self, y: Tensor) -> RotateTokens:
         """The rotation of the norm y."""

@@ -42,8 +42,8 @@ def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
         return blocks, scale
     given, strides, aligned = _rows(call.x, *(() if call.up is None else (call.up,)))
     signs = call.operands.contiguous()
-    constants = call.constants and signs is call.operands
-    key = (kind, dtype, aligned, columns, device, rotation, constants)
+    early_read = call.early_read and signs is call.operands
+    key = (kind, dtype, aligned, columns, device, rotation, early_read)
     plan = _plans[key]
     scales = (scale.data_ptr(),) if rotation.quantized else ()
     turned = (signs.data_ptr(), 32 * signs.shape[1])
@@ -84,12 +84,12 @@ def _plans(
     columns: int,
     device: int,
     rotation: RowsRotation | None = None,
-    constants: bool = True,
+    early_read: bool = True,
 ) -> LaunchPlan:
     arch = target(device).arch
     if rotation is None:
         desc = ActivateRows(kind, DTYPES[dtype], arch, aligned)
     else:
         desc = ActivateRows.rotating(kind, DTYPES[dtype], arch, columns, rotation, aligned=aligned)
-    early = constants and pdl(device)
+    early = early_read and pdl(device)
     return LaunchSpec(desc.emit(), lambda m: desc.grid(m, columns), pdl=early).load(device)

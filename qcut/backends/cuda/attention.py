@@ -291,7 +291,7 @@ def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionP
     (_, kv_heads, context, _), window = keys.shape, seen_through(call)
     places = min(window or context, call.reach or context)
     options = (window > 0, call.softcap > 0, call.ring > 0)
-    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.settled)
+    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.early_read)
     key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans[key]
 
@@ -307,7 +307,7 @@ def _attention_plans(
     places: int,
     options: tuple[bool, bool, bool],
     norms: bool,
-    settled: bool,
+    early_read: bool,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
@@ -331,8 +331,8 @@ def _attention_plans(
         rotary = form == "rotate_and_append"
         norms = norms and ahead_of_time.has_head_norms(head, rotary, gpu)
         # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
-        settled = settled and has_pdl(gpu) and not gpu.ahead_of_time
-        source = AttentionAppend(desc, rotary, norms, settled).emit()
+        early_read = early_read and has_pdl(gpu) and not gpu.ahead_of_time
+        source = AttentionAppend(desc, rotary, norms, early_read).emit()
     else:
         norms = False
         source = desc.emit()

@@ -51,7 +51,7 @@ class Rotation(NamedTuple):
         group_size: columns of a group.
         passes: number of rotations of the same tokens.
         aligned: whether rows start at multiples of 16 bytes.
-        constants: whether the signs or matrices are constants, as those of a layer are.
+        early_read: whether the signs or matrices are ready, as those of a layer are.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Rotation(NamedTuple):
     group_size: int
     passes: int
     aligned: bool = True
-    constants: bool = True
+    early_read: bool = True
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches in order: two for dense rotations to int8, else one."""
@@ -79,7 +79,7 @@ class Rotation(NamedTuple):
         )
         k_padded = Geometry(self.k, self.group_size).k_padded
 
-        early = architecture(gpu.arch).pdl and (self.constants or self.kind == rotation.NO_ROTATION)
+        early = architecture(gpu.arch).pdl and (self.early_read or self.kind == rotation.NO_ROTATION)
         early = early and dispatch.starts_early(self.rows, self.k)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
@@ -101,7 +101,7 @@ class Rotation(NamedTuple):
             out=self.out,
             passes=self.passes,
             aligned=self.aligned,
-            constants=self.constants,
+            early_read=self.early_read,
         )
         hand_over(key, plans, Geometry(self.k, self.group_size).k_padded)
         return plans
@@ -122,7 +122,7 @@ class Product(NamedTuple):
         activation: activation after the bias.
         residual: whether a residual is added.
         rotates: dtype of the one token that the kernel rotates; None: tokens were rotated before.
-        constants: whether the weight and the signs are constants, as those of a layer are.
+        early_read: whether the weight and the signs are ready, as those of a layer are.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets beside them.
         pairs: whether the codebook is of pairs.
@@ -139,7 +139,7 @@ class Product(NamedTuple):
     activation: str
     residual: bool = False
     rotates: torch.dtype | None = None
-    constants: bool = True
+    early_read: bool = True
     row_norm: bool = False
     offsets: bool = False
     pairs: bool = False
@@ -168,7 +168,7 @@ class Product(NamedTuple):
         Raises:
             EmitError: no kernel takes the product on this GPU.
         """
-        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.constants)
+        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.early_read)
 
     def load(self, device: int) -> LaunchPlan:
         """The launch plan, handed to C++.
@@ -188,7 +188,7 @@ class Product(NamedTuple):
             out=self.out,
             bits=self.bits,
             slots=self.slots,
-            constants=self.constants,
+            early_read=self.early_read,
             bias=self.bias,
             residual=self.residual,
             row_norm=self.row_norm,
@@ -361,7 +361,7 @@ def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
     stride = x.stride(0) if m > 1 else k
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
     operands = dense(call.operands)
-    options = (call.group_size, passes, aligned, call.constants and operands is call.operands)
+    options = (call.group_size, passes, aligned, call.early_read and operands is call.operands)
     described = Rotation(call.kind, x.dtype, call.out_dtype, m_bucket(m), k, *options)
     plans = _rotation_plans[described, device]
     k_padded = blocks.shape[0] * blocks.shape[3] // passes
@@ -413,7 +413,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
     if m == 0:
         return y
     weight = parameters(call.units, call.norms, call.fold)
-    product = _product_of(call, m_bucket(m), call.constants and not weight.copied)
+    product = _product_of(call, m_bucket(m), call.early_read and not weight.copied)
     plan = _product_plans[product, call.x.get_device()]
     x, vectors = dense(call.x), parameters(call.row_scale, call.col_scale, call.bias, call.residual)
     sizes = (m, product.n, product.units, product.n)
@@ -426,7 +426,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
 def codebook_gemv(call: CodebookGemv) -> Tensor:
     call.check()
     weight, device = parameters(call.operands, call.units, call.norms, call.fold), call.x.get_device()
-    product = _product_of(call, 1, call.constants and not weight.copied, rotates=call.x.dtype)
+    product = _product_of(call, 1, call.early_read and not weight.copied, rotates=call.x.dtype)
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
@@ -441,7 +441,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
 
 
 def _product_of(
-    call: CodebookGemm | CodebookGemv, rows: int, constants: bool, *, rotates: torch.dtype | None = None
+    call: CodebookGemm | CodebookGemv, rows: int, early_read: bool, *, rotates: torch.dtype | None = None
 ) -> Product:
     return Product(
         x=call.tokens,
@@ -455,7 +455,7 @@ def _product_of(
         activation=call.activation,
         residual=call.residual is not None,
         rotates=rotates,
-        constants=constants,
+        early_read=early_read,
         row_norm=isinstance(call, CodebookGemm) and call.row_norm,
         offsets=isinstance(call, CodebookGemm) and call.offsets,
         pairs=is_pair_book(call.book),

@@ -64,12 +64,12 @@ def _launch(
         bias = bias.contiguous()
     signs = call.operands.contiguous() if isinstance(call, AddNormRotated) else None
     # A copy is written by the kernel just before.
-    constants = call.constants and weight is call.weight and bias is call.bias
+    early_read = call.early_read and weight is call.weight and bias is call.bias
     if isinstance(call, AddNormRotated):
-        constants = constants and signs is call.operands
+        early_read = early_read and signs is call.operands
     aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
     quantized = scale is not None and rotation is None
-    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, constants, device)
+    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, early_read, device)
     plan = _plans[key]
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
@@ -91,11 +91,11 @@ def _plans(
     many: bool,
     aligned: bool,
     rotation: RowsRotation | None,
-    constants: bool,
+    early_read: bool,
     device: int,
 ) -> LaunchPlan:
     flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
     gpu = target(device)
     columns = norm_columns(k, DTYPES[dtype], gpu, aligned=aligned)
     desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation)
-    return LaunchSpec(desc.emit(), desc.grid, pdl=constants and pdl(device)).load(device)
+    return LaunchSpec(desc.emit(), desc.grid, pdl=early_read and pdl(device)).load(device)

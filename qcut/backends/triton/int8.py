@@ -258,4 +258,4 @@ def int8_linear(call: Int8Linear) -> Tensor:
 @serves(LinearWithAbsmax, "triton")
 def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
     call.check()
-    return w8a8_linear(W8A8Linear(call.x, call.qweight, call.weight_scale, call.bias, call.activation, call.constants))
+    return w8a8_linear(W8A8Linear(call.x, call.qweight, call.weight_scale, call.bias, call.activation))

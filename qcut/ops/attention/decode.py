@@ -260,6 +260,10 @@ class AppendAttention(NamedTuple):
     With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNorm` without a
     residual, a head a row. Queries are not written back.
 
+    The overload ``early_read`` promises that positions, slots, tables, norms and cache are ready: no kernel has written
+    them since the last kernel that was launched after all before it had ended, as the first of a CUDA graph is. On
+    CUDA, kernels for 16-bit queries then read the cache while their predecessor still runs.
+
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
         k: ``[B, kv_heads, head]`` of q's type, heads side by side.
@@ -288,10 +292,6 @@ class AppendAttention(NamedTuple):
         eps: of both norms.
         ring: as in `AppendKv` and `DecodeAttention`.
         reach: as in `DecodeAttention`, the new token's place included.
-        settled: the caller promises that no kernel that may still run when this one begins has written positions,
-            slots, tables, norms or the cache: with dependent launch, none since the last kernel that was launched after
-            all before it had ended, as the first of a CUDA graph is. On CUDA, kernels for 16-bit queries then read the
-            cache while their predecessor still runs. False: every argument may come from the kernel just before.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -327,7 +327,7 @@ class AppendAttention(NamedTuple):
     eps: float = 0.0
     ring: int = 0
     reach: int = 0
-    settled: bool = False
+    early_read: bool = False
 
     @property
     def tokens(self) -> Tokens:

@@ -131,7 +131,7 @@ def test_kernels_are_chosen_for_the_reach_and_strides_are_the_caches(launches: L
 
 
 def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Target) -> None:
-    for call in (step(), step()._replace(settled=True), step(torch.float32)._replace(settled=True)):
+    for call in (step(), step()._replace(early_read=True), step(torch.float32)._replace(early_read=True)):
         attention_cuda.append_attention(call)
     assert ["_settled" in launch["kernel"] for launch in launches] == [False, gpu is H200, False, False]
     assert launches[0]["grid"] == launches[1]["grid"]

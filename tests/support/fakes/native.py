@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -153,18 +154,20 @@ def registered(namespace: str, driver: Driver) -> Iterator[_native.Library]:
 
 
 def defined(namespace: str, serves: Callable[[str], Callable[..., Any]]) -> torch.library.Library:
-    """The operators in a namespace, on CPU tensors served by a function for each name."""
+    """The operators in a namespace, on CPU tensors served by a function for each overload."""
     definitions = torch.library.Library(namespace, "DEF")
-    for name in _native.OPS:
-        definitions.define(str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::"))
-        definitions.impl(name, serves(name), "CPU")
+    for name, overload in product(_native.OPS, ("default", "early_read")):
+        qualified = name if overload == "default" else f"{name}.{overload}"
+        definitions.define(str(getattr(getattr(torch.ops.qcut, name), overload)._schema).removeprefix("qcut::"))
+        definitions.impl(qualified, serves(qualified), "CPU")
     return definitions
 
 
 def by_python(op: str) -> Callable[..., Any]:
     """The operator as Python serves it on CUDA."""
-    call, function = PYTHONS[op]
-    return lambda *args: function(call(*args))
+    name, _, overload = op.partition(".")
+    call, function = PYTHONS[name]
+    return lambda *args: function(call(*args, early_read=bool(overload)))
 
 
 class Setting:
