@@ -20,7 +20,8 @@ from qcut.layers.codebook_buffers import (
     stored_passes,
 )
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear, StateEntry
+from qcut.layers.linear import Known, Linear
+from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key

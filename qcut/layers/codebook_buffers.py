@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.layers.linear import StateEntry
+from qcut.layers.quantized import StateEntry
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import packing, pairs
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
 from qcut.layers.codebook import CodebookLinear, _by_kernels
-from qcut.layers.linear import Known, StateEntry
+from qcut.layers.linear import Known
+from qcut.layers.quantized import StateEntry
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import rotation

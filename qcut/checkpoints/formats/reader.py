@@ -33,7 +33,8 @@ from qcut.checkpoints.huggingface import causal_class, model_of
 from qcut.common.safetensors import TensorFile
 from qcut.errors import CheckpointError
 from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import Linear, state_dtype
+from qcut.layers.linear import Linear
+from qcut.layers.quantized import QuantizedLayer, set_weight_dtype
 from qcut.models.modules import replace_modules
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -55,7 +56,7 @@ def load(found: Detected, options: Options) -> nn.Module:
         if found.format == GGUF and dtype is None:
             dtype = torch.float16
         _fill(model, opened, torch.device(device), dtype, progress)
-    state_dtype(model, dtype or float_dtype(model))
+    set_weight_dtype(model, dtype or float_dtype(model))
     return model
 
 
@@ -186,6 +187,6 @@ def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.
     replace_modules(model, new)
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(module, Linear):
+            if buffer is not None and not isinstance(module, QuantizedLayer):
                 module._buffers[key] = buffer.to(device)
     check_no_meta(dict(model.named_modules()), Path(where))

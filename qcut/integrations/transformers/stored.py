@@ -36,7 +36,8 @@ from qcut.integrations.transformers.placing import (
     without_weight,
 )
 from qcut.layers.frozen import FrozenWeight
-from qcut.layers.linear import Linear, state_dtype
+from qcut.layers.linear import Linear
+from qcut.layers.quantized import set_weight_dtype
 from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
@@ -153,7 +154,7 @@ class StoredLoading:
             if found := out_of_range(_own(parameter.detach())):
                 raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
         dtype = loading_dtype(model)
-        state_dtype(model, dtype)
+        set_weight_dtype(model, dtype)
         for name in self._saved.embeddings:
             model.get_submodule(name).dtype = dtype
         if self._parallel is not None:
@@ -367,7 +368,7 @@ class ForeignLoading:
         with self._open:
             new = self._matched.make(floats.device, floats.dtype, is_progress_bar_enabled())
         replace_modules(model, new)
-        state_dtype(model, floats.dtype)
+        set_weight_dtype(model, floats.dtype)
         check_no_meta(dict(model.named_modules()), Path(where))
         model.eval()
 

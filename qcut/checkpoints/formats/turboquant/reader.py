@@ -37,7 +37,7 @@ from qcut.common.together import open_together
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import state_dtype
+from qcut.layers.quantized import set_weight_dtype
 from qcut.models.modules import is_linear, replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import packing
@@ -104,7 +104,7 @@ def load(found: Detected, options: Options) -> nn.Module:
                 advance(1)
         replace_modules(model, new)
     check_no_meta(dict(model.named_modules()), directory)
-    state_dtype(model, dtype or float_dtype(model))
+    set_weight_dtype(model, dtype or float_dtype(model))
     return model
 
 
