@@ -73,7 +73,10 @@ class QuantizedLayer(Quantized):
         return sum(b.nbytes for b in self.buffers())
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint says of the layer besides its tensors."""
+        """What a checkpoint says of the layer besides its tensors.
+
+        Scheme, in_features, out_features, bias and activation are read without the layer; other keys are its kind's.
+        """
         raise NotImplementedError
 
     @classmethod
