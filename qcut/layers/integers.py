@@ -26,7 +26,7 @@ from qcut.numerics import int8, int16
 from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import in_plain_state
-from qcut.ops.quantize import flat
+from qcut.ops.checks import flat
 from qcut.schemes import StaticRange, padded_k
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from qcut.errors import QuantizationError, ShapeError
 from qcut.numerics import int16
 from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
-from qcut.ops.checks import S32, check_dtype, check_int8_matrix, check_tensor
-from qcut.ops.quantize import flat
+from qcut.ops.checks import S32, check_dtype, check_int8_matrix, check_tensor, flat
 from qcut.ops.registry import operator
 from qcut.schemes import K_ALIGNMENT, padded_k
 

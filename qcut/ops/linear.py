@@ -28,8 +28,8 @@ from qcut.ops.checks import (
     check_tensor,
     check_tokens,
     check_zero_point,
+    flat,
 )
-from qcut.ops.quantize import flat
 from qcut.ops.registry import MUTATED, operator
 from qcut.schemes import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 

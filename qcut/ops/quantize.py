@@ -20,14 +20,10 @@ from qcut.ops.checks import (
     check_tensor,
     check_tokens,
     check_zero_point,
+    flat,
 )
 from qcut.ops.registry import operator
 from qcut.schemes import K_MAX
-
-
-def flat(x: Tensor) -> Tensor:
-    """x ``[..., K]`` as rows ``[M, K]``."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check_padding(op: str, x: Tensor, k_padded: int) -> None:

@@ -125,7 +125,7 @@ def operator(
         def run(made: C, compute: Callable[[C], Any]) -> Any:
             if not torch.is_grad_enabled():
                 return compute(made)
-            x = gradients.wanted_by(made)  # type: ignore[arg-type]
+            x = _requires_grad(made)  # type: ignore[arg-type]
             if x is not None and returns == "()" and _any_floating(made[i] for i in written):  # type: ignore[index]
                 raise UnsupportedError(f"qcut::{name}: writes to tensors of a graph; {gradients.ALLOWED}")
             # With gradients, torch would differentiate through the reference's rounding, and be wrong.
@@ -160,7 +160,7 @@ def operator(
                 made = make(*args, **kwargs)
                 made.check()
                 # A compiler would leave the gradient out.
-                if torch.is_grad_enabled() and gradients.wanted_by(made) is not None:  # type: ignore[arg-type]
+                if torch.is_grad_enabled() and _requires_grad(made) is not None:  # type: ignore[arg-type]
                     allowed = gradients.ALLOWED
                     raise UnsupportedError(f"qcut::{name}: an argument to be compiled has gradients; {allowed}")
                 return made.fake()
@@ -199,6 +199,17 @@ def _keep_from_autocast(name: str, qualified: str) -> None:
                 return getattr(getattr(torch.ops.qcut, name), overload)(*args, **kwargs)
 
         library.impl(qualified, run, f"Autocast{device}")
+
+
+def _requires_grad(arguments: Iterable[Any]) -> Tensor | None:
+    """The first tensor that requires a gradient, lists of tensors included; None: none does."""
+    for value in arguments:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return value
+        elif isinstance(value, list | tuple) and (found := _requires_grad(value)) is not None:
+            return found
+    return None
 
 
 def _is_written(hint: Any) -> bool:

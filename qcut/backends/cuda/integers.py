@@ -19,8 +19,8 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.decoder.split_halves import SplitHalves
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.numerics import int16
+from qcut.ops.checks import flat
 from qcut.ops.integers import IntegerLinear
-from qcut.ops.quantize import flat
 from qcut.ops.registry import serves
 from qcut.schemes import padded_k
 
