@@ -72,7 +72,7 @@ class StepAttention:
         counters: int32 ``[B queries]``, zero before and after every launch.
         reach: ``max_seq_len`` bucket that the kernels are chosen for; 0: the cache's length.
         others: further buckets, whose kernels run too, to be built and loaded; they compute the same.
-        early_read: whether the promise of `qcut.ops.attention.decode.AppendAttention` holds.
+        early_read: whether the promise of `qcut.ops.attention.decode.AppendAttentionOp` holds.
     """
 
     raises_absmax: ClassVar[bool] = True

@@ -37,7 +37,7 @@ def can_rotate(kind: str, group_size: int, k: int) -> bool:
 
 
 @operator("rotate_tokens", returns="(Tensor, Tensor)", layers=True)
-class RotateTokens(NamedTuple):
+class RotateTokensOp(NamedTuple):
     """Tokens rotated group by group, rounded to 16 bits or quantized by row, in the order in which products read them.
 
     The formula is `qcut.numerics.codebook.tokens.rotate_tokens`, the order of memory
@@ -106,7 +106,7 @@ class RotateTokens(NamedTuple):
 
 
 @operator("codebook_gemm", returns="Tensor", layers=True)
-class CodebookGemm(NamedTuple):
+class CodebookGemmOp(NamedTuple):
     """The product of rotated tokens with a codebook weight.
 
     With 16-bit tokens ``acc = sum_k x[m, k] * norm[n, slot(k)] * (value[idx[n, k]] + offset[n, slot(k)])``; with int8
@@ -114,7 +114,7 @@ class CodebookGemm(NamedTuple):
     ``y = rne(act(acc * col_scale[n] + bias[n]) + residual[m, n])``, rne rounding to the nearest value of ``out_dtype``.
 
     Args:
-        x: blocks of tokens ``[128 U / B, ceil(m / 8), 8, B]``, B = 128 bytes, as `RotateTokens` makes them: float16,
+        x: blocks of tokens ``[128 U / B, ceil(m / 8), 8, B]``, B = 128 bytes, as `RotateTokensOp` makes them: float16,
             bfloat16 or int8.
         row_scale: float32 ``[m]`` of int8 tokens, else None.
         m: tokens.
@@ -218,8 +218,8 @@ class CodebookGemm(NamedTuple):
 
 
 @operator("codebook_gemv", returns="Tensor", layers=True)
-class CodebookGemv(NamedTuple):
-    """`RotateTokens` and `CodebookGemm` of one token in one launch, for rotations that `can_rotate` names.
+class CodebookGemvOp(NamedTuple):
+    """`RotateTokensOp` and `CodebookGemmOp` of one token in one launch, for rotations that `can_rotate` names.
 
     Args:
         x: float16 or bfloat16 ``[1, K]``, K a multiple of the group.
@@ -247,7 +247,7 @@ class CodebookGemv(NamedTuple):
         ConfigError: another group, no seed, another book, number of bits or activation.
         QuantizationError: int8 products of more columns than int32 sums exactly.
 
-    Exactness: bitwise the two operators one after the other on the CPU; a kernel is near it as `CodebookGemm`'s is.
+    Exactness: bitwise the two operators one after the other on the CPU; a kernel is near it as `CodebookGemmOp`'s is.
     """
 
     x: Tensor
@@ -272,16 +272,16 @@ class CodebookGemv(NamedTuple):
         return self.x.dtype if self.fold is None else torch.int8
 
     @property
-    def rotation(self) -> RotateTokens:
+    def rotation(self) -> RotateTokensOp:
         """The rotation, first of the two operators that together compute the same."""
-        return RotateTokens(
+        return RotateTokensOp(
             self.x, self.operands, "hadamard", self.group_size, self.seeds, self.tokens, self.early_read
         )
 
-    def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemm:
+    def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemmOp:
         """The product of the rotation's blocks, second of the two operators that together compute the same."""
         row_scale = None if self.fold is None else scale
-        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:14], early_read=self.early_read)
+        return CodebookGemmOp(blocks, row_scale, 1, self.units, self.norms, *self[6:14], early_read=self.early_read)
 
     def check(self) -> None:
         op, x, group_size, passes = "codebook_gemv", self.x, self.group_size, len(self.seeds)
@@ -321,7 +321,7 @@ def check_rotated(op: str, x: Tensor, operands: Tensor, group_size: int, seeds: 
 
 
 @operator("codebook_linear", returns="Tensor", composed=True)
-class CodebookLinear(NamedTuple):
+class CodebookLinearOp(NamedTuple):
     """A whole layer in plain torch on every device: the reference of `qcut.execution_path`.
 
     ``y = act(x @ W.T + bias)``, W the sum of one or two passes of rotated codebook weights. Passes of one width are one
@@ -458,7 +458,7 @@ def _check_int8(op: str, units_k: int) -> None:
         )
 
 
-def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: int) -> None:
+def _check_product(op: str, call: CodebookGemmOp | CodebookGemvOp, m: int, units_k: int) -> None:
     """Check all but the tokens of a product of m tokens and ``128 units_k`` columns."""
     device, norms = call.x.device, call.norms
     extent = call.col_scale.shape
@@ -472,7 +472,7 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
     if slots not in (1, 2, 4):
         allowed = f"[{tiles}, {units_k}, 1 or 2 or 4, 8, 2]"
         raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: {allowed}")
-    floats = isinstance(call, CodebookGemm) and call.tokens is not torch.int8
+    floats = isinstance(call, CodebookGemmOp) and call.tokens is not torch.int8
     width = 4 if floats and norms.shape[4] == 4 else 2
     check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, width), device)
     if products.is_pair_book(call.book):

@@ -19,7 +19,7 @@ S64 = (torch.int64,)
 
 
 @operator("integer_linear", returns="Tensor")
-class IntegerLinear(NamedTuple):
+class IntegerLinearOp(NamedTuple):
     """``y = clamp(rne((acc + bias[n]) * multiplier[n] / 2**shift[n]) + zero_point, least, most)`` in integers.
 
     ``acc = sum_k q[m, k] * qweight[n, k]``, and ``rne`` rounds to the nearest integer, halves to the even one. int8

@@ -66,7 +66,7 @@ def _by_rows(reference: Callable[..., Tensor], x: Tensor, qweight: Tensor, *rest
 
 
 @operator("w8a8_linear", returns="Tensor", layers=True)
-class W8A8Linear(NamedTuple):
+class W8A8LinearOp(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on tokens quantized with a scale each.
 
     Args:
@@ -106,7 +106,7 @@ class W8A8Linear(NamedTuple):
 
 
 @operator("w8a8_static_linear", returns="Tensor", layers=True)
-class W8A8StaticLinear(NamedTuple):
+class W8A8StaticLinearOp(NamedTuple):
     """``y = act(f32(acc - z_x * colsum[n]) * col_scale[n] + b[n])`` on tokens quantized with one scale and zero point.
 
     Args:
@@ -155,7 +155,7 @@ class W8A8StaticLinear(NamedTuple):
 
 
 @operator("w8a16_linear", returns="Tensor", layers=True)
-class W8A16Linear(NamedTuple):
+class W8A16LinearOp(NamedTuple):
     """``y = act((sum_k x[m, k] * qweight[n, k]) * s_w[n] + b[n])``: int8 weights, float tokens.
 
     Args:
@@ -194,7 +194,7 @@ class W8A16Linear(NamedTuple):
 
 
 @operator("int16x8_linear", returns="Tensor", layers=True)
-class Int16x8Linear(NamedTuple):
+class Int16x8LinearOp(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on int16 tokens with a scale each, ``acc`` in int64.
 
     Args:
@@ -234,7 +234,7 @@ class Int16x8Linear(NamedTuple):
 
 
 @operator("int16x8_static_linear", returns="Tensor", layers=True)
-class Int16x8StaticLinear(NamedTuple):
+class Int16x8StaticLinearOp(NamedTuple):
     """``y = act(f32(acc) * col_scale[n] + b[n])`` on int16 tokens with one calibrated scale, ``acc`` in int64.
 
     Args:
@@ -277,7 +277,7 @@ class Int16x8StaticLinear(NamedTuple):
 
 
 @operator("int8_linear", returns="Tensor", layers=True)
-class Int8Linear(NamedTuple):
+class Int8LinearOp(NamedTuple):
     """``y = act(f32(acc) * q_scale[m] * s_w[n] + b[n])`` on tokens that are int8 already, as a norm leaves them.
 
     Args:
@@ -344,7 +344,7 @@ class Int8Linear(NamedTuple):
 
 
 @operator("noted_linear", returns="Tensor", layers=True)
-class LinearWithAbsmax(NamedTuple):
+class LinearWithAbsmaxOp(NamedTuple):
     """The formula of ``w8a8_linear`` on rows whose largest magnitudes are known.
 
     Args:

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
-from qcut.ops.codebook import RotateTokens, check_rotated
+from qcut.ops.codebook import RotateTokensOp, check_rotated
 from qcut.ops.registry import operator
 
 
 @operator("add_norm", returns="(Tensor, Tensor)")
-class AddNorm(NamedTuple):
+class AddNormOp(NamedTuple):
     """The sum of a layer's output and the residual, and the norm of the sum.
 
     rne rounds to the nearest value of x's type, s is ``rne(x + residual)``, or x without a residual::
@@ -68,10 +68,10 @@ class AddNorm(NamedTuple):
 
 
 @operator("add_norm_int8", returns="(Tensor, Tensor, Tensor)")
-class AddNormInt8(NamedTuple):
+class AddNormInt8Op(NamedTuple):
     """The sum of a layer's output and the residual, and its norm quantized by rows for int8 products.
 
-    s and y are those of `AddNorm`; ``scale[m] = max_k |f32(y[m, k])| / 127``, or 1 where that is 0, and
+    s and y are those of `AddNormOp`; ``scale[m] = max_k |f32(y[m, k])| / 127``, or 1 where that is 0, and
     ``q = clamp(rne(f32(y) / scale[m]), -127, 127)``.
 
     Args:
@@ -91,7 +91,8 @@ class AddNormInt8(NamedTuple):
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: an RMSNorm is given a bias.
 
-    Exactness: q and scale are bitwise `qcut.numerics.int8.quantize_per_token_ref` of `AddNorm`'s y on the same device.
+    Exactness: q and scale are bitwise `qcut.numerics.int8.quantize_per_token_ref` of y of `AddNormOp` on the same
+        device.
     """
 
     x: Tensor
@@ -104,9 +105,9 @@ class AddNormInt8(NamedTuple):
     early_read: bool = False
 
     @property
-    def unquantized(self) -> AddNorm:
+    def unquantized(self) -> AddNormOp:
         """The same norm without its quantization."""
-        return AddNorm(*self[:6], self.early_read)
+        return AddNormOp(*self[:6], self.early_read)
 
     def check(self) -> None:
         _check_norm("add_norm_int8", self)
@@ -126,10 +127,10 @@ class AddNormInt8(NamedTuple):
 
 
 @operator("add_norm_rotated", returns="(Tensor, Tensor, Tensor)")
-class AddNormRotated(NamedTuple):
+class AddNormRotatedOp(NamedTuple):
     """The sum of a layer's output and the residual, and its norm rotated for products with codebook weights.
 
-    s and y are those of `AddNorm`; y is rotated by `RotateTokens` with ``hadamard``.
+    s and y are those of `AddNormOp`; y is rotated by `RotateTokensOp` with ``hadamard``.
 
     Args:
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
@@ -146,13 +147,13 @@ class AddNormRotated(NamedTuple):
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; blocks and scales of y, as
-        `RotateTokens` returns them.
+        `RotateTokensOp` returns them.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: an RMSNorm is given a bias; another group, or no seed.
 
-    Exactness: blocks and scales are bitwise `RotateTokens` of `AddNorm`'s y on the same device.
+    Exactness: blocks and scales are bitwise `RotateTokensOp` of `AddNormOp`'s y on the same device.
     """
 
     x: Tensor
@@ -168,13 +169,13 @@ class AddNormRotated(NamedTuple):
     early_read: bool = False
 
     @property
-    def unrotated(self) -> AddNorm:
+    def unrotated(self) -> AddNormOp:
         """The same norm without its rotation."""
-        return AddNorm(*self[:6], self.early_read)
+        return AddNormOp(*self[:6], self.early_read)
 
-    def rotation(self, y: Tensor) -> RotateTokens:
+    def rotation(self, y: Tensor) -> RotateTokensOp:
         """The rotation of the norm y."""
-        return RotateTokens(y, self.operands, "hadamard", *self[7:])
+        return RotateTokensOp(y, self.operands, "hadamard", *self[7:])
 
     def check(self) -> None:
         _check_norm("add_norm_rotated", self)
@@ -189,7 +190,7 @@ class AddNormRotated(NamedTuple):
         return total, *self.rotation(y).cpu()
 
 
-def _check_norm(op: str, call: AddNorm | AddNormInt8 | AddNormRotated) -> None:
+def _check_norm(op: str, call: AddNormOp | AddNormInt8Op | AddNormRotatedOp) -> None:
     x, bias = call.x, call.bias
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() != 2 or x.shape[1] < 1:

@@ -5,13 +5,13 @@ arguments, ``fake`` makes results without values, ``cpu`` computes results. `ope
 fields and registers the class; `serves` marks the function in `qcut.backends.cuda` that computes the same on a GPU::
 
     @operator("silu_mul", returns="Tensor")
-    class SiluMul(NamedTuple):
+    class SiluMulOp(NamedTuple):
         gate: Tensor
         up: Tensor
         absmax: Annotated[Tensor | None, MUTATED] = None
 
-    @serves(SiluMul)
-    def silu_mul(call: SiluMul) -> Tensor: ...
+    @serves(SiluMulOp)
+    def silu_mul(call: SiluMulOp) -> Tensor: ...
 
 An operator whose class ends in the field `EARLY_READ` has an overload of this name beside ``default``, with the same
 arguments. Its caller promises that weights are ready: no kernel queued just before writes them, so a kernel may read

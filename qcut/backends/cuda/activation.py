@@ -11,24 +11,24 @@ from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.decoder.activate import ActivateRows
-from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
+from qcut.ops.activation import ActivateRotatedOp, GeluTanhOp, SiluMulOp
 from qcut.ops.registry import serves
 
 
-@serves(SiluMul)
-def silu_mul(call: SiluMul) -> Tensor:
+@serves(SiluMulOp)
+def silu_mul(call: SiluMulOp) -> Tensor:
     call.check()
     return _launch("silu_mul", call.absmax, call.gate, call.up)
 
 
-@serves(GeluTanh)
-def gelu_tanh(call: GeluTanh) -> Tensor:
+@serves(GeluTanhOp)
+def gelu_tanh(call: GeluTanhOp) -> Tensor:
     call.check()
     return _launch("gelu_tanh", call.absmax, call.x)
 
 
-@serves(ActivateRotated)
-def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
+@serves(ActivateRotatedOp)
+def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     call.check()
     kind, columns, dtype = "gelu_tanh" if call.up is None else "silu_mul", call.x.shape[1], call.x.dtype
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, columns), len(call.seeds))

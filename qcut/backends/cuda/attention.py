@@ -22,8 +22,8 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend
 from qcut.errors import DtypeError
 from qcut.numerics import int8
-from qcut.ops.attention.decode import AppendAttention, AppendKv, DecodeAttention
-from qcut.ops.attention.prefill import PromptAttention
+from qcut.ops.attention.decode import AppendAttentionOp, AppendKvOp, DecodeAttentionOp
+from qcut.ops.attention.prefill import PromptAttentionOp
 from qcut.ops.registry import serves
 
 _LOG2_E = math.log2(math.e)
@@ -31,13 +31,13 @@ _LOG2_E = math.log2(math.e)
 # ── filling the cache ────────────────────────────────────────────────────────────────────────────
 
 
-@serves(AppendKv)
-def append_kv(call: AppendKv) -> None:
+@serves(AppendKvOp)
+def append_kv(call: AppendKvOp) -> None:
     call.check()
     _append(call)
 
 
-def _append(call: AppendKv) -> None:
+def _append(call: AppendKvOp) -> None:
     tokens, cache = call.tokens, call.cache
     q, k, v = tokens.q, tokens.k, tokens.v
     (count, heads, head), (_, kv_heads, context, _), device = q.shape, cache.keys.shape, q.get_device()
@@ -82,14 +82,14 @@ def _append(call: AppendKv) -> None:
     plan.launch(count, (*pointers, *strides, *sizes), current_stream(device))
 
 
-def _guide(call: AppendKv | AppendAttention) -> tuple[int, ...]:
+def _guide(call: AppendKvOp | AppendAttentionOp) -> tuple[int, ...]:
     """The address that kernels which write 4-bit keys take; null without a guide."""
     if not call.cache.has_turned_keys:
         return ()
     return (0 if call.guide is None else call.guide.data_ptr(),)
 
 
-def _append_aligned(call: AppendKv, tables: list[Tensor]) -> None:
+def _append_aligned(call: AppendKvOp, tables: list[Tensor]) -> None:
     """The same where rows do not start at whole vectors, of which no kernel makes 4-bit rows."""
     q, k, v = (rows.clone(memory_format=torch.contiguous_format) for rows in call.tokens[:3])
     cos, sin = (table.clone() for table in tables) if tables else (None, None)
@@ -142,17 +142,17 @@ def check_cache(dtype: torch.dtype, keys: torch.dtype, values: torch.dtype, head
         check_heads(DTYPES[dtype], DTYPES[keys], head, target(device), values_beside(keys, values))
 
 
-def seen_through(call: DecodeAttention | AppendAttention | PromptAttention) -> int:
+def seen_through(call: DecodeAttentionOp | AppendAttentionOp | PromptAttentionOp) -> int:
     """The window of a ring, or one that leaves a part of the cache, else 0: others serve wider ones."""
     return call.window if call.ring or call.window < call.keys.shape[2] else 0
 
 
-def ring_arguments(call: AppendKv | DecodeAttention | AppendAttention | PromptAttention) -> tuple[int, ...]:
+def ring_arguments(call: AppendKvOp | DecodeAttentionOp | AppendAttentionOp | PromptAttentionOp) -> tuple[int, ...]:
     """The bound of places that kernels of rings take."""
     return (call.ring,) if call.ring else ()
 
 
-def scores_arguments(call: DecodeAttention | AppendAttention | PromptAttention) -> tuple[int | float, ...]:
+def scores_arguments(call: DecodeAttentionOp | AppendAttentionOp | PromptAttentionOp) -> tuple[int | float, ...]:
     """``scale`` of kernels of attention, and what `Scores` adds: see `qcut.emitters.attention.scores`."""
     window, ring = (call.window,) if seen_through(call) else (), ring_arguments(call)
     if call.softcap:
@@ -218,22 +218,22 @@ class AttentionPlan:
     norms: bool
 
 
-@serves(DecodeAttention)
-def decode_attention(call: DecodeAttention) -> Tensor:
+@serves(DecodeAttentionOp)
+def decode_attention(call: DecodeAttentionOp) -> Tensor:
     call.check()
     if call.q.shape[0] == 0:
         return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     return _decode(call)
 
 
-def _decode(call: DecodeAttention) -> Tensor:
+def _decode(call: DecodeAttentionOp) -> Tensor:
     cache = call.cache
     given = [call.q, *cache[:2], *cache.scales, call.positions.contiguous()]
     return _launch(_plan_for("read", call), call, given)
 
 
-@serves(AppendAttention)
-def append_attention(call: AppendAttention) -> Tensor:
+@serves(AppendAttentionOp)
+def append_attention(call: AppendAttentionOp) -> Tensor:
     call.check()
     if call.q.shape[0] == 0:
         return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
@@ -261,7 +261,7 @@ def append_attention(call: AppendAttention) -> Tensor:
 
 def _launch(
     plan: AttentionPlan,
-    call: DecodeAttention | AppendAttention,
+    call: DecodeAttentionOp | AppendAttentionOp,
     given: list[Tensor],
     guide: tuple[int, ...] = (),
     absmax: tuple[int, ...] = (),
@@ -285,13 +285,13 @@ def _launch(
     return y
 
 
-def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
+def _plan_for(form: Form, call: DecodeAttentionOp | AppendAttentionOp) -> AttentionPlan:
     """The plan for the call's shape, in which batch and context or reach too decide the kernel and its parts."""
     q, keys = call.q, call.keys
     (_, kv_heads, context, _), window = keys.shape, seen_through(call)
     places = min(window or context, call.reach or context)
     options = (window > 0, call.softcap > 0, call.ring > 0)
-    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.early_read)
+    steps = (False, False) if isinstance(call, DecodeAttentionOp) else (len(call.norms) > 0, call.early_read)
     key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans[key]
 

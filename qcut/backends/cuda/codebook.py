@@ -33,7 +33,7 @@ from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREA
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 from qcut.numerics.codebook.products import is_pair_book
-from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp, can_rotate
 from qcut.ops.registry import serves
 
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
@@ -344,13 +344,13 @@ class CodebookLayer:
 _rotation_plans = PlanCache(Rotation.load, on_clear=partial(native.clear, "rotate_tokens"))
 
 
-@serves(RotateTokens)
-def rotate_tokens(call: RotateTokens) -> tuple[Tensor, Tensor]:
+@serves(RotateTokensOp)
+def rotate_tokens(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     call.check()
     return rotate(call)
 
 
-def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+def rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     """What `rotate_tokens` computes of arguments that were checked."""
     blocks, scale = call.fake()
     x, (m, k), passes, device = call.x, call.x.shape, len(call.seeds), call.x.get_device()
@@ -401,13 +401,13 @@ def rotates_rows(gpu: Target, describe: Callable[..., object], *shape: Hashable,
 _product_plans = PlanCache(Product.load, on_clear=partial(native.clear, "codebook_gemm", "codebook_gemv"))
 
 
-@serves(CodebookGemm)
-def codebook_gemm(call: CodebookGemm) -> Tensor:
+@serves(CodebookGemmOp)
+def codebook_gemm(call: CodebookGemmOp) -> Tensor:
     call.check()
     return _multiply(call)
 
 
-def _multiply(call: CodebookGemm) -> Tensor:
+def _multiply(call: CodebookGemmOp) -> Tensor:
     m = call.m
     y = call.fake()
     if m == 0:
@@ -422,8 +422,8 @@ def _multiply(call: CodebookGemm) -> Tensor:
     return y
 
 
-@serves(CodebookGemv)
-def codebook_gemv(call: CodebookGemv) -> Tensor:
+@serves(CodebookGemvOp)
+def codebook_gemv(call: CodebookGemvOp) -> Tensor:
     call.check()
     weight, device = parameters(call.operands, call.units, call.norms, call.fold), call.x.get_device()
     product = _product_of(call, 1, call.early_read and not weight.copied, rotates=call.x.dtype)
@@ -441,7 +441,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
 
 
 def _product_of(
-    call: CodebookGemm | CodebookGemv, rows: int, early_read: bool, *, rotates: torch.dtype | None = None
+    call: CodebookGemmOp | CodebookGemvOp, rows: int, early_read: bool, *, rotates: torch.dtype | None = None
 ) -> Product:
     return Product(
         x=call.tokens,
@@ -456,7 +456,7 @@ def _product_of(
         residual=call.residual is not None,
         rotates=rotates,
         early_read=early_read,
-        row_norm=isinstance(call, CodebookGemm) and call.row_norm,
-        offsets=isinstance(call, CodebookGemm) and call.offsets,
+        row_norm=isinstance(call, CodebookGemmOp) and call.row_norm,
+        offsets=isinstance(call, CodebookGemmOp) and call.offsets,
         pairs=is_pair_book(call.book),
     )

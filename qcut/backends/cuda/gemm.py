@@ -29,7 +29,7 @@ from qcut.emitters.families import (
 )
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream.w8a8 import Tokens
-from qcut.ops.gemm import GemmS8
+from qcut.ops.gemm import GemmS8Op
 from qcut.ops.registry import serves
 from qcut.schemes import padded_k
 
@@ -226,7 +226,7 @@ def _problem(left: Operand, right: Operand, epilogue: Epilogue, out_layout: Lite
 # ── the operator ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _epilogue(call: GemmS8) -> Epilogue:
+def _epilogue(call: GemmS8Op) -> Epilogue:
     return Epilogue(
         out=DTYPES[call.dtype],
         row_scale="none" if call.row_scale is None else "per_token",
@@ -239,8 +239,8 @@ def _epilogue(call: GemmS8) -> Epilogue:
     )
 
 
-@serves(GemmS8)
-def gemm_s8(call: GemmS8, choice: Choice | None = None) -> Tensor:
+@serves(GemmS8Op)
+def gemm_s8(call: GemmS8Op, choice: Choice | None = None) -> Tensor:
     """Compute the operator, with the kernel ``choice`` where one is given, else with the one dispatch chooses."""
     call.check()
     (m, k), n, device = call.a.shape, call.b.shape[0], call.a.get_device()

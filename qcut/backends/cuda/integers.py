@@ -20,7 +20,7 @@ from qcut.emitters.decoder.split_halves import SplitHalves
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.numerics import int16
 from qcut.ops.checks import flat
-from qcut.ops.integers import IntegerLinear
+from qcut.ops.integers import IntegerLinearOp
 from qcut.ops.registry import serves
 from qcut.schemes import padded_k
 
@@ -76,8 +76,8 @@ def _plans(layer: IntegerLayer, device: int) -> IntegerPlan:
     return IntegerPlan(None if split is None else split.load(device), product.load(device))
 
 
-@serves(IntegerLinear)
-def integer_linear(call: IntegerLinear) -> Tensor:
+@serves(IntegerLinearOp)
+def integer_linear(call: IntegerLinearOp) -> Tensor:
     call.check()
     y = call.fake()
     n, device, halves = y.shape[-1], call.q.get_device(), call.q.dtype is torch.int16

@@ -32,13 +32,13 @@ from qcut.numerics import int16
 from qcut.ops.checks import check_scale, check_zero_point
 from qcut.ops.linear import (
     FEW_ELEMENTS,
-    Int8Linear,
-    Int16x8Linear,
-    Int16x8StaticLinear,
-    LinearWithAbsmax,
-    W8A8Linear,
-    W8A8StaticLinear,
-    W8A16Linear,
+    Int8LinearOp,
+    Int16x8LinearOp,
+    Int16x8StaticLinearOp,
+    LinearWithAbsmaxOp,
+    W8A8LinearOp,
+    W8A8StaticLinearOp,
+    W8A16LinearOp,
 )
 from qcut.ops.registry import serves
 from qcut.schemes import padded_k
@@ -184,13 +184,13 @@ def _plans(layer: LinearLayer, device: int) -> LinearPlan:
 # ── the operators of float tokens ────────────────────────────────────────────────────────────────
 
 
-@serves(W8A8Linear)
-def w8a8_linear(call: W8A8Linear) -> Tensor:
+@serves(W8A8LinearOp)
+def w8a8_linear(call: W8A8LinearOp) -> Tensor:
     return _linear("w8a8", call, (call.qweight, call.weight_scale, call.bias))
 
 
-@serves(W8A8StaticLinear)
-def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
+@serves(W8A8StaticLinearOp)
+def w8a8_static_linear(call: W8A8StaticLinearOp) -> Tensor:
     return _linear(
         "w8a8_static",
         call,
@@ -199,24 +199,24 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     )
 
 
-@serves(Int16x8Linear)
-def int16x8_linear(call: Int16x8Linear) -> Tensor:
+@serves(Int16x8LinearOp)
+def int16x8_linear(call: Int16x8LinearOp) -> Tensor:
     return _linear("int16x8", call, (call.qweight, call.weight_scale, call.bias))
 
 
-@serves(Int16x8StaticLinear)
-def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
+@serves(Int16x8StaticLinearOp)
+def int16x8_static_linear(call: Int16x8StaticLinearOp) -> Tensor:
     return _linear("int16x8_static", call, (call.qweight, call.col_scale, call.bias), (call.x_scale,))
 
 
-@serves(W8A16Linear)
-def w8a16_linear(call: W8A16Linear) -> Tensor:
+@serves(W8A16LinearOp)
+def w8a16_linear(call: W8A16LinearOp) -> Tensor:
     return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
 
 
 def _linear(
     scheme: str,
-    call: W8A8Linear | W8A8StaticLinear | W8A16Linear | Int16x8Linear | Int16x8StaticLinear,
+    call: W8A8LinearOp | W8A8StaticLinearOp | W8A16LinearOp | Int16x8LinearOp | Int16x8StaticLinearOp,
     weights: Sequence[Tensor | None],
     x_range: tuple[float] | tuple[float, int] | None = None,
 ) -> Tensor:
@@ -377,8 +377,8 @@ def _absmax_plans(layer: LinearLayer, device: int) -> AbsmaxPlan:
     return AbsmaxPlan(None if spec is None else spec.load(device))
 
 
-@serves(Int8Linear)
-def int8_linear(call: Int8Linear) -> Tensor:
+@serves(Int8LinearOp)
+def int8_linear(call: Int8LinearOp) -> Tensor:
     call.check()
     q, bias, absmax = call.q, call.bias, call.absmax
     (m, k), n, device = q.shape, len(call.qweight), q.get_device()
@@ -400,8 +400,8 @@ def int8_linear(call: Int8Linear) -> Tensor:
     return y
 
 
-@serves(LinearWithAbsmax)
-def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
+@serves(LinearWithAbsmaxOp)
+def linear_with_absmax(call: LinearWithAbsmaxOp) -> Tensor:
     call.check()
     (m, k), (n, k_padded), device = call.x.shape, call.qweight.shape, call.x.get_device()
     if m == 0:

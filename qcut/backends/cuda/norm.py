@@ -12,19 +12,19 @@ from qcut.backends.cuda.operands import is_aligned
 from qcut.dispatch.ahead_of_time import norm_columns
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
-from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
+from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
 from qcut.ops.registry import serves
 
 
-@serves(AddNorm)
-def add_norm(call: AddNorm) -> tuple[Tensor, Tensor]:
+@serves(AddNormOp)
+def add_norm(call: AddNormOp) -> tuple[Tensor, Tensor]:
     call.check()
     y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
     return _launch(call, y), y
 
 
-@serves(AddNormInt8)
-def add_norm_int8(call: AddNormInt8) -> tuple[Tensor, Tensor, Tensor]:
+@serves(AddNormInt8Op)
+def add_norm_int8(call: AddNormInt8Op) -> tuple[Tensor, Tensor, Tensor]:
     call.check()
     m, device = call.x.shape[0], call.x.device
     q = torch.empty((m, call.k_padded), dtype=torch.int8, device=device)
@@ -32,8 +32,8 @@ def add_norm_int8(call: AddNormInt8) -> tuple[Tensor, Tensor, Tensor]:
     return _launch(call, q, scale), q, scale
 
 
-@serves(AddNormRotated)
-def add_norm_rotated(call: AddNormRotated) -> tuple[Tensor, Tensor, Tensor]:
+@serves(AddNormRotatedOp)
+def add_norm_rotated(call: AddNormRotatedOp) -> tuple[Tensor, Tensor, Tensor]:
     call.check()
     (m, k), gpu = call.x.shape, target(call.x.get_device())
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds))
@@ -46,7 +46,7 @@ def add_norm_rotated(call: AddNormRotated) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _launch(
-    call: AddNorm | AddNormInt8 | AddNormRotated,
+    call: AddNormOp | AddNormInt8Op | AddNormRotatedOp,
     y: Tensor,
     scale: Tensor | None = None,
     rotation: RowsRotation | None = None,
@@ -62,10 +62,10 @@ def _launch(
         residual = residual.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    signs = call.operands.contiguous() if isinstance(call, AddNormRotated) else None
+    signs = call.operands.contiguous() if isinstance(call, AddNormRotatedOp) else None
     # A copy is written by the kernel just before.
     early_read = call.early_read and weight is call.weight and bias is call.bias
-    if isinstance(call, AddNormRotated):
+    if isinstance(call, AddNormRotatedOp):
         early_read = early_read and signs is call.operands
     aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
     quantized = scale is not None and rotation is None

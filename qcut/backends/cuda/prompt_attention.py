@@ -13,14 +13,14 @@ from qcut.emitters.attention.prompt import tiles
 from qcut.emitters.attention.scores import Scores
 from qcut.numerics import int4, int8
 from qcut.ops.attention.cache import dequantized, mixed_values, seen, unrolled
-from qcut.ops.attention.prefill import PromptAttention
+from qcut.ops.attention.prefill import PromptAttentionOp
 from qcut.ops.registry import serves
 
 _IN_TORCH = "torch"
 
 
-@serves(PromptAttention)
-def prompt_attention(call: PromptAttention) -> Tensor:
+@serves(PromptAttentionOp)
+def prompt_attention(call: PromptAttentionOp) -> Tensor:
     call.check()
     q, cache = call.q, call.cache
     (count, heads, head), (_, kv_heads, context, _) = q.shape, cache.keys.shape
@@ -89,7 +89,7 @@ def _plans(
     return LaunchSpec(desc.emit(), lambda m: grid, pdl=pdl(device)).load(device)
 
 
-def _in_torch(call: PromptAttention) -> Tensor:
+def _in_torch(call: PromptAttentionOp) -> Tensor:
     """Torch's attention over the whole context with a mask: types and sizes that no kernel takes."""
     q, length, context = call.q, call.length, call.ring or call.keys.shape[2]
     cache = unrolled(call.cache, context) if call.ring else call.cache

@@ -70,7 +70,7 @@ def check_ring(op: str, ring: int, context: int, read: int, window: int | None =
 
     Args:
         op: name of the operator.
-        ring: see `qcut.ops.attention.decode.AppendKv`.
+        ring: see `qcut.ops.attention.decode.AppendKvOp`.
         context: rows of a sequence.
         read: tokens of a sequence that are written before the first of them is read.
         window: see `check_scores`; None: nothing is read.

@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
 
 
 @operator("append_kv", returns="()")
-class AppendKv(NamedTuple):
+class AppendKvOp(NamedTuple):
     """Rotates the queries of new tokens in place, and stores their rotated keys and their values in the cache.
 
     Where keys are of 4 bits, queries are then turned as these are (`qcut.numerics.int4.turn`), rounded to their type.
@@ -167,7 +167,7 @@ class AppendKv(NamedTuple):
 
 
 @operator("decode_attention", returns="Tensor")
-class DecodeAttention(NamedTuple):
+class DecodeAttentionOp(NamedTuple):
     """Attention of one query of each sequence to the keys and values that its cache holds up to its position.
 
     ``y[b, h] = softmax_t(scale * q[b, h] . K[b, h // group, t]) . V[b, h // group, t]`` for t from 0 to
@@ -189,7 +189,7 @@ class DecodeAttention(NamedTuple):
             of a CUDA graph, counters given spare the graph a memset.
         window: places that a query sees, its own the last; 0: all up to its own.
         softcap: bound of scores; 0: none.
-        ring: as in `AppendKv`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
+        ring: as in `AppendKvOp`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
         reach: most places of a sequence that this call is made fast for, its own last one included; 0: as many as the
             cache has. Sequences that are longer are read as well, as far as they go, in more time.
 
@@ -254,10 +254,10 @@ class DecodeAttention(NamedTuple):
 
 
 @operator("append_attention", returns="Tensor")
-class AppendAttention(NamedTuple):
-    """One step of attention: `AppendKv` of one new token of each sequence, then `DecodeAttention` of its query.
+class AppendAttentionOp(NamedTuple):
+    """One step of attention: `AppendKvOp` of one new token of each sequence, then `DecodeAttentionOp` of its query.
 
-    With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNorm` without a
+    With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNormOp` without a
     residual, a head a row. Queries are not written back.
 
     The overload ``early_read`` promises that positions, slots, tables, norms and cache are ready: no kernel has written
@@ -284,14 +284,14 @@ class AppendAttention(NamedTuple):
             operator has its own. Two launches that may run at the same time need counters of their own. In the capture
             of a CUDA graph, counters given spare the graph a memset.
         absmax: float32 ``[B]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
-        guide: as in `AppendKv`.
-        window: as in `DecodeAttention`.
-        softcap: as in `DecodeAttention`.
+        guide: as in `AppendKvOp`.
+        window: as in `DecodeAttentionOp`.
+        softcap: as in `DecodeAttentionOp`.
         query_norm: weight ``[head]`` of the norm of queries, of q's type; None: no heads are normalized.
         key_norm: as ``query_norm``, of keys.
         eps: of both norms.
-        ring: as in `AppendKv` and `DecodeAttention`.
-        reach: as in `DecodeAttention`, the new token's place included.
+        ring: as in `AppendKvOp` and `DecodeAttentionOp`.
+        reach: as in `DecodeAttentionOp`, the new token's place included.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -345,8 +345,8 @@ class AppendAttention(NamedTuple):
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     @property
-    def normed(self) -> AppendAttention:
-        """The same step of heads that `AddNorm` has normalized."""
+    def normed(self) -> AppendAttentionOp:
+        """The same step of heads that `AddNormOp` has normalized."""
         q, k = (
             torch.ops.qcut.add_norm(x.reshape(-1, x.shape[2]), None, weight, None, False, self.eps)[1].view(x.shape)
             for x, weight in zip((self.q, self.k), self.norms, strict=True)
@@ -354,14 +354,14 @@ class AppendAttention(NamedTuple):
         return self._replace(q=q, k=k, query_norm=None, key_norm=None)
 
     @property
-    def parts(self) -> tuple[AppendKv, DecodeAttention]:
+    def parts(self) -> tuple[AppendKvOp, DecodeAttentionOp]:
         """The two operators that compute the same, on a copy of the queries where these are rotated or turned."""
         tokens, cache = self.tokens, self.cache
         if tokens.rotary or cache.has_turned_keys:
             tokens = tokens._replace(q=tokens.q.clone())
         read = (tokens.q, *cache, tokens.positions, self.scale, self.counters)
-        attention = DecodeAttention(*read, self.window, self.softcap, self.ring, self.reach)
-        return AppendKv(*tokens, *cache, guide=self.guide, ring=self.ring), attention
+        attention = DecodeAttentionOp(*read, self.window, self.softcap, self.ring, self.reach)
+        return AppendKvOp(*tokens, *cache, guide=self.guide, ring=self.ring), attention
 
     def check(self) -> None:
         op = "append_attention"

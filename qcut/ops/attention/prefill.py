@@ -24,7 +24,7 @@ from qcut.ops.registry import MUTATED, operator
 
 
 @operator("prompt_attention", returns="Tensor")
-class PromptAttention(NamedTuple):
+class PromptAttentionOp(NamedTuple):
     """Attention of a chunk of new tokens of each sequence to what its cache holds up to each of them.
 
     Query ``t = b * length + i`` is token i of sequence b's chunk, at place ``starts[b] + i`` of the cache::
@@ -51,8 +51,8 @@ class PromptAttention(NamedTuple):
         absmax: float32 ``[T]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         window: places that a query sees, its own the last; 0: all up to its own.
         softcap: bound of scores; 0: none.
-        ring: as in `qcut.ops.attention.decode.AppendKv`: ``starts + lengths`` is at most ``ring``, and the window, 1 or
-            more, and a chunk fit: ``window + length - 1`` is at most ``context``.
+        ring: as in `qcut.ops.attention.decode.AppendKvOp`: ``starts + lengths`` is at most ``ring``, the window is 1 or
+            more, and a chunk fits: ``window + length - 1`` is at most ``context``.
 
     Returns:
         y ``[T, heads, head]`` of q's type, contiguous.

@@ -22,9 +22,9 @@ from qcut.backends.cuda.linear import Int8Layer, LinearLayer
 from qcut.layers import codebook, int8, rotations
 from qcut.layers.linear import Linear
 from qcut.numerics.codebook import tokens as rotated_tokens
-from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
-from qcut.ops.linear import Int8Linear, LinearWithAbsmax
-from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp
+from qcut.ops.linear import Int8LinearOp, LinearWithAbsmaxOp
+from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
 from tests.support.fakes.launches import H200
 
 HALF = torch.float16
@@ -120,8 +120,8 @@ def int8_calls(early_read: bool, change: Callable[[Tensor], Tensor]) -> dict[str
     q, scale, rows = torch.ones(64, 64).char(), torch.ones(64), torch.ones(4)
     x = torch.randn(4, 64).half()
     weight = (change(q), scale, None, "none")
-    int8 = Int8Linear(q[:4], rows, *weight, HALF, None, early_read)
-    noted = LinearWithAbsmax(x, rows, *weight, early_read)
+    int8 = Int8LinearOp(q[:4], rows, *weight, HALF, None, early_read)
+    noted = LinearWithAbsmaxOp(x, rows, *weight, early_read)
     return {
         "int8_linear": (lambda: linear_cuda.int8_linear(int8), "_int8_plans"),
         "noted_linear": (lambda: linear_cuda.linear_with_absmax(noted), "_absmax_plans"),
@@ -153,14 +153,14 @@ def test_codebook_operators_ask_for_what_was_promised(monkeypatch: pytest.Monkey
 
     def calls(early_read: bool, change: Callable[[Tensor], Tensor]) -> dict[str, tuple[Callable[[], Any], Any]]:
         units, operands = change(part.units), change(signs)
-        gemm = CodebookGemm(
+        gemm = CodebookGemmOp(
             torch.zeros(2, 1, 8, 64).half(), None, 4, units, part.packed_norms, None, *tail, early_read=early_read
         )
         row = torch.randn(1, 128).half()
-        gemv = CodebookGemv(
+        gemv = CodebookGemvOp(
             row, operands, 128, seeds, part.units, part.packed_norms, None, *tail, early_read=early_read
         )
-        rotate = RotateTokens(row, operands, "hadamard", 128, seeds, HALF, early_read)
+        rotate = RotateTokensOp(row, operands, "hadamard", 128, seeds, HALF, early_read)
         return {
             "_product_plans": [lambda: codebook_cuda.codebook_gemm(gemm), lambda: codebook_cuda.codebook_gemv(gemv)],
             "_rotation_plans": [lambda: codebook_cuda.rotate_tokens(rotate)],
@@ -186,9 +186,9 @@ def test_norms_ask_for_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> Non
         (weight[:1].expand(64), True, False),
     ):
         for call, launch in (
-            (AddNorm(x, None, given, None, False, 1e-6, early_read), norm_cuda.add_norm),
-            (AddNormInt8(x, None, given, None, False, 1e-6, 64, early_read), norm_cuda.add_norm_int8),
-            (AddNormRotated(x, None, given, None, False, 1e-6, *turned, early_read), norm_cuda.add_norm_rotated),
+            (AddNormOp(x, None, given, None, False, 1e-6, early_read), norm_cuda.add_norm),
+            (AddNormInt8Op(x, None, given, None, False, 1e-6, 64, early_read), norm_cuda.add_norm_int8),
+            (AddNormRotatedOp(x, None, given, None, False, 1e-6, *turned, early_read), norm_cuda.add_norm_rotated),
         ):
             asked = Asked(Idle())
             monkeypatch.setattr(norm_cuda, "_plans", asked)
