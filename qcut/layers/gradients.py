@@ -100,7 +100,7 @@ class InputGradient(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UnsupportedError(
                 f"{layer_prefix(layer.name)}{layer.scheme.name}: a second derivative is wanted (create_graph=True); "
-                "quantized layers have first derivatives alone"
+                "quantized layers have only first derivatives"
             )
         # A backward pass inside autocast would compute in another type than outside.
         with torch.autocast(dy.device.type, enabled=False):

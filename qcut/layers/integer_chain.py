@@ -87,7 +87,7 @@ class IntegerChain(nn.Module):
     @classmethod
     @in_plain_state
     def from_float(cls, module: nn.Sequential, batches: Iterable[Tensor], *, bits: int = 8) -> Self:
-        """Quantizes an ``nn.Sequential`` of linear layers, each with a ReLU behind it or none; it is left alone.
+        """Quantizes an ``nn.Sequential`` of linear layers, each with or without a ReLU; the module is not changed.
 
         The batches pass through the float layers, whose results' least and largest values become the ranges. Identity
         and Dropout are left out.

@@ -110,7 +110,7 @@ class IntegerLinear(nn.Module):
         relu: bool = False,
         name: str | None = None,
     ) -> Self:
-        """Quantizes a layer; the original is left alone.
+        """Quantizes a layer; the original is not changed.
 
         Args:
             module: ``nn.Linear``, or transformers' ``Conv1D``, with weights in float16, bfloat16, float32 or float64.

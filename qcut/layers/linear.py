@@ -87,7 +87,7 @@ class Linear(QuantizedLayer):
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
 
     Raises:
-        ConfigError: an unknown scheme or activation, or the scheme ``fp16``, which leaves layers alone.
+        ConfigError: an unknown scheme or activation, or the scheme ``fp16``, which leaves layers in float.
         QuantizationError: K or N below 1, or K beyond the scheme's exact range.
     """
 
@@ -178,7 +178,7 @@ class Linear(QuantizedLayer):
         row_absmax: Tensor | None = None,
         name: str | None = None,
     ) -> Self:
-        """Quantizes a layer; the original is left alone.
+        """Quantizes a layer; the original is not changed.
 
         Args:
             module: ``nn.Linear``, or transformers' ``Conv1D`` (weight ``[K, N]``), with weights in

@@ -1,4 +1,4 @@
-"""Parts of a layer on several devices: how its stored tensors are cut, and the layer of a part alone.
+"""Parts of a layer on several devices: how its stored tensors are cut, and the layer of one part.
 
 A part has some of the output channels, or some of the input channels. The first kind computes what the whole layer
 computes for its channels: bitwise where products are of int8; other kernels are chosen by size, and may add in another

@@ -169,7 +169,7 @@ class CodebookGemmOp(NamedTuple):
 
     @property
     def offsets(self) -> bool:
-        """Whether norms have offsets beside them."""
+        """Whether norms have offsets."""
         return self.norms.shape[4] == 4
 
     def check(self) -> None:

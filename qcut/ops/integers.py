@@ -1,4 +1,4 @@
-"""The operator of linear layers in integers alone: tokens, weights, bias and result are integers."""
+"""The operator of linear layers on integers: tokens, weights, bias and result are integers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class AddNormOp(NamedTuple):
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
-        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
 
@@ -78,7 +78,7 @@ class AddNormInt8Op(NamedTuple):
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
-        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
@@ -136,7 +136,7 @@ class AddNormRotatedOp(NamedTuple):
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
-        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.numerics.codebook.tokens.operands` makes

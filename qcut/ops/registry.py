@@ -13,7 +13,7 @@ fields and registers the class; `serves` marks the function in `qcut.backends.cu
     @serves(SiluMulOp)
     def silu_mul(call: SiluMulOp) -> Tensor: ...
 
-An operator whose class ends in the field `EARLY_READ` has an overload of this name beside ``default``, with the same
+An operator whose class ends in the field `EARLY_READ` has an overload of this name besides ``default``, with the same
 arguments. Its caller promises that weights are ready: no kernel queued just before writes them, so a kernel may read
 them under programmatic dependent launch, while its predecessor on the stream still runs. Layers and the engine call the
 overload; with ``default`` every argument may come from the kernel just before.
@@ -171,7 +171,7 @@ def operator(
                     return run(made, side("cuda"))
                 device = next(value.device for value in made if isinstance(value, Tensor))  # type: ignore[attr-defined]
                 if not layers and (reason := paths.refusals().get(device.index)) is not None:
-                    raise UnsupportedError(f"qcut::{name}: {reason}; layers alone run on others, in Triton")
+                    raise UnsupportedError(f"qcut::{name}: {reason}; only layers run on others, in Triton")
                 return run(made, side(paths.path_on(device)))
 
             define(library, name, schema_of(qualified, call, returns, positional))
@@ -221,7 +221,7 @@ def _any_floating(values: Iterable[Any]) -> bool:
 
 
 def serves(call: type, path: str = "cuda") -> Callable[[F], F]:
-    """Mark the function that computes an operator on a path, given the operator's call alone."""
+    """Mark the function that computes an operator on a path, given the operator's call."""
 
     def register(function: F) -> F:
         _served[call, path] = function

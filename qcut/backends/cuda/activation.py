@@ -46,8 +46,8 @@ def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     key = (kind, dtype, aligned, columns, device, rotation, early_read)
     plan = _plans[key]
     scales = (scale.data_ptr(),) if rotation.quantized else ()
-    turned = (signs.data_ptr(), 32 * signs.shape[1])
-    args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *turned)
+    rotation_args = (signs.data_ptr(), 32 * signs.shape[1])
+    args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *rotation_args)
     plan.launch(len(call.x), args, current_stream(device))
     return blocks, scale
 

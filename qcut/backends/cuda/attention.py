@@ -41,14 +41,14 @@ def _append(call: AppendKvOp) -> None:
     tokens, cache = call.tokens, call.cache
     q, k, v = tokens.q, tokens.k, tokens.v
     (count, heads, head), (_, kv_heads, context, _), device = q.shape, cache.keys.shape, q.get_device()
-    turned = cache.has_turned_keys or cache.has_turned_values
+    rotated = cache.has_rotated_keys or cache.has_rotated_values
     if count == 0:
         return
     if v.stride(0) != k.stride(0):
         k, v = k.contiguous(), v.contiguous()
     tables = [table.contiguous() for table in tokens.rotary]
     rotary: Rotary = "none" if not tables else "interleaved" if call.interleaved else "half"
-    queries = heads if tables or cache.has_turned_keys else 0  # else the kernel leaves queries alone
+    queries = heads if tables or cache.has_rotated_keys else 0  # else the kernel does not write queries
     size, many = q.element_size(), count >= MANY_TOKENS
     vector = RotateAndAppend.widest(head, size)
     rows = q.data_ptr() | k.data_ptr() | v.data_ptr() | (q.stride(0) | k.stride(0)) * size
@@ -56,7 +56,7 @@ def _append(call: AppendKvOp) -> None:
         rows |= table.data_ptr()
     stored = cache.keys.data_ptr() | cache.values.data_ptr()
     aligned = rows % (vector * size) == 0 == stored % (vector * cache.keys.element_size())
-    if turned and rows % (vector * size):
+    if rotated and rows % (vector * size):
         _append_aligned(call, tables)
         return
     key = (
@@ -68,7 +68,7 @@ def _append(call: AppendKvOp) -> None:
         kv_heads,
         rotary,
         many,
-        aligned or turned,
+        aligned or rotated,
         call.ring > 0,
         device,
     )
@@ -84,7 +84,7 @@ def _append(call: AppendKvOp) -> None:
 
 def _guide(call: AppendKvOp | AppendAttentionOp) -> tuple[int, ...]:
     """The address that kernels which write 4-bit keys take; null without a guide."""
-    if not call.cache.has_turned_keys:
+    if not call.cache.has_rotated_keys:
         return ()
     return (0 if call.guide is None else call.guide.data_ptr(),)
 
@@ -111,8 +111,8 @@ def _append_plans(
     ring: bool,
     device: int,
 ) -> LaunchPlan:
-    types, beside = (DTYPES[dtype], DTYPES[keys]), values_beside(keys, values)
-    desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned, beside, ring)
+    types, value_dtype = (DTYPES[dtype], DTYPES[keys]), values_beside(keys, values)
+    desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned, value_dtype, ring)
     source = desc.emit()
     return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
 

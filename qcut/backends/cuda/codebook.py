@@ -124,7 +124,7 @@ class Product(NamedTuple):
         rotates: dtype of the one token that the kernel rotates; None: tokens were rotated before.
         early_read: whether the weight and the signs are ready, as those of a layer are.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
-        offsets: whether norms have offsets beside them.
+        offsets: whether norms have offsets.
         pairs: whether the codebook is of pairs.
     """
 
@@ -260,7 +260,7 @@ class CodebookLayer:
         bias: whether a bias is added.
         activation: activation after the bias.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
-        offsets: whether norms have offsets beside them.
+        offsets: whether norms have offsets.
         pairs: whether the codebook is of pairs.
     """
 
@@ -335,7 +335,7 @@ class CodebookLayer:
 
     @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: all, but for one token whose columns no kernel holds."""
+        """Whether C++ serves calls: all, except one token whose columns no kernel holds."""
         return True
 
 

@@ -225,8 +225,8 @@ def _linear(
     Args:
         scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
         call: the operator's arguments.
-        weights: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
-        x_range: scale and zero point of the tokens (w8a8_static), or the scale alone (int16x8_static).
+        weights: weight, its scale, its sums along K (only w8a8_static) and the bias, or dense copies of them.
+        x_range: scale and zero point of the tokens (w8a8_static), or only the scale (int16x8_static).
     """
     x, halves = call.x, scheme.startswith("int16x8")
     if x.dim() == 0 or x.shape[-1] == 0:

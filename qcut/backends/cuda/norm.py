@@ -75,8 +75,8 @@ def _launch(
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
     results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
     sizes = (k, k, y.shape[1]) if quantized else (k, k)
-    turned = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
-    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *turned)
+    rotation_args = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
+    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *rotation_args)
     plan.launch(m, args, current_stream(device))
     return total
 

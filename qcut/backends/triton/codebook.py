@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     Attributes:
         rows: tokens of a program.
         columns: output channels of a program, a multiple of 16.
-        turned: whether weights have the rows of the tensor core's tile.
+        transposed: whether weights have the rows of the tensor core's tile.
         warps: of a program.
         stages: steps whose loads are under way.
         parts: programs that share the columns of the weight, for weights of few rows.
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    turned: bool
+    transposed: bool
     warps: int
     stages: int
     parts: int = 1
@@ -256,7 +256,7 @@ def _multiply(call: CodebookGemmOp) -> Tensor:
             BM=tile.rows,
             BN=tile.columns,
             GROUP=tile.group,
-            TURNED=tile.turned,
+            TRANSPOSED=tile.transposed,
             SPARSE=2 * m <= tile.rows,
             PARTS=tile.parts,
             num_warps=tile.warps,

@@ -26,7 +26,7 @@ class Tile(NamedTuple):
         rows: tokens of a program, or halves of tokens.
         columns: output channels of a program.
         depth: columns of the weight in one step.
-        turned: whether weights have the rows of the tensor core's tile.
+        transposed: whether weights have the rows of the tensor core's tile.
         warps: of a program.
         stages: steps whose loads are under way.
         parts: programs that share the columns of the weight, for weights of few rows.
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     depth: int
-    turned: bool
+    transposed: bool
     warps: int
     stages: int
     parts: int = 1
@@ -181,7 +181,7 @@ def product(
             BN=tile.columns,
             BK=tile.depth,
             GROUP=tile.group,
-            TURNED=tile.turned,
+            TRANSPOSED=tile.transposed,
             SPARSE=2 * used <= tile.rows,
             BOXES=tile.boxes,
             PARTS=tile.parts,

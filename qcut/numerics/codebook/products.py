@@ -103,7 +103,7 @@ def codebook_gemm_ref(
         x: float16, bfloat16 or int8 ``[M, 128 units]``; M may be 0.
         row_scale: float32 ``[M]`` with int8 tokens, else None.
         units: uint8 ``[row_tiles(N), units, unit_bytes(bits)]``.
-        norms: float16 ``[row_tiles(N), units, slots, 8, 2]``, or with offsets ``[..., 4]`` (16-bit tokens alone).
+        norms: float16 ``[row_tiles(N), units, slots, 8, 2]``, or with offsets ``[..., 4]`` (only with 16-bit tokens).
         fold: float32 ``[16 row_tiles(N)]`` with int8 tokens, else None.
         col_scale: float32 ``[N]``.
         values: the codebook, ``[16]``, or pairs, ``[256, 2]``, in float16 or x's dtype.

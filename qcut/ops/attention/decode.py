@@ -58,7 +58,7 @@ class Tokens(NamedTuple):
 class AppendKvOp(NamedTuple):
     """Rotates the queries of new tokens in place, and stores their rotated keys and their values in the cache.
 
-    Where keys are of 4 bits, queries are then turned as these are (`qcut.numerics.int4.turn`), rounded to their type.
+    With 4-bit keys, queries are then Hadamard-rotated too (`qcut.numerics.int4.rotate`) and rounded to their type.
 
     Token t belongs to sequence ``t // length``. Queries and keys are rotated alike, head by head, rne rounding to the
     nearest value of the type::
@@ -69,7 +69,7 @@ class AppendKvOp(NamedTuple):
 
     Args:
         q: float16, bfloat16 or float32 ``[T, heads, head]``, heads of a token side by side, any stride between tokens;
-            rotated and turned in place, or left alone without cosines and 4-bit keys.
+            rotated in place; unchanged without cosines and 4-bit keys.
         k: ``[T, kv_heads, head]`` of q's type, heads of a token side by side.
         v: as k.
         cos: ``[positions, head]`` of q's type, alike for both columns of a pair; None: positions are not rotary.
@@ -95,7 +95,7 @@ class AppendKvOp(NamedTuple):
         RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head, 4-bit rows and
-    words `qcut.numerics.int4.quantize_rows_ref` of a turned head, keys by the guide.
+    words `qcut.numerics.int4.quantize_rows_ref` of a Hadamard-rotated head, keys by the guide.
     """
 
     q: Annotated[Tensor, MUTATED]
@@ -142,8 +142,8 @@ class AppendKvOp(NamedTuple):
             cos, sin = (table[tokens.positions.long(), None] for table in tokens.rotary)
             q.copy_(_rotated(q, cos, sin, self.interleaved))
             k = _rotated(k, cos, sin, self.interleaved)
-        if cache.has_turned_keys:
-            q.copy_(int4.turn(q))
+        if cache.has_rotated_keys:
+            q.copy_(int4.rotate(q))
         sequences, places, v = (
             torch.arange(len(q), device=q.device, dtype=torch.int64) // self.length,
             tokens.slots.long(),
@@ -159,7 +159,7 @@ class AppendKvOp(NamedTuple):
             flat = rows.reshape(-1, rows.shape[2])
             if stored.dtype is torch.uint8:
                 guide = self.guide if stored is cache.keys else None
-                codes, scale = int4.quantize_rows_ref(int4.turn(flat), guide)
+                codes, scale = int4.quantize_rows_ref(int4.rotate(flat), guide)
             else:
                 codes, scale = int8.quantize_per_token_ref(flat, flat.shape[1])
             stored[sequences, :, places] = codes.view(*rows.shape[:2], -1)
@@ -355,9 +355,9 @@ class AppendAttentionOp(NamedTuple):
 
     @property
     def parts(self) -> tuple[AppendKvOp, DecodeAttentionOp]:
-        """The two operators that compute the same, on a copy of the queries where these are rotated or turned."""
+        """The two operators that compute the same, on a copy of the queries if these are rotated."""
         tokens, cache = self.tokens, self.cache
-        if tokens.rotary or cache.has_turned_keys:
+        if tokens.rotary or cache.has_rotated_keys:
             tokens = tokens._replace(q=tokens.q.clone())
         read = (tokens.q, *cache, tokens.positions, self.scale, self.counters)
         attention = DecodeAttentionOp(*read, self.window, self.softcap, self.ring, self.reach)
@@ -422,7 +422,7 @@ def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> Non
 def _check_guide(op: str, guide: Tensor | None, k: Tensor, cache: Cache) -> None:
     if guide is None:
         return
-    if not cache.has_turned_keys:
+    if not cache.has_rotated_keys:
         raise ConfigError(f"qcut::{op}: guide goes with 4-bit keys, and only with these")
     check_tensor(op, "guide", guide, S32, (k.shape[1], k.shape[2] + 2, 4), k.device)
     if not guide.is_contiguous():

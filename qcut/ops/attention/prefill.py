@@ -66,7 +66,7 @@ class PromptAttentionOp(NamedTuple):
     Exactness: that of float32 scores and sums, in an order that the device and the sizes decide. Kernels for 16-bit
     queries round the weights to q's type; elsewhere K and V of an int8 cache are rounded to q's type. A row does not
     depend on other rows, nor on what the cache holds past its chunk, nor, where that is finite, on what it holds past
-    the row or before its window. On CUDA, starts and lengths are read by the kernel alone: a CUDA graph may be replayed
+    the row or before its window. On CUDA, starts and lengths are read only by the kernel: a CUDA graph may be replayed
     with others. Results over a ring are bitwise those without, but on CUDA where ``context`` is no multiple of the keys
     that a kernel reads at once, 128, 80 or a part of 128: that is torch's attention then.
     """
