@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from qcut.layers.embedding import Embedding as Embedding
     from qcut.layers.gradients import disable_input_gradients as disable_input_gradients
     from qcut.layers.gradients import enable_input_gradients as enable_input_gradients
-    from qcut.layers.integers import IntegerChain as IntegerChain
+    from qcut.layers.integer_chain import IntegerChain as IntegerChain
     from qcut.layers.integers import IntegerLinear as IntegerLinear
     from qcut.layers.linear import Linear as Linear
     from qcut.numerics.codebook.fitting.curvature import Curvature as Curvature
@@ -71,7 +71,7 @@ _HOME = {
     "Int16x8": "schemes",
     "StaticRange": "schemes",
     "Embedding": "layers.embedding",
-    "IntegerChain": "layers.integers",
+    "IntegerChain": "layers.integer_chain",
     "IntegerLinear": "layers.integers",
     "Engine": "engine.engine",
     "Generated": "engine.sequence",

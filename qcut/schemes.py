@@ -58,19 +58,19 @@ class Scheme(ABC):
             Scheme._classes.setdefault(cls.kind, cls)
 
     @classmethod
-    @abstractmethod
     def from_name(cls, name: str) -> Scheme | None:
         """The scheme of this class called ``name``, or None."""
+        return cls() if name == cls.kind else None
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """The name users type and reports print; `parse_scheme` reads it back."""
+        return self.kind
 
     @property
-    @abstractmethod
     def int8_products(self) -> bool:
         """Whether activations are quantized too, so that both factors of every product are int8."""
+        return False
 
     @property
     def is_float(self) -> bool:
@@ -162,21 +162,6 @@ class W8A16(Scheme):
     kind: ClassVar[str] = "w8a16"
     usual: ClassVar[tuple[str, ...]] = ("w8a16",)
 
-    @classmethod
-    def from_name(cls, name: str) -> W8A16 | None:
-        """See `Scheme`."""
-        return cls() if name == cls.kind else None
-
-    @property
-    def name(self) -> str:
-        """``w8a16``."""
-        return self.kind
-
-    @property
-    def int8_products(self) -> bool:
-        """See `Scheme`."""
-        return False
-
     def weight_bytes(self, n: int, k: int) -> float:
         """One byte a value."""
         return float(n * k)
@@ -206,21 +191,6 @@ class Float(Scheme):
 
     kind: ClassVar[str] = "fp16"
     usual: ClassVar[tuple[str, ...]] = ("fp16",)
-
-    @classmethod
-    def from_name(cls, name: str) -> Float | None:
-        """See `Scheme`."""
-        return cls() if name == cls.kind else None
-
-    @property
-    def name(self) -> str:
-        """``fp16``."""
-        return self.kind
-
-    @property
-    def int8_products(self) -> bool:
-        """See `Scheme`."""
-        return False
 
     @property
     def is_float(self) -> bool:

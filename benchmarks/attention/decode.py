@@ -85,12 +85,12 @@ def problem_of(batch: int, context: int, heads: int, kv_heads: int, head: int, d
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
     counters = torch.zeros(batch * heads, dtype=torch.int32, device=device)
     q = random(batch, heads, head)
-    return Problem(q, kv, stored, packed, int4.turn(q).to(dtype), positions, counters)
+    return Problem(q, kv, stored, packed, int4.rotate(q).to(dtype), positions, counters)
 
 
 def packed_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and words of rows ``[R, D]``, some at a time: the reference has several float32 copies of its rows."""
-    parts = [int4.quantize_rows_ref(int4.turn(part)) for part in rows.split(1 << 18)]
+    parts = [int4.quantize_rows_ref(int4.rotate(part)) for part in rows.split(1 << 18)]
     codes, words = zip(*parts, strict=True)
     return torch.cat(codes), torch.cat(words)
 
@@ -144,7 +144,7 @@ def checked(name: str, call: functools.partial[Tensor], problem: Problem) -> Non
     q = problem.q.double().unflatten(1, (keys.shape[1], -1))
     if name == "qcut int4":
         parts = zip(*problem.packed[0], strict=True)
-        keys, values = (int4.turn_back(int4.dequantize_rows_ref(*part)).double() for part in parts)
+        keys, values = (int4.rotate_back(int4.dequantize_rows_ref(*part)).double() for part in parts)
     want = ((q @ keys.transpose(2, 3) * q.shape[-1] ** -0.5).softmax(-1) @ values).flatten(1, 2)
     error = (call(0).double() - want).abs().max().item() / want.abs().max().item()
     if not error <= 5e-3:

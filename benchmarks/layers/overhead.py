@@ -26,7 +26,7 @@ from qcut import jit
 from qcut.backends.cuda.launch import native as _native
 from qcut.backends.cuda.launch.plans import forget_plans
 from qcut.layers import int8 as layers
-from qcut.ops.linear import W8A8Linear
+from qcut.ops.linear import W8A8LinearOp
 
 LIMIT_US = 15.0
 OP = "torch.ops.qcut.w8a8_linear"
@@ -102,11 +102,11 @@ def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
 
     layer = layers.W8A8Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
     x = torch.randn(M, K, device="cuda").half()
-    args = (x, layer.qweight, layer.weight_scale, layer.bias, "none", True)
-    op = torch.ops.qcut.w8a8_linear.default
+    args = (x, layer.qweight, layer.weight_scale, layer.bias, "none")
+    op = torch.ops.qcut.w8a8_linear.early_read
 
     def python(*args: Any) -> Tensor:
-        return w8a8_linear(W8A8Linear(*args))
+        return w8a8_linear(W8A8LinearOp(*args, True))  # type: ignore[call-arg]
 
     library = _native.library()
     expected, entries = with_entries(lambda: op(*args))

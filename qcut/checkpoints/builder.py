@@ -18,12 +18,12 @@ from qcut.common.safetensors import TensorHeader, torch_dtype
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.embedding import Embedding, is_table
 from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import Linear, state_dtype
+from qcut.layers.linear import Linear
+from qcut.layers.quantized import QuantizedLayer, set_weight_dtype
 from qcut.models.fusion import fuse, is_fusible_place, key_before
 from qcut.models.modules import is_linear, replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
-from qcut.schemes import scheme_from_json
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -74,10 +74,7 @@ def _empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, p
     """A quantized layer without memory, checked against the layer it replaces, or the embedding it is to be part of."""
     try:
         module = model.get_submodule(name if table_of is None else table_of)
-        sizes = int(spec["in_features"]), int(spec["out_features"])
-        layer = Linear(
-            *sizes, bool(spec["bias"]), scheme_from_json(spec["scheme"]), spec["activation"], device="meta", name=name
-        )
+        layer = Linear.from_json(spec, name)
     except (AttributeError, KeyError, TypeError, ValueError, QcutError) as exc:
         raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
     if isinstance(module, Linear):
@@ -89,6 +86,7 @@ def _empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, p
         present = k, n
     else:
         raise CheckpointError(f"{path}: layer {name!r}: the model has a {type(module).__name__} there, no linear layer")
+    sizes = layer.in_features, layer.out_features
     if present != sizes:
         raise CheckpointError(f"{path}: layer {name!r}: saved with (K, N) = {sizes}, the model has {present}")
     return layer
@@ -156,7 +154,7 @@ def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tu
         parts = new[id(old)].named_modules(prefix=name) if id(old) in new else [(name, old)]
         for prefix, module in parts:
             held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-            if id(old) in new and isinstance(module, Linear):
+            if id(old) in new and isinstance(module, QuantizedLayer):
                 held = {key: stored.read() for key, stored in module.stored().items()}  # on the meta device: no memory
             tensors = {f"{prefix}.{key}" if prefix else key: t for key, t in held.items() if t is not None}
             wanted |= tensors
@@ -280,7 +278,7 @@ def finish(model: nn.Module, new: dict[int, nn.Module], dtype: torch.dtype | Non
     """Put quantized modules in place, by the id of those that they replace; other tensors are there already."""
     replace_modules(model, new)
     check_no_meta(dict(model.named_modules(remove_duplicate=False)), path)
-    state_dtype(model, dtype or float_dtype(model))
+    set_weight_dtype(model, dtype or float_dtype(model))
 
 
 def as_like(
@@ -294,7 +292,11 @@ def as_like(
 
 @outside_modes()
 def fill_layer(
-    layer: Linear, state: Mapping[str, Tensor], name: str, where: object, files: Mapping[str, object] | None = None
+    layer: QuantizedLayer,
+    state: Mapping[str, Tensor],
+    name: str,
+    where: object,
+    files: Mapping[str, object] | None = None,
 ) -> None:
     """Give a layer the tensors of its state dict; the layer may lay them out anew.
 
@@ -323,7 +325,7 @@ def tie_layers(modules: Mapping[str, nn.Module], tied: Mapping[str, str]) -> Non
     pairs = {}
     for name, owner in tied.items():
         layer, other = (modules.get(full.rpartition(".")[0]) for full in (name, owner))
-        if layer is not other and isinstance(layer, Linear) and isinstance(other, Linear):
+        if layer is not other and isinstance(layer, QuantizedLayer) and isinstance(other, QuantizedLayer):
             pairs[id(layer)] = layer, other
     for layer, other in pairs.values():
         layer.tie_to(other)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.embedding import Embedding
-from qcut.layers.linear import Linear, StateEntry
 from qcut.layers.parallel import refuse_parts
+from qcut.layers.quantized import QuantizedLayer, StateEntry, quantized_layers
 from qcut.models.fusion import fused_activations
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, has_extra_state, is_conv1d
 from qcut.schemes import ACTIVATIONS
@@ -75,22 +75,12 @@ class Description(NamedTuple):
         Raises:
             CheckpointError: an embedding is tied to a layer that is not in the model.
         """
-        layers = {name: _describe(m) for name, m in model.named_modules() if isinstance(m, Linear)}
+        layers = {name: layer.to_json() for name, layer in quantized_layers(model).items()}
         return cls(layers, _embeddings(model), fused_activations(model), dict(tied))
 
 
-def _describe(layer: Linear) -> dict[str, Any]:
-    return {
-        "scheme": layer.scheme.to_json(),
-        "in_features": layer.in_features,
-        "out_features": layer.out_features,
-        "bias": layer.bias is not None,
-        "activation": layer.activation,
-    }
-
-
 def _embeddings(model: nn.Module) -> dict[str, dict[str, str]]:
-    layers = {id(m): name for name, m in model.named_modules() if isinstance(m, Linear)}
+    layers = {id(layer): name for name, layer in quantized_layers(model).items()}
     described = {}
     for name, module in model.named_modules():
         if isinstance(module, Embedding):
@@ -112,7 +102,7 @@ def quantization_config(model: nn.Module, tied: Mapping[str, str], index: str | 
     Raises:
         CheckpointError: an embedding is tied to a layer that is not in the model.
     """
-    layers = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Linear)}
+    layers = quantized_layers(model, remove_duplicate=False)
     own = {name: owner for name, owner in tied.items() if name.rpartition(".")[0] in layers}
     described = Description.of(model, own)._asdict()
     return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, **described, "index": index}
@@ -192,10 +182,10 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, StateEntry]]:
     """Parameters first, then buffers, those of quantized layers as the layers store them."""
     modules = [(f"{name}." if name else "", m) for name, m in model.named_modules(remove_duplicate=False)]
     for prefix, module in modules:
-        if not isinstance(module, Linear):
+        if not isinstance(module, QuantizedLayer):
             yield from ((prefix + key, tensor) for key, tensor in _plain(module._parameters, prefix).items())
     for prefix, module in modules:
-        stored = module.stored() if isinstance(module, Linear) else _plain(module._buffers, prefix)
+        stored = module.stored() if isinstance(module, QuantizedLayer) else _plain(module._buffers, prefix)
         yield from ((prefix + key, tensor) for key, tensor in stored.items())
 
 

@@ -38,7 +38,7 @@ from qcut.errors import DeviceError, QcutError
 from qcut.jit.waiting import no_fallbacks
 from qcut.numerics import int8
 from qcut.numerics.codebook import layout, products, tokens
-from qcut.ops.gemm import GemmS8
+from qcut.ops.gemm import GemmS8Op
 
 OPS = torch.ops.qcut
 CPU = torch.device("cpu")
@@ -306,7 +306,7 @@ def _gemm() -> Iterator[Check]:
 
 
 def _gemm_s8(name: str, a: Tensor, b: Tensor, row_scale: Tensor, col_scale: Tensor, bias: Tensor) -> Tensor:
-    call = GemmS8(a, b, row_scale=row_scale, col_scale=col_scale, bias=bias)
+    call = GemmS8Op(a, b, row_scale=row_scale, col_scale=col_scale, bias=bias)
     return call.cpu() if a.device == CPU else gemm_s8(call, _gemm_choice(name, target(a.get_device())))
 
 

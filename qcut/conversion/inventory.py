@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from qcut.errors import QuantizationWarning
-from qcut.layers.linear import Linear
+from qcut.layers.quantized import QuantizedLayer
 from qcut.models.modules import looks_linear, tensor_key
 from qcut.models.selection import matches
 
@@ -41,10 +41,8 @@ def count_parameters(model: nn.Module, chosen: Container[int]) -> dict[str, int]
     for module in model.modules():
         if id(module) in inside:
             continue
-        if isinstance(module, Linear):
-            first = next(module.buffers())
-            bias = 0 if module.bias is None else module.out_features
-            kinds[tensor_key(first)] = (KINDS.index(ALREADY), module.out_features * module.in_features + bias)
+        if isinstance(module, QuantizedLayer):
+            kinds[tensor_key(next(module.buffers()))] = (KINDS.index(ALREADY), module.float_count)
             continue
         kind = QUANTIZED if id(module) in chosen else _kind(module)
         # What a layer's weight is computed from, as in weight norm, is of the layer's kind.
@@ -89,7 +87,7 @@ def warn_of_float(
         seen |= {tensor_key(p) for p in fresh}
         count, kind = sum(p.numel() for p in fresh), _kind(module)
         excluded = any(matches(part, patterns) for part in _parts(name))
-        if id(module) in chosen or isinstance(module, Linear):
+        if id(module) in chosen or isinstance(module, QuantizedLayer):
             quantized += count
         elif count and kind not in ("embeddings", "norms") and not excluded:
             reason = skipped.get(name, kind)

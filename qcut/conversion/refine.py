@@ -31,7 +31,7 @@ from qcut.conversion.report import weight_error
 from qcut.conversion.verification import Proof, excerpt
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError
 from qcut.layers.codebook import CodebookLinear
-from qcut.layers.linear import Linear
+from qcut.layers.quantized import quantized_layers
 from qcut.models.fusion import Change
 from qcut.models.modules import (
     check_batches,
@@ -282,7 +282,7 @@ def _order(count: int, steps: int, seed: int) -> list[int]:
 @contextmanager
 def _computed_by(model: nn.Module, tuned: Mapping[str, RefinedLayer]) -> Iterator[None]:
     """Let layers compute with the weights that are tuned, and derivatives pass through the other quantized layers."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers = quantized_layers(model)
     before = {name: layer.input_gradients for name, layer in layers.items()}
     for name, layer in layers.items():
         layer.input_gradients = True

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from qcut.errors import DtypeError, QcutError, QuantizationError
 from qcut.layers.embedding import Embedding
 from qcut.layers.linear import Linear
+from qcut.layers.quantized import QuantizedLayer
 from qcut.models.modules import (
     as_given,
     eagerly,
@@ -365,7 +366,7 @@ class Recording:
                         name,
                     )
                 result = pytree.tree_map_only(Tensor, lambda t: t.to(_device_of(output, t.device)), call.result)
-                if not isinstance(module, Linear) or module.apart or not isinstance(result, Tensor):
+                if not isinstance(module, QuantizedLayer) or module.apart or not isinstance(result, Tensor):
                     return result
                 if module.activation == "none":
                     return result
@@ -418,7 +419,7 @@ def _run(model: nn.Module, batch: Any, hooks: Mapping[str, tuple[nn.Module, Call
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
     """Give a model's buffers and plain attributes their values back: a call may count, or cache."""
-    modules = [module for module in model.modules() if not isinstance(module, Linear)]
+    modules = [module for module in model.modules() if not isinstance(module, QuantizedLayer)]
     held = (b for module in modules for b in module._buffers.values() if b is not None)
     buffers = [(b, b.clone()) for b in held if b.layout is torch.strided]
     plain = (bool, int, float, str, type(None))

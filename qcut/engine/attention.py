@@ -72,7 +72,7 @@ class StepAttention:
         counters: int32 ``[B queries]``, zero before and after every launch.
         reach: ``max_seq_len`` bucket that the kernels are chosen for; 0: the cache's length.
         others: further buckets, whose kernels run too, to be built and loaded; they compute the same.
-        settled: as in `qcut.ops.attention.decode.AppendAttention`.
+        early_read: whether the promise of `qcut.ops.attention.decode.AppendAttentionOp` holds.
     """
 
     raises_absmax: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class StepAttention:
     counters: Tensor
     reach: int = 0
     others: Sequence[int] = ()
-    settled: bool = False
+    early_read: bool = False
 
     def __call__(
         self,
@@ -102,8 +102,10 @@ class StepAttention:
             q, k = norms(q, k)
         step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
         options = (self.cache.calibration(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
-        run = partial(torch.ops.qcut.append_attention, *step, scores.scaling, self.counters)
+        attend = torch.ops.qcut.append_attention
+        overload = attend.early_read if self.early_read else attend.default
+        run = partial(overload, *step, scores.scaling, self.counters)
         for reach in self.others:
-            run(None, *options, reach, self.settled)
-        mixed: Tensor = run(absmax, *options, self.reach, self.settled)
+            run(None, *options, reach)
+        mixed: Tensor = run(absmax, *options, self.reach)
         return mixed.flatten(1)

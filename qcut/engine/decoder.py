@@ -120,12 +120,12 @@ class AddNorm:
         normed: Activations
         rotation = None if self.rotating is None else self.rotating.rotation_of(x)
         if rotation is not None:
-            total, blocks, scale = torch.ops.qcut.add_norm_rotated(*given, *rotation, constants=True)
+            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation)
             normed = RotatedTokens(blocks, scale, len(x), x.dtype)
         elif self.k_padded is None:
-            total, normed = torch.ops.qcut.add_norm(*given, constants=True)
+            total, normed = torch.ops.qcut.add_norm.early_read(*given)
         else:
-            total, q, scale = torch.ops.qcut.add_norm_int8(*given, self.k_padded, constants=True)
+            total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, self.k_padded)
             normed = Int8Tokens(q, scale, x.dtype)
         return x if branch is None else total, normed
 
@@ -332,7 +332,7 @@ class MLP:
         rotating = _rotating([self.down]) if by_kernel else None
         rotation = None if rotating is None else rotating.rotation_of(gate)
         if rotation is not None:
-            blocks, scale = torch.ops.qcut.activate_rotated(gate, up, *rotation, constants=True)
+            blocks, scale = torch.ops.qcut.activate_rotated.early_read(gate, up, *rotation)
             return project(self.down, RotatedTokens(blocks, scale, len(gate), gate.dtype))
         if up is not None:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up

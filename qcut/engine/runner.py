@@ -263,9 +263,9 @@ class ModelRunner:
     ) -> Tensor:
         # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
         # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
-        settled = self.graphs is not None
+        early_read = self.graphs is not None
         inputs = (self.cache, self.tables, positions, slots, self._counters)
-        attention = StepAttention(*inputs, max_seq_len, other_buckets, settled)
+        attention = StepAttention(*inputs, max_seq_len, other_buckets, early_read)
         return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
 

@@ -20,6 +20,7 @@ from qcut.errors import UnsupportedError, layer_prefix
 from qcut.layers.embedding import Embedding
 from qcut.layers.linear import Linear
 from qcut.layers.parallel import refuse_parts
+from qcut.layers.quantized import quantized_layers
 
 
 @cache
@@ -143,7 +144,7 @@ def _refusing(init: Callable[..., None], problem: str) -> Callable[..., None]:
 
 
 def _has_quantized(model: nn.Module) -> bool:
-    return any(isinstance(module, Linear) for module in model.modules())
+    return bool(quantized_layers(model))
 
 
 def _quantized_names(model: nn.Module) -> set[str]:
@@ -152,8 +153,4 @@ def _quantized_names(model: nn.Module) -> set[str]:
     modules = dict(model.named_modules())
     inside = {f"{name}.table" for name, module in modules.items() if isinstance(module, Embedding)}
     inside |= {f"{name}.base_layer" for name in modules}  # the wrapper's own name stands for it
-    return {
-        name
-        for name, module in modules.items()
-        if isinstance(module, Linear) and module is not classifier and name not in inside
-    }
+    return {name for name, layer in quantized_layers(model).items() if layer is not classifier and name not in inside}

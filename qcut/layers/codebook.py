@@ -20,7 +20,8 @@ from qcut.layers.codebook_buffers import (
     stored_passes,
 )
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear, StateEntry
+from qcut.layers.linear import Known, Linear
+from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
 
-_GEMM = torch.ops.qcut.codebook_gemm.default
-_GEMV = torch.ops.qcut.codebook_gemv.default
+_GEMM = torch.ops.qcut.codebook_gemm.early_read
+_GEMV = torch.ops.qcut.codebook_gemv.early_read
 _EMBED = torch.ops.qcut.embed_codebook.default
-_EXPLICIT = torch.ops.qcut.codebook_linear.default
+_REFERENCE = torch.ops.qcut.codebook_linear.default
 
 Books = dict[torch.dtype, tuple[int, ...]]
 """A codebook in both 16-bit types, as launches take it."""
@@ -91,7 +92,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         codebook: float32 ``[2**bits]``, or pairs, ``[256, 2]``.
         col_scale: float32 ``[N]``: the row's power of two over the square root of the group size (1 without a
             rotation) and, with int8 products, over ``fold``.
-        fold: float32 ``[16 T]``, which makes int8 of a row's weights; None but for int8 products.
+        fold: float32 ``[16 T]``, which makes int8 of a row's weights; None except with int8 products.
         bias: float32 ``[N]`` or None.
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: the same buffers
             of the second set, where there is one.
@@ -238,7 +239,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return dequantize(self.passes)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """See `Linear.rows`; bitwise, but for the rotation ``qr``: its float32 products depend on device and R."""
+        """See `Linear.rows`; bitwise, except for the rotation ``qr``: its float32 products depend on device and R."""
         return look_up_rows(ids, *self.row_operands)
 
     @property
@@ -313,7 +314,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return self._rotation, self.int8
 
     def rotation_of(self, like: Tensor) -> RotationArguments | None:
-        """How an operator is to rotate rows that it makes for this layer, or None where the layer takes rows alone.
+        """How an operator is to rotate rows that it makes for this layer, or None if the layer takes plain tokens.
 
         A single row is rotated in the product's kernel, and those of prompts by a kernel of their own.
 
@@ -346,12 +347,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return None if self.int8 else x.float()
 
     def _product(self, x: Tensor) -> Tensor:
-        return self._fused(x) if _by_kernels(x.device) else self._explicit(x, self.activation)
+        return self._by_kernel(x) if _by_kernels(x.device) else self._by_reference(x, self.activation)
 
-    def _explicit(self, x: Tensor, activation: str) -> Tensor:
+    def _by_reference(self, x: Tensor, activation: str) -> Tensor:
         """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
         sets = self.sets()
-        y: Tensor = _EXPLICIT(
+        y: Tensor = _REFERENCE(
             x,
             units=[part.units for part in sets],
             packed_norms=[part.packed_norms[..., :2] for part in sets],  # without offsets
@@ -368,7 +369,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         )
         return y
 
-    def _fused(self, x: Tensor) -> Tensor:
+    def _by_kernel(self, x: Tensor) -> Tensor:
         dtype = x.dtype
         if dtype not in _HALVES and not (self.int8 and dtype is torch.float32):
             allowed = "float16, bfloat16" + (", float32" if self.int8 else "")
@@ -383,7 +384,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
                 self.group_size,
                 self.scheme.seeds,
             )
-            last = self._buffers["bias"], self.set_bits[0], self.activation, None, dtype, True
+            last = self._buffers["bias"], self.set_bits[0], self.activation, None, dtype
             return self._as_result(_GEMV(*row, *self._whole(dtype), *last), x)
         blocks, scale = shared.rotate(self, self._rotation, x, torch.int8 if self.int8 else dtype)
         return self._as_result(self._multiplied(blocks, scale, m, dtype), x)
@@ -400,7 +401,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
             whole = self._whole(dtype)  # reads the codebook, on which the last option depends
-            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
+            options = self.set_bits[0], self.activation, None, dtype, self._row_norm
             y: Tensor = _GEMM(blocks, scale, m, *whole, bias, *options)
             return y
         # One product for each set: the second adds the result of the first, and the activation comes last.
@@ -410,7 +411,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
             weight = *part[:4], books[i][halves]
             added = bias if i else None
-            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
+            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32)
         return apply_activation(cast(Tensor, total), self.activation).to(dtype)
 
     def _as_result(self, y: Tensor, x: Tensor) -> Tensor:
@@ -544,7 +545,7 @@ def _reader(
 
 
 def _by_kernels(device: torch.device) -> bool:
-    """Whether the operators of kernels compute a layer on a device, whoever serves them."""
+    """Whether the operators of kernels compute a layer on a device."""
     return path.name == "triton" or (path.name == "cuda" and _has_kernels(device))
 
 

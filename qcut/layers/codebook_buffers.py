@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.layers.linear import StateEntry
+from qcut.layers.quantized import StateEntry
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import packing, pairs
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
@@ -26,7 +26,7 @@ class CodebookSet(NamedTuple):
     Attributes:
         units: uint8 ``[T, U, bytes]``: T tiles of 16 rows, U units of 128 columns; see `qcut.numerics.codebook.layout`.
         packed_norms: float16 ``[T, U, slots, 8, 2]``, relative to the row's power of two.
-        fold: float32 ``[16 T]``, which makes int8 of a row's weights; None but for int8 products.
+        fold: float32 ``[16 T]``, which makes int8 of a row's weights; None except with int8 products.
         col_scale: float32 ``[N]``, the factor of each output channel.
         codebook: float32 ``[2**bits]``, or pairs, ``[256, 2]``.
     """

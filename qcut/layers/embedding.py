@@ -83,7 +83,7 @@ class Embedding(nn.Module):
         device: torch.device | str | None = None,
         name: str | None = None,
     ) -> Embedding:
-        """Quantizes a table; the original is left alone.
+        """Quantizes a table; the original is not changed.
 
         Args:
             module: ``nn.Embedding`` with weights in float16, bfloat16, float32 or float64.
@@ -148,8 +148,8 @@ class Embedding(nn.Module):
             RangeError: an id below 0, or beyond the rows, on the CPU. On CUDA the device asserts, as it does for
                 ``nn.Embedding``.
 
-        Exactness: rows of `dequantized_weight`, rounded to `dtype`: bitwise, but for the rotation ``qr``, whose float32
-        products depend on the device and the number of rows.
+        Exactness: rows of `dequantized_weight`, rounded to `dtype`: bitwise, except for the rotation ``qr``, whose
+        float32 products depend on the device and the number of rows.
         """
         ids = input  # the name is nn.Embedding's
         if ids.dtype not in _ID_DTYPES:

@@ -7,13 +7,13 @@ there and dropped: one layer's float weight is alive at a time, whatever the dep
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from qcut.errors import QuantizationError, UnsupportedError, layer_prefix
-from qcut.models.modules import Quantized
+from qcut.layers.quantized import QuantizedLayer, quantized_layers
 from qcut.models.selection import check_model
 from qcut.numerics.chunks import row_chunks
 from qcut.schemes import check_activation
@@ -55,12 +55,12 @@ def disable_input_gradients(model: nn.Module) -> None:
         layer.input_gradients = False
 
 
-def _layers(model: nn.Module) -> Iterator[Linear]:
+def _layers(model: nn.Module) -> Iterator[QuantizedLayer]:
     check_model(model)
-    found = [module for module in model.modules() if isinstance(module, Quantized)]
+    found = quantized_layers(model)
     if not found:
         raise QuantizationError(f"{type(model).__name__}: no quantized layer; qcut.quantize makes them")
-    return iter(cast("list[Linear]", found))
+    return iter(found.values())
 
 
 class InputGradient(torch.autograd.Function):
@@ -100,7 +100,7 @@ class InputGradient(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UnsupportedError(
                 f"{layer_prefix(layer.name)}{layer.scheme.name}: a second derivative is wanted (create_graph=True); "
-                "quantized layers have first derivatives alone"
+                "quantized layers have only first derivatives"
             )
         # A backward pass inside autocast would compute in another type than outside.
         with torch.autocast(dy.device.type, enabled=False):

@@ -17,20 +17,20 @@ from qcut.layers.linear import Known, Linear
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
-from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, padded_k
+from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, StaticRange, padded_k
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
 
-_W8A8 = torch.ops.qcut.w8a8_linear.default
-_INT8 = torch.ops.qcut.int8_linear.default
-_WITH_ABSMAX = torch.ops.qcut.noted_linear.default
-_W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
-_W8A16 = torch.ops.qcut.w8a16_linear.default
-_INT16X8 = torch.ops.qcut.int16x8_linear.default
-_INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.default
+_W8A8 = torch.ops.qcut.w8a8_linear.early_read
+_INT8 = torch.ops.qcut.int8_linear.early_read
+_WITH_ABSMAX = torch.ops.qcut.noted_linear.early_read
+_W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.early_read
+_W8A16 = torch.ops.qcut.w8a16_linear.early_read
+_INT16X8 = torch.ops.qcut.int16x8_linear.early_read
+_INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.early_read
 
 _LEAST_NORMAL = 2.0**-126
 _MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
@@ -140,7 +140,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of the tokens.
         """
         b = self._buffers
-        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax, True)
+        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
 
     def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
         """Applies the layer to rows whose largest magnitudes are known.
@@ -153,12 +153,12 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of x.
         """
         b = self._buffers
-        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
-        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
 
 class _CalibratedLinear(Int8Linear):
@@ -176,26 +176,38 @@ class _CalibratedLinear(Int8Linear):
 
     @property
     def input_qparams(self) -> Any:
-        """What the tokens are quantized with, read from the device once, and again when a tensor has changed."""
-        raise NotImplementedError
+        """What quantizes the tokens, read from the device once, and again when a tensor has changed.
 
-    def _read_scale(self) -> float:
-        """The scale of the input, read from the device.
+        Scale and zero point of the scheme ``w8a8_static``, the scale of ``int16x8_static``.
 
         Raises:
-            QuantizationError: a scale that is not positive and finite.
+            QuantizationError: a scale that is not positive and finite, or a zero point out of range.
         """
+        read = self._read
+        if read is None or not (torch.compiler.is_compiling() or read.holds_for(self._buffers)):
+            read = self._read = Reading(self._buffers, self._range, self._read_qparams())
+        return read.value
+
+    def _read_qparams(self) -> Any:
         scale = float(self.input_scale)
         if not 0 < scale < math.inf:
             raise QuantizationError(f"input_scale is {scale}; allowed: positive and finite", self.name)
         return scale
 
-    def _set_col_scale(self) -> None:
-        """Multiply the scales.
+    def _set_range(self, static_range: StaticRange, device: torch.device) -> Any:
+        """Set the buffers of a calibrated range; returns `input_qparams`."""
+        raise NotImplementedError
+
+    def _quantize(self, weight: Tensor, known: Known) -> None:
+        """See `Linear`.
 
         Raises:
-            QuantizationError: the largest product is no normal float32, so that results would be 0 or infinite.
+            QuantizationError: the largest factor is no normal float32, so that results would be 0 or infinite.
         """
+        assert known.static_range is not None, "from_float checks needs_range"
+        super()._quantize(weight, known)
+        qparams = self._set_range(known.static_range, weight.device)
+        self._read = Reading(self._buffers, self._range, qparams)
         self.col_scale = self.input_scale * self.weight_scale
         largest = float(self.col_scale.max())
         if not _LEAST_NORMAL <= largest < math.inf:
@@ -258,20 +270,11 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
     input_zero_point: Tensor
     _range = ("input_scale", "input_zero_point")
 
-    @property
-    def input_qparams(self) -> tuple[float, int]:
-        """Scale and zero point of the input, read from the device once, and again when a tensor has changed.
-
-        Raises:
-            QuantizationError: a scale that is not positive and finite, or a zero point out of range.
-        """
-        read: Reading[tuple[float, int]] | None = self._read
-        if read is None or not (torch.compiler.is_compiling() or read.holds_for(self._buffers)):
-            scale, zero_point = self._read_scale(), int(self.input_zero_point)
-            if not -128 <= zero_point <= 127:
-                raise QuantizationError(f"input_zero_point is {zero_point}; allowed: -128 to 127", self.name)
-            read = self._read = Reading(self._buffers, self._range, (scale, zero_point))
-        return read.value
+    def _read_qparams(self) -> tuple[float, int]:
+        scale, zero_point = super()._read_qparams(), int(self.input_zero_point)
+        if not -128 <= zero_point <= 127:
+            raise QuantizationError(f"input_zero_point is {zero_point}; allowed: -128 to 127", self.name)
+        return scale, zero_point
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
         """See `Linear.state_problem`: besides, parameters of the input that can be, and factors and sums as defined."""
@@ -292,16 +295,12 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
             "input_zero_point": torch.empty(1, dtype=torch.int32, device=device),
         }
 
-    def _quantize(self, weight: Tensor, known: Known) -> None:
-        static_range = known.static_range
-        assert static_range is not None, "from_float checks needs_range"
-        super()._quantize(weight, known)
+    def _set_range(self, static_range: StaticRange, device: torch.device) -> tuple[float, int]:
         scale, zero_point = numerics.static_qparams(static_range.lo, static_range.hi)
-        self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
-        self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=weight.device)
-        self._set_col_scale()
+        self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=device)
+        self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=device)
         self.colsum = numerics.colsum_ref(self.qweight)
-        self._read = Reading(self._buffers, self._range, (scale, zero_point))
+        return scale, zero_point
 
     def quantized_tokens(self, x: Tensor) -> Tensor:
         """See `Linear.quantized_tokens`."""
@@ -312,7 +311,7 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
         b = self._buffers
         scale, zero_point = self.input_qparams
         weight = b["qweight"], b["col_scale"], b["colsum"], b["bias"]
-        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation, True)
+        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation)
 
 
 class W8A16Linear(Int8Linear, schemes=[W8A16()]):
@@ -323,7 +322,7 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
 
 class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
@@ -336,7 +335,7 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _INT16X8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+        return _INT16X8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
 
 class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
@@ -351,26 +350,10 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
 
     k_max = K_MAX
 
-    @property
-    def input_qparams(self) -> float:
-        """Scale of the input, read from the device once, and again when the tensor has changed.
-
-        Raises:
-            QuantizationError: a scale that is not positive and finite.
-        """
-        read: Reading[float] | None = self._read
-        if read is None or not (torch.compiler.is_compiling() or read.holds_for(self._buffers)):
-            read = self._read = Reading(self._buffers, self._range, self._read_scale())
-        return read.value
-
-    def _quantize(self, weight: Tensor, known: Known) -> None:
-        static_range = known.static_range
-        assert static_range is not None, "from_float checks needs_range"
-        super()._quantize(weight, known)
+    def _set_range(self, static_range: StaticRange, device: torch.device) -> float:
         scale = int16.static_scale(static_range.lo, static_range.hi)
-        self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
-        self._set_col_scale()
-        self._read = Reading(self._buffers, self._range, scale)
+        self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=device)
+        return scale
 
     def quantized_tokens(self, x: Tensor) -> Tensor:
         """See `Linear.quantized_tokens`."""
@@ -378,4 +361,4 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _INT16X8_STATIC(x, b["qweight"], b["col_scale"], b["bias"], self.input_qparams, self.activation, True)
+        return _INT16X8_STATIC(x, b["qweight"], b["col_scale"], b["bias"], self.input_qparams, self.activation)

@@ -6,11 +6,9 @@ One subclass computes one scheme, or all schemes of one class, and names them wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -20,9 +18,9 @@ from torch import Tensor, nn
 from qcut.errors import ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.frozen import FrozenWeight
 from qcut.layers.gradients import InputGradient
+from qcut.layers.quantized import QuantizedLayer
 from qcut.models.guards import described, is_described, refuse_foreign_saving
-from qcut.models.modules import Quantized, float_bias, float_weight, tensor_key
-from qcut.numerics.checks import out_of_range
+from qcut.models.modules import float_bias, float_weight
 from qcut.numerics.plain_state import in_plain_state
 from qcut.ops.gradients import inference_only
 from qcut.schemes import (
@@ -36,6 +34,7 @@ from qcut.schemes import (
     StaticRange,
     check_activation,
     parse_scheme,
+    scheme_from_json,
 )
 
 if TYPE_CHECKING:
@@ -55,33 +54,6 @@ _MODULES: dict[type[Scheme], str] = {
 """The modules of qcut's own layers, imported when a scheme is first used."""
 
 
-@dataclass(frozen=True)
-class StateEntry:
-    """A tensor of a layer's state dict before it is made.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        identity: equal for tensors of two layers that are one and the same, tied.
-        read: makes the tensor, or returns it where it exists.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    identity: tuple[Any, ...]
-    read: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> StateEntry:
-        """The entry of a tensor that exists."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor_key(tensor), lambda: tensor)
-
-
 class Known(NamedTuple):
     """What quantizing a weight needs besides the weight; see `Linear.from_float`."""
 
@@ -90,7 +62,7 @@ class Known(NamedTuple):
     row_absmax: Tensor | None = None
 
 
-class Linear(Quantized):
+class Linear(QuantizedLayer):
     """``y = act(x @ W.T + b)`` with a quantized W.
 
     Calling this class makes a layer of the subclass that computes the scheme, whose buffers and exactness are its own.
@@ -112,20 +84,15 @@ class Linear(Quantized):
     Attributes:
         bias: float32 ``[N]`` or None.
         k_max: the largest K whose products are exact, or None where any is.
-        input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
-        parts: processes that have a part each of a layer that is cut across them; 1 where the layer is whole. Nothing
-            that one process has of such a model is a checkpoint.
 
     Raises:
-        ConfigError: an unknown scheme or activation, or the scheme ``fp16``, which leaves layers alone.
+        ConfigError: an unknown scheme or activation, or the scheme ``fp16``, which leaves layers in float.
         QuantizationError: K or N below 1, or K beyond the scheme's exact range.
     """
 
     bias: Tensor | None
 
-    input_gradients: bool = False
-    parts: int = 1
     k_max: ClassVar[int | None] = None
     block_rows: ClassVar[int] = 1
     _subclasses: ClassVar[dict[Scheme | type[Scheme], type[Linear]]] = {}
@@ -211,7 +178,7 @@ class Linear(Quantized):
         row_absmax: Tensor | None = None,
         name: str | None = None,
     ) -> Self:
-        """Quantizes a layer; the original is left alone.
+        """Quantizes a layer; the original is not changed.
 
         Args:
             module: ``nn.Linear``, or transformers' ``Conv1D`` (weight ``[K, N]``), with weights in
@@ -359,11 +326,6 @@ class Linear(Quantized):
         """
         return described(self._stand_in(), self.weight_dtype, self.name)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all buffers: what the layer keeps in memory."""
-        return sum(b.nbytes for b in self.buffers())
-
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: the weight that the layer computes with."""
         raise NotImplementedError
@@ -386,24 +348,28 @@ class Linear(Quantized):
         """The buffers whose first dimension is N, or tiles of N; all other buffers are shared by all rows."""
         return {key: buffer for key, buffer in self._buffers.items() if buffer is not None}
 
-    def stored(self) -> dict[str, StateEntry]:
-        """The tensors of the state dict, by key, in the order they are written."""
-        return {key: StateEntry.of(buffer) for key, buffer in self._buffers.items() if buffer is not None}
+    @property
+    def float_count(self) -> int:  # type: ignore[override]
+        """Elements of weight and bias."""
+        return self.out_features * (self.in_features + (self.bias is not None))
 
-    def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
-        """Looks for values that quantizing never gives, or that contradict one another.
+    def to_json(self) -> dict[str, Any]:
+        """Scheme, sizes, bias and activation."""
+        return {
+            "scheme": self.scheme.to_json(),
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.bias is not None,
+            "activation": self.activation,
+        }
 
-        Args:
-            state: the tensors of the state dict, by key, of the shapes and dtypes that `stored` states.
+    @classmethod
+    def from_json(cls, spec: Mapping[str, Any], name: str) -> Self:
+        """See `QuantizedLayer.from_json`."""
+        sizes, scheme = (int(spec["in_features"]), int(spec["out_features"])), scheme_from_json(spec["scheme"])
+        return cls(*sizes, bool(spec["bias"]), scheme, spec["activation"], device="meta", name=name)
 
-        Returns:
-            The key of the first tensor that cannot be, and what was found and is allowed; None where all can be.
-        """
-        if "bias" in state and (found := out_of_range(state["bias"])):
-            return "bias", f"found {found}; finite values are allowed"
-        return None
-
-    def tie_to(self, owner: Linear) -> None:
+    def tie_to(self, owner: Self) -> None:
         """Hold the owner's tensors wherever this layer's have the same values."""
         for name, buffer in owner._buffers.items():
             mine = self._buffers.get(name)
@@ -491,10 +457,3 @@ class Linear(Quantized):
             super()._apply(keep_dtype, recurse)
         self._settle(fn(torch.empty(0, dtype=self.weight_dtype, device="cpu")).dtype)
         return self
-
-
-def state_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make this the `Linear.weight_dtype` of all quantized layers of a model."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.weight_dtype = dtype

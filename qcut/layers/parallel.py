@@ -1,4 +1,4 @@
-"""Parts of a layer on several devices: how its stored tensors are cut, and the layer of a part alone.
+"""Parts of a layer on several devices: how its stored tensors are cut, and the layer of one part.
 
 A part has some of the output channels, or some of the input channels. The first kind computes what the whole layer
 computes for its channels: bitwise where products are of int8; other kernels are chosen by size, and may add in another
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qcut.errors import CheckpointError, UnsupportedError, layer_prefix
 from qcut.layers.linear import Linear
+from qcut.layers.quantized import quantized_layers
 from qcut.numerics.int8 import colsum_ref
 from qcut.schemes import Codebook, Scheme
 
@@ -105,9 +106,9 @@ def refuse_parts(model: nn.Module, what: str) -> None:
     Raises:
         UnsupportedError: a layer is a part of one that is cut across processes (named).
     """
-    for module in model.modules():
-        if isinstance(module, Linear) and module.parts > 1:
+    for layer in quantized_layers(model).values():
+        if layer.parts > 1:
             raise UnsupportedError(
-                f"{layer_prefix(module.name)}{what}: the process has one of {module.parts} parts of the layer; "
+                f"{layer_prefix(layer.name)}{what}: the process has one of {layer.parts} parts of the layer; "
                 "allowed: a model that was loaded in one process"
             )

@@ -17,7 +17,7 @@ from qcut.numerics.codebook.constants import outside_capture
 from qcut.numerics.codebook.rotation import Kind
 from qcut.ops import paths
 
-_ROTATE = torch.ops.qcut.rotate_tokens.default
+_ROTATE = torch.ops.qcut.rotate_tokens.early_read
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -156,7 +156,7 @@ shared = SharedRotations()
 
 def _rotate(spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor) -> tuple[Tensor, Tensor]:
     rows = x if x.dim() == 2 else x.reshape(-1, spec.k)  # even a view that changes nothing takes time
-    result: tuple[Tensor, Tensor] = _ROTATE(rows, operands, spec.kind, spec.group_size, spec.seeds, tokens, True)
+    result: tuple[Tensor, Tensor] = _ROTATE(rows, operands, spec.kind, spec.group_size, spec.seeds, tokens)
     return result
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
 from qcut.layers.codebook import CodebookLinear, _by_kernels
-from qcut.layers.linear import Known, StateEntry
+from qcut.layers.linear import Known
+from qcut.layers.quantized import StateEntry
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import rotation
@@ -34,9 +35,9 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         order: int32 ``[K]``: stored column j multiplies column ``order[j]`` of x; or None where the columns are in
             their places.
 
-    The state dict has ``offsets`` and ``order`` beside the keys of `CodebookLinear`. Arguments are those of `Linear`.
+    The state dict has ``offsets`` and ``order`` besides the keys of `CodebookLinear`. Arguments are those of `Linear`.
 
-    Exactness: that of `CodebookLinear`; kernels that round ``value * norm`` round ``offset * norm``, too. The explicit
+    Exactness: that of `CodebookLinear`; kernels that round ``value * norm`` round ``offset * norm``, too. The reference
     path adds the product of each group's sum of x with ``norm * offset``, in float32.
 
     Source: docs/foreign-checkpoints.md.
@@ -125,7 +126,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         return self._in_place(weight, self._shifts(ids))
 
     def _shifts(self, ids: Tensor | None = None) -> Tensor | None:
-        """float32 ``[N, G]``: what a group's weights have beside the codebook's values; of all rows, or of some."""
+        """float32 ``[N, G]``: what is added to a group's codebook values; of all rows, or of some."""
         if self.offsets is None:
             return None
         norms, offsets = (t if ids is None else t.index_select(0, ids) for t in (self.norms, self.offsets))
@@ -169,7 +170,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
             return super()._product(x)
         rows = x.reshape(-1, self.in_features)
         added = self._group_sums(rows) @ cast(Tensor, self._shifts()).t()
-        y = self._explicit(rows.float(), "none") + added
+        y = self._by_reference(rows.float(), "none") + added
         return apply_activation(y, self.activation).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _group_sums(self, x: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         self._pack_offsets()
 
     def _pack_offsets(self) -> None:
-        """Put the offsets beside the norms, where kernels read them."""
+        """Interleave the offsets with the norms, as kernels read them."""
         if (offsets := self.offsets) is not None:
             packed = self.packed_norms[..., :2]
             self.packed_norms = codebook_layout.pack_offsets(packed, offsets.to(packed.device), self.geometry)

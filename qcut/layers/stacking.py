@@ -41,39 +41,39 @@ class Stacker:
                 if _is_plain(tensor):
                     self._holders.setdefault(_storage(tensor), set()).add(id(module))
 
-    def joined(self, siblings: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
-        """The siblings' `stack` alone, or the siblings as they were where there is none."""
-        one = self.stack(siblings)
-        return siblings if one is None else (one,)
+    def joined(self, projections: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+        """The `stack` of the projections, or the projections if they cannot be stacked."""
+        one = self.stack(projections)
+        return projections if one is None else (one,)
 
-    def stack(self, siblings: Sequence[nn.Module]) -> nn.Module | None:
-        """A module whose result is those of all siblings, side by side.
+    def stack(self, projections: Sequence[nn.Module]) -> nn.Module | None:
+        """A module whose result is those of all projections, side by side.
 
-        Their tensors become views of its own. Siblings that are views of one stack already, because they were stacked
-        before, are not copied.
+        The projections' tensors become views of the module's own. Projections that are views of one stack already are
+        not copied.
 
         Args:
-            siblings: modules that are called with the same rows.
+            projections: modules that are called with the same rows.
 
         Returns:
-            ``nn.Linear`` or a layer of the siblings' scheme, as the siblings are; or None where there can be no stack:
-            siblings of different schemes, activations, dtypes or devices, or only some with a
-            bias; W8A8 with static ranges; codebooks that differ, or rows that do not fill whole blocks of 64; rows that
-            would start at no multiple of 16 bytes; a module with hooks, a forward of its own or another class; a module
-            that the model uses twice, or a weight that another module holds too.
+            ``nn.Linear`` or a layer of the projections' scheme, as the projections are. None if they cannot be stacked:
+            different schemes, activations, dtypes or devices, or only some with a bias; W8A8 with static ranges;
+            codebooks that differ, or rows that do not fill whole blocks of 64; rows that would start at no multiple of
+            16 bytes; a module with hooks, a forward of its own or another class; a module that the model uses twice, or
+            a weight that another module holds too.
 
         Raises:
-            RuntimeError: torch's, where memory for these siblings is short. They are as they were.
+            RuntimeError: torch's, if memory for these projections is short. They are not changed then.
 
         Exactness: rows of a weight do not know each other. Integer products, and thus W8A8 and codebooks with int8
-        products, are bitwise the siblings'. Sums of floats may have another order, for a kernel, its tile, or a
+        products, are bitwise the projections'. Sums of floats may have another order, for a kernel, its tile, or a
         library's algorithm is chosen by N.
         """
-        parts = self._parts(siblings)
+        parts = self._parts(projections)
         if parts is None:
             return None
         new: list[tuple[list[Tensor], Tensor]] = []
-        # The model's weights must not become tensors of inference mode, whoever calls from there.
+        # The model's weights must not become tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
             for key, tensors in parts.items():
@@ -81,23 +81,23 @@ class Stacker:
                 whole[key] = torch.cat([t.detach() for t in tensors]) if adjoining is None else adjoining
                 if adjoining is None:
                     new.append((tensors, whole[key]))
-            made = _module(siblings, whole)
+            made = _module(projections, whole)
             for tensors, stacked in new:
                 for tensor, rows in zip(tensors, stacked.split([len(t) for t in tensors]), strict=True):
                     tensor.data = rows  # the object stays: others may hold it
                 self.moved_bytes += stacked.nbytes
         return made
 
-    def _parts(self, siblings: Sequence[nn.Module]) -> dict[str, list[Tensor]] | None:
-        """The siblings' tensors that have rows, by key; None where these cannot be stacked."""
-        signatures = [_signature(module) for module in siblings]
-        if len(siblings) < 2 or signatures[0] is None or any(s != signatures[0] for s in signatures):
+    def _parts(self, projections: Sequence[nn.Module]) -> dict[str, list[Tensor]] | None:
+        """The projections' tensors that have rows, by key; None where these cannot be stacked."""
+        signatures = [_signature(module) for module in projections]
+        if len(projections) < 2 or signatures[0] is None or any(s != signatures[0] for s in signatures):
             return None
-        if any(self._uses[id(module)] != 1 for module in siblings) or not _fit(siblings):
+        if any(self._uses[id(module)] != 1 for module in projections) or not _fit(projections):
             return None
-        rows = [_rows(module) for module in siblings]
+        rows = [_rows(module) for module in projections]
         parts = {key: [one[key] for one in rows] for key in rows[0]}
-        own = {id(module) for module in siblings}
+        own = {id(module) for module in projections}
         for tensors in parts.values():
             starts = accumulate(t.nbytes for t in tensors[:-1])
             if any(start % _ALIGNMENT_BYTES for start in starts):
@@ -127,7 +127,7 @@ def _storage(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...] | None:
-    """What siblings must have in common; None for a module that is never stacked."""
+    """What projections must have in common; None for a module that is never stacked."""
     cls: type[nn.Module] = type(module)
     own: tuple[Any, ...] = ()
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
@@ -142,15 +142,15 @@ def _signature(module: nn.Module) -> tuple[Any, ...] | None:
     return cls, own, {key: (t.dtype, t.device, t.shape[1:]) for key, t in tensors.items()}
 
 
-def _fit(siblings: Sequence[nn.Module]) -> bool:
+def _fit(projections: Sequence[nn.Module]) -> bool:
     """Whether concatenated packed rows equal rows packed together, and buffers shared by all rows are equal."""
-    first = siblings[0]
+    first = projections[0]
     if not isinstance(first, Linear):
         return True
-    if any(cast(Linear, module).out_features % first.block_rows for module in siblings[:-1]):
+    if any(cast(Linear, module).out_features % first.block_rows for module in projections[:-1]):
         return False
     shared = {key: t for key, t in _tensors(first).items() if key not in _rows(first)}
-    return all(torch.equal(t, cast(Tensor, m._buffers[key])) for m in siblings[1:] for key, t in shared.items())
+    return all(torch.equal(t, cast(Tensor, m._buffers[key])) for m in projections[1:] for key, t in shared.items())
 
 
 def _adjoining(tensors: list[Tensor]) -> Tensor | None:
@@ -164,17 +164,17 @@ def _adjoining(tensors: list[Tensor]) -> Tensor | None:
     return first.detach().as_strided(shape, first.stride(), first.storage_offset())
 
 
-def _module(siblings: Sequence[nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
-    """A module of the siblings' class around these tensors, in evaluation mode."""
-    first: Any = siblings[0]
-    k, n = first.in_features, sum(cast(Any, module).out_features for module in siblings)
+def _module(projections: Sequence[nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
+    """A module of the projections' class around these tensors, in evaluation mode."""
+    first: Any = projections[0]
+    k, n = first.in_features, sum(cast(Any, module).out_features for module in projections)
     made: nn.Module
     if isinstance(first, Linear):
-        name = " + ".join(str(cast(Linear, module).name) for module in siblings) if first.name else None
+        name = " + ".join(str(cast(Linear, module).name) for module in projections) if first.name else None
         made = type(first)(k, n, first.bias is not None, first.scheme, first.activation, "meta", name)
         made._buffers.update({**first._buffers, **tensors})
         made.weight_dtype = first.weight_dtype
-        made.input_gradients = all(cast(Linear, module).input_gradients for module in siblings)
+        made.input_gradients = all(cast(Linear, module).input_gradients for module in projections)
     else:
         made = nn.Linear(k, n, "bias" in tensors, device="meta")
         made._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in tensors.items()})

@@ -1,10 +1,10 @@
-"""Keys and values of 4 bits: rows turned by a rotation, and 16 levels with a scale and a zero point for each row.
+"""Keys and values of 4 bits: Hadamard-rotated rows, and 16 levels with a scale and a zero point for each row.
 
-A row of d columns, a power of two, is *turned* first: ``y = H (s * x) / sqrt(d)`` with the Walsh-Hadamard matrix H and
+A row of d columns, a power of two, is *rotated* first: ``y = H (s * x) / sqrt(d)`` with the Walsh-Hadamard matrix H and
 fixed signs s. Outlying columns of x are spread over all columns of y, whose distribution is close to a normal one.
-Products of two turned rows are those of the rows: queries are turned with the keys, and weighted values turned back.
+Products of two rotated rows are those of the rows: queries are rotated with the keys, and weighted values rotated back.
 
-A turned row becomes codes c from 0 to 15 and a word of 16 bits that holds its scale and zero point::
+A rotated row becomes codes c from 0 to 15 and a word of 16 bits that holds its scale and zero point::
 
     y  ~  scale * (c - m)        m = 5.5 + z / 8, z from 0 to 31
 
@@ -66,7 +66,7 @@ def check_head(d: int) -> None:
         raise ConfigError(f"a 4-bit cache of heads of {d} columns; allowed: {', '.join(map(str, HEADS))}")
 
 
-def turn(x: Tensor) -> Tensor:
+def rotate(x: Tensor) -> Tensor:
     """Turn rows: ``H (s * x) / sqrt(d)``, the transform's additions first.
 
     Args:
@@ -81,14 +81,14 @@ def turn(x: Tensor) -> Tensor:
     return walsh_hadamard(x.float() * _signs(d).to(x.device)) * d**-0.5
 
 
-def turn_back(y: Tensor) -> Tensor:
-    """The inverse of `turn`, float32 ``[..., d]``: ``s * (H y) / sqrt(d)``."""
+def rotate_back(y: Tensor) -> Tensor:
+    """The inverse of `rotate`, float32 ``[..., d]``: ``s * (H y) / sqrt(d)``."""
     d = y.shape[-1]
     return walsh_hadamard(y.float()) * (_signs(d) * d**-0.5).to(y.device)
 
 
 def quantize_rows_ref(y: Tensor, guide: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize turned rows to 4 bits.
+    """Quantize rotated rows to 4 bits.
 
     With ``lo`` and ``hi`` the least and the largest element of a row, ``range = max(hi - lo, 1.6 * max(hi, -lo))``, and
     for each f of `SHRINKS`::
@@ -206,11 +206,11 @@ def guide_of(moments: Tensor, mean: Tensor) -> Tensor:
     The loss of a row's error e is ``e . M e / m``, M the second moment of queries and m the mean of its eigenvalues but
     the `DIRECTIONS` largest: ``e . e`` and what the eigenvectors v of these add, ``(l / m - 1) (v . e) ** 2`` for an
     eigenvalue l. Directions are ``sqrt(l / m - 1) v`` in units of 127ths of their largest element a, strengths ``8 (a /
-    127) ** 2``, and a column's cost 8192 times the loss of an error of 1 in this column alone.
+    127) ** 2``, and a column's cost 8192 times the loss of an error of 1 in only this column.
 
     Args:
-        moments: ``[H, d, d]``, sums of ``q q^T`` over the turned queries of all heads that read a head of keys.
-        mean: ``[H, d]``, of turned keys.
+        moments: ``[H, d, d]``, sums of ``q q^T`` over the rotated queries of all heads that read a head of keys.
+        mean: ``[H, d]``, of rotated keys.
 
     Returns:
         int32 ``[H, d + 2, 4]``: of each column eight directions of one byte, the float32 mean and the cost; then the

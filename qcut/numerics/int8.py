@@ -446,10 +446,7 @@ def w8a16_linear_ref(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Ten
     ``K * 2**-23 * sum_k |x * q|`` before the scale.
     """
     v = x.float() @ qweight[:, : x.shape[1]].float().t()
-    v *= weight_scale
-    if bias is not None:
-        v += bias
-    return apply_activation(v, activation).to(x.dtype)
+    return epilogue_ref(v, row_scale=None, col_scale=weight_scale, bias=bias, activation=activation, out_dtype=x.dtype)
 
 
 def apply_activation(v: Tensor, activation: str) -> Tensor:

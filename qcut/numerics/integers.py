@@ -1,4 +1,4 @@
-"""Linear layers in integers alone, in plain torch: the definition that every kernel of theirs is compared with.
+"""Linear layers on integers, in plain torch: the definition that every kernel of theirs is compared with.
 
 A layer takes int8 or int16 tokens with a static range and gives tokens of the same type, so that a chain of layers
 needs no floats. An exact sum of products plus a bias at the sums' scale, ``v = acc + bias[n]``, is rescaled by a

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a seed, a sequence and a position alone: Philox, counter by counter."""
+"""Random numbers that depend on a seed, a sequence and a position: Philox, counter by counter."""
 
 from __future__ import annotations
 

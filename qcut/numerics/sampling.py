@@ -1,6 +1,6 @@
 """Chooses the next token from logits, in plain torch: the definition that a kernel equals token for token.
 
-A draw depends on the seed, the sequence and the position alone. The exponential is written as float32 operations, each
+A draw depends only on the seed, the sequence and the position. The exponential is written as float32 operations, each
 rounded by itself, and its results are made integers, whose sums are exact in every order. Tokens are therefore the same
 on every device and in every batch, except under ``torch.compile``, which contracts float operations. No function reads
 a tensor on the host, so that a CUDA graph can capture each function.
@@ -253,7 +253,7 @@ class History:
 def argmax(logits: Tensor) -> Tensor:
     """The index of each row's largest logit: of equal logits (-0 and 0 too) the first. NaN is never the largest.
 
-    A row of NaN alone gives index 0.
+    A row of only NaN gives index 0.
 
     Args:
         logits: ``[B, V]`` of any floating-point dtype, compared as float32; B may be 0, V is 1 to 2**22.
@@ -272,7 +272,7 @@ def argmax(logits: Tensor) -> Tensor:
         raise ShapeError(f"logits: found shape {tuple(logits.shape)}; allowed: [B, V], V in [1, {MAX_VOCABULARY}]")
     x, columns = logits.detach().float(), logits.shape[1]
     largest = x.masked_fill(x.isnan(), -math.inf).amax(1, keepdim=True)
-    # torch's own argmax prefers NaN. In a row of NaN alone no element equals the largest: `columns` becomes 0.
+    # torch's own argmax prefers NaN. In a row of only NaN no element equals the largest: `columns` becomes 0.
     return (
         torch.arange(columns, device=x.device, dtype=torch.int64).masked_fill(x != largest, columns).amin(1) % columns
     )
@@ -407,7 +407,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilit
     Exactness: float32 ``log_softmax`` of torch.
     """
     values = logits.detach().float().log_softmax(1)
-    # Numbers with the order of (value, first index): topk alone would take any of equals, and a sort takes all.
+    # Numbers with the order of (value, first index): topk takes any of equals, and a sort takes all.
     bits = (values + 0.0).view(torch.int32)
     keys = (bits ^ (bits >> 31 & 0x7FFF_FFFF)).long() << 32
     ids = keys.sub_(torch.arange(values.shape[1], dtype=torch.int64, device=values.device)).topk(top, dim=1).indices

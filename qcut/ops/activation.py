@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from qcut.errors import ShapeError
 from qcut.numerics import int8
 from qcut.ops.checks import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor
-from qcut.ops.codebook import RotateTokens, check_rotated
+from qcut.ops.codebook import RotateTokensOp, check_rotated
 from qcut.ops.registry import MUTATED, operator
 
 
@@ -23,7 +23,7 @@ def _check_rows(op: str, name: str, x: Tensor) -> None:
 
 
 @operator("silu_mul", returns="Tensor")
-class SiluMul(NamedTuple):
+class SiluMulOp(NamedTuple):
     """``y = rne(rne(silu(gate)) * up)``, rne rounding to the nearest value of the type.
 
     Args:
@@ -59,7 +59,7 @@ class SiluMul(NamedTuple):
 
 
 @operator("gelu_tanh", returns="Tensor")
-class GeluTanh(NamedTuple):
+class GeluTanhOp(NamedTuple):
     """``y = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3)))``, every operation rounded as transformers' is.
 
     Args:
@@ -93,28 +93,26 @@ class GeluTanh(NamedTuple):
 
 
 @operator("activate_rotated", returns="(Tensor, Tensor)")
-class ActivateRotated(NamedTuple):
-    """An MLP's activation, rotated for a product with codebook weights by `RotateTokens` with ``hadamard``.
+class ActivateRotatedOp(NamedTuple):
+    """An MLP's activation, rotated for a product with codebook weights by `RotateTokensOp` with ``hadamard``.
 
     Args:
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
-        up: as x: the activation is `SiluMul` of both; None: it is `GeluTanh` of x.
+        up: as x: the activation is `SiluMulOp` of both; None: it is `GeluTanhOp` of x.
         operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.numerics.codebook.tokens.operands` makes
             them.
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.
-        constants: whether no kernel queued just before writes the signs, which a kernel then reads while its
-            predecessor on the stream still runs.
 
     Returns:
-        Blocks and scales, as `RotateTokens` returns them.
+        Blocks and scales, as `RotateTokensOp` returns them.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: another group, or no seed.
 
-    Exactness: bitwise `RotateTokens` of the activation's result on the same device.
+    Exactness: bitwise `RotateTokensOp` of the activation's result on the same device.
     """
 
     x: Tensor
@@ -123,16 +121,16 @@ class ActivateRotated(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     @property
-    def unrotated(self) -> SiluMul | GeluTanh:
+    def unrotated(self) -> SiluMulOp | GeluTanhOp:
         """The activation without its rotation."""
-        return GeluTanh(self.x) if self.up is None else SiluMul(self.x, self.up)
+        return GeluTanhOp(self.x) if self.up is None else SiluMulOp(self.x, self.up)
 
-    def rotation(self, y: Tensor) -> RotateTokens:
+    def rotation(self, y: Tensor) -> RotateTokensOp:
         """The rotation of the activation's result y."""
-        return RotateTokens(y, self.operands, "hadamard", *self[3:])
+        return RotateTokensOp(y, self.operands, "hadamard", *self[3:])
 
     def check(self) -> None:
         op, x = "activate_rotated", self.x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 S8, S32, F32 = (torch.int8,), (torch.int32,), (torch.float32,)
 
 _F32_TINY, _F32_MAX = 2.0**-149, (2 - 2.0**-23) * 2.0**127
+
+
+def flat(x: Tensor) -> Tensor:
+    """x ``[..., K]`` as tokens ``[M, K]``."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def check_dtype(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:

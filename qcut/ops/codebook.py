@@ -4,9 +4,8 @@ A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcu
 the weight are rotated group by group, and the operators rotate tokens in the same way. The second pass of a weight
 follows the first along the columns.
 
-With ``constants`` the caller promises that no kernel queued just before writes the weight or the operands of the
-rotation. On CUDA, kernels then read them while their predecessor on the stream still runs. Codebook layers promise
-this; without the promise, every argument may come from the kernel just before.
+The overload ``early_read`` (`qcut.ops.registry`) promises that the weight and the operands of the rotation are ready.
+Codebook layers call this overload.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def can_rotate(kind: str, group_size: int, k: int) -> bool:
     return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
 
 
-@operator("rotate_tokens", returns="(Tensor, Tensor)", native=True, layers=True)
-class RotateTokens(NamedTuple):
+@operator("rotate_tokens", returns="(Tensor, Tensor)", layers=True)
+class RotateTokensOp(NamedTuple):
     """Tokens rotated group by group, rounded to 16 bits or quantized by row, in the order in which products read them.
 
     The formula is `qcut.numerics.codebook.tokens.rotate_tokens`, the order of memory
@@ -52,7 +51,6 @@ class RotateTokens(NamedTuple):
         group_size: columns of a group; K or more takes whole rows.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type where that has 16 bits.
-        constants: see the module.
 
     Returns:
         Blocks ``[passes * Kp / B, ceil(M / 8), 8, B]`` of ``out_dtype``, B = 128 bytes and Kp the padded columns of a
@@ -71,7 +69,7 @@ class RotateTokens(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op, x = "rotate_tokens", self.x
@@ -107,8 +105,8 @@ class RotateTokens(NamedTuple):
         return layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
 
 
-@operator("codebook_gemm", returns="Tensor", native=True, layers=True)
-class CodebookGemm(NamedTuple):
+@operator("codebook_gemm", returns="Tensor", layers=True)
+class CodebookGemmOp(NamedTuple):
     """The product of rotated tokens with a codebook weight.
 
     With 16-bit tokens ``acc = sum_k x[m, k] * norm[n, slot(k)] * (value[idx[n, k]] + offset[n, slot(k)])``; with int8
@@ -116,7 +114,7 @@ class CodebookGemm(NamedTuple):
     ``y = rne(act(acc * col_scale[n] + bias[n]) + residual[m, n])``, rne rounding to the nearest value of ``out_dtype``.
 
     Args:
-        x: blocks of tokens ``[128 U / B, ceil(m / 8), 8, B]``, B = 128 bytes, as `RotateTokens` makes them: float16,
+        x: blocks of tokens ``[128 U / B, ceil(m / 8), 8, B]``, B = 128 bytes, as `RotateTokensOp` makes them: float16,
             bfloat16 or int8.
         row_scale: float32 ``[m]`` of int8 tokens, else None.
         m: tokens.
@@ -131,7 +129,6 @@ class CodebookGemm(NamedTuple):
         activation: see `qcut.schemes.ACTIVATIONS`.
         residual: ``[m, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
-        constants: see the module.
         row_norm: the caller promises that all norms of a row are one, and that
             `qcut.numerics.codebook.products.has_one_table` holds for the codebook, with int8 tokens; not with pairs.
             Kernels then need not read ``norms`` and ``fold``.
@@ -162,8 +159,8 @@ class CodebookGemm(NamedTuple):
     activation: str
     residual: Tensor | None
     out_dtype: torch.dtype
-    constants: bool = False
     row_norm: bool = False
+    early_read: bool = False
 
     @property
     def tokens(self) -> torch.dtype:
@@ -172,7 +169,7 @@ class CodebookGemm(NamedTuple):
 
     @property
     def offsets(self) -> bool:
-        """Whether norms have offsets beside them."""
+        """Whether norms have offsets."""
         return self.norms.shape[4] == 4
 
     def check(self) -> None:
@@ -220,9 +217,9 @@ class CodebookGemm(NamedTuple):
         )
 
 
-@operator("codebook_gemv", returns="Tensor", native=True, layers=True)
-class CodebookGemv(NamedTuple):
-    """`RotateTokens` and `CodebookGemm` of one token in one launch, for rotations that `can_rotate` names.
+@operator("codebook_gemv", returns="Tensor", layers=True)
+class CodebookGemvOp(NamedTuple):
+    """`RotateTokensOp` and `CodebookGemmOp` of one token in one launch, for rotations that `can_rotate` names.
 
     Args:
         x: float16 or bfloat16 ``[1, K]``, K a multiple of the group.
@@ -241,7 +238,6 @@ class CodebookGemv(NamedTuple):
         activation: see `qcut.schemes.ACTIVATIONS`.
         residual: ``[1, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
-        constants: see the module.
 
     Returns:
         y ``[1, N]`` of ``out_dtype``, contiguous.
@@ -251,7 +247,7 @@ class CodebookGemv(NamedTuple):
         ConfigError: another group, no seed, another book, number of bits or activation.
         QuantizationError: int8 products of more columns than int32 sums exactly.
 
-    Exactness: bitwise the two operators one after the other on the CPU; a kernel is near it as `CodebookGemm`'s is.
+    Exactness: bitwise the two operators one after the other on the CPU; a kernel is near it as `CodebookGemmOp`'s is.
     """
 
     x: Tensor
@@ -268,7 +264,7 @@ class CodebookGemv(NamedTuple):
     activation: str
     residual: Tensor | None
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     @property
     def tokens(self) -> torch.dtype:
@@ -276,14 +272,16 @@ class CodebookGemv(NamedTuple):
         return self.x.dtype if self.fold is None else torch.int8
 
     @property
-    def rotation(self) -> RotateTokens:
+    def rotation(self) -> RotateTokensOp:
         """The rotation, first of the two operators that together compute the same."""
-        return RotateTokens(self.x, self.operands, "hadamard", self.group_size, self.seeds, self.tokens, self.constants)
+        return RotateTokensOp(
+            self.x, self.operands, "hadamard", self.group_size, self.seeds, self.tokens, self.early_read
+        )
 
-    def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemm:
+    def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemmOp:
         """The product of the rotation's blocks, second of the two operators that together compute the same."""
         row_scale = None if self.fold is None else scale
-        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:])
+        return CodebookGemmOp(blocks, row_scale, 1, self.units, self.norms, *self[6:14], early_read=self.early_read)
 
     def check(self) -> None:
         op, x, group_size, passes = "codebook_gemv", self.x, self.group_size, len(self.seeds)
@@ -323,7 +321,7 @@ def check_rotated(op: str, x: Tensor, operands: Tensor, group_size: int, seeds: 
 
 
 @operator("codebook_linear", returns="Tensor", composed=True)
-class CodebookLinear(NamedTuple):
+class CodebookLinearOp(NamedTuple):
     """A whole layer in plain torch on every device: the reference of `qcut.execution_path`.
 
     ``y = act(x @ W.T + bias)``, W the sum of one or two passes of rotated codebook weights. Passes of one width are one
@@ -460,7 +458,7 @@ def _check_int8(op: str, units_k: int) -> None:
         )
 
 
-def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: int) -> None:
+def _check_product(op: str, call: CodebookGemmOp | CodebookGemvOp, m: int, units_k: int) -> None:
     """Check all but the tokens of a product of m tokens and ``128 units_k`` columns."""
     device, norms = call.x.device, call.norms
     extent = call.col_scale.shape
@@ -474,7 +472,7 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
     if slots not in (1, 2, 4):
         allowed = f"[{tiles}, {units_k}, 1 or 2 or 4, 8, 2]"
         raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: {allowed}")
-    floats = isinstance(call, CodebookGemm) and call.tokens is not torch.int8
+    floats = isinstance(call, CodebookGemmOp) and call.tokens is not torch.int8
     width = 4 if floats and norms.shape[4] == 4 else 2
     check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, width), device)
     if products.is_pair_book(call.book):

@@ -22,7 +22,7 @@ _COLUMNS = 32
 
 
 @operator("embed_rows", returns="Tensor")
-class EmbedRows(NamedTuple):
+class EmbedRowsOp(NamedTuple):
     """Rows of a table by id, with the rows of a table of positions added to them.
 
     rne rounds to the nearest value of ``dtype``::
@@ -82,14 +82,14 @@ class EmbedRows(NamedTuple):
 
 
 def can_embed(kind: str, group_size: int, k: int) -> bool:
-    """Whether `EmbedCodebook` reads a weight: rotations that `can_rotate` names, or none and groups without padding."""
+    """Whether `EmbedCodebookOp` reads a weight: one that `can_rotate` names, or unrotated in groups without padding."""
     geometry = Geometry(k, group_size)
     in_order = kind == rotation.NO_ROTATION and geometry.padded_group == geometry.full and k % _COLUMNS == 0
     return in_order or can_rotate(kind, group_size, k)
 
 
 @operator("embed_codebook", returns="Tensor")
-class EmbedCodebook(NamedTuple):
+class EmbedCodebookOp(NamedTuple):
     """Rows of a codebook weight by id, rotated back, with the rows of a table of positions added to them.
 
     rne rounds to the nearest value of ``dtype``; the sum is of passes, H the butterflies of a group of d columns::
@@ -116,7 +116,7 @@ class EmbedCodebook(NamedTuple):
         positions: int32 ``[R]``; None: nothing is added.
         position_table: ``[P, K]`` of ``dtype`` where there are positions, else None; P at least 1.
         dtype: float16, bfloat16 or float32.
-        zeroed: float32 of any shape, contiguous, to which zeros are written, as for `EmbedRows`; None: nothing is.
+        zeroed: float32 of any shape, contiguous, to which zeros are written, as for `EmbedRowsOp`; None: nothing is.
 
     Returns:
         y ``[R, K]`` of ``dtype``, contiguous.
@@ -126,7 +126,7 @@ class EmbedCodebook(NamedTuple):
         ConfigError: lists of other lengths, another kind or group, another number of bits or of passes, pairs in two
             passes; positions without their table, or a table without positions.
         RangeError: an id or a position is outside of its table, on the CPU. A CUDA kernel reads the nearest row
-            instead, as for `EmbedRows`.
+            instead, as for `EmbedRowsOp`.
 
     Exactness: bitwise `qcut.Embedding` of a codebook, and the sum of that and ``nn.Embedding``; the same on every
     device. Butterflies and products are float32, each rounded.
@@ -211,7 +211,7 @@ def _check_table(op: str, name: str, table: Tensor, dtype: torch.dtype, device: 
     check_tensor(op, name, table, (dtype,), table.shape, device)
 
 
-def _check_others(op: str, call: EmbedRows | EmbedCodebook, columns: int) -> None:
+def _check_others(op: str, call: EmbedRowsOp | EmbedCodebookOp, columns: int) -> None:
     """Check positions, their table and the memory to be zeroed."""
     ids, positions, places, zeroed = call.ids, call.positions, call.position_table, call.zeroed
     if (positions is None) != (places is None):
@@ -226,7 +226,7 @@ def _check_others(op: str, call: EmbedRows | EmbedCodebook, columns: int) -> Non
             raise ShapeError(f"qcut::{op}: zeroed has strides {list(zeroed.stride())}; allowed: contiguous")
 
 
-def _with_others(op: str, call: EmbedRows | EmbedCodebook, y: Tensor) -> Tensor:
+def _with_others(op: str, call: EmbedRowsOp | EmbedCodebookOp, y: Tensor) -> Tensor:
     """Rows with those of positions added, on the CPU; zeros are written, too."""
     if call.positions is not None and call.position_table is not None:
         check_indices(f"qcut::{op}", "positions", call.positions, len(call.position_table))

@@ -29,7 +29,7 @@ OUT_LAYOUTS = ("row", "column")
 
 
 @operator("gemm_s8", returns="Tensor", positional=2)
-class GemmS8(NamedTuple):
+class GemmS8Op(NamedTuple):
     """int8 GEMM with int32 sums; formula, arguments and exactness are `qcut.gemm_s8`'s."""
 
     a: Tensor

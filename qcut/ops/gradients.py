@@ -7,7 +7,6 @@ checkpointing and in compiled code alike. Nothing of this runs where no gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,17 +21,6 @@ ALLOWED = (
 )
 
 _library = torch.library.Library("qcut", "FRAGMENT")
-
-
-def wanted_by(arguments: Iterable[Any]) -> Tensor | None:
-    """The first tensor that requires a gradient, lists of tensors included; None: none does."""
-    for value in arguments:
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                return value
-        elif isinstance(value, list | tuple) and (found := wanted_by(value)) is not None:
-            return found
-    return None
 
 
 def inference_only(result: Any, x: Tensor, who: str) -> Any:

@@ -1,4 +1,4 @@
-"""The operator of linear layers in integers alone: tokens, weights, bias and result are integers."""
+"""The operator of linear layers on integers: tokens, weights, bias and result are integers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from qcut.errors import QuantizationError, ShapeError
 from qcut.numerics import int16
 from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
-from qcut.ops.checks import S32, check_dtype, check_int8_matrix, check_tensor
-from qcut.ops.quantize import flat
+from qcut.ops.checks import S32, check_dtype, check_int8_matrix, check_tensor, flat
 from qcut.ops.registry import operator
 from qcut.schemes import K_ALIGNMENT, padded_k
 
@@ -20,7 +19,7 @@ S64 = (torch.int64,)
 
 
 @operator("integer_linear", returns="Tensor")
-class IntegerLinear(NamedTuple):
+class IntegerLinearOp(NamedTuple):
     """``y = clamp(rne((acc + bias[n]) * multiplier[n] / 2**shift[n]) + zero_point, least, most)`` in integers.
 
     ``acc = sum_k q[m, k] * qweight[n, k]``, and ``rne`` rounds to the nearest integer, halves to the even one. int8
@@ -35,7 +34,6 @@ class IntegerLinear(NamedTuple):
         shift: int32 ``[N]``, 0 to 62.
         zero_point: int32 ``[1]``, in [-128, 127], of an int8 result; None for int16.
         relu: whether ``least`` is the zero point.
-        constants: see `qcut.ops.linear`.
 
     Returns:
         ``[..., N]``, contiguous, of q's type.
@@ -55,7 +53,7 @@ class IntegerLinear(NamedTuple):
     shift: Tensor
     zero_point: Tensor | None
     relu: bool = False
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op, q, qweight = "integer_linear", self.q, self.qweight

@@ -1,8 +1,7 @@
 """The operators that compute a whole linear layer with int8 weights, one for each scheme and each kind of tokens.
 
-With ``constants`` the caller promises that no kernel queued just before writes the layer's weight, scales, sums or
-bias. On CUDA, the kernel of few tokens then reads them while its predecessor on the stream still runs. `qcut.Linear`
-promises this; without the promise, every argument may come from the kernel just before.
+The overload ``early_read`` (`qcut.ops.registry`) promises that weight, scales, sums and bias are ready. On CUDA, the
+kernel of few tokens then reads them while its predecessor on the stream still runs. `qcut.Linear` calls this overload.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from qcut.ops.checks import (
     check_tensor,
     check_tokens,
     check_zero_point,
+    flat,
 )
-from qcut.ops.quantize import flat
 from qcut.ops.registry import MUTATED, operator
 from qcut.schemes import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 
@@ -66,8 +65,8 @@ def _by_rows(reference: Callable[..., Tensor], x: Tensor, qweight: Tensor, *rest
     return reference(flat(x), qweight, *rest).view(*x.shape[:-1], qweight.shape[0])
 
 
-@operator("w8a8_linear", returns="Tensor", native=True, layers=True)
-class W8A8Linear(NamedTuple):
+@operator("w8a8_linear", returns="Tensor", layers=True)
+class W8A8LinearOp(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on tokens quantized with a scale each.
 
     Args:
@@ -76,7 +75,6 @@ class W8A8Linear(NamedTuple):
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.schemes.ACTIVATIONS`.
-        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -93,7 +91,7 @@ class W8A8Linear(NamedTuple):
     weight_scale: Tensor
     bias: Tensor | None
     activation: str
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
@@ -107,8 +105,8 @@ class W8A8Linear(NamedTuple):
         return _by_rows(numerics.w8a8_linear_ref, *self[:-1])
 
 
-@operator("w8a8_static_linear", returns="Tensor", native=True, layers=True)
-class W8A8StaticLinear(NamedTuple):
+@operator("w8a8_static_linear", returns="Tensor", layers=True)
+class W8A8StaticLinearOp(NamedTuple):
     """``y = act(f32(acc - z_x * colsum[n]) * col_scale[n] + b[n])`` on tokens quantized with one scale and zero point.
 
     Args:
@@ -120,7 +118,6 @@ class W8A8StaticLinear(NamedTuple):
         x_scale: scale of the tokens, a positive float32.
         x_zero_point: zero point of the tokens, in [-128, 127].
         activation: one of `qcut.schemes.ACTIVATIONS`.
-        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -140,7 +137,7 @@ class W8A8StaticLinear(NamedTuple):
     x_scale: float
     x_zero_point: int
     activation: str
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op = "w8a8_static_linear"
@@ -157,8 +154,8 @@ class W8A8StaticLinear(NamedTuple):
         return _by_rows(numerics.w8a8_static_linear_ref, *self[:-1])
 
 
-@operator("w8a16_linear", returns="Tensor", native=True, layers=True)
-class W8A16Linear(NamedTuple):
+@operator("w8a16_linear", returns="Tensor", layers=True)
+class W8A16LinearOp(NamedTuple):
     """``y = act((sum_k x[m, k] * qweight[n, k]) * s_w[n] + b[n])``: int8 weights, float tokens.
 
     Args:
@@ -167,7 +164,6 @@ class W8A16Linear(NamedTuple):
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.schemes.ACTIVATIONS`.
-        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -184,7 +180,7 @@ class W8A16Linear(NamedTuple):
     weight_scale: Tensor
     bias: Tensor | None
     activation: str
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
@@ -197,8 +193,8 @@ class W8A16Linear(NamedTuple):
         return _by_rows(numerics.w8a16_linear_ref, *self[:-1])
 
 
-@operator("int16x8_linear", returns="Tensor", native=True, layers=True)
-class Int16x8Linear(NamedTuple):
+@operator("int16x8_linear", returns="Tensor", layers=True)
+class Int16x8LinearOp(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on int16 tokens with a scale each, ``acc`` in int64.
 
     Args:
@@ -207,7 +203,6 @@ class Int16x8Linear(NamedTuple):
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.schemes.ACTIVATIONS`.
-        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -224,7 +219,7 @@ class Int16x8Linear(NamedTuple):
     weight_scale: Tensor
     bias: Tensor | None
     activation: str
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op = "int16x8_linear"
@@ -239,7 +234,7 @@ class Int16x8Linear(NamedTuple):
 
 
 @operator("int16x8_static_linear", returns="Tensor", layers=True)
-class Int16x8StaticLinear(NamedTuple):
+class Int16x8StaticLinearOp(NamedTuple):
     """``y = act(f32(acc) * col_scale[n] + b[n])`` on int16 tokens with one calibrated scale, ``acc`` in int64.
 
     Args:
@@ -249,7 +244,6 @@ class Int16x8StaticLinear(NamedTuple):
         bias: float32 ``[N]``; None: zeros.
         x_scale: scale of the tokens, a positive float32.
         activation: one of `qcut.schemes.ACTIVATIONS`.
-        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -267,7 +261,7 @@ class Int16x8StaticLinear(NamedTuple):
     bias: Tensor | None
     x_scale: float
     activation: str
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op = "int16x8_static_linear"
@@ -283,7 +277,7 @@ class Int16x8StaticLinear(NamedTuple):
 
 
 @operator("int8_linear", returns="Tensor", layers=True)
-class Int8Linear(NamedTuple):
+class Int8LinearOp(NamedTuple):
     """``y = act(f32(acc) * q_scale[m] * s_w[n] + b[n])`` on tokens that are int8 already, as a norm leaves them.
 
     Args:
@@ -295,7 +289,6 @@ class Int8Linear(NamedTuple):
         activation: one of `qcut.schemes.ACTIVATIONS`.
         dtype: float16, bfloat16 or float32.
         absmax: float32 ``[M]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
-        constants: see the module.
 
     Returns:
         y, ``dtype`` ``[M, N]``, contiguous.
@@ -314,7 +307,7 @@ class Int8Linear(NamedTuple):
     activation: str
     dtype: torch.dtype
     absmax: Annotated[Tensor | None, MUTATED] = None
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op, q = "int8_linear", self.q
@@ -351,7 +344,7 @@ class Int8Linear(NamedTuple):
 
 
 @operator("noted_linear", returns="Tensor", layers=True)
-class LinearWithAbsmax(NamedTuple):
+class LinearWithAbsmaxOp(NamedTuple):
     """The formula of ``w8a8_linear`` on rows whose largest magnitudes are known.
 
     Args:
@@ -378,7 +371,7 @@ class LinearWithAbsmax(NamedTuple):
     weight_scale: Tensor
     bias: Tensor | None
     activation: str
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         op, x = "noted_linear", self.x

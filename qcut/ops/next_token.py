@@ -21,7 +21,7 @@ def _check_logits(op: str, logits: Tensor) -> None:
 
 
 @operator("argmax", returns="Tensor")
-class Argmax(NamedTuple):
+class ArgmaxOp(NamedTuple):
     """The index of each row's largest logit, as `qcut.numerics.sampling.argmax` chooses it.
 
     Args:
@@ -49,7 +49,7 @@ class Argmax(NamedTuple):
 
 
 @operator("advance", returns="()")
-class Advance(NamedTuple):
+class AdvanceOp(NamedTuple):
     """Ends a greedy step in place: each sequence's likeliest token is its next input, one place further on.
 
     ``tokens = argmax(logits)``, ``positions = min(positions + 1, context - 1)``, ``slots = min(slots + 1, context)``.

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
-from qcut.ops.codebook import RotateTokens, check_rotated
+from qcut.ops.codebook import RotateTokensOp, check_rotated
 from qcut.ops.registry import operator
 
 
 @operator("add_norm", returns="(Tensor, Tensor)")
-class AddNorm(NamedTuple):
+class AddNormOp(NamedTuple):
     """The sum of a layer's output and the residual, and the norm of the sum.
 
     rne rounds to the nearest value of x's type, s is ``rne(x + residual)``, or x without a residual::
@@ -28,11 +28,9 @@ class AddNorm(NamedTuple):
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
-        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
-        constants: whether no kernel queued just before writes weight and bias, which a kernel then reads while its
-            predecessor on the stream still runs.
 
     Returns:
         s ``[M, K]``, or an empty tensor ``[0]`` without a residual, and y ``[M, K]``; contiguous, of x's type.
@@ -51,7 +49,7 @@ class AddNorm(NamedTuple):
     bias: Tensor | None
     layer: bool
     eps: float
-    constants: bool = False
+    early_read: bool = False
 
     def check(self) -> None:
         _check_norm("add_norm", self)
@@ -70,21 +68,20 @@ class AddNorm(NamedTuple):
 
 
 @operator("add_norm_int8", returns="(Tensor, Tensor, Tensor)")
-class AddNormInt8(NamedTuple):
+class AddNormInt8Op(NamedTuple):
     """The sum of a layer's output and the residual, and its norm quantized by rows for int8 products.
 
-    s and y are those of `AddNorm`; ``scale[m] = max_k |f32(y[m, k])| / 127``, or 1 where that is 0, and
+    s and y are those of `AddNormOp`; ``scale[m] = max_k |f32(y[m, k])| / 127``, or 1 where that is 0, and
     ``q = clamp(rne(f32(y) / scale[m]), -127, 127)``.
 
     Args:
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
-        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
-        constants: as for `AddNorm`.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; q int8 ``[M, k_padded]``; scale float32
@@ -94,7 +91,8 @@ class AddNormInt8(NamedTuple):
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: an RMSNorm is given a bias.
 
-    Exactness: q and scale are bitwise `qcut.numerics.int8.quantize_per_token_ref` of `AddNorm`'s y on the same device.
+    Exactness: q and scale are bitwise `qcut.numerics.int8.quantize_per_token_ref` of y of `AddNormOp` on the same
+        device.
     """
 
     x: Tensor
@@ -104,12 +102,12 @@ class AddNormInt8(NamedTuple):
     layer: bool
     eps: float
     k_padded: int
-    constants: bool = False
+    early_read: bool = False
 
     @property
-    def unquantized(self) -> AddNorm:
+    def unquantized(self) -> AddNormOp:
         """The same norm without its quantization."""
-        return AddNorm(*self[:6], self.constants)
+        return AddNormOp(*self[:6], self.early_read)
 
     def check(self) -> None:
         _check_norm("add_norm_int8", self)
@@ -129,16 +127,16 @@ class AddNormInt8(NamedTuple):
 
 
 @operator("add_norm_rotated", returns="(Tensor, Tensor, Tensor)")
-class AddNormRotated(NamedTuple):
+class AddNormRotatedOp(NamedTuple):
     """The sum of a layer's output and the residual, and its norm rotated for products with codebook weights.
 
-    s and y are those of `AddNorm`; y is rotated by `RotateTokens` with ``hadamard``.
+    s and y are those of `AddNormOp`; y is rotated by `RotateTokensOp` with ``hadamard``.
 
     Args:
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
-        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.numerics.codebook.tokens.operands` makes
@@ -146,17 +144,16 @@ class AddNormRotated(NamedTuple):
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.
-        constants: as for `AddNorm`, of the signs too.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; blocks and scales of y, as
-        `RotateTokens` returns them.
+        `RotateTokensOp` returns them.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: an RMSNorm is given a bias; another group, or no seed.
 
-    Exactness: blocks and scales are bitwise `RotateTokens` of `AddNorm`'s y on the same device.
+    Exactness: blocks and scales are bitwise `RotateTokensOp` of `AddNormOp`'s y on the same device.
     """
 
     x: Tensor
@@ -169,16 +166,16 @@ class AddNormRotated(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
-    constants: bool = False
+    early_read: bool = False
 
     @property
-    def unrotated(self) -> AddNorm:
+    def unrotated(self) -> AddNormOp:
         """The same norm without its rotation."""
-        return AddNorm(*self[:6], self.constants)
+        return AddNormOp(*self[:6], self.early_read)
 
-    def rotation(self, y: Tensor) -> RotateTokens:
+    def rotation(self, y: Tensor) -> RotateTokensOp:
         """The rotation of the norm y."""
-        return RotateTokens(y, self.operands, "hadamard", *self[7:])
+        return RotateTokensOp(y, self.operands, "hadamard", *self[7:])
 
     def check(self) -> None:
         _check_norm("add_norm_rotated", self)
@@ -193,7 +190,7 @@ class AddNormRotated(NamedTuple):
         return total, *self.rotation(y).cpu()
 
 
-def _check_norm(op: str, call: AddNorm | AddNormInt8 | AddNormRotated) -> None:
+def _check_norm(op: str, call: AddNormOp | AddNormInt8Op | AddNormRotatedOp) -> None:
     x, bias = call.x, call.bias
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() != 2 or x.shape[1] < 1:

@@ -37,7 +37,7 @@ def execution_path(name: str) -> Iterator[None]:
 
     Args:
         name: ``cuda``: qcut's CUDA kernels on GPUs that have them, plain torch on the CPU. ``triton``: Triton kernels
-            on any GPU that Triton knows, which decode weights on their way to the product; on the CPU in Triton's
+            on any GPU that Triton knows, which dequantize weights inside the product; on the CPU in Triton's
             interpreter, with TRITON_INTERPRET=1. ``reference``: plain torch everywhere: weights unpacked, looked up,
             multiplied and rescaled. Integers are the same on all three. ``fused``, ``portable`` and ``explicit`` are
             other names of the three.

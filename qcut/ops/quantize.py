@@ -20,14 +20,10 @@ from qcut.ops.checks import (
     check_tensor,
     check_tokens,
     check_zero_point,
+    flat,
 )
 from qcut.ops.registry import operator
 from qcut.schemes import K_MAX
-
-
-def flat(x: Tensor) -> Tensor:
-    """x ``[..., K]`` as rows ``[M, K]``."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check_padding(op: str, x: Tensor, k_padded: int) -> None:
@@ -36,7 +32,7 @@ def _check_padding(op: str, x: Tensor, k_padded: int) -> None:
 
 
 @operator("quantize_per_token", returns="(Tensor, Tensor)")
-class QuantizePerToken(NamedTuple):
+class QuantizePerTokenOp(NamedTuple):
     """Rounds every token to int8 with a scale of its own, ``max |x[m]| / 127``.
 
     Args:
@@ -69,7 +65,7 @@ class QuantizePerToken(NamedTuple):
 
 
 @operator("quantize_per_tensor", returns="Tensor")
-class QuantizePerTensor(NamedTuple):
+class QuantizePerTensorOp(NamedTuple):
     """Rounds all tokens to int8 with one scale and zero point, ``clamp(rne(x / scale) + zero_point)``.
 
     Args:
@@ -107,7 +103,7 @@ class QuantizePerTensor(NamedTuple):
 
 
 @operator("dequantize", returns="Tensor")
-class Dequantize(NamedTuple):
+class DequantizeOp(NamedTuple):
     """Scales int8 rows back: ``dtype(f32(q[m, k]) * scale[m])``.
 
     Args:
@@ -141,7 +137,7 @@ class Dequantize(NamedTuple):
 
 
 @operator("colsum", returns="Tensor")
-class ColSum(NamedTuple):
+class ColSumOp(NamedTuple):
     """``sum_k q[n, k]``: column sums of the right operand of a product, whose transpose q is.
 
     Args:

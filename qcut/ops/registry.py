@@ -5,18 +5,24 @@ arguments, ``fake`` makes results without values, ``cpu`` computes results. `ope
 fields and registers the class; `serves` marks the function in `qcut.backends.cuda` that computes the same on a GPU::
 
     @operator("silu_mul", returns="Tensor")
-    class SiluMul(NamedTuple):
+    class SiluMulOp(NamedTuple):
         gate: Tensor
         up: Tensor
         absmax: Annotated[Tensor | None, MUTATED] = None
 
-    @serves(SiluMul)
-    def silu_mul(call: SiluMul) -> Tensor: ...
+    @serves(SiluMulOp)
+    def silu_mul(call: SiluMulOp) -> Tensor: ...
+
+An operator whose class ends in the field `EARLY_READ` has an overload of this name besides ``default``, with the same
+arguments. Its caller promises that weights are ready: no kernel queued just before writes them, so a kernel may read
+them under programmatic dependent launch, while its predecessor on the stream still runs. Layers and the engine call the
+overload; with ``default`` every argument may come from the kernel just before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 from string import ascii_lowercase
@@ -38,6 +44,9 @@ MUTATED = "mutated"
 
 SYMBOLIC = "symbolic"
 """Annotates a size that torch.compile may leave open: ``Annotated[int, SYMBOLIC]``."""
+
+EARLY_READ = "early_read"
+"""The last field of an operator that may read its weights early: no argument, set by the overload of this name."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -77,6 +86,7 @@ _SIDES = {"cuda": "qcut.backends.cuda.operators", "triton": "qcut.backends.trito
 def schema_of(name: str, call: type, returns: str, positional: int | None = None) -> str:
     """The schema of an operator from the fields of its class; those after ``positional`` are keyword-only."""
     hints, mutable, arguments = get_type_hints(call, include_extras=True), iter(ascii_lowercase), []
+    hints.pop(EARLY_READ, None)
     defaults: dict[str, Any] = call._field_defaults  # type: ignore[attr-defined]
     for i, (field, hint) in enumerate(hints.items()):
         if i == positional:
@@ -97,7 +107,6 @@ def operator(
     returns: str,
     positional: int | None = None,
     composed: bool = False,
-    native: bool = False,
     layers: bool = False,
 ) -> Callable[[type[C]], type[C]]:
     """Register a class as the operator ``torch.ops.qcut.<name>``.
@@ -107,19 +116,16 @@ def operator(
         returns: return type in the schema, such as ``Tensor`` or ``(Tensor, Tensor)``.
         positional: how many arguments may be given by position; None: all.
         composed: ``cpu`` calls only other operators, and serves CUDA too.
-        native: C++ serves CUDA before Python does (`qcut.backends.cuda.launch.native`). The same name with a leading
-            underscore is served by Python alone.
         layers: computes a layer or a part of one: `qcut.execution_path` says who serves it.
     """
 
     def register(call: type[C]) -> type[C]:
-        schema = schema_of(name, call, returns, positional)
         written = [i for i, hint in enumerate(get_type_hints(call, include_extras=True).values()) if _is_written(hint)]
 
         def run(made: C, compute: Callable[[C], Any]) -> Any:
             if not torch.is_grad_enabled():
                 return compute(made)
-            x = gradients.wanted_by(made)  # type: ignore[arg-type]
+            x = _requires_grad(made)  # type: ignore[arg-type]
             if x is not None and returns == "()" and _any_floating(made[i] for i in written):  # type: ignore[index]
                 raise UnsupportedError(f"qcut::{name}: writes to tensors of a graph; {gradients.ALLOWED}")
             # With gradients, torch would differentiate through the reference's rounding, and be wrong.
@@ -143,50 +149,67 @@ def operator(
                 found = sides[path] = _served[call, served_on]
             return found
 
-        def on_cpu(*args: Any, **kwargs: Any) -> Any:
-            made = call(*args, **kwargs)
-            return run(made, side("triton") if layers and paths.path.name == "triton" else checked)
+        def put(qualified: str, make: Callable[..., C]) -> None:
+            """Define and implement one overload, whose calls ``make`` makes of the arguments."""
 
-        def fake(*args: Any, **kwargs: Any) -> Any:
-            made = call(*args, **kwargs)
-            made.check()
-            # A compiler would leave the gradient out.
-            if torch.is_grad_enabled() and gradients.wanted_by(made) is not None:  # type: ignore[arg-type]
-                raise UnsupportedError(f"qcut::{name}: an argument to be compiled has gradients; {gradients.ALLOWED}")
-            return made.fake()
+            def on_cpu(*args: Any, **kwargs: Any) -> Any:
+                made = make(*args, **kwargs)
+                return run(made, side("triton") if layers and paths.path.name == "triton" else checked)
 
-        def on_cuda(*args: Any, **kwargs: Any) -> Any:
-            made = call(*args, **kwargs)
-            if paths.is_usual():
-                return run(made, side("cuda"))
-            device = next(value.device for value in made if isinstance(value, Tensor))  # type: ignore[attr-defined]
-            if not layers and (reason := paths.refusals().get(device.index)) is not None:
-                raise UnsupportedError(f"qcut::{name}: {reason}; layers alone run on others, in Triton")
-            return run(made, side(paths.path_on(device)))
+            def fake(*args: Any, **kwargs: Any) -> Any:
+                made = make(*args, **kwargs)
+                made.check()
+                # A compiler would leave the gradient out.
+                if torch.is_grad_enabled() and _requires_grad(made) is not None:  # type: ignore[arg-type]
+                    allowed = gradients.ALLOWED
+                    raise UnsupportedError(f"qcut::{name}: an argument to be compiled has gradients; {allowed}")
+                return made.fake()
 
-        define(library, name, schema)
-        library.impl(name, on_cpu, "CPU")
-        library.impl(name, on_cpu if composed else on_cuda, "CUDA")
-        _keep_from_autocast(name)
-        torch.library.register_fake(f"qcut::{name}", fake, lib=library)
-        if native:
-            define(library, f"_{name}", f"_{schema}")
-            library.impl(f"_{name}", on_cuda, "CUDA")
+            def on_cuda(*args: Any, **kwargs: Any) -> Any:
+                made = make(*args, **kwargs)
+                if paths.is_usual():
+                    return run(made, side("cuda"))
+                device = next(value.device for value in made if isinstance(value, Tensor))  # type: ignore[attr-defined]
+                if not layers and (reason := paths.refusals().get(device.index)) is not None:
+                    raise UnsupportedError(f"qcut::{name}: {reason}; only layers run on others, in Triton")
+                return run(made, side(paths.path_on(device)))
+
+            define(library, name, schema_of(qualified, call, returns, positional))
+            library.impl(qualified, on_cpu, "CPU")
+            library.impl(qualified, on_cpu if composed else on_cuda, "CUDA")
+            _keep_from_autocast(name, qualified)
+            torch.library.register_fake(f"qcut::{qualified}", fake, lib=library)
+
+        put(name, call)
+        if EARLY_READ in call._fields:  # type: ignore[attr-defined]
+            put(f"{name}.{EARLY_READ}", partial(call, early_read=True))  # type: ignore[call-arg]
         return call
 
     return register
 
 
-def _keep_from_autocast(name: str) -> None:
-    """Compute an operator inside autocast as outside: of its arguments' types, what is composed in it included."""
+def _keep_from_autocast(name: str, qualified: str) -> None:
+    """Compute an overload inside autocast as outside: of its arguments' types, what is composed in it included."""
+    overload = qualified.partition(".")[2] or "default"
     for device in ("CPU", "CUDA"):
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
 
         def run(*args: Any, _keys: torch._C.DispatchKeySet = keys, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(_keys):
-                return getattr(torch.ops.qcut, name).default(*args, **kwargs)
+                return getattr(getattr(torch.ops.qcut, name), overload)(*args, **kwargs)
 
-        library.impl(name, run, f"Autocast{device}")
+        library.impl(qualified, run, f"Autocast{device}")
+
+
+def _requires_grad(arguments: Iterable[Any]) -> Tensor | None:
+    """The first tensor that requires a gradient, lists of tensors included; None: none does."""
+    for value in arguments:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return value
+        elif isinstance(value, list | tuple) and (found := _requires_grad(value)) is not None:
+            return found
+    return None
 
 
 def _is_written(hint: Any) -> bool:
@@ -198,7 +221,7 @@ def _any_floating(values: Iterable[Any]) -> bool:
 
 
 def serves(call: type, path: str = "cuda") -> Callable[[F], F]:
-    """Mark the function that computes an operator on a path, given the operator's call alone."""
+    """Mark the function that computes an operator on a path, given the operator's call."""
 
     def register(function: F) -> F:
         _served[call, path] = function

@@ -18,16 +18,16 @@ def rows(d: int, count: int = 200) -> torch.Tensor:
 @pytest.mark.parametrize("d", int4.HEADS)
 def test_turning_is_a_rotation(d: int) -> None:
     x, other = rows(d).unsqueeze(0).repeat(2, 1, 1) + torch.tensor([0.0, 1.0])[:, None, None]
-    y = int4.turn(x)
+    y = int4.rotate(x)
     torch.testing.assert_close(y.norm(dim=1), x.norm(dim=1))
-    torch.testing.assert_close((y * int4.turn(other)).sum(1), (x * other).sum(1), atol=1e-3, rtol=1e-4)
-    torch.testing.assert_close(int4.turn_back(y), x, atol=1e-5, rtol=1e-5)
-    matrix = int4.turn(torch.eye(d)).double() * math.sqrt(d)
+    torch.testing.assert_close((y * int4.rotate(other)).sum(1), (x * other).sum(1), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(int4.rotate_back(y), x, atol=1e-5, rtol=1e-5)
+    matrix = int4.rotate(torch.eye(d)).double() * math.sqrt(d)
     torch.testing.assert_close(matrix.abs(), torch.ones(d, d).double(), atol=1e-5, rtol=0)
     # An outlier is spread evenly.
     one = torch.zeros(1, d)
     one[0, 5] = 100
-    torch.testing.assert_close(int4.turn(one).abs(), torch.full((1, d), 100 / math.sqrt(d)))
+    torch.testing.assert_close(int4.rotate(one).abs(), torch.full((1, d), 100 / math.sqrt(d)))
 
 
 @pytest.mark.parametrize("d", int4.HEADS)

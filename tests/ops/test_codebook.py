@@ -17,7 +17,7 @@ from qcut.numerics.codebook import tokens as rotated_tokens
 from qcut.numerics.codebook.layout import Geometry, to_blocks
 from qcut.numerics.codebook.passes import quantize_weight
 from qcut.numerics.codebook.products import pack_book, unpack_book
-from qcut.ops.codebook import RotateTokens, can_rotate
+from qcut.ops.codebook import RotateTokensOp, can_rotate
 from qcut.schemes import parse_scheme
 from tests.support.oracles import FLOATS, NAN
 
@@ -305,7 +305,7 @@ def test_rotate_tokens_refuses(changes, error, message):
     names = ("x", "operands", "kind", "group_size", "seeds", "out_dtype")
     arguments = dict(zip(names, rotate_arguments(torch.randn(2, 96), torch.int8), strict=True))
     with pytest.raises(error, match=message):
-        RotateTokens(**{**arguments, **changes}).check()
+        RotateTokensOp(**{**arguments, **changes}).check()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_attention_is_that_of_the_rounded_keys_and_values(kinds: str) -> None:
             kept.append((q8.float() * scale[:, None]).view(rows.shape))
         else:
             kept.append(
-                int4.turn_back(int4.dequantize_rows_ref(*int4.quantize_rows_ref(int4.turn(flat)))).view(k.shape)
+                int4.rotate_back(int4.dequantize_rows_ref(*int4.quantize_rows_ref(int4.rotate(flat)))).view(k.shape)
             )
     want = attended(given, *kept)
     starts, lengths = torch.zeros(BATCH, dtype=torch.int32), torch.full((BATCH,), CONTEXT, dtype=torch.int32)
@@ -75,7 +75,7 @@ def test_attention_is_that_of_the_rounded_keys_and_values(kinds: str) -> None:
 def guide() -> Tensor:
     """Of queries most of which lie along a column, and of keys with a mean."""
     moments = torch.eye(HEAD) + 50 * torch.diag((torch.arange(HEAD) == 3).float())
-    main = int4.turn(int4.turn(moments).t())
+    main = int4.rotate(int4.rotate(moments).t())
     return int4.guide_of(main.expand(KV_HEADS, HEAD, HEAD), torch.linspace(-1, 1, KV_HEADS * HEAD).view(KV_HEADS, HEAD))
 
 
@@ -88,13 +88,13 @@ def test_keys_are_rounded_by_their_heads_guides() -> None:
     OPS.append_kv(q.clone(), k, v, None, None, slots, slots, *guided, 1, False, guide())
     for stored, rows, by in ((guided[0], k, guide()), (guided[1], v, None)):
         for b, slot in enumerate(slots.tolist()):
-            codes, _ = int4.quantize_rows_ref(int4.turn(rows[b]), by)
+            codes, _ = int4.quantize_rows_ref(int4.rotate(rows[b]), by)
             assert torch.equal(stored[b, :, slot], codes)
     assert not torch.equal(nearest[0], guided[0])
     assert torch.equal(nearest[1], guided[1])
     y = OPS.append_attention(q, k, v, None, None, slots, slots, *stepped, 0.1, None, None, guide())
     assert all(map(torch.equal, stepped, guided))
-    turned = int4.turn(q)
+    turned = int4.rotate(q)
     assert torch.equal(y, OPS.decode_attention(turned, *guided, slots, 0.1))
 
 

@@ -11,24 +11,24 @@ from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.decoder.activate import ActivateRows
-from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
+from qcut.ops.activation import ActivateRotatedOp, GeluTanhOp, SiluMulOp
 from qcut.ops.registry import serves
 
 
-@serves(SiluMul)
-def silu_mul(call: SiluMul) -> Tensor:
+@serves(SiluMulOp)
+def silu_mul(call: SiluMulOp) -> Tensor:
     call.check()
     return _launch("silu_mul", call.absmax, call.gate, call.up)
 
 
-@serves(GeluTanh)
-def gelu_tanh(call: GeluTanh) -> Tensor:
+@serves(GeluTanhOp)
+def gelu_tanh(call: GeluTanhOp) -> Tensor:
     call.check()
     return _launch("gelu_tanh", call.absmax, call.x)
 
 
-@serves(ActivateRotated)
-def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
+@serves(ActivateRotatedOp)
+def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     call.check()
     kind, columns, dtype = "gelu_tanh" if call.up is None else "silu_mul", call.x.shape[1], call.x.dtype
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, columns), len(call.seeds))
@@ -42,12 +42,12 @@ def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
         return blocks, scale
     given, strides, aligned = _rows(call.x, *(() if call.up is None else (call.up,)))
     signs = call.operands.contiguous()
-    constants = call.constants and signs is call.operands
-    key = (kind, dtype, aligned, columns, device, rotation, constants)
+    early_read = call.early_read and signs is call.operands
+    key = (kind, dtype, aligned, columns, device, rotation, early_read)
     plan = _plans[key]
     scales = (scale.data_ptr(),) if rotation.quantized else ()
-    turned = (signs.data_ptr(), 32 * signs.shape[1])
-    args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *turned)
+    rotation_args = (signs.data_ptr(), 32 * signs.shape[1])
+    args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *rotation_args)
     plan.launch(len(call.x), args, current_stream(device))
     return blocks, scale
 
@@ -84,12 +84,12 @@ def _plans(
     columns: int,
     device: int,
     rotation: RowsRotation | None = None,
-    constants: bool = True,
+    early_read: bool = True,
 ) -> LaunchPlan:
     arch = target(device).arch
     if rotation is None:
         desc = ActivateRows(kind, DTYPES[dtype], arch, aligned)
     else:
         desc = ActivateRows.rotating(kind, DTYPES[dtype], arch, columns, rotation, aligned=aligned)
-    early = constants and pdl(device)
+    early = early_read and pdl(device)
     return LaunchSpec(desc.emit(), lambda m: desc.grid(m, columns), pdl=early).load(device)

@@ -22,8 +22,8 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend
 from qcut.errors import DtypeError
 from qcut.numerics import int8
-from qcut.ops.attention.decode import AppendAttention, AppendKv, DecodeAttention
-from qcut.ops.attention.prefill import PromptAttention
+from qcut.ops.attention.decode import AppendAttentionOp, AppendKvOp, DecodeAttentionOp
+from qcut.ops.attention.prefill import PromptAttentionOp
 from qcut.ops.registry import serves
 
 _LOG2_E = math.log2(math.e)
@@ -31,24 +31,24 @@ _LOG2_E = math.log2(math.e)
 # ── filling the cache ────────────────────────────────────────────────────────────────────────────
 
 
-@serves(AppendKv)
-def append_kv(call: AppendKv) -> None:
+@serves(AppendKvOp)
+def append_kv(call: AppendKvOp) -> None:
     call.check()
     _append(call)
 
 
-def _append(call: AppendKv) -> None:
+def _append(call: AppendKvOp) -> None:
     tokens, cache = call.tokens, call.cache
     q, k, v = tokens.q, tokens.k, tokens.v
     (count, heads, head), (_, kv_heads, context, _), device = q.shape, cache.keys.shape, q.get_device()
-    turned = cache.has_turned_keys or cache.has_turned_values
+    rotated = cache.has_rotated_keys or cache.has_rotated_values
     if count == 0:
         return
     if v.stride(0) != k.stride(0):
         k, v = k.contiguous(), v.contiguous()
     tables = [table.contiguous() for table in tokens.rotary]
     rotary: Rotary = "none" if not tables else "interleaved" if call.interleaved else "half"
-    queries = heads if tables or cache.has_turned_keys else 0  # else the kernel leaves queries alone
+    queries = heads if tables or cache.has_rotated_keys else 0  # else the kernel does not write queries
     size, many = q.element_size(), count >= MANY_TOKENS
     vector = RotateAndAppend.widest(head, size)
     rows = q.data_ptr() | k.data_ptr() | v.data_ptr() | (q.stride(0) | k.stride(0)) * size
@@ -56,7 +56,7 @@ def _append(call: AppendKv) -> None:
         rows |= table.data_ptr()
     stored = cache.keys.data_ptr() | cache.values.data_ptr()
     aligned = rows % (vector * size) == 0 == stored % (vector * cache.keys.element_size())
-    if turned and rows % (vector * size):
+    if rotated and rows % (vector * size):
         _append_aligned(call, tables)
         return
     key = (
@@ -68,7 +68,7 @@ def _append(call: AppendKv) -> None:
         kv_heads,
         rotary,
         many,
-        aligned or turned,
+        aligned or rotated,
         call.ring > 0,
         device,
     )
@@ -82,14 +82,14 @@ def _append(call: AppendKv) -> None:
     plan.launch(count, (*pointers, *strides, *sizes), current_stream(device))
 
 
-def _guide(call: AppendKv | AppendAttention) -> tuple[int, ...]:
+def _guide(call: AppendKvOp | AppendAttentionOp) -> tuple[int, ...]:
     """The address that kernels which write 4-bit keys take; null without a guide."""
-    if not call.cache.has_turned_keys:
+    if not call.cache.has_rotated_keys:
         return ()
     return (0 if call.guide is None else call.guide.data_ptr(),)
 
 
-def _append_aligned(call: AppendKv, tables: list[Tensor]) -> None:
+def _append_aligned(call: AppendKvOp, tables: list[Tensor]) -> None:
     """The same where rows do not start at whole vectors, of which no kernel makes 4-bit rows."""
     q, k, v = (rows.clone(memory_format=torch.contiguous_format) for rows in call.tokens[:3])
     cos, sin = (table.clone() for table in tables) if tables else (None, None)
@@ -111,8 +111,8 @@ def _append_plans(
     ring: bool,
     device: int,
 ) -> LaunchPlan:
-    types, beside = (DTYPES[dtype], DTYPES[keys]), values_beside(keys, values)
-    desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned, beside, ring)
+    types, value_dtype = (DTYPES[dtype], DTYPES[keys]), values_beside(keys, values)
+    desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned, value_dtype, ring)
     source = desc.emit()
     return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
 
@@ -142,17 +142,17 @@ def check_cache(dtype: torch.dtype, keys: torch.dtype, values: torch.dtype, head
         check_heads(DTYPES[dtype], DTYPES[keys], head, target(device), values_beside(keys, values))
 
 
-def seen_through(call: DecodeAttention | AppendAttention | PromptAttention) -> int:
+def seen_through(call: DecodeAttentionOp | AppendAttentionOp | PromptAttentionOp) -> int:
     """The window of a ring, or one that leaves a part of the cache, else 0: others serve wider ones."""
     return call.window if call.ring or call.window < call.keys.shape[2] else 0
 
 
-def ring_arguments(call: AppendKv | DecodeAttention | AppendAttention | PromptAttention) -> tuple[int, ...]:
+def ring_arguments(call: AppendKvOp | DecodeAttentionOp | AppendAttentionOp | PromptAttentionOp) -> tuple[int, ...]:
     """The bound of places that kernels of rings take."""
     return (call.ring,) if call.ring else ()
 
 
-def scores_arguments(call: DecodeAttention | AppendAttention | PromptAttention) -> tuple[int | float, ...]:
+def scores_arguments(call: DecodeAttentionOp | AppendAttentionOp | PromptAttentionOp) -> tuple[int | float, ...]:
     """``scale`` of kernels of attention, and what `Scores` adds: see `qcut.emitters.attention.scores`."""
     window, ring = (call.window,) if seen_through(call) else (), ring_arguments(call)
     if call.softcap:
@@ -218,22 +218,22 @@ class AttentionPlan:
     norms: bool
 
 
-@serves(DecodeAttention)
-def decode_attention(call: DecodeAttention) -> Tensor:
+@serves(DecodeAttentionOp)
+def decode_attention(call: DecodeAttentionOp) -> Tensor:
     call.check()
     if call.q.shape[0] == 0:
         return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     return _decode(call)
 
 
-def _decode(call: DecodeAttention) -> Tensor:
+def _decode(call: DecodeAttentionOp) -> Tensor:
     cache = call.cache
     given = [call.q, *cache[:2], *cache.scales, call.positions.contiguous()]
     return _launch(_plan_for("read", call), call, given)
 
 
-@serves(AppendAttention)
-def append_attention(call: AppendAttention) -> Tensor:
+@serves(AppendAttentionOp)
+def append_attention(call: AppendAttentionOp) -> Tensor:
     call.check()
     if call.q.shape[0] == 0:
         return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
@@ -261,7 +261,7 @@ def append_attention(call: AppendAttention) -> Tensor:
 
 def _launch(
     plan: AttentionPlan,
-    call: DecodeAttention | AppendAttention,
+    call: DecodeAttentionOp | AppendAttentionOp,
     given: list[Tensor],
     guide: tuple[int, ...] = (),
     absmax: tuple[int, ...] = (),
@@ -285,13 +285,13 @@ def _launch(
     return y
 
 
-def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
+def _plan_for(form: Form, call: DecodeAttentionOp | AppendAttentionOp) -> AttentionPlan:
     """The plan for the call's shape, in which batch and context or reach too decide the kernel and its parts."""
     q, keys = call.q, call.keys
     (_, kv_heads, context, _), window = keys.shape, seen_through(call)
     places = min(window or context, call.reach or context)
     options = (window > 0, call.softcap > 0, call.ring > 0)
-    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.settled)
+    steps = (False, False) if isinstance(call, DecodeAttentionOp) else (len(call.norms) > 0, call.early_read)
     key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans[key]
 
@@ -307,7 +307,7 @@ def _attention_plans(
     places: int,
     options: tuple[bool, bool, bool],
     norms: bool,
-    settled: bool,
+    early_read: bool,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
@@ -331,8 +331,8 @@ def _attention_plans(
         rotary = form == "rotate_and_append"
         norms = norms and ahead_of_time.has_head_norms(head, rotary, gpu)
         # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
-        settled = settled and has_pdl(gpu) and not gpu.ahead_of_time
-        source = AttentionAppend(desc, rotary, norms, settled).emit()
+        early_read = early_read and has_pdl(gpu) and not gpu.ahead_of_time
+        source = AttentionAppend(desc, rotary, norms, early_read).emit()
     else:
         norms = False
         source = desc.emit()

@@ -33,7 +33,7 @@ from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREA
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 from qcut.numerics.codebook.products import is_pair_book
-from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp, can_rotate
 from qcut.ops.registry import serves
 
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
@@ -51,7 +51,7 @@ class Rotation(NamedTuple):
         group_size: columns of a group.
         passes: number of rotations of the same tokens.
         aligned: whether rows start at multiples of 16 bytes.
-        constants: whether the signs or matrices are constants, as those of a layer are.
+        early_read: whether the signs or matrices are ready, as those of a layer are.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Rotation(NamedTuple):
     group_size: int
     passes: int
     aligned: bool = True
-    constants: bool = True
+    early_read: bool = True
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches in order: two for dense rotations to int8, else one."""
@@ -79,7 +79,7 @@ class Rotation(NamedTuple):
         )
         k_padded = Geometry(self.k, self.group_size).k_padded
 
-        early = architecture(gpu.arch).pdl and (self.constants or self.kind == rotation.NO_ROTATION)
+        early = architecture(gpu.arch).pdl and (self.early_read or self.kind == rotation.NO_ROTATION)
         early = early and dispatch.starts_early(self.rows, self.k)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
@@ -101,7 +101,7 @@ class Rotation(NamedTuple):
             out=self.out,
             passes=self.passes,
             aligned=self.aligned,
-            constants=self.constants,
+            early_read=self.early_read,
         )
         hand_over(key, plans, Geometry(self.k, self.group_size).k_padded)
         return plans
@@ -122,9 +122,9 @@ class Product(NamedTuple):
         activation: activation after the bias.
         residual: whether a residual is added.
         rotates: dtype of the one token that the kernel rotates; None: tokens were rotated before.
-        constants: whether the weight and the signs are constants, as those of a layer are.
+        early_read: whether the weight and the signs are ready, as those of a layer are.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
-        offsets: whether norms have offsets beside them.
+        offsets: whether norms have offsets.
         pairs: whether the codebook is of pairs.
     """
 
@@ -139,7 +139,7 @@ class Product(NamedTuple):
     activation: str
     residual: bool = False
     rotates: torch.dtype | None = None
-    constants: bool = True
+    early_read: bool = True
     row_norm: bool = False
     offsets: bool = False
     pairs: bool = False
@@ -168,7 +168,7 @@ class Product(NamedTuple):
         Raises:
             EmitError: no kernel takes the product on this GPU.
         """
-        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.constants)
+        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.early_read)
 
     def load(self, device: int) -> LaunchPlan:
         """The launch plan, handed to C++.
@@ -188,7 +188,7 @@ class Product(NamedTuple):
             out=self.out,
             bits=self.bits,
             slots=self.slots,
-            constants=self.constants,
+            early_read=self.early_read,
             bias=self.bias,
             residual=self.residual,
             row_norm=self.row_norm,
@@ -260,7 +260,7 @@ class CodebookLayer:
         bias: whether a bias is added.
         activation: activation after the bias.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
-        offsets: whether norms have offsets beside them.
+        offsets: whether norms have offsets.
         pairs: whether the codebook is of pairs.
     """
 
@@ -335,7 +335,7 @@ class CodebookLayer:
 
     @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: all, but for one token whose columns no kernel holds."""
+        """Whether C++ serves calls: all, except one token whose columns no kernel holds."""
         return True
 
 
@@ -344,13 +344,13 @@ class CodebookLayer:
 _rotation_plans = PlanCache(Rotation.load, on_clear=partial(native.clear, "rotate_tokens"))
 
 
-@serves(RotateTokens)
-def rotate_tokens(call: RotateTokens) -> tuple[Tensor, Tensor]:
+@serves(RotateTokensOp)
+def rotate_tokens(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     call.check()
     return rotate(call)
 
 
-def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+def rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     """What `rotate_tokens` computes of arguments that were checked."""
     blocks, scale = call.fake()
     x, (m, k), passes, device = call.x, call.x.shape, len(call.seeds), call.x.get_device()
@@ -361,7 +361,7 @@ def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
     stride = x.stride(0) if m > 1 else k
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
     operands = dense(call.operands)
-    options = (call.group_size, passes, aligned, call.constants and operands is call.operands)
+    options = (call.group_size, passes, aligned, call.early_read and operands is call.operands)
     described = Rotation(call.kind, x.dtype, call.out_dtype, m_bucket(m), k, *options)
     plans = _rotation_plans[described, device]
     k_padded = blocks.shape[0] * blocks.shape[3] // passes
@@ -401,19 +401,19 @@ def rotates_rows(gpu: Target, describe: Callable[..., object], *shape: Hashable,
 _product_plans = PlanCache(Product.load, on_clear=partial(native.clear, "codebook_gemm", "codebook_gemv"))
 
 
-@serves(CodebookGemm)
-def codebook_gemm(call: CodebookGemm) -> Tensor:
+@serves(CodebookGemmOp)
+def codebook_gemm(call: CodebookGemmOp) -> Tensor:
     call.check()
     return _multiply(call)
 
 
-def _multiply(call: CodebookGemm) -> Tensor:
+def _multiply(call: CodebookGemmOp) -> Tensor:
     m = call.m
     y = call.fake()
     if m == 0:
         return y
     weight = parameters(call.units, call.norms, call.fold)
-    product = _product_of(call, m_bucket(m), call.constants and not weight.copied)
+    product = _product_of(call, m_bucket(m), call.early_read and not weight.copied)
     plan = _product_plans[product, call.x.get_device()]
     x, vectors = dense(call.x), parameters(call.row_scale, call.col_scale, call.bias, call.residual)
     sizes = (m, product.n, product.units, product.n)
@@ -422,11 +422,11 @@ def _multiply(call: CodebookGemm) -> Tensor:
     return y
 
 
-@serves(CodebookGemv)
-def codebook_gemv(call: CodebookGemv) -> Tensor:
+@serves(CodebookGemvOp)
+def codebook_gemv(call: CodebookGemvOp) -> Tensor:
     call.check()
     weight, device = parameters(call.operands, call.units, call.norms, call.fold), call.x.get_device()
-    product = _product_of(call, 1, call.constants and not weight.copied, rotates=call.x.dtype)
+    product = _product_of(call, 1, call.early_read and not weight.copied, rotates=call.x.dtype)
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
@@ -441,7 +441,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
 
 
 def _product_of(
-    call: CodebookGemm | CodebookGemv, rows: int, constants: bool, *, rotates: torch.dtype | None = None
+    call: CodebookGemmOp | CodebookGemvOp, rows: int, early_read: bool, *, rotates: torch.dtype | None = None
 ) -> Product:
     return Product(
         x=call.tokens,
@@ -455,8 +455,8 @@ def _product_of(
         activation=call.activation,
         residual=call.residual is not None,
         rotates=rotates,
-        constants=constants,
-        row_norm=isinstance(call, CodebookGemm) and call.row_norm,
-        offsets=isinstance(call, CodebookGemm) and call.offsets,
+        early_read=early_read,
+        row_norm=isinstance(call, CodebookGemmOp) and call.row_norm,
+        offsets=isinstance(call, CodebookGemmOp) and call.offsets,
         pairs=is_pair_book(call.book),
     )

@@ -13,15 +13,15 @@ from qcut.emitters.decoder import embed_codebook as codebook_kernels
 from qcut.errors import ShapeError
 from qcut.numerics.codebook.layout import Geometry, unit_bytes
 from qcut.numerics.codebook.rotation import NO_ROTATION
-from qcut.ops.embed import EmbedCodebook, EmbedRows
+from qcut.ops.embed import EmbedCodebookOp, EmbedRowsOp
 from qcut.ops.registry import serves
 
 _MOST_ELEMENTS = 1 << 33
 """Threads are counted in 32 bits, and each has at least 4 elements of a row."""
 
 
-@serves(EmbedRows)
-def embed_rows(call: EmbedRows) -> Tensor:
+@serves(EmbedRowsOp)
+def embed_rows(call: EmbedRowsOp) -> Tensor:
     call.check()
     ids, dtype, device = call.ids, call.dtype, call.table.get_device()
     columns, rows = call.table.shape[1], ids.shape[0]
@@ -59,8 +59,8 @@ def _plans(
     return LaunchSpec(source, lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)
 
 
-@serves(EmbedCodebook)
-def embed_codebook(call: EmbedCodebook) -> Tensor:
+@serves(EmbedCodebookOp)
+def embed_codebook(call: EmbedCodebookOp) -> Tensor:
     call.check()
     ids, k, zeroed, device = call.ids, call.k, call.zeroed, call.norms.get_device()
     rows, count = ids.shape[0], call.norms.shape[0]

@@ -29,7 +29,7 @@ from qcut.emitters.families import (
 )
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream.w8a8 import Tokens
-from qcut.ops.gemm import GemmS8
+from qcut.ops.gemm import GemmS8Op
 from qcut.ops.registry import serves
 from qcut.schemes import padded_k
 
@@ -103,7 +103,7 @@ class Product(NamedTuple):
         *,
         aligned: bool = True,
         absmax: bool = False,
-        constants: bool = False,
+        early_read: bool = False,
     ) -> LaunchSpec | None:
         """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
 
@@ -112,8 +112,8 @@ class Product(NamedTuple):
             gpu: the GPU.
             aligned: whether rows of tokens start at multiples of 16 bytes.
             absmax: whether the kernel also computes the largest magnitude of each row of its result.
-            constants: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel that
-                takes tokens as ``none`` reads nothing so early, and always may.
+            early_read: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel
+                that takes tokens as ``none`` reads nothing so early, and always may.
         """
         sizes = (self.rows, self.n, self.k)
         found = dispatch.few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
@@ -121,7 +121,7 @@ class Product(NamedTuple):
             return None
         problem, tail = ahead_of_time.bounded_problem(found[0], gpu)
         source, grid = dispatch.emit(found[1], problem, gpu.arch), dispatch.grid(found[1], self.n, gpu.sm_count)
-        return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
+        return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (early_read or tokens == "none"))
 
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -226,7 +226,7 @@ def _problem(left: Operand, right: Operand, epilogue: Epilogue, out_layout: Lite
 # ── the operator ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _epilogue(call: GemmS8) -> Epilogue:
+def _epilogue(call: GemmS8Op) -> Epilogue:
     return Epilogue(
         out=DTYPES[call.dtype],
         row_scale="none" if call.row_scale is None else "per_token",
@@ -239,8 +239,8 @@ def _epilogue(call: GemmS8) -> Epilogue:
     )
 
 
-@serves(GemmS8)
-def gemm_s8(call: GemmS8, choice: Choice | None = None) -> Tensor:
+@serves(GemmS8Op)
+def gemm_s8(call: GemmS8Op, choice: Choice | None = None) -> Tensor:
     """Compute the operator, with the kernel ``choice`` where one is given, else with the one dispatch chooses."""
     call.check()
     (m, k), n, device = call.a.shape, call.b.shape[0], call.a.get_device()

@@ -19,8 +19,8 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.decoder.split_halves import SplitHalves
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.numerics import int16
-from qcut.ops.integers import IntegerLinear
-from qcut.ops.quantize import flat
+from qcut.ops.checks import flat
+from qcut.ops.integers import IntegerLinearOp
 from qcut.ops.registry import serves
 from qcut.schemes import padded_k
 
@@ -34,7 +34,7 @@ class IntegerLayer(NamedTuple):
         n: number of output channels.
         k: columns of the weight.
         aligned: whether rows of tokens have as many columns, and start at multiples of 16 bytes.
-        constants: whether the parameters are constants.
+        early_read: whether the parameters are ready.
     """
 
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class IntegerLayer(NamedTuple):
     n: int
     k: int
     aligned: bool
-    constants: bool
+    early_read: bool
 
     def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
         """The launches of a call: the kernel that splits tokens, or None where none is needed, and the product."""
@@ -50,7 +50,7 @@ class IntegerLayer(NamedTuple):
         epilogue = Epilogue(DTYPES[self.dtype], halves=halves, rescale=True)
         problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(self.n))
         if self.aligned:
-            few = Product(problem, self.rows, self.n, self.k).stream_spec("given", gpu, constants=self.constants)
+            few = Product(problem, self.rows, self.n, self.k).stream_spec("given", gpu, early_read=self.early_read)
             if few is not None:
                 return None, few
         sizes = (epilogue.rows(self.rows), self.n, self.k)
@@ -76,8 +76,8 @@ def _plans(layer: IntegerLayer, device: int) -> IntegerPlan:
     return IntegerPlan(None if split is None else split.load(device), product.load(device))
 
 
-@serves(IntegerLinear)
-def integer_linear(call: IntegerLinear) -> Tensor:
+@serves(IntegerLinearOp)
+def integer_linear(call: IntegerLinearOp) -> Tensor:
     call.check()
     y = call.fake()
     n, device, halves = y.shape[-1], call.q.get_device(), call.q.dtype is torch.int16
@@ -92,7 +92,7 @@ def integer_linear(call: IntegerLinear) -> Tensor:
         padded[:, :k] = flat(q)
         q, stride, aligned = padded, k_padded, True
     weight = parameters(call.qweight, call.bias, call.multiplier, call.shift, call.zero_point)
-    layer = IntegerLayer(q.dtype, m_bucket(m), n, k_padded, aligned, call.constants and not weight.copied)
+    layer = IntegerLayer(q.dtype, m_bucket(m), n, k_padded, aligned, call.early_read and not weight.copied)
     plan = _plans[layer, device]
     a, rows, (b, *vectors) = q.data_ptr(), m, weight.addresses
     if plan.split is not None:

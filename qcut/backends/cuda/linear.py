@@ -32,13 +32,13 @@ from qcut.numerics import int16
 from qcut.ops.checks import check_scale, check_zero_point
 from qcut.ops.linear import (
     FEW_ELEMENTS,
-    Int8Linear,
-    Int16x8Linear,
-    Int16x8StaticLinear,
-    LinearWithAbsmax,
-    W8A8Linear,
-    W8A8StaticLinear,
-    W8A16Linear,
+    Int8LinearOp,
+    Int16x8LinearOp,
+    Int16x8StaticLinearOp,
+    LinearWithAbsmaxOp,
+    W8A8LinearOp,
+    W8A8StaticLinearOp,
+    W8A16LinearOp,
 )
 from qcut.ops.registry import serves
 from qcut.schemes import padded_k
@@ -87,7 +87,7 @@ class LinearLayer(NamedTuple):
         bias: whether a bias is added.
         activation: activation after the bias.
         aligned: whether rows of tokens start at multiples of 16 bytes.
-        constants: whether the parameters are constants, as those of a `qcut.Linear` are.
+        early_read: whether the parameters are ready, as those of a `qcut.Linear` are.
     """
 
     scheme: str
@@ -98,7 +98,7 @@ class LinearLayer(NamedTuple):
     bias: bool
     activation: str
     aligned: bool
-    constants: bool = True
+    early_read: bool = True
 
     def problem(self) -> GemmProblem:
         """The description of the layer's product."""
@@ -110,7 +110,7 @@ class LinearLayer(NamedTuple):
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
         problem = self.problem()
         if self.scheme == "w8a16":
-            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.constants)
+            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.early_read)
         halves = problem.epilogue.halves
         many = Product(problem, max(self.rows, TMA_ROWS // (1 + halves)), self.n, k)
         if self.scheme.endswith("_static"):
@@ -120,7 +120,7 @@ class LinearLayer(NamedTuple):
             if whole is not None:
                 return None, whole
             quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, halves=halves)
-        few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
+        few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, early_read=self.early_read)
         return quantize, few or many.spec(gpu)
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
@@ -128,7 +128,7 @@ class LinearLayer(NamedTuple):
         if self.rows > 1 or self.k > FEW_ELEMENTS:
             return None
         product = Product(self.problem(), self.rows, self.n, self.k)
-        return product.stream_spec("floats", gpu, aligned=self.aligned, constants=self.constants)
+        return product.stream_spec("floats", gpu, aligned=self.aligned, early_read=self.early_read)
 
     def sources(self, device: int) -> list[KernelSource]:
         """The kernels that a call launches on a device."""
@@ -184,13 +184,13 @@ def _plans(layer: LinearLayer, device: int) -> LinearPlan:
 # ── the operators of float tokens ────────────────────────────────────────────────────────────────
 
 
-@serves(W8A8Linear)
-def w8a8_linear(call: W8A8Linear) -> Tensor:
+@serves(W8A8LinearOp)
+def w8a8_linear(call: W8A8LinearOp) -> Tensor:
     return _linear("w8a8", call, (call.qweight, call.weight_scale, call.bias))
 
 
-@serves(W8A8StaticLinear)
-def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
+@serves(W8A8StaticLinearOp)
+def w8a8_static_linear(call: W8A8StaticLinearOp) -> Tensor:
     return _linear(
         "w8a8_static",
         call,
@@ -199,24 +199,24 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     )
 
 
-@serves(Int16x8Linear)
-def int16x8_linear(call: Int16x8Linear) -> Tensor:
+@serves(Int16x8LinearOp)
+def int16x8_linear(call: Int16x8LinearOp) -> Tensor:
     return _linear("int16x8", call, (call.qweight, call.weight_scale, call.bias))
 
 
-@serves(Int16x8StaticLinear)
-def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
+@serves(Int16x8StaticLinearOp)
+def int16x8_static_linear(call: Int16x8StaticLinearOp) -> Tensor:
     return _linear("int16x8_static", call, (call.qweight, call.col_scale, call.bias), (call.x_scale,))
 
 
-@serves(W8A16Linear)
-def w8a16_linear(call: W8A16Linear) -> Tensor:
+@serves(W8A16LinearOp)
+def w8a16_linear(call: W8A16LinearOp) -> Tensor:
     return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
 
 
 def _linear(
     scheme: str,
-    call: W8A8Linear | W8A8StaticLinear | W8A16Linear | Int16x8Linear | Int16x8StaticLinear,
+    call: W8A8LinearOp | W8A8StaticLinearOp | W8A16LinearOp | Int16x8LinearOp | Int16x8StaticLinearOp,
     weights: Sequence[Tensor | None],
     x_range: tuple[float] | tuple[float, int] | None = None,
 ) -> Tensor:
@@ -225,8 +225,8 @@ def _linear(
     Args:
         scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
         call: the operator's arguments.
-        weights: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
-        x_range: scale and zero point of the tokens (w8a8_static), or the scale alone (int16x8_static).
+        weights: weight, its scale, its sums along K (only w8a8_static) and the bias, or dense copies of them.
+        x_range: scale and zero point of the tokens (w8a8_static), or only the scale (int16x8_static).
     """
     x, halves = call.x, scheme.startswith("int16x8")
     if x.dim() == 0 or x.shape[-1] == 0:
@@ -244,7 +244,7 @@ def _linear(
     addresses = [0 if t is None else t.data_ptr() for t in weights]
     layouts = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in weights]
     offset = functools.reduce(operator.or_, addresses) & 15
-    key = (scheme, x.dtype, m_bucket(m), k, call.activation, call.constants, aligned, device, offset, *layouts)
+    key = (scheme, x.dtype, m_bucket(m), k, call.activation, call.early_read, aligned, device, offset, *layouts)
     plan = _called.get(key)
     if plan is None or m == 0:
         call.check()
@@ -254,8 +254,8 @@ def _linear(
             return call.fake()
         copies = [None if t is None else dense(t) for t in weights]
         if any(a is not b for a, b in zip(copies, weights, strict=True)):
-            return _linear(scheme, call._replace(constants=False), copies, x_range)  # the kernel just before copies
-        options = (call.bias is not None, call.activation, aligned, call.constants)
+            return _linear(scheme, call._replace(early_read=False), copies, x_range)  # the kernel just before copies
+        options = (call.bias is not None, call.activation, aligned, call.early_read)
         layer = LinearLayer(scheme, x.dtype, m_bucket(m), len(call.qweight), k, *options)
         plan = _called.make(key, lambda: _shared(layer, device))
     n, k_padded = plan.n, plan.k_padded
@@ -297,7 +297,7 @@ def _shared(layer: LinearLayer, device: int) -> LinearPlan:
             name=layer.activation,
             device=device,
             aligned=layer.aligned,
-            constants=layer.constants,
+            early_read=layer.early_read,
             bias=layer.bias,
         )
         hand_over(key, [plan.product] if plan.quantize is None else [plan.quantize, plan.product], plan.k_padded)
@@ -328,7 +328,7 @@ class Int8Layer(NamedTuple):
         bias: whether a bias is added.
         activation: activation after the bias.
         absmax: whether the caller wants the largest magnitude of each row of the result.
-        constants: whether the parameters are constants.
+        early_read: whether the parameters are ready.
     """
 
     dtype: torch.dtype
@@ -338,14 +338,14 @@ class Int8Layer(NamedTuple):
     bias: bool
     activation: str
     absmax: bool
-    constants: bool = True
+    early_read: bool = True
 
     def spec(self, device: int) -> tuple[LaunchSpec, bool]:
         """The launch, and whether its kernel computes the largest magnitudes."""
         gpu = target(device)
         problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
         product = Product(problem, self.rows, self.n, self.k)
-        few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
+        few = product.stream_spec("given", gpu, absmax=self.absmax, early_read=self.early_read)
         if few is not None:
             return few, self.absmax
         return product.spec(gpu), False
@@ -373,12 +373,12 @@ def _int8_plans(layer: Int8Layer, device: int) -> Int8Plan:
 @PlanCache
 def _absmax_plans(layer: LinearLayer, device: int) -> AbsmaxPlan:
     product = Product(layer.problem(), layer.rows, layer.n, layer.k)
-    spec = product.stream_spec("rows", target(device), aligned=layer.aligned, constants=layer.constants)
+    spec = product.stream_spec("rows", target(device), aligned=layer.aligned, early_read=layer.early_read)
     return AbsmaxPlan(None if spec is None else spec.load(device))
 
 
-@serves(Int8Linear)
-def int8_linear(call: Int8Linear) -> Tensor:
+@serves(Int8LinearOp)
+def int8_linear(call: Int8LinearOp) -> Tensor:
     call.check()
     q, bias, absmax = call.q, call.bias, call.absmax
     (m, k), n, device = q.shape, len(call.qweight), q.get_device()
@@ -386,7 +386,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
     if m == 0:
         return y
     weight = parameters(call.qweight, call.weight_scale, bias)
-    options = (bias is not None, call.activation, absmax is not None, call.constants and not weight.copied)
+    options = (bias is not None, call.activation, absmax is not None, call.early_read and not weight.copied)
     layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
     plan = _int8_plans[layer, device]
     q, q_scale = dense(q), dense(call.q_scale)
@@ -400,8 +400,8 @@ def int8_linear(call: Int8Linear) -> Tensor:
     return y
 
 
-@serves(LinearWithAbsmax)
-def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
+@serves(LinearWithAbsmaxOp)
+def linear_with_absmax(call: LinearWithAbsmaxOp) -> Tensor:
     call.check()
     (m, k), (n, k_padded), device = call.x.shape, call.qweight.shape, call.x.get_device()
     if m == 0:
@@ -409,12 +409,13 @@ def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
     x, stride = row_major(call.x)
     aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
     weight = parameters(call.qweight, call.weight_scale, call.bias)
-    constants = call.constants and not weight.copied
-    options = (call.bias is not None, call.activation, aligned, constants)
+    early_read = call.early_read and not weight.copied
+    options = (call.bias is not None, call.activation, aligned, early_read)
     layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, *options)
     plan = _absmax_plans[layer, device].product
     if plan is None:
-        y: Tensor = torch.ops.qcut.w8a8_linear(x, *call[2:])
+        w8a8 = torch.ops.qcut.w8a8_linear
+        y: Tensor = (w8a8.early_read if call.early_read else w8a8.default)(x, *call[2:-1])
         return y
     y = call.fake()
     b, *vectors = weight.addresses

@@ -9,7 +9,7 @@ from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, Plan
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
 from qcut.errors import DeviceError
-from qcut.ops.next_token import Advance, Argmax
+from qcut.ops.next_token import AdvanceOp, ArgmaxOp
 from qcut.ops.registry import serves
 
 SPLIT_BYTES = 128 << 10
@@ -17,16 +17,16 @@ SPLIT_BYTES = 128 << 10
 some 64 bytes a cycle, and a cluster's barriers take as long as reading half as much."""
 
 
-@serves(Argmax)
-def argmax(call: Argmax) -> Tensor:
+@serves(ArgmaxOp)
+def argmax(call: ArgmaxOp) -> Tensor:
     call.check()
     best = torch.empty(call.logits.shape[0], dtype=torch.int64, device=call.logits.device)
     _launch(call.logits, (best,))
     return best
 
 
-@serves(Advance)
-def advance(call: Advance) -> None:
+@serves(AdvanceOp)
+def advance(call: AdvanceOp) -> None:
     call.check()
     told: tuple[int, ...] = ()
     if call.told is not None and call.turn is not None:

@@ -12,19 +12,19 @@ from qcut.backends.cuda.operands import is_aligned
 from qcut.dispatch.ahead_of_time import norm_columns
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
-from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
+from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
 from qcut.ops.registry import serves
 
 
-@serves(AddNorm)
-def add_norm(call: AddNorm) -> tuple[Tensor, Tensor]:
+@serves(AddNormOp)
+def add_norm(call: AddNormOp) -> tuple[Tensor, Tensor]:
     call.check()
     y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
     return _launch(call, y), y
 
 
-@serves(AddNormInt8)
-def add_norm_int8(call: AddNormInt8) -> tuple[Tensor, Tensor, Tensor]:
+@serves(AddNormInt8Op)
+def add_norm_int8(call: AddNormInt8Op) -> tuple[Tensor, Tensor, Tensor]:
     call.check()
     m, device = call.x.shape[0], call.x.device
     q = torch.empty((m, call.k_padded), dtype=torch.int8, device=device)
@@ -32,8 +32,8 @@ def add_norm_int8(call: AddNormInt8) -> tuple[Tensor, Tensor, Tensor]:
     return _launch(call, q, scale), q, scale
 
 
-@serves(AddNormRotated)
-def add_norm_rotated(call: AddNormRotated) -> tuple[Tensor, Tensor, Tensor]:
+@serves(AddNormRotatedOp)
+def add_norm_rotated(call: AddNormRotatedOp) -> tuple[Tensor, Tensor, Tensor]:
     call.check()
     (m, k), gpu = call.x.shape, target(call.x.get_device())
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds))
@@ -46,7 +46,7 @@ def add_norm_rotated(call: AddNormRotated) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _launch(
-    call: AddNorm | AddNormInt8 | AddNormRotated,
+    call: AddNormOp | AddNormInt8Op | AddNormRotatedOp,
     y: Tensor,
     scale: Tensor | None = None,
     rotation: RowsRotation | None = None,
@@ -62,21 +62,21 @@ def _launch(
         residual = residual.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    signs = call.operands.contiguous() if isinstance(call, AddNormRotated) else None
+    signs = call.operands.contiguous() if isinstance(call, AddNormRotatedOp) else None
     # A copy is written by the kernel just before.
-    constants = call.constants and weight is call.weight and bias is call.bias
-    if isinstance(call, AddNormRotated):
-        constants = constants and signs is call.operands
+    early_read = call.early_read and weight is call.weight and bias is call.bias
+    if isinstance(call, AddNormRotatedOp):
+        early_read = early_read and signs is call.operands
     aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
     quantized = scale is not None and rotation is None
-    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, constants, device)
+    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, early_read, device)
     plan = _plans[key]
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
     results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
     sizes = (k, k, y.shape[1]) if quantized else (k, k)
-    turned = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
-    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *turned)
+    rotation_args = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
+    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *rotation_args)
     plan.launch(m, args, current_stream(device))
     return total
 
@@ -91,11 +91,11 @@ def _plans(
     many: bool,
     aligned: bool,
     rotation: RowsRotation | None,
-    constants: bool,
+    early_read: bool,
     device: int,
 ) -> LaunchPlan:
     flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
     gpu = target(device)
     columns = norm_columns(k, DTYPES[dtype], gpu, aligned=aligned)
     desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation)
-    return LaunchSpec(desc.emit(), desc.grid, pdl=constants and pdl(device)).load(device)
+    return LaunchSpec(desc.emit(), desc.grid, pdl=early_read and pdl(device)).load(device)

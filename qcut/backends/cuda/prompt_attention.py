@@ -13,14 +13,14 @@ from qcut.emitters.attention.prompt import tiles
 from qcut.emitters.attention.scores import Scores
 from qcut.numerics import int4, int8
 from qcut.ops.attention.cache import dequantized, mixed_values, seen, unrolled
-from qcut.ops.attention.prefill import PromptAttention
+from qcut.ops.attention.prefill import PromptAttentionOp
 from qcut.ops.registry import serves
 
 _IN_TORCH = "torch"
 
 
-@serves(PromptAttention)
-def prompt_attention(call: PromptAttention) -> Tensor:
+@serves(PromptAttentionOp)
+def prompt_attention(call: PromptAttentionOp) -> Tensor:
     call.check()
     q, cache = call.q, call.cache
     (count, heads, head), (_, kv_heads, context, _) = q.shape, cache.keys.shape
@@ -79,9 +79,9 @@ def _plans(
 ) -> LaunchPlan | str:
     gpu, sequences, group = target(device), count // length, heads // kv_heads
     shape = {"sequences": sequences, "length": length, "kv_heads": kv_heads, "group": group}
-    beside = None if values is keys else DTYPES[values]
+    value_dtype = None if values is keys else DTYPES[values]
     read = min(ring or context, window + length) if window else context
-    options = {"context": read, "values": beside, "scores": Scores(window > 0, capped, ring > 0)}
+    options = {"context": read, "values": value_dtype, "scores": Scores(window > 0, capped, ring > 0)}
     desc = select_prompt_attention(DTYPES[dtype], DTYPES[keys], head, gpu, **shape, **options)  # type: ignore[arg-type]
     if desc is None or (ring and context % desc.keys):
         return _IN_TORCH
@@ -89,7 +89,7 @@ def _plans(
     return LaunchSpec(desc.emit(), lambda m: grid, pdl=pdl(device)).load(device)
 
 
-def _in_torch(call: PromptAttention) -> Tensor:
+def _in_torch(call: PromptAttentionOp) -> Tensor:
     """Torch's attention over the whole context with a mask: types and sizes that no kernel takes."""
     q, length, context = call.q, call.length, call.ring or call.keys.shape[2]
     cache = unrolled(call.cache, context) if call.ring else call.cache
@@ -101,8 +101,8 @@ def _in_torch(call: PromptAttention) -> Tensor:
         torch.arange(length, device=q.device, dtype=torch.int64),
     )
     held = (places < (starts + lengths)[:, None])[:, None, :, None]
-    turned = cache.has_turned_keys or cache.has_turned_values
-    dtype = torch.float32 if turned else q.dtype  # what is turned is not rounded before it is turned back
+    rotated = cache.has_rotated_keys or cache.has_rotated_values
+    dtype = torch.float32 if rotated else q.dtype  # rotated values are not rounded before they are rotated back
     kept = []
     for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
         floats = dequantized(rows, scales, sequences, context, dtype)
@@ -111,8 +111,8 @@ def _in_torch(call: PromptAttention) -> Tensor:
     own = (starts[:, None] + tokens).clamp(max=context - 1)[:, None, :, None]  # a row sees one place at least
     queries = q.unflatten(0, (sequences, length)).transpose(1, 2).to(dtype)
     mixed = mixed_values(queries, keys, values, seen(places, own, call.window), call.scale, call.softcap)
-    if cache.has_turned_values:
-        mixed = int4.turn_back(mixed)
+    if cache.has_rotated_values:
+        mixed = int4.rotate_back(mixed)
     mixed = mixed.to(q.dtype)
     real = (tokens < lengths[:, None])[..., None, None]
     return torch.where(real, mixed.transpose(1, 2), 0).flatten(0, 1).contiguous()

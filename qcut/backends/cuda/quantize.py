@@ -11,7 +11,7 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder import quantize as kernels
-from qcut.ops.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
+from qcut.ops.quantize import ColSumOp, DequantizeOp, QuantizePerTensorOp, QuantizePerTokenOp
 from qcut.ops.registry import serves
 
 
@@ -68,8 +68,8 @@ def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:
     return x.data_ptr() % 16 == 0 and stride * x.element_size() % 16 == 0 and k_padded % 16 == 0
 
 
-@serves(QuantizePerToken)
-def quantize_per_token(call: QuantizePerToken) -> tuple[Tensor, Tensor]:
+@serves(QuantizePerTokenOp)
+def quantize_per_token(call: QuantizePerTokenOp) -> tuple[Tensor, Tensor]:
     call.check()
     q, scale = call.fake()
     m, k_padded = q.shape
@@ -81,8 +81,8 @@ def quantize_per_token(call: QuantizePerToken) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-@serves(QuantizePerTensor)
-def quantize_per_tensor(call: QuantizePerTensor) -> Tensor:
+@serves(QuantizePerTensorOp)
+def quantize_per_tensor(call: QuantizePerTensorOp) -> Tensor:
     call.check()
     q = call.fake()
     m, k_padded = q.shape
@@ -94,8 +94,8 @@ def quantize_per_tensor(call: QuantizePerTensor) -> Tensor:
     return q
 
 
-@serves(Dequantize)
-def dequantize(call: Dequantize) -> Tensor:
+@serves(DequantizeOp)
+def dequantize(call: DequantizeOp) -> Tensor:
     call.check()
     out = call.fake()
     if out.numel():
@@ -108,8 +108,8 @@ def dequantize(call: Dequantize) -> Tensor:
     return out
 
 
-@serves(ColSum)
-def colsum(call: ColSum) -> Tensor:
+@serves(ColSumOp)
+def colsum(call: ColSumOp) -> Tensor:
     call.check()
     out = call.fake()
     if out.numel():

@@ -1,1 +1,1 @@
-"""The operators of layers as Triton kernels: for GPUs without qcut's CUDA kernels, and for whoever asks."""
+"""The operators of layers as Triton kernels: for GPUs without qcut's CUDA kernels, and on request."""

@@ -15,7 +15,7 @@ from qcut.backends.triton.kernels import codebook as kernels
 from qcut.backends.triton.kernels import rotate as rotations
 from qcut.numerics.codebook import products
 from qcut.numerics.codebook.layout import Geometry
-from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp
 from qcut.ops.registry import serves
 
 _HALF_COLUMNS = 2048
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     Attributes:
         rows: tokens of a program.
         columns: output channels of a program, a multiple of 16.
-        turned: whether weights have the rows of the tensor core's tile.
+        transposed: whether weights have the rows of the tensor core's tile.
         warps: of a program.
         stages: steps whose loads are under way.
         parts: programs that share the columns of the weight, for weights of few rows.
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    turned: bool
+    transposed: bool
     warps: int
     stages: int
     parts: int = 1
@@ -79,14 +79,14 @@ def tiles_of(m: int) -> Sequence[Tile]:
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@serves(RotateTokens, "triton")
-def rotate_tokens(call: RotateTokens) -> tuple[Tensor, Tensor]:
+@serves(RotateTokensOp, "triton")
+def rotate_tokens(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     call.check()
     runtime.require_device(call.x.device)
     return _rotate(call)
 
 
-def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+def _rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     x, (m, k), passes = call.x, call.x.shape, len(call.seeds)
     if m == 0:
         return call.fake()
@@ -109,7 +109,7 @@ def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(
-    call: RotateTokens, x: Tensor, k_padded: int, width: int, stages: int, factor: float
+    call: RotateTokensOp, x: Tensor, k_padded: int, width: int, stages: int, factor: float
 ) -> tuple[Tensor, Tensor]:
     """Rotate rows and put them in blocks; ``stages`` is the logarithm of a Hadamard group, 0 for no rotation."""
     out, scale = call.fake()
@@ -195,14 +195,14 @@ def _planes(book: tuple[int, ...], one_table: bool) -> tuple[int, ...]:
     return tuple(torch.cat((lower, upper)).view(torch.int32).tolist())
 
 
-@serves(CodebookGemm, "triton")
-def codebook_gemm(call: CodebookGemm) -> Tensor:
+@serves(CodebookGemmOp, "triton")
+def codebook_gemm(call: CodebookGemmOp) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     return _multiply(call)
 
 
-def _multiply(call: CodebookGemm) -> Tensor:
+def _multiply(call: CodebookGemmOp) -> Tensor:
     y = call.fake()
     m, n = y.shape
     if m == 0:
@@ -256,7 +256,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
             BM=tile.rows,
             BN=tile.columns,
             GROUP=tile.group,
-            TURNED=tile.turned,
+            TRANSPOSED=tile.transposed,
             SPARSE=2 * m <= tile.rows,
             PARTS=tile.parts,
             num_warps=tile.warps,
@@ -273,8 +273,8 @@ def _multiply(call: CodebookGemm) -> Tensor:
     return y
 
 
-@serves(CodebookGemv, "triton")
-def codebook_gemv(call: CodebookGemv) -> Tensor:
+@serves(CodebookGemvOp, "triton")
+def codebook_gemv(call: CodebookGemvOp) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     return _multiply(call.product(*_rotate(call.rotation)))

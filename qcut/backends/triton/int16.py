@@ -9,7 +9,7 @@ from qcut.backends.triton import launch as runtime
 from qcut.backends.triton.int8 import MOST_AT_ONCE, product, rows_of
 from qcut.backends.triton.kernels import int8 as kernels
 from qcut.numerics import int16
-from qcut.ops.linear import Int16x8Linear, Int16x8StaticLinear
+from qcut.ops.linear import Int16x8LinearOp, Int16x8StaticLinearOp
 from qcut.ops.registry import serves
 
 
@@ -55,8 +55,8 @@ def quantized_by(x: Tensor, scale: float, k_padded: int) -> Tensor:
     return q
 
 
-@serves(Int16x8Linear, "triton")
-def int16x8_linear(call: Int16x8Linear) -> Tensor:
+@serves(Int16x8LinearOp, "triton")
+def int16x8_linear(call: Int16x8LinearOp) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     if not call.x.numel():
@@ -67,8 +67,8 @@ def int16x8_linear(call: Int16x8Linear) -> Tensor:
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(Int16x8StaticLinear, "triton")
-def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
+@serves(Int16x8StaticLinearOp, "triton")
+def int16x8_static_linear(call: Int16x8StaticLinearOp) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     if not call.x.numel():

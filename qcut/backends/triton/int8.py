@@ -12,7 +12,7 @@ from qcut.backends.triton import launch as runtime
 from qcut.backends.triton.kernels import int8 as kernels
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
-from qcut.ops.linear import Int8Linear, LinearWithAbsmax, W8A8Linear, W8A8StaticLinear, W8A16Linear
+from qcut.ops.linear import Int8LinearOp, LinearWithAbsmaxOp, W8A8LinearOp, W8A8StaticLinearOp, W8A16LinearOp
 from qcut.ops.registry import serves
 
 MOST_AT_ONCE = 16_384
@@ -26,7 +26,7 @@ class Tile(NamedTuple):
         rows: tokens of a program, or halves of tokens.
         columns: output channels of a program.
         depth: columns of the weight in one step.
-        turned: whether weights have the rows of the tensor core's tile.
+        transposed: whether weights have the rows of the tensor core's tile.
         warps: of a program.
         stages: steps whose loads are under way.
         parts: programs that share the columns of the weight, for weights of few rows.
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     rows: int
     columns: int
     depth: int
-    turned: bool
+    transposed: bool
     warps: int
     stages: int
     parts: int = 1
@@ -181,7 +181,7 @@ def product(
             BN=tile.columns,
             BK=tile.depth,
             GROUP=tile.group,
-            TURNED=tile.turned,
+            TRANSPOSED=tile.transposed,
             SPARSE=2 * used <= tile.rows,
             BOXES=tile.boxes,
             PARTS=tile.parts,
@@ -206,8 +206,8 @@ def rows_of(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
-@serves(W8A8Linear, "triton")
-def w8a8_linear(call: W8A8Linear) -> Tensor:
+@serves(W8A8LinearOp, "triton")
+def w8a8_linear(call: W8A8LinearOp) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     if not call.x.numel():
@@ -217,8 +217,8 @@ def w8a8_linear(call: W8A8Linear) -> Tensor:
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(W8A8StaticLinear, "triton")
-def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
+@serves(W8A8StaticLinearOp, "triton")
+def w8a8_static_linear(call: W8A8StaticLinearOp) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     if not call.x.numel():
@@ -229,8 +229,8 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(W8A16Linear, "triton")
-def w8a16_linear(call: W8A16Linear) -> Tensor:
+@serves(W8A16LinearOp, "triton")
+def w8a16_linear(call: W8A16LinearOp) -> Tensor:
     call.check()
     runtime.require_device(call.x.device)
     if call.x.dtype is torch.float32:
@@ -241,8 +241,8 @@ def w8a16_linear(call: W8A16Linear) -> Tensor:
     return y.view(*call.x.shape[:-1], -1)
 
 
-@serves(Int8Linear, "triton")
-def int8_linear(call: Int8Linear) -> Tensor:
+@serves(Int8LinearOp, "triton")
+def int8_linear(call: Int8LinearOp) -> Tensor:
     call.check()
     runtime.require_device(call.q.device)
     if not len(call.q):
@@ -255,7 +255,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
     return y
 
 
-@serves(LinearWithAbsmax, "triton")
-def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
+@serves(LinearWithAbsmaxOp, "triton")
+def linear_with_absmax(call: LinearWithAbsmaxOp) -> Tensor:
     call.check()
-    return w8a8_linear(W8A8Linear(call.x, call.qweight, call.weight_scale, call.bias, call.activation, call.constants))
+    return w8a8_linear(W8A8LinearOp(call.x, call.qweight, call.weight_scale, call.bias, call.activation))

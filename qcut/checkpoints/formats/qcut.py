@@ -28,7 +28,7 @@ from qcut.common.progress import progress_bar
 from qcut.common.safetensors import TensorFile, read_index
 from qcut.errors import CheckpointError
 from qcut.layers.frozen import float_dtype
-from qcut.layers.linear import Linear, state_dtype
+from qcut.layers.quantized import QuantizedLayer, set_weight_dtype
 
 FORMAT, VERSION = "qcut", 1
 _SCHEMA = schema.record(
@@ -67,7 +67,7 @@ def load(found: Detected, options: Options) -> nn.Module:
             _fill(builder, wanted, saved, files, path, verify, advance)
         tie_layers(builder.modules, tied)
         check_no_meta(builder.modules, path)
-    state_dtype(model, dtype or float_dtype(model))
+    set_weight_dtype(model, dtype or float_dtype(model))
     notify_quantized(model)
     return model
 
@@ -138,14 +138,14 @@ def _fill(
     states: dict[str, dict[str, Tensor]] = {}
     for owner, names in names_of.items():
         tensor = files[saved.weight_map[owner]].read(owner, verify=verify)
-        plain = [name for name in names if not isinstance(builder.place(name)[0], Linear)]
+        plain = [name for name in names if not isinstance(builder.place(name)[0], QuantizedLayer)]
         if plain:
             builder.put(sorted(plain, key=owner.__ne__), tensor, path.parent / saved.weight_map[owner])
         if len(plain) < len(names):
             tensor = tensor.to(builder.device)
         for name in (name for name in names if name not in plain):
             layer, key = builder.place(name)
-            assert isinstance(layer, Linear)
+            assert isinstance(layer, QuantizedLayer)
             parent = name.rpartition(".")[0]
             state = states.setdefault(parent, {})
             state[key] = tensor

@@ -21,7 +21,7 @@ from qcut.checkpoints.detect import QCUT_CONFIG
 from qcut.common.progress import progress_bar
 from qcut.common.safetensors_writer import TensorFiles
 from qcut.errors import CheckpointError
-from qcut.layers.linear import StateEntry
+from qcut.layers.quantized import StateEntry
 from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
 

@@ -32,7 +32,7 @@ from qcut.checkpoints.formats.parts import Format, Parts, Stored
 from qcut.checkpoints.huggingface import model_of, named_class
 from qcut.common.safetensors import TensorFile
 from qcut.errors import CheckpointError
-from qcut.layers.linear import Linear
+from qcut.layers.quantized import QuantizedLayer
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -120,7 +120,9 @@ def format_of(config: dict[str, Any], where: str, method: str | None = None) -> 
     return form
 
 
-def layer_of(form: Format, name: str, tensors: Mapping[str, Tensor], n: int, k: int, where: str = "tensors") -> Linear:
+def layer_of(
+    form: Format, name: str, tensors: Mapping[str, Tensor], n: int, k: int, where: str = "tensors"
+) -> QuantizedLayer:
     """The qcut layer of one layer's tensors, for loaders that bring their own files.
 
     Args:
@@ -181,6 +183,6 @@ def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.
         builder.put(names, mapping.rest[names[0]].read(), where, buffers=True)
     for module in model.modules():
         for key, buffer in module._buffers.items():
-            if buffer is not None and not isinstance(module, Linear):
+            if buffer is not None and not isinstance(module, QuantizedLayer):
                 module._buffers[key] = buffer.to(device)
     finish(model, new, dtype, Path(where))

@@ -119,8 +119,8 @@ def calibrate_keys(runner: ModelRunner, prompts: list[Tensor], tables: Sequence[
             rotary = cos, sin
             moments = _at_positions(_at_positions(moments, rotary).transpose(2, 3), rotary, positioned=True).mean(0)
             mean = _at_positions(mean, rotary).mean(0)
-        rotated = int4.turn(int4.turn(moments).transpose(1, 2))
-        found.append(int4.guide_of(rotated, int4.turn(mean)))
+        rotated = int4.rotate(int4.rotate(moments).transpose(1, 2))
+        found.append(int4.guide_of(rotated, int4.rotate(mean)))
     return found
 
 

@@ -36,7 +36,8 @@ from qcut.integrations.transformers.placing import (
     without_weight,
 )
 from qcut.layers.frozen import FrozenWeight
-from qcut.layers.linear import Linear, state_dtype
+from qcut.layers.linear import Linear
+from qcut.layers.quantized import set_weight_dtype
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json
@@ -152,7 +153,7 @@ class StoredLoading:
             if found := out_of_range(_own(parameter.detach())):
                 raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
         dtype = loading_dtype(model)
-        state_dtype(model, dtype)
+        set_weight_dtype(model, dtype)
         for name in self._saved.embeddings:
             model.get_submodule(name).dtype = dtype
         if self._parallel is not None:

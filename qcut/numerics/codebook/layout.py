@@ -268,7 +268,7 @@ def pack_norms(norms: Tensor, exponents: Tensor, geometry: Geometry) -> Tensor:
 
 
 def pack_offsets(packed_norms: Tensor, offsets: Tensor, geometry: Geometry) -> Tensor:
-    """Put offsets beside the norms that multiply them: ``weight = norm * (value + offset)``.
+    """Interleave offsets with the norms that multiply them: ``weight = norm * (value + offset)``.
 
     Args:
         packed_norms: result of `pack_norms` for all passes.
@@ -291,7 +291,7 @@ def unpack_norms(packed: Tensor) -> Tensor:
 
 
 def unpack_offsets(packed: Tensor) -> Tensor:
-    """float16 ``[16 row tiles, slots]``: the offset of each row and slot; 0 where none are beside the norms."""
+    """float16 ``[16 row tiles, slots]``: the offset of each row and slot; 0 without offsets."""
     if packed.shape[4] == 2:
         return torch.zeros_like(unpack_norms(packed))
     return unpack_norms(packed[..., 2:])

@@ -22,13 +22,13 @@ class Lookup(NamedTuple):
         places: int64 ``[K]``, the place in memory of each column.
         groups: int64 ``[K]``, the group of each column.
         rsqrt_sizes: float32 ``[G]``, ``1 / sqrt(columns)`` of each group; 1 without a rotation.
-        turns: `qcut.numerics.codebook.rotation.back_operands`.
+        inverse_rotations: `qcut.numerics.codebook.rotation.back_operands`.
     """
 
     places: Tensor
     groups: Tensor
     rsqrt_sizes: Tensor
-    turns: tuple[Tensor, ...]
+    inverse_rotations: tuple[Tensor, ...]
 
 
 def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
@@ -45,12 +45,12 @@ def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: tor
     with outside_capture(device):
         places = geometry.columns(device)
         groups = rotation.per_column(torch.arange(len(parts), device=device, dtype=torch.int64), parts)
-        turns = rotation.back_operands(k, kind, geometry.full, seed, device)
+        inverse_rotations = rotation.back_operands(k, kind, geometry.full, seed, device)
         # The copy to the device comes last and waits for the stream: from now on other streams may find all of them.
         sizes = torch.tensor(
             [1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device, dtype=torch.float32
         )
-    return Lookup(places, groups, sizes, turns)
+    return Lookup(places, groups, sizes, inverse_rotations)
 
 
 def _traced(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
@@ -88,7 +88,7 @@ def look_up_rows(
     Returns:
         float32 ``[R, K]``.
 
-    Exactness: bitwise the rows of `qcut.numerics.codebook.quantizer.dequantize`, zeros' signs aside, but for the
+    Exactness: bitwise the rows of `qcut.numerics.codebook.quantizer.dequantize`, zeros' signs aside, except for the
         rotation
     ``qr``: its float32 products depend on device and R.
     """
@@ -105,7 +105,7 @@ def look_up_rows(
         in_order = geometry.padded_group == geometry.full
         indices = indices[:, :k] if in_order else indices.index_select(1, lookup.places)
         values = pairs.look_up(codebooks[of_set], indices)
-        values = rotation.rotate_groups_back_by(values, kind, geometry.full, lookup.turns)
+        values = rotation.rotate_groups_back_by(values, kind, geometry.full, lookup.inverse_rotations)
         groups = slice(p * geometry.groups, (p + 1) * geometry.groups)
         row = values * (own_norms[:, groups] * lookup.rsqrt_sizes).index_select(1, lookup.groups)
         total = row if total is None else total + row

@@ -103,7 +103,7 @@ def codebook_gemm_ref(
         x: float16, bfloat16 or int8 ``[M, 128 units]``; M may be 0.
         row_scale: float32 ``[M]`` with int8 tokens, else None.
         units: uint8 ``[row_tiles(N), units, unit_bytes(bits)]``.
-        norms: float16 ``[row_tiles(N), units, slots, 8, 2]``, or with offsets ``[..., 4]`` (16-bit tokens alone).
+        norms: float16 ``[row_tiles(N), units, slots, 8, 2]``, or with offsets ``[..., 4]`` (only with 16-bit tokens).
         fold: float32 ``[16 row_tiles(N)]`` with int8 tokens, else None.
         col_scale: float32 ``[N]``.
         values: the codebook, ``[16]``, or pairs, ``[256, 2]``, in float16 or x's dtype.
@@ -124,29 +124,22 @@ def codebook_gemm_ref(
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
     for tiles, rows in _tile_chunks(n, units.shape[1] * layout.UNIT_COLUMNS):
         r = rows.stop - rows.start
-        added = None if bias is None else bias[rows]
-        before = None if residual is None else residual[:, rows]
-        scale = col_scale[rows]
         if fold is not None:
             padded = slice(rows.start, rows.start + (tiles.stop - tiles.start) * layout.UNIT_ROWS)
             weight = layout.int8_weight(units[tiles], bits, norms[tiles], values, fold[padded])[:r]
-            out[:, rows] = int8.gemm_s8_ref(
-                x,
-                weight,
-                row_scale=row_scale,
-                col_scale=scale,
-                bias=added,
-                activation=activation,
-                residual=before,
-                out_dtype=out_dtype,
-            )
-            continue
-        weight = layout.rotated_weight(units[tiles], bits, norms[tiles], values)[:r]
-        v = (x.double() @ weight.t()).float() * scale
-        if added is not None:
-            v += added
-        v = int8.apply_activation(v, activation)
-        out[:, rows] = v if before is None else v + before.float()
+            acc = int8.matmul_s8(x, weight).float()
+        else:
+            weight = layout.rotated_weight(units[tiles], bits, norms[tiles], values)[:r]
+            acc = (x.double() @ weight.t()).float()
+        out[:, rows] = int8.epilogue_ref(
+            acc,
+            row_scale=row_scale,
+            col_scale=col_scale[rows],
+            bias=None if bias is None else bias[rows],
+            activation=activation,
+            residual=None if residual is None else residual[:, rows],
+            out_dtype=out_dtype,
+        )
     return out
 
 

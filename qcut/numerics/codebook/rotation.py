@@ -172,8 +172,8 @@ def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int, *, as_full:
     if kind == "qr":
         out = torch.empty_like(x)
         for first, d in parts:
-            turned = rotate(x[..., first : first + d], kind, seed + first)
-            out[..., first : first + d] = turned * math.sqrt(full / d) if as_full and d < full else turned
+            rotated = rotate(x[..., first : first + d], kind, seed + first)
+            out[..., first : first + d] = rotated * math.sqrt(full / d) if as_full and d < full else rotated
         return out
     factors = [math.sqrt(full) / d if as_full else d**-0.5 for _, d in parts]
     x = _walsh_hadamard_groups(x * group_signs(k, group_size, seed).to(x), full)

@@ -38,13 +38,13 @@ class Cache(NamedTuple):
         return head // 2 if dtype is torch.uint8 else head
 
     @property
-    def has_turned_keys(self) -> bool:
-        """Whether keys are of 4 bits, so that queries are turned with them."""
+    def has_rotated_keys(self) -> bool:
+        """Whether keys are of 4 bits, so that queries are Hadamard-rotated with them."""
         return self.keys.dtype is torch.uint8
 
     @property
-    def has_turned_values(self) -> bool:
-        """Whether values are of 4 bits, so that weighted values are to be turned back."""
+    def has_rotated_values(self) -> bool:
+        """Whether values are of 4 bits, so that weighted values are to be rotated back."""
         return self.values.dtype is torch.uint8
 
     @property
@@ -56,7 +56,7 @@ class Cache(NamedTuple):
 
 
 def dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    """The first tokens of the first sequences' keys or values, rounded to a dtype; 4-bit rows are turned ones."""
+    """The first tokens of the first sequences' keys or values, rounded to a dtype; 4-bit rows stay Hadamard-rotated."""
     rows = stored[:batch, :, :tokens]
     if scales is None:
         return rows
@@ -70,7 +70,7 @@ def check_ring(op: str, ring: int, context: int, read: int, window: int | None =
 
     Args:
         op: name of the operator.
-        ring: see `qcut.ops.attention.decode.AppendKv`.
+        ring: see `qcut.ops.attention.decode.AppendKvOp`.
         context: rows of a sequence.
         read: tokens of a sequence that are written before the first of them is read.
         window: see `check_scores`; None: nothing is read.
@@ -98,7 +98,7 @@ def attended(
     """Attention of queries ``[batch, heads, rows, head]`` to the first tokens of sequences, in plain torch.
 
     Args:
-        q: queries, turned where keys are of 4 bits.
+        q: queries, Hadamard-rotated where keys are of 4 bits.
         cache: keys and values.
         first: the first sequence.
         batch: number of sequences.
@@ -110,14 +110,14 @@ def attended(
     Returns:
         ``[batch, heads, rows, head]`` of q's dtype.
     """
-    # What is turned is not rounded before it is turned back.
-    dtype = torch.float32 if cache.has_turned_keys or cache.has_turned_values else q.dtype
+    # Hadamard-rotated values are not rounded before they are rotated back.
+    dtype = torch.float32 if cache.has_rotated_keys or cache.has_rotated_values else q.dtype
     k, v = (
         dequantized(rows[first:], None if scales is None else scales[first:], batch, tokens, dtype)
         for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
     )
     y = mixed_values(q.to(dtype), k, v, mask, scale, softcap)
-    return (int4.turn_back(y) if cache.has_turned_values else y).to(q.dtype)
+    return (int4.rotate_back(y) if cache.has_rotated_values else y).to(q.dtype)
 
 
 def mixed_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
@@ -182,7 +182,7 @@ def check_cache(op: str, q: Tensor, cache: Cache, sequences: int) -> int:
     dtype, shape, device = keys.dtype, keys.shape, keys.device
     _, heads, head = q.shape
     check_dtype(op, "keys", dtype, (q.dtype, *SCALE_DTYPES))
-    if cache.has_turned_keys or cache.has_turned_values:
+    if cache.has_rotated_keys or cache.has_rotated_values:
         int4.check_head(head)
     columns = cache.columns(head, dtype)
     if len(shape) != 4 or shape[0] < sequences or shape[3] != columns or not keys.is_contiguous():

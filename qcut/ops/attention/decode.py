@@ -55,10 +55,10 @@ class Tokens(NamedTuple):
 
 
 @operator("append_kv", returns="()")
-class AppendKv(NamedTuple):
+class AppendKvOp(NamedTuple):
     """Rotates the queries of new tokens in place, and stores their rotated keys and their values in the cache.
 
-    Where keys are of 4 bits, queries are then turned as these are (`qcut.numerics.int4.turn`), rounded to their type.
+    With 4-bit keys, queries are then Hadamard-rotated too (`qcut.numerics.int4.rotate`) and rounded to their type.
 
     Token t belongs to sequence ``t // length``. Queries and keys are rotated alike, head by head, rne rounding to the
     nearest value of the type::
@@ -69,7 +69,7 @@ class AppendKv(NamedTuple):
 
     Args:
         q: float16, bfloat16 or float32 ``[T, heads, head]``, heads of a token side by side, any stride between tokens;
-            rotated and turned in place, or left alone without cosines and 4-bit keys.
+            rotated in place; unchanged without cosines and 4-bit keys.
         k: ``[T, kv_heads, head]`` of q's type, heads of a token side by side.
         v: as k.
         cos: ``[positions, head]`` of q's type, alike for both columns of a pair; None: positions are not rotary.
@@ -95,7 +95,7 @@ class AppendKv(NamedTuple):
         RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head, 4-bit rows and
-    words `qcut.numerics.int4.quantize_rows_ref` of a turned head, keys by the guide.
+    words `qcut.numerics.int4.quantize_rows_ref` of a Hadamard-rotated head, keys by the guide.
     """
 
     q: Annotated[Tensor, MUTATED]
@@ -142,8 +142,8 @@ class AppendKv(NamedTuple):
             cos, sin = (table[tokens.positions.long(), None] for table in tokens.rotary)
             q.copy_(_rotated(q, cos, sin, self.interleaved))
             k = _rotated(k, cos, sin, self.interleaved)
-        if cache.has_turned_keys:
-            q.copy_(int4.turn(q))
+        if cache.has_rotated_keys:
+            q.copy_(int4.rotate(q))
         sequences, places, v = (
             torch.arange(len(q), device=q.device, dtype=torch.int64) // self.length,
             tokens.slots.long(),
@@ -159,7 +159,7 @@ class AppendKv(NamedTuple):
             flat = rows.reshape(-1, rows.shape[2])
             if stored.dtype is torch.uint8:
                 guide = self.guide if stored is cache.keys else None
-                codes, scale = int4.quantize_rows_ref(int4.turn(flat), guide)
+                codes, scale = int4.quantize_rows_ref(int4.rotate(flat), guide)
             else:
                 codes, scale = int8.quantize_per_token_ref(flat, flat.shape[1])
             stored[sequences, :, places] = codes.view(*rows.shape[:2], -1)
@@ -167,7 +167,7 @@ class AppendKv(NamedTuple):
 
 
 @operator("decode_attention", returns="Tensor")
-class DecodeAttention(NamedTuple):
+class DecodeAttentionOp(NamedTuple):
     """Attention of one query of each sequence to the keys and values that its cache holds up to its position.
 
     ``y[b, h] = softmax_t(scale * q[b, h] . K[b, h // group, t]) . V[b, h // group, t]`` for t from 0 to
@@ -189,7 +189,7 @@ class DecodeAttention(NamedTuple):
             of a CUDA graph, counters given spare the graph a memset.
         window: places that a query sees, its own the last; 0: all up to its own.
         softcap: bound of scores; 0: none.
-        ring: as in `AppendKv`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
+        ring: as in `AppendKvOp`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
         reach: most places of a sequence that this call is made fast for, its own last one included; 0: as many as the
             cache has. Sequences that are longer are read as well, as far as they go, in more time.
 
@@ -254,11 +254,15 @@ class DecodeAttention(NamedTuple):
 
 
 @operator("append_attention", returns="Tensor")
-class AppendAttention(NamedTuple):
-    """One step of attention: `AppendKv` of one new token of each sequence, then `DecodeAttention` of its query.
+class AppendAttentionOp(NamedTuple):
+    """One step of attention: `AppendKvOp` of one new token of each sequence, then `DecodeAttentionOp` of its query.
 
-    With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNorm` without a
+    With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNormOp` without a
     residual, a head a row. Queries are not written back.
+
+    The overload ``early_read`` promises that positions, slots, tables, norms and cache are ready: no kernel has written
+    them since the last kernel that was launched after all before it had ended, as the first of a CUDA graph is. On
+    CUDA, kernels for 16-bit queries then read the cache while their predecessor still runs.
 
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
@@ -280,18 +284,14 @@ class AppendAttention(NamedTuple):
             operator has its own. Two launches that may run at the same time need counters of their own. In the capture
             of a CUDA graph, counters given spare the graph a memset.
         absmax: float32 ``[B]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
-        guide: as in `AppendKv`.
-        window: as in `DecodeAttention`.
-        softcap: as in `DecodeAttention`.
+        guide: as in `AppendKvOp`.
+        window: as in `DecodeAttentionOp`.
+        softcap: as in `DecodeAttentionOp`.
         query_norm: weight ``[head]`` of the norm of queries, of q's type; None: no heads are normalized.
         key_norm: as ``query_norm``, of keys.
         eps: of both norms.
-        ring: as in `AppendKv` and `DecodeAttention`.
-        reach: as in `DecodeAttention`, the new token's place included.
-        settled: the caller promises that no kernel that may still run when this one begins has written positions,
-            slots, tables, norms or the cache: with dependent launch, none since the last kernel that was launched after
-            all before it had ended, as the first of a CUDA graph is. On CUDA, kernels for 16-bit queries then read the
-            cache while their predecessor still runs. False: every argument may come from the kernel just before.
+        ring: as in `AppendKvOp` and `DecodeAttentionOp`.
+        reach: as in `DecodeAttentionOp`, the new token's place included.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -327,7 +327,7 @@ class AppendAttention(NamedTuple):
     eps: float = 0.0
     ring: int = 0
     reach: int = 0
-    settled: bool = False
+    early_read: bool = False
 
     @property
     def tokens(self) -> Tokens:
@@ -345,8 +345,8 @@ class AppendAttention(NamedTuple):
         return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
 
     @property
-    def normed(self) -> AppendAttention:
-        """The same step of heads that `AddNorm` has normalized."""
+    def normed(self) -> AppendAttentionOp:
+        """The same step of heads that `AddNormOp` has normalized."""
         q, k = (
             torch.ops.qcut.add_norm(x.reshape(-1, x.shape[2]), None, weight, None, False, self.eps)[1].view(x.shape)
             for x, weight in zip((self.q, self.k), self.norms, strict=True)
@@ -354,14 +354,14 @@ class AppendAttention(NamedTuple):
         return self._replace(q=q, k=k, query_norm=None, key_norm=None)
 
     @property
-    def parts(self) -> tuple[AppendKv, DecodeAttention]:
-        """The two operators that compute the same, on a copy of the queries where these are rotated or turned."""
+    def parts(self) -> tuple[AppendKvOp, DecodeAttentionOp]:
+        """The two operators that compute the same, on a copy of the queries if these are rotated."""
         tokens, cache = self.tokens, self.cache
-        if tokens.rotary or cache.has_turned_keys:
+        if tokens.rotary or cache.has_rotated_keys:
             tokens = tokens._replace(q=tokens.q.clone())
         read = (tokens.q, *cache, tokens.positions, self.scale, self.counters)
-        attention = DecodeAttention(*read, self.window, self.softcap, self.ring, self.reach)
-        return AppendKv(*tokens, *cache, guide=self.guide, ring=self.ring), attention
+        attention = DecodeAttentionOp(*read, self.window, self.softcap, self.ring, self.reach)
+        return AppendKvOp(*tokens, *cache, guide=self.guide, ring=self.ring), attention
 
     def check(self) -> None:
         op = "append_attention"
@@ -422,7 +422,7 @@ def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> Non
 def _check_guide(op: str, guide: Tensor | None, k: Tensor, cache: Cache) -> None:
     if guide is None:
         return
-    if not cache.has_turned_keys:
+    if not cache.has_rotated_keys:
         raise ConfigError(f"qcut::{op}: guide goes with 4-bit keys, and only with these")
     check_tensor(op, "guide", guide, S32, (k.shape[1], k.shape[2] + 2, 4), k.device)
     if not guide.is_contiguous():

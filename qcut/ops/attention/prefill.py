@@ -24,7 +24,7 @@ from qcut.ops.registry import MUTATED, operator
 
 
 @operator("prompt_attention", returns="Tensor")
-class PromptAttention(NamedTuple):
+class PromptAttentionOp(NamedTuple):
     """Attention of a chunk of new tokens of each sequence to what its cache holds up to each of them.
 
     Query ``t = b * length + i`` is token i of sequence b's chunk, at place ``starts[b] + i`` of the cache::
@@ -51,8 +51,8 @@ class PromptAttention(NamedTuple):
         absmax: float32 ``[T]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         window: places that a query sees, its own the last; 0: all up to its own.
         softcap: bound of scores; 0: none.
-        ring: as in `qcut.ops.attention.decode.AppendKv`: ``starts + lengths`` is at most ``ring``, and the window, 1 or
-            more, and a chunk fit: ``window + length - 1`` is at most ``context``.
+        ring: as in `qcut.ops.attention.decode.AppendKvOp`: ``starts + lengths`` is at most ``ring``, the window is 1 or
+            more, and a chunk fits: ``window + length - 1`` is at most ``context``.
 
     Returns:
         y ``[T, heads, head]`` of q's type, contiguous.
@@ -66,7 +66,7 @@ class PromptAttention(NamedTuple):
     Exactness: that of float32 scores and sums, in an order that the device and the sizes decide. Kernels for 16-bit
     queries round the weights to q's type; elsewhere K and V of an int8 cache are rounded to q's type. A row does not
     depend on other rows, nor on what the cache holds past its chunk, nor, where that is finite, on what it holds past
-    the row or before its window. On CUDA, starts and lengths are read by the kernel alone: a CUDA graph may be replayed
+    the row or before its window. On CUDA, starts and lengths are read only by the kernel: a CUDA graph may be replayed
     with others. Results over a ring are bitwise those without, but on CUDA where ``context`` is no multiple of the keys
     that a kernel reads at once, 128, 80 or a part of 128: that is torch's attention then.
     """

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qcut.backends.cuda import attention as attention_cuda
 from qcut.backends.cuda.attention import Counters
 from qcut.dispatch.gpus import Target
-from qcut.ops.attention.decode import AppendAttention, AppendKv, DecodeAttention
+from qcut.ops.attention.decode import AppendAttentionOp, AppendKvOp, DecodeAttentionOp
 from tests.support.fakes.launches import A100, H200, Launches, note_launches
 
 HEAD, KV_HEADS, CONTEXT = 64, 2, 1024
@@ -34,14 +34,14 @@ def launches(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 
 def step(dtype: torch.dtype = torch.float16, *, batch: int = 3, int8: bool = False, rotary: bool = True) -> Any:
-    """An `AppendAttention` of rows that lie in one projection."""
+    """An `AppendAttentionOp` of rows that lie in one projection."""
     rows = torch.randn(batch, (4 + 2 * KV_HEADS) * HEAD).to(dtype)
     q, k, v = (t.unflatten(1, (-1, HEAD)) for t in rows.split((4 * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD), 1))
     cos, sin = torch.randn(2, CONTEXT, HEAD).to(dtype) if rotary else (None, None)
     keys, values = torch.zeros(2, batch, KV_HEADS, CONTEXT, HEAD, dtype=torch.int8 if int8 else dtype)
     scales = torch.zeros(2, batch, KV_HEADS, CONTEXT) if int8 else (None, None)
     positions, slots = torch.arange(2 * batch, dtype=torch.int32).view(2, batch)
-    return AppendAttention(q, k, v, cos, sin, positions, slots, keys, values, *scales, 0.125)
+    return AppendAttentionOp(q, k, v, cos, sin, positions, slots, keys, values, *scales, 0.125)
 
 
 def same(launch: dict[str, Any], call: Any, *names: str) -> None:
@@ -56,7 +56,7 @@ def same(launch: dict[str, Any], call: Any, *names: str) -> None:
 def test_tokens_go_to_the_cache(launches: Launches, int8: bool, rotary: bool) -> None:
     one = step(int8=int8, rotary=rotary)
     for interleaved in (False, True):
-        attention_cuda.append_kv(AppendKv(*one[:11], interleaved=interleaved))
+        attention_cuda.append_kv(AppendKvOp(*one[:11], interleaved=interleaved))
     first, second = launches
     for launch in launches:
         same(launch, one, "q", "k", "v", "slots", "keys", "values", *(("key_scales", "value_scales") if int8 else ()))
@@ -71,8 +71,8 @@ def test_tokens_go_to_the_cache(launches: Launches, int8: bool, rotary: bool) ->
 def test_vectors_are_read_where_all_rows_start_at_their_multiples(launches: Launches) -> None:
     one = step()
     apart = torch.empty(1 + one.k.numel(), dtype=one.k.dtype)[1:].view(one.k.shape)
-    attention_cuda.append_kv(AppendKv(*one[:11]))
-    attention_cuda.append_kv(AppendKv(*one._replace(k=apart, v=apart.clone())[:11]))
+    attention_cuda.append_kv(AppendKvOp(*one[:11]))
+    attention_cuda.append_kv(AppendKvOp(*one._replace(k=apart, v=apart.clone())[:11]))
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False, True]
 
 
@@ -131,7 +131,7 @@ def test_kernels_are_chosen_for_the_reach_and_strides_are_the_caches(launches: L
 
 
 def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Target) -> None:
-    for call in (step(), step()._replace(settled=True), step(torch.float32)._replace(settled=True)):
+    for call in (step(), step()._replace(early_read=True), step(torch.float32)._replace(early_read=True)):
         attention_cuda.append_attention(call)
     assert ["_settled" in launch["kernel"] for launch in launches] == [False, gpu is H200, False, False]
     assert launches[0]["grid"] == launches[1]["grid"]
@@ -163,7 +163,7 @@ def test_parts_meet_in_memory_only_where_there_are_several(launches: Launches) -
     given = torch.zeros(2048, dtype=torch.int32)
     for one in (step(torch.float32, batch=1), few, many):
         for counters in (None, given):
-            attention_cuda.decode_attention(DecodeAttention(one.q, *one[7:11], one.positions, 0.125, counters))
+            attention_cuda.decode_attention(DecodeAttentionOp(one.q, *one[7:11], one.positions, 0.125, counters))
     for own, callers in zip(launches[::2], launches[1::2], strict=True):
         assert own["kernel"] == callers["kernel"]
         meets = own["grid"][0] > 1 and "_c" not in own["kernel"].rpartition("_w")[2]

@@ -15,7 +15,7 @@ from qcut.dispatch.gpus import Target
 from qcut.layers.codebook import CodebookLinear
 from qcut.numerics.codebook import tokens as rotated_tokens
 from qcut.numerics.codebook.products import pack_book
-from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp
 from tests.support.fakes.launches import A100, H200, Launches, note_launches
 
 HALF = torch.float16
@@ -52,13 +52,13 @@ def forward(layer: CodebookLinear, x: Tensor) -> None:
     book = list(pack_book(layer.codebook, HALF))
     last = (layer.col_scale, book, layer.bias, layer.set_bits[0], layer.activation, None, HALF)
     if len(x) == 1 and layer._rotates_one:
-        call = CodebookGemv(x, matrices, layer.group_size, seeds, layer.units, layer.packed_norms, layer.fold, *last)
+        call = CodebookGemvOp(x, matrices, layer.group_size, seeds, layer.units, layer.packed_norms, layer.fold, *last)
         y = codebook_cuda.codebook_gemv(call)
     else:
-        rotate = RotateTokens(x, matrices, layer.kind, layer.group_size, seeds, tokens)
+        rotate = RotateTokensOp(x, matrices, layer.kind, layer.group_size, seeds, tokens)
         blocks, scale = codebook_cuda.rotate_tokens(rotate)
         row_scale, fold = (scale, layer.fold) if layer.int8 else (None, None)
-        product = CodebookGemm(blocks, row_scale, len(x), layer.units, layer.packed_norms, fold, *last)
+        product = CodebookGemmOp(blocks, row_scale, len(x), layer.units, layer.packed_norms, fold, *last)
         y = codebook_cuda.codebook_gemm(product)
     assert y.shape == (len(x), layer.out_features)
 

@@ -17,10 +17,10 @@ from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
 from qcut.errors import DeviceError
 from qcut.layers.codebook import CodebookLinear
 from qcut.numerics.codebook.tokens import operands
-from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
-from qcut.ops.embed import EmbedCodebook, EmbedRows
-from qcut.ops.next_token import Advance, Argmax
-from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
+from qcut.ops.activation import ActivateRotatedOp, GeluTanhOp, SiluMulOp
+from qcut.ops.embed import EmbedCodebookOp, EmbedRowsOp
+from qcut.ops.next_token import AdvanceOp, ArgmaxOp
+from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
 from tests.support.fakes.launches import H200, Launches, note_launches
 
 HALF = torch.float16
@@ -41,22 +41,22 @@ def test_norms(noted: Callable[[Any], Launches]) -> None:
     launches = noted(norm)
     x, residual = torch.randn(2, 5, 64).half()
     weight, bias = torch.randn(2, 64).half()
-    total, y = norm.add_norm(AddNorm(x, residual, weight, bias, True, 1e-5))
+    total, y = norm.add_norm(AddNormOp(x, residual, weight, bias, True, 1e-5))
     has(launches[-1], x=x, residual=residual, sum=total, weight=weight, bias=bias, y=y, x_stride=64, k=64, eps=1e-5)
-    total, y = norm.add_norm(AddNorm(x, None, weight, None, True, 1e-5))
+    total, y = norm.add_norm(AddNormOp(x, None, weight, None, True, 1e-5))
     has(launches[-1], x=x, weight=weight, bias=0, y=y)
     assert total.shape == (0,)
-    total, q, scale = norm.add_norm_int8(AddNormInt8(x, residual, weight, None, False, 1e-6, 80))
+    total, q, scale = norm.add_norm_int8(AddNormInt8Op(x, residual, weight, None, False, 1e-6, 80))
     has(launches[-1], x=x, residual=residual, sum=total, weight=weight, y=q, scale=scale, k_padded=80, eps=1e-6)
     assert (q.shape, q.dtype, scale.shape) == ((5, 80), torch.int8, (5,))
-    norm.add_norm(AddNorm(torch.randn(5, 65).half()[:, 1:], residual, weight, None, False, 1e-6))
-    norm.add_norm(AddNorm(x, residual, torch.randn(65).half()[1:], None, False, 1e-6))
+    norm.add_norm(AddNormOp(torch.randn(5, 65).half()[:, 1:], residual, weight, None, False, 1e-6))
+    norm.add_norm(AddNormOp(x, residual, torch.randn(65).half()[1:], None, False, 1e-6))
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False] * 4 + [True]  # rows apart are copied
     many = torch.randn(MANY_ROWS, 5120).half()
     for x in (many[1:], many):
-        norm.add_norm(AddNorm(x, None, torch.ones(5120).half(), None, False, 1e-6))
+        norm.add_norm(AddNormOp(x, None, torch.ones(5120).half(), None, False, 1e-6))
     assert launches[-1]["kernel"] != launches[-2]["kernel"]
-    assert norm.add_norm(AddNorm(many[:0], many[:0], many[0], None, False, 1e-6))[0].shape == (0, 5120)
+    assert norm.add_norm(AddNormOp(many[:0], many[:0], many[0], None, False, 1e-6))[0].shape == (0, 5120)
     assert len(launches) == 7
 
 
@@ -64,14 +64,14 @@ def test_activations(noted: Callable[[Any], Launches]) -> None:
     launches = noted(activation)
     rows, absmax = torch.randn(5, 2 * 72).half(), torch.zeros(5)
     gate, up = rows.chunk(2, 1)
-    y = activation.silu_mul(SiluMul(gate, up, absmax))
+    y = activation.silu_mul(SiluMulOp(gate, up, absmax))
     has(launches[-1], x=gate, up=up, y=y, absmax=absmax, x_stride=144, up_stride=144, columns=72)
-    y = activation.gelu_tanh(GeluTanh(up))
+    y = activation.gelu_tanh(GeluTanhOp(up))
     has(launches[-1], x=up, y=y, absmax=0, x_stride=144, columns=72)
-    activation.gelu_tanh(GeluTanh(rows[:, 1:9]))
-    activation.gelu_tanh(GeluTanh(torch.randn(8, 5).half().t()))
+    activation.gelu_tanh(GeluTanhOp(rows[:, 1:9]))
+    activation.gelu_tanh(GeluTanhOp(torch.randn(8, 5).half().t()))
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True, False]
-    activation.gelu_tanh(GeluTanh(up[:0]))
+    activation.gelu_tanh(GeluTanhOp(up[:0]))
     assert len(launches) == 4
 
 
@@ -84,17 +84,17 @@ def test_rotated_rows(
     weight, seeds = torch.randn(192).half(), list(range(passes))
     signs = operands("hadamard", 64, 192, seeds, HALF)
     turned = (signs, 64, seeds, to, True)
-    of_norm = AddNormRotated(x, residual, weight, None, False, 1e-6, *turned)
+    of_norm = AddNormRotatedOp(x, residual, weight, None, False, 1e-6, *turned)
     total, blocks, scale = norm.add_norm_rotated(of_norm)
     scales = {"scale": scale} if to is torch.int8 else {}
     has(norms[-1], x=x, residual=residual, sum=total, weight=weight, y=blocks, x_stride=192, k=192, **scales)
     has(norms[-1], signs=signs, k_padded=256, eps=1e-6)
-    of_gate = ActivateRotated(x, residual, *turned)
+    of_gate = ActivateRotatedOp(x, residual, *turned)
     blocks, scale = activation.activate_rotated(of_gate)
     scales = {"scale": scale} if to is torch.int8 else {}
     has(activations[-1], x=x, up=residual, y=blocks, columns=192, signs=signs, k_padded=256, **scales)
     assert activations[-1]["grid"] == (9, 1, 1)
-    activation.activate_rotated(ActivateRotated(x, None, *turned))
+    activation.activate_rotated(ActivateRotatedOp(x, None, *turned))
     assert ("up" in activations[-1], len(norms), len(activations), len(rotations)) == (False, 1, 2, 0)
     for module, serve, call in (
         (norm, norm.add_norm_rotated, of_norm),
@@ -110,7 +110,7 @@ def test_long_rows_are_rotated_apart(noted: Callable[[Any], Launches]) -> None:
     _, _, rotations = noted(norm), noted(activation), noted(codebook)
     k = 65536
     signs = operands("hadamard", 128, k, (1,), HALF)
-    activation.activate_rotated(ActivateRotated(torch.randn(2, k).half(), None, signs, 128, [1], torch.int8))
+    activation.activate_rotated(ActivateRotatedOp(torch.randn(2, k).half(), None, signs, 128, [1], torch.int8))
     assert len(rotations) == 1
 
 
@@ -125,26 +125,26 @@ def test_no_ahead_of_time_kernel_rotates_rows() -> None:
 def test_the_next_token(noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch) -> None:
     launches = noted(next_token)
     logits = torch.randn(3, 20)[:, :17]
-    best = next_token.argmax(Argmax(logits))
+    best = next_token.argmax(ArgmaxOp(logits))
     has(launches[-1], x=logits, best=best, stride=20, columns=17)
     tokens, positions, slots = torch.zeros(3, dtype=torch.int64), *torch.zeros(2, 3, dtype=torch.int32)
-    next_token.advance(Advance(logits, tokens, positions, slots, 9))
+    next_token.advance(AdvanceOp(logits, tokens, positions, slots, 9))
     has(launches[-1], x=logits, best=tokens, positions=positions, slots=slots, stride=20, columns=17, context=9)
-    next_token.argmax(Argmax(torch.randn(17, 3).t()))
+    next_token.argmax(ArgmaxOp(torch.randn(17, 3).t()))
     assert launches[-1]["stride"] == 17
     told, turn = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
-    telling = Advance(logits, tokens, positions, slots, 9, told, turn)
+    telling = AdvanceOp(logits, tokens, positions, slots, 9, told, turn)
     with pytest.raises(DeviceError, match="told is in memory that is not pinned"):
         next_token.advance(telling)
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is told)
     next_token.advance(telling)
     has(launches[-1], best=tokens, context=9, told=told, turn=turn, turns=2)
     del launches[-1]
-    assert next_token.argmax(Argmax(logits[:0])).shape == (0,)
+    assert next_token.argmax(ArgmaxOp(logits[:0])).shape == (0,)
     assert len(launches) == 3
     wide = torch.zeros(17, next_token.SPLIT_BYTES // 4)
     for rows, columns, grid in ((16, 0, (8, 16, 1)), (17, 0, (17, 1, 1)), (2, 1, (2, 1, 1))):
-        next_token.argmax(Argmax(wide[:rows, columns:]))
+        next_token.argmax(ArgmaxOp(wide[:rows, columns:]))
         assert launches[-1]["grid"] == grid
 
 
@@ -152,18 +152,18 @@ def test_embeddings(noted: Callable[[Any], Launches]) -> None:
     launches = noted(embed)
     ids, places = torch.tensor([1, 5, 3]), torch.tensor([0, 2, 1], dtype=torch.int32)
     table, position_table = torch.randn(7, 16).half(), torch.randn(4, 16).half()
-    y = embed.embed_rows(EmbedRows(ids, table, None, places, position_table, HALF))
+    y = embed.embed_rows(EmbedRowsOp(ids, table, None, places, position_table, HALF))
     has(launches[-1], ids=ids, table=table, places=places, place_table=position_table, y=y, count=7, place_count=4)
     has(launches[-1], stride=16, place_stride=16, rows=3, k=16)
     q, scale = torch.zeros(7, 16, dtype=torch.int8), torch.ones(7)
-    y = embed.embed_rows(EmbedRows(ids, q, scale, None, None, HALF))
+    y = embed.embed_rows(EmbedRowsOp(ids, q, scale, None, None, HALF))
     has(launches[-1], ids=ids, table=q, scale=scale, y=y, stride=16, count=7, rows=3, k=16)
-    embed.embed_rows(EmbedRows(ids, torch.randn(7, 17).half()[:, 1:], None, None, None, HALF))
+    embed.embed_rows(EmbedRowsOp(ids, torch.randn(7, 17).half()[:, 1:], None, None, None, HALF))
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True]
     zeroed = torch.ones(2, 3)
-    embed.embed_rows(EmbedRows(ids, table, None, None, None, HALF, zeroed))
+    embed.embed_rows(EmbedRowsOp(ids, table, None, None, None, HALF, zeroed))
     has(launches[-1], rows=3, k=16, zeroed=zeroed, zeros=6)
-    assert embed.embed_rows(EmbedRows(ids[:0], table, None, None, None, HALF, zeroed)).shape == (0, 16)
+    assert embed.embed_rows(EmbedRowsOp(ids[:0], table, None, None, None, HALF, zeroed)).shape == (0, 16)
     assert not zeroed.any()
     assert len(launches) == 4
 
@@ -174,7 +174,7 @@ def test_embeddings_of_codebooks(scheme: str, noted: Callable[[Any], Launches]) 
     layer = CodebookLinear.from_float(nn.Linear(256, 70, bias=False), scheme)
     assert isinstance(layer, CodebookLinear)
     weight, signs = layer.row_operands, layer.signs
-    y = embed.embed_codebook(EmbedCodebook(ids, *weight, signs, None, None, HALF))
+    y = embed.embed_codebook(EmbedCodebookOp(ids, *weight, signs, None, None, HALF))
     has(launches[-1], ids=ids, norms=layer.norms, y=y, count=70, rows=3, k=256, k_padded=256, group=128)
     has(launches[-1], units0=layer.units, codebook0=layer.codebook, tile_bytes0=layer.units[0].numel())
     assert ("signs" in launches[-1]) == (scheme != "int4")
@@ -185,12 +185,12 @@ def test_embeddings_of_codebooks(scheme: str, noted: Callable[[Any], Launches]) 
         units, codebook = layer.residual_units, layer.residual_codebook
         has(launches[-1], units1=units, codebook1=codebook, tile_bytes1=2 * 512)
     table, zeroed = torch.randn(9, 264).half()[:, :256], torch.ones(5)
-    embed.embed_codebook(EmbedCodebook(ids, *weight, signs, places, table, HALF, zeroed))
+    embed.embed_codebook(EmbedCodebookOp(ids, *weight, signs, places, table, HALF, zeroed))
     has(launches[-1], places=places, place_table=table, place_stride=264, place_count=9, zeroed=zeroed, zeros=5)
     odd = torch.randn(9, 257).half()[:, 1:]  # rows that no vector begins at are copied
-    embed.embed_codebook(EmbedCodebook(ids, *weight, signs, places, odd, HALF))
+    embed.embed_codebook(EmbedCodebookOp(ids, *weight, signs, places, odd, HALF))
     has(launches[-1], place_stride=256)
-    assert embed.embed_codebook(EmbedCodebook(ids[:0], *weight, signs, None, None, HALF, zeroed)).shape == (0, 256)
+    assert embed.embed_codebook(EmbedCodebookOp(ids[:0], *weight, signs, None, None, HALF, zeroed)).shape == (0, 256)
     assert not zeroed.any()
     assert len(launches) == 3
 
@@ -201,7 +201,7 @@ def test_torch_embeds_codebooks_without_compiler(monkeypatch: pytest.MonkeyPatch
     assert isinstance(layer, CodebookLinear)
     ids, places = torch.tensor([-1, 70, 3]), torch.tensor([9, -1, 2], dtype=torch.int32)
     table, zeroed = torch.randn(9, 128).half(), torch.ones(5)
-    y = embed.embed_codebook(EmbedCodebook(ids, *layer.row_operands, layer.signs, places, table, HALF, zeroed))
+    y = embed.embed_codebook(EmbedCodebookOp(ids, *layer.row_operands, layer.signs, places, table, HALF, zeroed))
     assert torch.equal(y, layer.rows(torch.tensor([0, 69, 3])).half() + table[[8, 0, 2]])
     assert not zeroed.any()
     assert not launches

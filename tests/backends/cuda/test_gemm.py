@@ -25,7 +25,7 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.ops.gemm import GemmS8
+from qcut.ops.gemm import GemmS8Op
 from tests.support.operands import LAYOUTS, OUT_LAYOUT, SHAPES, operands, stored
 from tests.support.oracles import epilogue_oracle, s8
 
@@ -119,7 +119,7 @@ class Cuda:
         return self.plans[-1]
 
     def __call__(self, a: Tensor, b: Tensor, choice: Choice | None = None, **options: Any) -> Tensor:
-        return gemm_cuda.gemm_s8(GemmS8(a, b, **options), choice)
+        return gemm_cuda.gemm_s8(GemmS8Op(a, b, **options), choice)
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def rotation(setting: Setting) -> list[Any]:
     """Arguments of ``rotate_tokens``, served once."""
     linear = layer("codebook4_int8")
     x = torch.randn(40, 320).half()
-    args = [x, linear._rotation.operands(HALF, x.device), "hadamard", 128, [42], torch.int8, True]
+    args = [x, linear._rotation.operands(HALF, x.device), "hadamard", 128, [42], torch.int8]
     operator("rotate_tokens")(*args)
     return args
 
@@ -210,7 +210,7 @@ def product(setting: Setting) -> list[Any]:
     linear = layer("codebook4_int8")
     blocks, scale = torch.zeros(3, 5, 8, 128, dtype=torch.int8), torch.ones(40)
     weight = [linear.units, linear.packed_norms, linear.fold, linear.col_scale, list(linear._books()[0][HALF])]
-    args = [blocks, scale, 40, *weight, linear.bias, 4, "none", None, HALF, True, False]
+    args = [blocks, scale, 40, *weight, linear.bias, 4, "none", None, HALF, False]
     operator("codebook_gemm")(*args)
     return args
 
@@ -222,7 +222,7 @@ def whole(setting: Setting) -> list[Any]:
     x = torch.randn(1, 384).half()
     weight = [linear.units, linear.packed_norms, linear.fold, linear.col_scale, list(linear._books()[0][HALF])]
     signs = linear._rotation.operands(HALF, x.device)
-    args = [x, signs, 128, [42], *weight, linear.bias, 4, "none", None, HALF, True]
+    args = [x, signs, 128, [42], *weight, linear.bias, 4, "none", None, HALF]
     operator("codebook_gemv")(*args)
     return args
 
@@ -338,11 +338,10 @@ def test_another_call_is_another_plan(setting: Setting, call: tuple[str, list[An
             {3: 64},
             {1: torch.zeros(2, 12, dtype=torch.int32), 4: [1, 2]},
             {5: HALF},
-            {6: False},
             {2: "none"},
         ],
-        "codebook_gemm": [{8: None}, {10: "relu"}, {12: BRAIN}, {13: False}, {11: torch.zeros(40, 80).half()}],
-        "codebook_gemv": [{9: None}, {11: "relu"}, {13: SINGLE}, {14: False}, {12: torch.zeros(1, 80).half()}],
+        "codebook_gemm": [{8: None}, {10: "relu"}, {12: BRAIN}, {11: torch.zeros(40, 80).half()}],
+        "codebook_gemv": [{9: None}, {11: "relu"}, {13: SINGLE}, {12: torch.zeros(1, 80).half()}],
     }
     for changed in changes[op]:
         given = [changed.get(i, value) for i, value in enumerate(args)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcut.backends.cuda import prompt_attention as prompt_attention_cuda
 from qcut.dispatch.gpus import Target
-from qcut.ops.attention.prefill import PromptAttention
+from qcut.ops.attention.prefill import PromptAttentionOp
 from tests.support.fakes.launches import A100, H200, Launches, note_launches
 
 KV_HEADS, CONTEXT = 2, 1024
@@ -29,17 +29,17 @@ def launches(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def chunk(
     length: int = 300, *, dtype: torch.dtype = torch.float16, int8: bool = False, head: int = 64, scale: float = 0.125
-) -> PromptAttention:
+) -> PromptAttentionOp:
     """Two sequences; queries are a part of a projection."""
     q = torch.randn(2 * length, 6 * head).to(dtype)[:, : 4 * head].unflatten(1, (4, head))
     stored = torch.int8 if int8 else dtype
     keys, values = torch.ones(2, 3, KV_HEADS, CONTEXT, head).to(stored)
     scales = torch.ones(2, 3, KV_HEADS, CONTEXT) if int8 else (None, None)
     starts, lengths = torch.tensor([[0, 5], [length, 1]], dtype=torch.int32)
-    return PromptAttention(q, keys, values, *scales, starts, lengths, scale, length, torch.zeros(2 * length))
+    return PromptAttentionOp(q, keys, values, *scales, starts, lengths, scale, length, torch.zeros(2 * length))
 
 
-def same(launch: dict[str, Any], call: PromptAttention, *names: str) -> None:
+def same(launch: dict[str, Any], call: PromptAttentionOp, *names: str) -> None:
     for name in names:
         tensor: Tensor | None = getattr(call, name)
         assert tensor is None or launch[name] == tensor.data_ptr(), name

@@ -68,7 +68,7 @@ def build(kernel: Any, tokens: str, backend: str, arch: str, tile: Any, bits: in
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 64 if arch.startswith("gfx9") else 32)
     signature = dict.fromkeys(NUMBERS, "i32") | POINTERS | {"x": f"*{tokens}", "book": ("i32",) * 8}
     signature["table"] = "*fp16" if tokens == "i8" else signature["x"]
-    options = OPTIONS | {"BITS": bits, "BM": tile.rows, "BN": tile.columns, "TURNED": tile.turned}
+    options = OPTIONS | {"BITS": bits, "BM": tile.rows, "BN": tile.columns, "TRANSPOSED": tile.transposed}
     options |= {"PTX": backend == "cuda", **changed}
     if hasattr(tile, "depth"):
         options |= {"BK": tile.depth, "BOXES": tile.boxes}

@@ -70,7 +70,7 @@ def test_calibration_follows_the_models_queries_and_keys(kind: str) -> None:
 
 
 def turned(moments: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    return int4.turn(int4.turn(moments).transpose(1, 2)), int4.turn(mean)
+    return int4.rotate(int4.rotate(moments).transpose(1, 2)), int4.rotate(mean)
 
 
 def test_an_engine_draws_text_of_its_own_and_always_the_same() -> None:

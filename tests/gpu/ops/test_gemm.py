@@ -22,7 +22,7 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import FAMILIES, family
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.ops.gemm import GemmS8
+from qcut.ops.gemm import GemmS8Op
 from qcut.schemes import K_MAX
 from tests.gpu.support.oracles import DEVICE, assert_same, full_range, pattern
 from tests.gpu.support.pools import guard_pool
@@ -185,7 +185,7 @@ def test_a_given_kernel_runs_whatever_dispatch_thinks(name: str) -> None:
     a, b = full_range(m, k).to(DEVICE), full_range(n, k, seed=1).to(DEVICE)
     options = {"out_dtype": torch.float32}
     tile = family(name).menu(GemmProblem(epilogue=Epilogue(DType.F32)), arch)[0]
-    got = gemm_on_cuda(GemmS8(a, b, **options), Choice(name, tile, reason="asked for"))
+    got = gemm_on_cuda(GemmS8Op(a, b, **options), Choice(name, tile, reason="asked for"))
     assert_same(got.cpu(), qcut.gemm_s8(a.cpu(), b.cpu(), **options))
 
 

@@ -165,17 +165,17 @@ def bound(q: Tensor, cache: Cache, places: Tensor, scale: float) -> tuple[Tensor
     seen = (torch.arange(k.shape[2]) <= places[:, None])[:, None]
     mine = q.double()[:, :, None]
     weights = ((mine @ k.transpose(2, 3))[:, :, 0] * scale).masked_fill(~seen, -torch.inf).softmax(-1)[:, :, None]
-    terms = (held * steps_of(cache.key_scales, group))[..., None].expand_as(k) if cache.has_turned_keys else k.abs()
+    terms = (held * steps_of(cache.key_scales, group))[..., None].expand_as(k) if cache.has_rotated_keys else k.abs()
     sizes = (mine.abs() @ terms.transpose(2, 3))[:, :, 0].masked_fill(~seen, 0.0).amax(-1) * scale
     share = (1.25 * head + 8) * 2.0**-23 * sizes + 2.0**-19 + 2 * half
-    back = int4.turn_back(v).double() if cache.has_turned_values else v
+    back = int4.rotate_back(v).double() if cache.has_rotated_values else v
     slack = 2 * share[..., None] * (weights @ back.abs())[:, :, 0]
     largest = v.abs().amax(-1, keepdim=True)
-    if cache.has_turned_values:
+    if cache.has_rotated_values:
         largest = held * steps_of(cache.value_scales, group)[..., None]
     sums = 1.25 * (k.shape[2] + 64) * 2.0**-23 * 2 * (weights @ largest)[:, :, 0]
     sums = sums + 2.0**-24 * v.abs().amax(-1).sum(-1, keepdim=True)
-    if cache.has_turned_values:
+    if cache.has_rotated_values:
         sums = sums * head**0.5
     y = (weights @ back)[:, :, 0]
     return y, slack + sums + half * 2 * y.abs() + 2.0**-24

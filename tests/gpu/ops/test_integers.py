@@ -45,7 +45,7 @@ def test_equals_the_definition(dtype: torch.dtype, size: tuple[int, int]) -> Non
     q = most[0].to(DEVICE)
     for m in ROWS:
         assert_same(OP(q[:m], *rest).cpu(), want[:m])
-        assert_same(OP(q[:m], *rest, constants=True).cpu(), want[:m])
+        assert_same(OP.early_read(q[:m], *rest).cpu(), want[:m])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=name)
@@ -102,7 +102,7 @@ def test_reads_any_layout(k: int, dtype: torch.dtype) -> None:
     assert_same(OP(q.view(4, 5, k).to(DEVICE), *on_device).cpu(), want.view(4, 5, 97))
     assert OP(q[:0].to(DEVICE), *on_device).shape == (0, 97)
     shifted = torch.empty(on_device[1].numel() + 1, dtype=torch.int64, device=DEVICE)[1:].copy_(on_device[1])
-    assert_same(OP(q.to(DEVICE), on_device[0], shifted, *on_device[2:], constants=True).cpu(), want)
+    assert_same(OP.early_read(q.to(DEVICE), on_device[0], shifted, *on_device[2:]).cpu(), want)
 
 
 def network() -> nn.Sequential:

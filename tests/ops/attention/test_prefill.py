@@ -11,7 +11,7 @@ import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
 from qcut.backends.cuda.prompt_attention import _in_torch
 from qcut.numerics import int8 as numerics
-from qcut.ops.attention.prefill import PromptAttention
+from qcut.ops.attention.prefill import PromptAttentionOp
 
 OP = torch.ops.qcut.prompt_attention
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -75,7 +75,7 @@ def test_windows_and_softcaps(dtype: torch.dtype, int8: bool, window: int, softc
     for seed in range(3):
         given = chunks(dtype, int8, seed) | {"window": window, "softcap": softcap}
         want = wanted(given)
-        for got in (OP(**given), _in_torch(PromptAttention(**given))):
+        for got in (OP(**given), _in_torch(PromptAttentionOp(**given))):
             assert (got.double() - want).abs().max() <= 4 * TOLERANCE[dtype]
 
 
@@ -99,20 +99,20 @@ def test_what_lies_past_a_chunk_does_not_matter(dtype: torch.dtype, int8: bool) 
     """Neither on the CPU nor in torch's form for CUDA."""
     given = chunks(dtype, int8)
     want = OP(**given)
-    near = _in_torch(PromptAttention(**given))
+    near = _in_torch(PromptAttentionOp(**given))
     assert (near - want).abs().max() <= 4 * TOLERANCE[dtype]
     for b, end in enumerate((given["starts"] + given["lengths"]).tolist()):
         for name in ("key_scales", "value_scales") if int8 else ("keys", "values"):
             given[name][b, :, end:] = float("nan")
     assert torch.equal(OP(**given), want)
-    assert torch.equal(_in_torch(PromptAttention(**given)), near)
+    assert torch.equal(_in_torch(PromptAttentionOp(**given)), near)
 
 
 def test_torchs_form_takes_the_nearest_starts_and_lengths() -> None:
     given = chunks()
     outside = {"starts": torch.tensor([-2, 99, 12]).int(), "lengths": torch.tensor([9, 3, 4]).int()}
     nearest = {"starts": torch.tensor([0, 13, 12]).int(), "lengths": torch.tensor([5, 0, 1]).int()}
-    got, want = (_in_torch(PromptAttention(**{**given, **changes})) for changes in (outside, nearest))
+    got, want = (_in_torch(PromptAttentionOp(**{**given, **changes})) for changes in (outside, nearest))
     assert torch.equal(got, want)
     assert (want - OP(**{**given, **nearest})).abs().max() <= 4e-5
 

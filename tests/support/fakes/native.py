@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +18,19 @@ from qcut.backends.cuda.launch import native as _native
 from qcut.backends.cuda.launch.plans import LaunchPlan, LaunchSpec
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
-from qcut.ops.linear import Int16x8Linear, W8A8Linear, W8A8StaticLinear, W8A16Linear
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp
+from qcut.ops.linear import Int16x8LinearOp, W8A8LinearOp, W8A8StaticLinearOp, W8A16LinearOp
 
 STREAM = 0x5500_1234_5678
 BLOCK, SMEM = 384, 100_000
 PYTHONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "w8a8_linear": (W8A8Linear, linear.w8a8_linear),
-    "w8a8_static_linear": (W8A8StaticLinear, linear.w8a8_static_linear),
-    "w8a16_linear": (W8A16Linear, linear.w8a16_linear),
-    "int16x8_linear": (Int16x8Linear, linear.int16x8_linear),
-    "rotate_tokens": (RotateTokens, codebook.rotate_tokens),
-    "codebook_gemm": (CodebookGemm, codebook.codebook_gemm),
-    "codebook_gemv": (CodebookGemv, codebook.codebook_gemv),
+    "w8a8_linear": (W8A8LinearOp, linear.w8a8_linear),
+    "w8a8_static_linear": (W8A8StaticLinearOp, linear.w8a8_static_linear),
+    "w8a16_linear": (W8A16LinearOp, linear.w8a16_linear),
+    "int16x8_linear": (Int16x8LinearOp, linear.int16x8_linear),
+    "rotate_tokens": (RotateTokensOp, codebook.rotate_tokens),
+    "codebook_gemm": (CodebookGemmOp, codebook.codebook_gemm),
+    "codebook_gemv": (CodebookGemvOp, codebook.codebook_gemv),
 }
 """Of each operator, the class of its calls and the function that serves them on CUDA."""
 
@@ -153,18 +154,20 @@ def registered(namespace: str, driver: Driver) -> Iterator[_native.Library]:
 
 
 def defined(namespace: str, serves: Callable[[str], Callable[..., Any]]) -> torch.library.Library:
-    """The operators in a namespace, on CPU tensors served by a function for each name."""
+    """The operators in a namespace, on CPU tensors served by a function for each overload."""
     definitions = torch.library.Library(namespace, "DEF")
-    for name in _native.OPS:
-        definitions.define(str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::"))
-        definitions.impl(name, serves(name), "CPU")
+    for name, overload in product(_native.OPS, ("default", "early_read")):
+        qualified = name if overload == "default" else f"{name}.{overload}"
+        definitions.define(str(getattr(getattr(torch.ops.qcut, name), overload)._schema).removeprefix("qcut::"))
+        definitions.impl(qualified, serves(qualified), "CPU")
     return definitions
 
 
 def by_python(op: str) -> Callable[..., Any]:
     """The operator as Python serves it on CUDA."""
-    call, function = PYTHONS[op]
-    return lambda *args: function(call(*args))
+    name, _, overload = op.partition(".")
+    call, function = PYTHONS[name]
+    return lambda *args: function(call(*args, early_read=bool(overload)))
 
 
 class Setting:

@@ -211,7 +211,7 @@ def int8_weights(
             factors = factors.to(tl.float16).to(tl.float32)
         factors = tl.expand_dims(tl.expand_dims(factors, 6), 6)
         values = looked_up(words, table, PAIRS)
-        # 1.5 * 2**23, or 2**52, has whole numbers alone beside it: the sum is rounded once, to an integer.
+        # 1.5 * 2**23, or 2**52, is next to whole numbers only: the sum is rounded once, to an integer.
         if EXACT:
             product = values.to(tl.float64) * factors.to(tl.float64)
             weights = ((product + 6755399441055744.0) - 6755399441055744.0).to(tl.int8)
@@ -249,15 +249,15 @@ def product(
     BM: tl.constexpr,
     BN: tl.constexpr,
     GROUP: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SPARSE: tl.constexpr,
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
     """`qcut.numerics.codebook.products.codebook_gemm_ref`: x of ``blocks`` times 8 rows, K in the order of its memory.
 
-    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
-    hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`.
+    TRANSPOSED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a
+    tile hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`.
     """
     INT8: tl.constexpr = x.dtype.element_ty == tl.int8
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
@@ -282,7 +282,7 @@ def product(
     if INT8:
         fold0, fold1 = tl.load(fold + tiles * 16 + g), tl.load(fold + tiles * 16 + 8 + g)
     SUMS: tl.constexpr = tl.int32 if INT8 else tl.float32
-    if TURNED:
+    if TRANSPOSED:
         acc = tl.zeros((BN, BM), SUMS)
     else:
         acc = tl.zeros((BM, BN), SUMS)
@@ -311,14 +311,14 @@ def product(
         else:
             w = tl.permute(w, (0, 5, 2, 1, 4, 6, 3, 7))
         w = tl.reshape(w, (BN, 128))
-        if TURNED:
+        if TRANSPOSED:
             acc = settled(tl.dot(w, tl.trans(a), acc, out_dtype=SUMS), PTX)
         else:
             acc = tl.dot(a, tl.trans(w), acc, out_dtype=SUMS)
         x += blocks.to(tl.int64) * 1024
         unit += 64 * BITS
         norm_at += SLOTS * 8 * WORDS
-    if TURNED:
+    if TRANSPOSED:
         acc = tl.trans(acc)
     n = n0 + tl.arange(0, BN)
     if PARTS > 1:

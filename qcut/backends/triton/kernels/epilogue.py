@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: float32 next to it has whole numbers alone
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: float32 next to it holds only whole numbers
 
 
 @triton.jit

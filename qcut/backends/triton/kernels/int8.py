@@ -143,7 +143,7 @@ def product(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    TURNED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     SPARSE: tl.constexpr,
     BOXES: tl.constexpr,
     PARTS: tl.constexpr,
@@ -154,9 +154,9 @@ def product(
 
     HALVES: x has the halves of int16 tokens in the blocks of `qcut.numerics.int16.in_blocks`. A tile has half as many
     tokens as rows, and both sums of a token are put together in int64.
-    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
-    hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`. BOXES loads
-    tiles by tensor descriptors, which a unit of the GPU's own carries out.
+    TRANSPOSED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a
+    tile hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`. BOXES
+    loads tiles by tensor descriptors, which a unit of the GPU carries out.
     """
     rows = tl.cdiv(M, 8) * 16 if HALVES else M
     m0, n0 = tile_of(rows, N, BM, BN, GROUP)
@@ -165,7 +165,7 @@ def product(
     x_at = x + tl.minimum(m, rows - 1)[:, None].to(tl.int64) * stride_x + k[None, :]
     w_at = w + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_w + k[None, :]
     sums: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
-    if TURNED:
+    if TRANSPOSED:
         acc = tl.zeros((BN, BM), sums)
     else:
         acc = tl.zeros((BM, BN), sums)
@@ -193,7 +193,7 @@ def product(
             a = tl.load(x_at, mask=inside, other=0)
         if sums == tl.float32:
             b = widened(b, a.dtype, PTX)
-        if TURNED:
+        if TRANSPOSED:
             acc = tl.dot(b, tl.trans(a), acc, out_dtype=sums)
             if sums == tl.float32:
                 acc = settled(acc, PTX)
@@ -201,7 +201,7 @@ def product(
             acc = tl.dot(a, tl.trans(b), acc, out_dtype=sums)
         x_at += BK
         w_at += BK
-    if TURNED:
+    if TRANSPOSED:
         acc = tl.trans(acc)
     if HALVES:
         # Both sums are one thread's: they lie eight rows apart.

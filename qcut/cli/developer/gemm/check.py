@@ -26,7 +26,7 @@ from qcut.emitters.families import INT8_DP4A, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import ConfigError, DeviceError
 from qcut.jit.waiting import no_fallbacks
-from qcut.ops.gemm import GemmS8, gemm_s8
+from qcut.ops.gemm import GemmS8Op, gemm_s8
 from qcut.tuning import timing
 from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
 from qcut.tuning.timing import Variant
@@ -52,7 +52,7 @@ class Gpu:
 
     target: Target
     has_cutlass: bool
-    gemm_s8: Callable[[GemmS8, Choice], Tensor]
+    gemm_s8: Callable[[GemmS8Op, Choice], Tensor]
     clock: timing.Clock
     copies: Callable[[int], int] = timing.rotation
     matmul: Callable[..., Any] = Int8Matmul
@@ -154,7 +154,7 @@ def operands(request: Request, device: str) -> tuple[Tensor, Tensor]:
     return matrix(request.m, request.layouts[0] == "t"), matrix(request.n, request.layouts[1] == "n")
 
 
-def product(request: Request, a: Tensor, b: Tensor, kernel: Callable[[GemmS8], Tensor] | None = None) -> Tensor:
+def product(request: Request, a: Tensor, b: Tensor, kernel: Callable[[GemmS8Op], Tensor] | None = None) -> Tensor:
     """The result C, int8 ``[M, N]``, computed by `qcut.gemm_s8`, or by ``kernel`` where one is given."""
     options: dict[str, Any] = {
         "out_dtype": torch.int8,
@@ -164,7 +164,7 @@ def product(request: Request, a: Tensor, b: Tensor, kernel: Callable[[GemmS8], T
     }
     if kernel is None:
         return gemm_s8(a, b, **options, tensor_cores=request.tensor_cores)
-    return kernel(GemmS8(a, b, **options))
+    return kernel(GemmS8Op(a, b, **options))
 
 
 def select(request: Request, problem: GemmProblem, rows: int, target: Target, cutlass: bool) -> Choice:

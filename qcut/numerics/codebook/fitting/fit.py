@@ -81,7 +81,7 @@ def fit(
         layer: name for error messages.
         damping: the mean of each moment's diagonal, times this factor, is added to the diagonal. The factor is raised
             tenfold as long as float32 cannot factor the moment.
-        sweeps: rounds of coordinate descent; 0 for feedback alone.
+        sweeps: rounds of coordinate descent; 0 for feedback only.
         refit: choose norms too. At a group's first column, take the multiple of the group's norm that rounds the group
             best; after each round over the indices, take the norms with the least error, where these lower the error.
             Without refit, a norm is the group's own, after the errors of earlier columns have been passed on.

@@ -133,8 +133,8 @@ def arguments(
     return [torch.randn(shape).to(dtype), qweight, torch.ones(n), vector, activation]
 
 
-def operator(op: str) -> Any:
-    return getattr(getattr(torch.ops, NAMESPACE), op).default
+def operator(op: str, overload: str = "default") -> Any:
+    return getattr(getattr(getattr(torch.ops, NAMESPACE), op), overload)
 
 
 def compare(python: list[Record], native: list[Record], driver: Driver, out: tuple[Tensor, Tensor]) -> None:
@@ -227,7 +227,7 @@ def test_rows_with_a_stride_and_copies(setting: Setting) -> None:
 
 def test_another_call_is_another_plan(setting: Setting) -> None:
     op = operator("w8a8_linear")
-    args = [*arguments("w8a8_linear", (40, 64), 128), False]
+    args = arguments("w8a8_linear", (40, 64), 128)
     for changed in (
         {},
         {0: torch.randn(65, 64).half()},  # another bucket of rows
@@ -236,11 +236,11 @@ def test_another_call_is_another_plan(setting: Setting) -> None:
         {1: torch.zeros(64, 64, dtype=torch.int8), 2: torch.ones(64), 3: torch.ones(64)},
         {3: None},
         {4: "relu"},
-        {5: True},
     ):
         call = [changed.get(i, value) for i, value in enumerate(args)]
-        assert not setting.served(lambda c=call: op(*c))[2]
-        assert setting.served(lambda c=call: op(*c))[2]
+        for overload in (op, operator("w8a8_linear", "early_read")):
+            assert not setting.served(lambda c=call, o=overload: o(*c))[2]
+            assert setting.served(lambda c=call, o=overload: o(*c))[2]
     fewer_rows = [torch.randn(33, 64).half(), *args[1:]]
     assert setting.served(lambda: op(*fewer_rows))[2], "one plan serves a whole bucket"
 
@@ -266,8 +266,8 @@ def test_unaligned_parameters_at_a_reused_address_are_copied(setting: Setting) -
     unaligned = memory[4 : 4 + 128 * 64].view(128, 64)
     shifted = torch.ones(132)[1:129]
     for call, name in (((x, unaligned, scale, bias), "b"), ((x, qweight, shifted, bias), "col_scale")):
-        for constants in (False, True):
-            _, records, by_native = setting.served(lambda c=call, k=constants: op(*c, activation, k))
+        for overload in (op, operator("w8a8_linear", "early_read")):
+            _, records, by_native = setting.served(lambda c=call, o=overload: o(*c, activation))
             product = decoded(records[-1], setting.driver.params[records[-1].function])
             assert not by_native
             assert product[name] % 16 == 0

@@ -18,7 +18,7 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.families import family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.jit.waiting import build_mode
-from qcut.ops.gemm import GemmS8
+from qcut.ops.gemm import GemmS8Op
 from qcut.tuning.cublaslt import CublasLtError
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")
@@ -214,9 +214,9 @@ class GpuOfTorch:
     def __init__(self) -> None:
         self.forced: list[Choice] = []
         """The choices that products were forced to."""
-        self.kernel: Callable[[GemmS8], Tensor] = GemmS8.cpu
+        self.kernel: Callable[[GemmS8Op], Tensor] = GemmS8Op.cpu
 
-    def gemm_s8(self, call: GemmS8, choice: Choice) -> Tensor:
+    def gemm_s8(self, call: GemmS8Op, choice: Choice) -> Tensor:
         self.forced.append(choice)
         return self.kernel(call)
 
@@ -292,7 +292,7 @@ def test_a_wrong_result_is_not_timed(gpu_of_torch: GpuOfTorch, capsys: pytest.Ca
 
 
 def test_too_large_for_the_gpu_is_one_line(gpu_of_torch: GpuOfTorch, capsys: pytest.CaptureFixture[str]) -> None:
-    def full(call: GemmS8) -> Tensor:
+    def full(call: GemmS8Op) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot.\nMore")
 
     gpu_of_torch.kernel = full

@@ -20,7 +20,7 @@ from qcut.emitters.core.source import KernelSource
 from qcut.emitters.families import INT8_CUTLASS, INT8_MMA
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.jit import waiting
-from qcut.ops.gemm import GemmS8
+from qcut.ops.gemm import GemmS8Op
 from tests.gpu.layers.test_linear import layer, tokens
 from tests.gpu.support.oracles import DEVICE, Gemm, assert_same, name
 from tests.gpu.support.problems import EPILOGUE_SHAPE, GEMM_EPILOGUES
@@ -66,7 +66,7 @@ def test_fallbacks_compute_the_same_bits(epilogue: Epilogue) -> None:
     for m, n, k in SHAPES:
         given = Gemm.random(epilogue, m, n, k)
         arguments = {key: v.to(DEVICE) if isinstance(v, Tensor) else v for key, v in given.args.items()}
-        call = GemmS8(given.a.to(DEVICE), given.b.to(DEVICE), **arguments)
+        call = GemmS8Op(given.a.to(DEVICE), given.b.to(DEVICE), **arguments)
         problem = gemm_problem(call.a, call.b, epilogue, "row")
         rows = plans.m_bucket(m)
         final = dispatch.select_gemm(problem, plans.m_bucket(M), N, K, gpu)  # one for all shapes

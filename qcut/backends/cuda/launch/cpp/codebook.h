@@ -28,10 +28,10 @@ inline bool are_operands(at::Tensor const& operands, std::string const& kind, at
   return is_dense(operands, type, x.device(), {passes, ceil_div(x.size(1), group), side, side});
 }
 
-// Of ``x, operands, kind, group_size, seeds, out_dtype, constants``.
-constexpr std::size_t kRotateArguments = 7;
+// Of ``x, operands, kind, group_size, seeds, out_dtype``.
+constexpr std::size_t kRotateArguments = 6;
 
-inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
+inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args, bool early_read) {
   at::Tensor const &x = args[0].toTensor(), &operands = args[1].toTensor();
   std::string const& kind = args[2].toStringRef();
   std::int64_t const group_size = args[3].toInt();
@@ -46,7 +46,7 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
   bool const aligned = is_aligned(data) && (m == 1 || stride * x.element_size() % 16 == 0);
   Key key{.n = group_size, .k = k, .rows = bucket(m), .op = kRotate, .dtype = number(x.scalar_type()),
           .out = number(out), .device = device.index(),
-          .flags = (aligned ? kAligned : 0) | (args[6].toBool() ? kConstants : 0),
+          .flags = (aligned ? kAligned : 0) | (early_read ? kEarlyRead : 0),
           .passes = static_cast<std::int32_t>(passes)};
   Plan plan;
   if (!find_plan(key, kind, plan)) return {};
@@ -83,10 +83,10 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
 }
 
 // Of ``x, row_scale, m`` or ``x, operands, group_size, seeds``, with those of a weight behind them: ``units, norms, fold,
-// col_scale, book, bias, bits, activation, residual, out_dtype, constants``; a product of blocks ends in ``row_norm``.
+// col_scale, book, bias, bits, activation, residual, out_dtype``; a product of blocks ends in ``row_norm``.
 template <Op op>
 constexpr std::size_t kWeight = op == kGemm ? 3 : 4;
-constexpr std::size_t kProductArguments = 15;
+constexpr std::size_t kProductArguments = 14;
 
 // Whether x is blocks of m tokens, with a scale for each where they are int8.
 inline bool are_blocks(at::Tensor const& x, c10::IValue const& row_scale, std::int64_t m, std::int64_t units) {
@@ -107,7 +107,7 @@ inline bool is_token(at::Tensor const& x, at::Tensor const& operands, std::int64
 }
 
 template <Op op>
-std::array<at::Tensor, 1> multiply(c10::IValue const* args) {
+std::array<at::Tensor, 1> multiply(c10::IValue const* args, bool early_read) {
   auto const* const weight = args + kWeight<op>;
   at::Tensor const &x = args[0].toTensor(), &units = weight[0].toTensor(), &norms = weight[1].toTensor();
   at::Tensor const& col_scale = weight[3].toTensor();
@@ -137,9 +137,9 @@ std::array<at::Tensor, 1> multiply(c10::IValue const* args) {
     if (!is_token(x, args[1].toTensor(), args[2].toInt(), passes, units_k, slots)) return {};
   }
 
-  auto const flags = (weight[10].toBool() ? kConstants : 0) | (bias.isNone() ? 0 : kBias) |
+  auto const flags = (early_read ? kEarlyRead : 0) | (bias.isNone() ? 0 : kBias) |
                      (residual.isNone() ? 0 : kResidual) | (fold.isNone() ? 0 : kFold) | (width == 4 ? kOffsets : 0) |
-                     (book.size() == 64 ? kPairs : 0) | (op == kGemm && args[14].toBool() ? kRowNorm : 0);
+                     (book.size() == 64 ? kPairs : 0) | (op == kGemm && args[13].toBool() ? kRowNorm : 0);
   Key key{.n = n, .k = units_k, .rows = bucket(m), .op = op, .dtype = number(x.scalar_type()), .out = number(out),
           .device = device.index(), .flags = flags, .bits = static_cast<std::int32_t>(bits),
           .slots = static_cast<std::int32_t>(slots)};

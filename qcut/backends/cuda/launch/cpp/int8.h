@@ -15,18 +15,17 @@
 
 namespace qcut {
 
-// Of ``x, qweight, scale[, colsum], bias[, x_scale, x_zero_point], activation, constants``.
+// Of ``x, qweight, scale[, colsum], bias[, x_scale, x_zero_point], activation``.
 template <Op op>
-constexpr std::size_t kLinearArguments = op == kStatic ? 9 : 6;
+constexpr std::size_t kLinearArguments = op == kStatic ? 8 : 5;
 
 template <Op op>
-std::array<at::Tensor, 1> linear(c10::IValue const* args) {
+std::array<at::Tensor, 1> linear(c10::IValue const* args, bool early_read) {
   at::Tensor const &x = args[0].toTensor(), &qweight = args[1].toTensor();
   void const* const weight = qweight.const_data_ptr();
   void const* const scale = address(args[2]);
   void const* const colsum = op == kStatic ? address(args[3]) : nullptr;
   void const* const bias = address(args[op == kStatic ? 4 : 3]);
-  bool const constants = args[kLinearArguments<op> - 1].toBool();
 
   std::int64_t const dim = x.dim();
   if (dim == 0 || qweight.dim() != 2) return {};
@@ -44,11 +43,11 @@ std::array<at::Tensor, 1> linear(c10::IValue const* args) {
 
   auto const* const data = static_cast<char const*>(x.const_data_ptr());
   bool const aligned = is_aligned(data) && stride * x.element_size() % 16 == 0;
-  auto const flags = (aligned ? kAligned : 0) | (constants ? kConstants : 0) | (bias != nullptr ? kBias : 0);
+  auto const flags = (aligned ? kAligned : 0) | (early_read ? kEarlyRead : 0) | (bias != nullptr ? kBias : 0);
   Key key{.n = n, .k = k, .rows = bucket(m), .op = op, .dtype = number(x.scalar_type()), .device = device.index(),
           .flags = flags};
   Plan plan;
-  std::string const& activation = args[kLinearArguments<op> - 2].toStringRef();
+  std::string const& activation = args[kLinearArguments<op> - 1].toStringRef();
   if (!find_plan(key, activation, plan) || qweight.size(1) != plan.k_padded) return {};
   void* stream = nullptr;
   if (runtime->current_stream(device.index(), &stream) != 0) return {};

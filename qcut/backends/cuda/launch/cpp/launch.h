@@ -46,7 +46,7 @@ enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly, kInt16, kRotate, kGemm,
 
 enum Flags : std::int32_t {
   kAligned = 1,    // rows of tokens start at multiples of 16 bytes
-  kConstants = 2,  // no kernel queued just before writes the parameters
+  kEarlyRead = 2,  // weights are ready: no kernel queued just before writes them
   kBias = 4,
   kResidual = 8,
   kRowNorm = 16,

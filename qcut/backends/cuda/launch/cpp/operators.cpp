@@ -41,12 +41,12 @@ bool is_usual(c10::IValue const* args, std::size_t count) {
 // The dispatch key in front of all backends' for every tensor.
 constexpr auto kInFront = c10::DispatchKey::BackendSelect;
 
-// An operator: ``run`` returns its results, or undefined tensors where Python must serve the call.
-template <std::size_t count, auto run>
+// An overload of an operator: ``run`` returns its results, or undefined tensors where Python must serve the call.
+template <std::size_t count, auto run, bool early_read>
 void serve(c10::OperatorHandle const& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto const* const args = stack->data() + stack->size() - count;
-  decltype(run(args)) results;
-  if (is_usual(args, count)) results = run(args);
+  decltype(run(args, early_read)) results;
+  if (is_usual(args, count)) results = run(args, early_read);
   if (!results[0].defined()) {
     return handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInFront), stack);
   }
@@ -57,22 +57,23 @@ void serve(c10::OperatorHandle const& handle, c10::DispatchKeySet keys, torch::j
 
 struct Operator {
   char const* name;
-  torch::CppFunction function;
+  torch::CppFunction usual, early;  // the overloads ``default`` and ``early_read``
 };
 
 template <std::size_t count, auto run>
-torch::CppFunction served() {
-  return torch::CppFunction::makeFromBoxedFunction<&serve<count, run>>();
+Operator served(char const* name) {
+  return {name, torch::CppFunction::makeFromBoxedFunction<&serve<count, run, false>>(),
+          torch::CppFunction::makeFromBoxedFunction<&serve<count, run, true>>()};
 }
 
 template <Op op>
-torch::CppFunction linear() {
-  return served<qcut::kLinearArguments<op>, &qcut::linear<op>>();
+Operator linear(char const* name) {
+  return served<qcut::kLinearArguments<op>, &qcut::linear<op>>(name);
 }
 
 template <Op op>
-torch::CppFunction product() {
-  return served<qcut::kProductArguments, &qcut::multiply<op>>();
+Operator product(char const* name) {
+  return served<qcut::kProductArguments, &qcut::multiply<op>>(name);
 }
 
 }  // namespace
@@ -85,20 +86,26 @@ torch::CppFunction product() {
 QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, qcut::LaunchKernel* launch_kernel,
                                       qcut::CurrentStream* current_stream) noexcept try {
   Operator operators[] = {
-      {"w8a8_linear", linear<qcut::kDynamic>()},
-      {"w8a8_static_linear", linear<qcut::kStatic>()},
-      {"w8a16_linear", linear<qcut::kWeightOnly>()},
-      {"int16x8_linear", linear<qcut::kInt16>()},
-      {"rotate_tokens", served<qcut::kRotateArguments, &qcut::rotate_tokens>()},
-      {"codebook_gemm", product<qcut::kGemm>()},
-      {"codebook_gemv", product<qcut::kGemv>()},
+      linear<qcut::kDynamic>("w8a8_linear"),
+      linear<qcut::kStatic>("w8a8_static_linear"),
+      linear<qcut::kWeightOnly>("w8a16_linear"),
+      linear<qcut::kInt16>("int16x8_linear"),
+      served<qcut::kRotateArguments, &qcut::rotate_tokens>("rotate_tokens"),
+      product<qcut::kGemm>("codebook_gemm"),
+      product<qcut::kGemv>("codebook_gemv"),
   };
-  for (auto const& [name, function] : operators) {
-    c10::Dispatcher::singleton().findSchemaOrThrow((std::string(ns) + "::" + name).c_str(), "");
+  for (auto const& op : operators) {
+    std::string const name = std::string(ns) + "::" + op.name;
+    for (char const* overload : {"", "early_read"}) {
+      c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload);
+    }
   }
   qcut::runtime = new qcut::Runtime{launch_kernel, current_stream, c10::Device(device).type()};
   auto* const library = new torch::Library(torch::Library::IMPL, ns, kInFront, __FILE__, __LINE__);
-  for (auto& [name, function] : operators) library->impl(name, std::move(function));
+  for (auto& op : operators) {
+    library->impl(op.name, std::move(op.usual));
+    library->impl((std::string(op.name) + ".early_read").c_str(), std::move(op.early));
+  }
   return nullptr;
 } catch (std::exception const& error) {
   static std::string message;

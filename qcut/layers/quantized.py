@@ -1,0 +1,122 @@
+"""`QuantizedLayer`: what conversion, checkpoints and the engine ask of a quantized layer, whatever its weights are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qcut.models.modules import Quantized, tensor_key
+from qcut.numerics.checks import out_of_range
+from qcut.schemes import Scheme
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A tensor of a layer's state dict before it is made.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        identity: equal for tensors of two layers that are one and the same, tied.
+        read: makes the tensor, or returns it where it exists.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    identity: tuple[Any, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> StateEntry:
+        """The entry of a tensor that exists."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor_key(tensor), lambda: tensor)
+
+
+class QuantizedLayer(Quantized):
+    """The protocol of quantized layers: `qcut.Linear` follows it, and so does a new kind of layer.
+
+    Weights are buffers. A layer's parameters, if any, stand for its float weights; no checkpoint has them.
+
+    Attributes:
+        name: name of the layer, for error messages.
+        scheme: how the weights are quantized.
+        weight_dtype: dtype of the float weights that the layer stands for.
+        float_count: elements of the float layer's weights and biases.
+        input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
+        parts: processes that have a part each of a layer that is cut across them; 1 where the layer is whole. Nothing
+            that one process has of such a model is a checkpoint.
+    """
+
+    name: str | None
+    scheme: Scheme
+    weight_dtype: torch.dtype
+    float_count: int
+    input_gradients: bool = False
+    parts: int = 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all buffers: what the layer keeps in memory."""
+        return sum(b.nbytes for b in self.buffers())
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint says of the layer besides its tensors.
+
+        Scheme, in_features, out_features, bias and activation are read without the layer; other keys are its kind's.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def from_json(cls, spec: Mapping[str, Any], name: str) -> Self:
+        """The layer that `to_json` describes, on the meta device.
+
+        Raises:
+            ConfigError, QuantizationError, KeyError, TypeError, ValueError: the description is of no such layer.
+        """
+        raise NotImplementedError
+
+    def stored(self) -> dict[str, StateEntry]:
+        """The tensors of the state dict, by key, in the order they are written."""
+        return {key: StateEntry.of(buffer) for key, buffer in self._buffers.items() if buffer is not None}
+
+    def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
+        """Looks for values that quantizing never gives, or that contradict one another.
+
+        Args:
+            state: the tensors of the state dict, by key, of the shapes and dtypes that `stored` states.
+
+        Returns:
+            The key of the first tensor that cannot be, and what was found and is allowed; None where all can be.
+        """
+        if "bias" in state and (found := out_of_range(state["bias"])):
+            return "bias", f"found {found}; finite values are allowed"
+        return None
+
+    def tie_to(self, owner: Self) -> None:
+        """Hold the owner's tensors wherever this layer's have the same values."""
+        raise NotImplementedError
+
+
+def quantized_layers(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, QuantizedLayer]:
+    """A model's quantized layers by name: each by its first name, or by every name."""
+    modules = model.named_modules(remove_duplicate=remove_duplicate)
+    return {name: module for name, module in modules if isinstance(module, QuantizedLayer)}
+
+
+def set_weight_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make this the `QuantizedLayer.weight_dtype` of all quantized layers of a model."""
+    for layer in quantized_layers(model).values():
+        layer.weight_dtype = dtype
