@@ -17,9 +17,8 @@ from qcut.checkpoints.description import Description, passing_buffers
 from qcut.common.safetensors import TensorHeader, torch_dtype
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.embedding import Embedding, is_table
-from qcut.layers.frozen import float_dtype
 from qcut.layers.linear import Linear
-from qcut.layers.quantized import QuantizedLayer, set_weight_dtype
+from qcut.layers.quantized import QuantizedLayer, float_dtype, set_weight_dtype
 from qcut.models.fusion import fuse, is_fusible_place, key_before
 from qcut.models.modules import is_linear, replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range

@@ -7,7 +7,7 @@ there and dropped: one layer's float weight is alive at a time, whatever the dep
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,7 @@ from qcut.errors import QuantizationError, UnsupportedError, layer_prefix
 from qcut.layers.quantized import QuantizedLayer, quantized_layers
 from qcut.models.selection import check_model
 from qcut.numerics.chunks import row_chunks
-from qcut.schemes import check_activation
-
-if TYPE_CHECKING:
-    from qcut.layers.linear import Linear
+from qcut.schemes import Scheme, check_activation
 
 _ATEN = torch.ops.aten
 
@@ -63,11 +60,27 @@ def _layers(model: nn.Module) -> Iterator[QuantizedLayer]:
     return iter(found.values())
 
 
+class _Layer(Protocol):
+    """What `InputGradient` needs of a layer."""
+
+    name: str | None
+    scheme: Scheme
+    activation: str
+    in_features: int
+    out_features: int
+    bias: Tensor | None
+    _buffers: dict[str, Tensor | None]
+
+    def _product(self, x: Tensor) -> Tensor: ...
+
+    def rows(self, index: Tensor) -> Tensor: ...
+
+
 class InputGradient(torch.autograd.Function):
     """``y = layer(x)`` with the gradient that `enable_input_gradients` states."""
 
     @staticmethod
-    def forward(x: Tensor, layer: Linear) -> Tensor:
+    def forward(x: Tensor, layer: _Layer) -> Tensor:
         """The layer's product, of which torch records nothing.
 
         Raises:
@@ -81,7 +94,7 @@ class InputGradient(torch.autograd.Function):
         return layer._product(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Linear], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Layer], output: Tensor) -> None:
         """Keeps x where the derivative of an activation will ask for it."""
         x, layer = inputs
         ctx.layer = layer
@@ -95,7 +108,7 @@ class InputGradient(torch.autograd.Function):
         Raises:
             UnsupportedError: the graph of the backward pass is wanted.
         """
-        layer: Linear = ctx.layer
+        layer: _Layer = ctx.layer
         # Compilers trace backward passes with gradients on, and refuse second ones themselves.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UnsupportedError(
@@ -111,7 +124,7 @@ class InputGradient(torch.autograd.Function):
             return _before_activation(dy, z, layer.activation) @ weight.to(dy.dtype), None
 
 
-def _weight(layer: Linear, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _weight(layer: _Layer, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The dequantized weight ``[N, K]`` of a dtype, made in chunks of rows, without waiting for the device."""
     n, k = layer.out_features, layer.in_features
     weight = like.new_empty((n, k), dtype=dtype)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from qcut.errors import ConfigError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
-from qcut.layers.frozen import FrozenWeight
 from qcut.layers.gradients import InputGradient
-from qcut.layers.quantized import QuantizedLayer
+from qcut.layers.quantized import FrozenWeight, QuantizedLayer
 from qcut.models.guards import described, is_described, refuse_foreign_saving
 from qcut.models.modules import float_bias, float_weight
 from qcut.numerics.plain_state import in_plain_state

@@ -33,8 +33,8 @@ from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import QcutError
 from qcut.jit import cache
 from qcut.layers.codebook import CodebookLinear
-from qcut.layers.frozen import FrozenWeight
 from qcut.layers.linear import Linear
+from qcut.layers.quantized import FrozenWeight
 from qcut.tuning.journal import Journal
 from tests.checkpoints.formats import samples
 from tests.fuzz import readers

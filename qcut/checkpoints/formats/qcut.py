@@ -27,8 +27,7 @@ from qcut.common.hooks import notify_quantized
 from qcut.common.progress import progress_bar
 from qcut.common.safetensors import TensorFile, read_index
 from qcut.errors import CheckpointError
-from qcut.layers.frozen import float_dtype
-from qcut.layers.quantized import QuantizedLayer, set_weight_dtype
+from qcut.layers.quantized import QuantizedLayer, float_dtype, set_weight_dtype
 
 FORMAT, VERSION = "qcut", 1
 _SCHEMA = schema.record(

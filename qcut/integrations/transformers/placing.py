@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qcut.layers.frozen import float_dtype
+from qcut.layers.quantized import float_dtype
 from qcut.models.modules import weight_of
 
 

@@ -35,9 +35,8 @@ from qcut.integrations.transformers.placing import (
     tie_parameters,
     without_weight,
 )
-from qcut.layers.frozen import FrozenWeight
 from qcut.layers.linear import Linear
-from qcut.layers.quantized import set_weight_dtype
+from qcut.layers.quantized import FrozenWeight, set_weight_dtype
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json

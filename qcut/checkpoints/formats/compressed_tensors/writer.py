@@ -16,9 +16,9 @@ from qcut.common.safetensors_writer import write_tensors
 from qcut.common.together import replacing_together
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.embedding import Embedding
-from qcut.layers.frozen import float_dtype
 from qcut.layers.int8 import Int8Linear
 from qcut.layers.linear import Linear
+from qcut.layers.quantized import float_dtype
 from qcut.models.modules import dtype_name, looks_linear, tensor_key
 from qcut.numerics.checks import out_of_range
 from qcut.schemes import W8A8

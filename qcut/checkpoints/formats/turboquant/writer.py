@@ -22,8 +22,8 @@ from qcut.common.together import replacing_together
 from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
-from qcut.layers.frozen import FrozenWeight
 from qcut.layers.linear import Linear
+from qcut.layers.quantized import FrozenWeight
 from qcut.models.modules import replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import packing

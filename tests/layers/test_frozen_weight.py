@@ -11,7 +11,7 @@ from torch import nn
 
 import qcut
 from qcut.errors import UnsupportedError
-from qcut.layers.frozen import FrozenWeight, float_dtype
+from qcut.layers.quantized import FrozenWeight, float_dtype
 
 
 def net(scheme: str = "w8a8", dtype: torch.dtype = torch.float32) -> nn.Sequential:
