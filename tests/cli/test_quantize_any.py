@@ -151,7 +151,7 @@ def test_the_class_is_one_of_transformers(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_causal_model_of_an_old_name_has_its_types_class(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_old_class_name_of_a_causal_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "float"
     build_huggingface(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -154,7 +154,7 @@ def test_a_failure_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> N
         assert call(served.port, "POST", "/v1/completions", LONG)[0] == 200
 
 
-def test_what_is_wrong_is_said_before_the_model_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_fail_before_the_model_loads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def says(*options: object) -> str:
         with contextlib.suppress(SystemExit):
             assert cli.main(["serve", *map(str, options)]) == 1

@@ -74,7 +74,7 @@ def test_tokens_are_the_text_in_pieces(make: Any) -> None:
         assert all(token in top for token, top in zip(columns["tokens"], columns["top_logprobs"], strict=True))
 
 
-def test_a_space_belongs_to_the_token_that_brings_it() -> None:
+def test_space_belongs_to_its_own_token() -> None:
     tokenizer = sentencepiece()
     tokens = ids("▁a", "▁list", "s", "▁of", "a")
     for before, first in ((None, " a"), (ids("<s>"), "a"), (ids("<s>", "s"), " a"), ([], "a")):
