@@ -46,8 +46,9 @@ QUICK := tests/test_schemes.py tests/numerics tests/ops tests/layers tests/model
 check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest --numprocesses auto --quiet -k "not (compiled or compiles or precompile or exported)" $(QUICK) $(TEST_ARGS); wait $$types
+	@$(BIN)/mypy & types=$$!; status=0; \
+	$(BIN)/python -m pytest --numprocesses auto --quiet -k "not (compiled or compiles or precompile or exported)" \
+	  $(QUICK) $(TEST_ARGS) || status=$$?; wait $$types || status=$$?; exit $$status
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto $(TEST_ARGS)

@@ -72,7 +72,7 @@ def commands(page: str) -> list[str]:
             if not re.match(r"(cat|curl|lm_eval|make|pip|python|qcut|torchrun|vllm) ", line):
                 continue
             end = re.search(r"<<'(\w+)'", line)
-            found += [line] if end else line.split(" && ")
+            found += [line] if end else re.sub(r"\s+# .*", "", line).split(" && ")
             for one in lines if end else ():
                 found[-1] += f"\n{one}"
                 if end is not None and one == end[1]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,18 @@ PATIENCE_S = 60
 NOISE = 0.03
 
 
+@cache
+def quantized() -> Any:
+    """The embedded model in W8A8, whose weights all engines share."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    qcut.quantize(model, "w8a8")
+    return model
+
+
 def engine(batch: int = 4, context: int = 96, wrap: Callable[[Any], Any] = lambda tokenizer: tokenizer) -> qcut.Engine:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
-    tokenizer = wrap(tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    qcut.quantize(model, "w8a8")
-    return qcut.Engine(model, batch=batch, context=context, tokenizer=tokenizer)
+    return qcut.Engine(quantized(), batch=batch, context=context, tokenizer=wrap(tokenizer))
 
 
 def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, index: int = 0) -> list[str]:
