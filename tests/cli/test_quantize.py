@@ -123,7 +123,7 @@ def test_info_of_a_float_model_builds_none(capfd: pytest.CaptureFixture[str], mo
 
 
 def test_info_reads_the_index_in_a_configuration_too(tmp_path: Path) -> None:
-    """A folder of transformers whose ``config.json`` has qcut's index under ``quantization_config``."""
+    """A folder of transformers with qcut's index in ``config.json`` under ``quantization_config``."""
     model = tiny_hf("gpt2")
     qcut.quantize(model, "w8a8", progress=False)
     qcut.save(model, tmp_path / "a", progress=False)

@@ -28,7 +28,7 @@ CLASSES = (
     *("VideoMAEForVideoClassification", "BlipForQuestionAnswering", "Wav2Vec2ForAudioFrameClassification"),
 )
 NO_BATCH = ("VideoMAEForVideoClassification", "BlipForQuestionAnswering")
-"""Classes whose inputs the tests do not make; their state is compared alone."""
+"""Classes that the tests have no inputs for: only their state is compared."""
 
 
 def folder_of(name: str, path: Path) -> Path:

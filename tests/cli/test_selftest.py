@@ -54,7 +54,7 @@ def test_slow_families_exist_on_every_gpu(gpu: Target) -> None:
 
 
 def of_device(change: Callable[[Tensor], object]) -> Check:
-    """A check whose first call is the device's, with a change, and whose second is the CPU's."""
+    """A check that changes the device's result (first call) and keeps the CPU's (second call)."""
     calls: list[bool] = []
 
     def compute() -> Tensor:

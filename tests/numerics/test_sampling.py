@@ -301,7 +301,7 @@ def test_top_p_keeps_the_shortest_sufficient_prefix():
 
 
 def logit_under(weight: int) -> float:
-    """A float32 whose weight is the largest found of at most ``weight``."""
+    """The float32 logit with the largest weight of at most ``weight`` that was found."""
     steps = np.arange(-64, 65, dtype=np.float32) * np.spacing(F32(math.log(weight / 2**40)))
     d = torch.from_numpy(F32(math.log(weight / 2**40)) + steps)
     weights = sampling._weights(d)

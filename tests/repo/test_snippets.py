@@ -31,12 +31,12 @@ ELSEWHERE = {
     "docs/walkthrough.md": "tests/repo/test_documents.py",
     "docs/adding.md": "tests/repo/test_documents.py compares its quotes with the code",
 }
-"""Pages whose Python is run by another test."""
+"""Pages with Python that another test runs."""
 NOT_RUN = {
     "docs/foreign-checkpoints.md": "files of 5 GB from a hub; tests/checkpoints/formats reads small ones",
     "docs/serving.md": "needs vLLM; tests/integrations/vllm makes the same calls",
 }
-"""Pages whose Python cannot run here."""
+"""Pages with Python that cannot run here."""
 COMMANDS_NOT_RUN = {
     r"pip install": "installs packages; tests/repo/test_packaging.py builds the wheel",
     r"make ": "runs suites; the Makefile is CI's",

@@ -209,7 +209,7 @@ def test_new_connection_replaces_an_idle_one(brief: Served) -> None:
 
 
 def test_beyond_the_limit_of_requests() -> None:
-    """With no connection that waits for its request, a new one is told to come again."""
+    """A new connection gets 503 if no open connection is idle."""
     with serving(engine(batch=1), limits={"connections": 2}) as served:
         held = []
         for _ in range(2):

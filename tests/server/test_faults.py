@@ -1,4 +1,4 @@
-"""Faults within a request end that request alone, and leave nothing behind."""
+"""A fault within a request ends only that request and leaves nothing behind."""
 
 from __future__ import annotations
 

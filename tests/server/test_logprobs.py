@@ -29,7 +29,7 @@ def sentencepiece() -> Any:
 
 
 def metaspace() -> Any:
-    """A tokenizer of T5's kind, whose decoder takes a space from the text's beginning."""
+    """A tokenizer like T5's: decoding drops the space at the start of a text."""
     words = {word: i for i, word in enumerate(["<unk>", "▁a", "a", "▁list", "list", "▁of", "s"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
