@@ -225,7 +225,7 @@ def test_the_command_plans_within_bits(tmp_path: Path, capfd: pytest.CaptureFixt
     assert made.schemes == {name: layer["scheme"] for name, layer in answer["plan"]["layers"].items()}
     for extra, message in (
         (["--bits", 2], "allow 3."),
-        (["--bits", 4, "--gpu", "NVIDIA L40S"], "--gpu goes with --step-us"),
+        (["--bits", 4, "--gpu", "NVIDIA L40S"], "--gpu needs --step-us"),
         (["--step-us", 9, "--gpu", "abacus"], "abacus"),
     ):
         assert cli.main([*map(str, ["plan", DEMO, "--overwrite", *extra, *few, *words])]) != 0
