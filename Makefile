@@ -1,4 +1,5 @@
 # make demo   quantize the embedded GPT-2 checkpoint, compare quality, speed and memory
+# make check   ruff, mypy and the quick tests: a verdict in a minute on two cores
 # make test   the test suite, side by side on all cores (GPU tests skip themselves without a GPU)
 # make floors   what needs transformers, numpy, … on the oldest versions that pyproject.toml allows
 # make clients   tests of the server with LiteLLM, LangChain and lm-evaluation-harness
@@ -14,7 +15,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test floors clients serving test-gpu wheel architectures sanitize lint format docs clean help
+.PHONY: demo check test floors clients serving test-gpu wheel architectures sanitize lint format docs clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -35,6 +36,19 @@ help:
 demo: $(READY)
 	@echo "quantizing a GPT-2 of 5 million weights in seven ways, which takes a CPU a few minutes"
 	@OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/demo.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
+
+# Definitions, operators, layers, dispatch, saved folders, every kernel's contract and the layering. `make test` also
+# quantizes and runs whole models, and compiles. mypy runs next to the tests.
+QUICK := tests/test_schemes.py tests/numerics tests/ops tests/layers tests/models tests/dispatch \
+  tests/emitters/conformance tests/checkpoints/formats/test_qcut.py \
+  tests/repo/test_layering.py tests/repo/test_explicit_tensors.py tests/repo/test_names.py
+
+check: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy & types=$$!; status=0; \
+	$(BIN)/python -m pytest --numprocesses auto --quiet -k "not (compiled or compiles or precompile or exported)" \
+	  $(QUICK) $(TEST_ARGS) || status=$$?; wait $$types || status=$$?; exit $$status
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto $(TEST_ARGS)

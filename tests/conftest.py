@@ -76,5 +76,5 @@ def int8() -> Int8Maker:
 
 @pytest.fixture(scope="session", params=llama2c_oracle.SAMPLES)
 def llama2c_sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> llama2c_oracle.Sample:
-    """Files of llama2.c: ours, and its own where they lie beside the project."""
+    """Files of llama2.c: generated ones, and its own where they lie next to the project."""
     return llama2c_oracle.sample(request.param, tmp_path_factory.mktemp("llama2c"))

@@ -41,10 +41,10 @@ from tests.architectures.kernels import cutlass, raw_kernels
 from tests.support.decoders import KINDS, WIDE, prompts_of, small
 
 SIZES = ((1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336), (50257, 1280), (320, 192))
-"""N and K of products whose kernels are chosen."""
+"""N and K of the products that kernels are chosen for."""
 TOKENS = (1, 2, 5, 16, 33, 64, 65, 200, 512, 2048, 8192)
 SCHEMES = ("w8a8", "w8a16", "int16x8", "codebook4", "codebook4_int8", "codebook3")
-"""Those of the models whose tokens are compared."""
+"""Those of the models that generate the compared tokens."""
 WALK = ", swizzle=1, raster=0, splits=1, reason='model', tuned_us=None"
 """What a choice without a walk of tiles says of the walk."""
 Facts = Iterator[tuple[str, object]]

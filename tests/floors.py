@@ -42,7 +42,7 @@ TESTS = (
 
 
 def oldest(project: dict[str, Any]) -> list[str]:
-    """``name==version`` of each dependency with a lower bound, but for torch and the CUDA packages."""
+    """``name==version`` of each dependency with a lower bound, except torch and the CUDA packages."""
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["hf"], *extras["serve"]]
     found = []

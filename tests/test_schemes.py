@@ -226,7 +226,7 @@ def test_quantization_error_names_the_layer():
     assert (str(copy), copy.layer) == (str(error), "h.0.mlp")
 
 
-def test_build_error_shows_kernel_command_and_the_end_of_the_log():
+def test_build_error_shows_kernel_command_and_log_end():
     log = "\n".join(f"line {i}" for i in range(50))
     error = errors.BuildError("nvcc failed", kernel="qcut_x", command="nvcc -cubin a.cu", log=log)
     lines = str(error).splitlines()

@@ -11,7 +11,7 @@ from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import KernelSource
 from tests.architectures.kernels import cutlass, raw_kernels
 from tests.architectures.reading import faults
-from tests.support.binaries import build
+from tests.architectures.record import require_sound
 
 
 def headers(sources: list[KernelSource]) -> set[str]:
@@ -44,12 +44,8 @@ def test_the_quarter_is_one_and_has_every_family() -> None:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_are_sound_on(arch: str) -> None:
-    sources = quarter()[arch]
-    found = {s.name: wrong for s, binary in zip(sources, build(*sources), strict=True) if (wrong := faults(s, binary))}
-    assert not found
+    require_sound(f"every family {arch}", quarter()[arch], faults)
 
 
 def test_cutlass_is_sound_on_a_new_architecture() -> None:
-    [source] = cutlass("sm_120")
-    [binary] = build(source)
-    assert not faults(source, binary)
+    require_sound("cutlass sm_120", cutlass("sm_120"), faults)

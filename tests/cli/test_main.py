@@ -111,7 +111,7 @@ def test_doctor_when_the_probe_does_not_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert not doctor.is_healthy(findings)
 
 
-def test_doctor_names_gpus_that_are_too_old_or_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_old_and_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpus(monkeypatch, replace(H200, name="Tesla T4", cc=(7, 5)))
     monkeypatch.setattr(doctor.metadata, "version", lambda package: "3.7.1")
     findings = doctor.examine(compile_probe=False)
@@ -305,7 +305,7 @@ def test_precompile_lists(menu: list[str], folder: Path, capsys: pytest.CaptureF
     assert not folder.exists()
 
 
-def test_a_reader_that_closes_its_end_is_answered_with_silence() -> None:
+def test_closed_pipe_ends_the_command_silently() -> None:
     command = [sys.executable, "-m", "qcut", "precompile", "--arch", "sm_80", "--list"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as qcut:
         assert qcut.stdout is not None

@@ -1,4 +1,4 @@
-"""``qcut generate`` and ``qcut eval``: text alone on standard output, the engine's answers, clear refusals."""
+"""``qcut generate`` and ``qcut eval``: only text on standard output, the engine's tokens, clear errors."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_page_says_what_the_budget_bought(plan: Plan) -> None:
     assert any(text.startswith("1 layer has a dearer scheme than the cheapest") for text in texts)
 
 
-def test_a_page_draws_what_more_or_less_would_buy(plan: Plan) -> None:
+def test_page_draws_costs_of_other_budgets(plan: Plan) -> None:
     """The line falls, every measured scheme is a named dot at its place, and the plan has a dot of its own."""
     assert not Page(plan_page(plan, "m")).of("polyline")
     plan.budget, plan.limit, plan.gap, plan.objective = None, 2000.0, 0.0, "stored"
@@ -225,7 +225,7 @@ def test_the_command_plans_within_bits(tmp_path: Path, capfd: pytest.CaptureFixt
     assert made.schemes == {name: layer["scheme"] for name, layer in answer["plan"]["layers"].items()}
     for extra, message in (
         (["--bits", 2], "allow 3."),
-        (["--bits", 4, "--gpu", "NVIDIA L40S"], "--gpu goes with --step-us"),
+        (["--bits", 4, "--gpu", "NVIDIA L40S"], "--gpu needs --step-us"),
         (["--step-us", 9, "--gpu", "abacus"], "abacus"),
     ):
         assert cli.main([*map(str, ["plan", DEMO, "--overwrite", *extra, *few, *words])]) != 0

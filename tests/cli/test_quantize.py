@@ -123,7 +123,7 @@ def test_info_of_a_float_model_builds_none(capfd: pytest.CaptureFixture[str], mo
 
 
 def test_info_reads_the_index_in_a_configuration_too(tmp_path: Path) -> None:
-    """A folder of transformers whose ``config.json`` has qcut's index under ``quantization_config``."""
+    """A folder of transformers with qcut's index in ``config.json`` under ``quantization_config``."""
     model = tiny_hf("gpt2")
     qcut.quantize(model, "w8a8", progress=False)
     qcut.save(model, tmp_path / "a", progress=False)
@@ -228,7 +228,7 @@ def test_what_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert (out / "config.json").read_text() == "another's"
 
 
-def test_leftovers_of_the_dead_go_and_work_in_progress_stays(tmp_path: Path) -> None:
+def test_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     dead = tmp_path / ".out.01234567.partial"
     dead.mkdir()
@@ -241,7 +241,7 @@ def test_leftovers_of_the_dead_go_and_work_in_progress_stays(tmp_path: Path) -> 
     assert [path.name for path in out.iterdir()] == ["first"]
 
 
-def test_a_rename_that_fails_puts_the_old_model_back(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rename_restores_the_old_model(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Path.rename
 
     def rename(self: Path, target: Path) -> Path:

@@ -28,7 +28,7 @@ CLASSES = (
     *("VideoMAEForVideoClassification", "BlipForQuestionAnswering", "Wav2Vec2ForAudioFrameClassification"),
 )
 NO_BATCH = ("VideoMAEForVideoClassification", "BlipForQuestionAnswering")
-"""Classes whose inputs the tests do not make; their state is compared alone."""
+"""Classes that the tests have no inputs for: only their state is compared."""
 
 
 def folder_of(name: str, path: Path) -> Path:
@@ -151,7 +151,7 @@ def test_the_class_is_one_of_transformers(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_causal_model_of_an_old_name_has_its_types_class(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_old_class_name_of_a_causal_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "float"
     build_huggingface(folder)
     config = json.loads((folder / "config.json").read_text())

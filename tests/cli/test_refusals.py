@@ -309,7 +309,7 @@ def test_what_the_machine_refuses_is_one_line(
     assert capsys.readouterr().err == f"qcut: {line}\n"
 
 
-def test_a_fault_of_qcuts_own_shows_where_it_is(
+def test_internal_error_shows_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def wrong(*_: object, **__: object) -> None:

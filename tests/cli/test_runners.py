@@ -58,7 +58,7 @@ def test_transformers_generates(folder: Path, scheme: str | None, capfd: pytest.
     assert PROMPT + answer["text"] + "\n" == out
 
 
-def test_draws_follow_the_seed_and_the_context_ends_a_text(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_draws_follow_the_seed_within_the_context(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ("generate", folder, "--prompt", PROMPT, "--temperature", 1, "--top-k", 50, "--top-p", 0.9, "--json")
     answers = [json.loads(run(capfd, *words, "--seed", seed)[1]) for seed in (1, 1, 2)]
     assert answers[0] == answers[1] != answers[2]

@@ -54,7 +54,7 @@ def test_slow_families_exist_on_every_gpu(gpu: Target) -> None:
 
 
 def of_device(change: Callable[[Tensor], object]) -> Check:
-    """A check whose first call is the device's, with a change, and whose second is the CPU's."""
+    """A check that changes the device's result (first call) and keeps the CPU's (second call)."""
     calls: list[bool] = []
 
     def compute() -> Tensor:
@@ -115,7 +115,7 @@ def test_differences(got: Tensor, want: Tensor | Near, says: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_half_an_ulp_is_the_most_that_rounding_errs(dtype: torch.dtype) -> None:
+def test_rounding_errs_by_half_an_ulp(dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).smallest_normal
     values = torch.randn(4000, dtype=torch.float64)
     values = torch.cat((values, values * tiny, values * 64))

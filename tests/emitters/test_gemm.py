@@ -1,4 +1,4 @@
-"""Products of many tokens with int8 weights: grids, memory, widths of access, halves, integers alone."""
+"""GEMMs with int8 weights: grids, memory, access widths, hi/lo splits, integer outputs."""
 
 from __future__ import annotations
 

@@ -72,8 +72,6 @@ def _one(names: list[str], seed: int, case: int) -> int:
 
 def _all(names: list[str], seed: int, cases: int, seconds: float | None, jobs: int) -> dict[str, Tally]:
     """Batches of all formats in turn, so that time runs out for all at once."""
-    import transformers  # noqa: F401  -- before the processes fork, and not in each of them
-
     begin = time.monotonic()
 
     def batches() -> Iterator[tuple[str, range]]:

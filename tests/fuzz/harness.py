@@ -342,6 +342,8 @@ def run(batches: Iterable[tuple[str, range]], seed: int, jobs: int = 1) -> Itera
     Raises:
         RuntimeError: the harness itself failed.
     """
+    with contextlib.suppress(ImportError):  # before processes fork: the import takes seconds in each of them
+        import transformers.models.llama.modeling_llama  # noqa: F401
     todo = iter(batches)
     workers: list[_Worker] = []
     try:

@@ -63,7 +63,7 @@ def test_values_come_back_within_half_a_step() -> None:
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_bad_token_gets_the_scale_nan_and_zeros(bad: float) -> None:
+def test_nan_token_gets_a_nan_scale_and_zeros(bad: float) -> None:
     x = normal(3, 20)
     x[1, 4] = bad
     q, scale = int16.quantize_tokens_ref(x, 32)

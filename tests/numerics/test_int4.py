@@ -93,7 +93,7 @@ def test_constant_and_far_rows_fit_the_levels(scale: float, offset: float) -> No
     assert ((int4.dequantize_rows_ref(*int4.quantize_rows_ref(flat)) - flat).abs() <= abs(offset * scale) * 0.06).all()
 
 
-def test_rows_beyond_the_scales_saturate_and_bad_ones_are_nan() -> None:
+def test_large_rows_saturate_and_nan_rows_are_nan() -> None:
     y = rows(64, 4)
     y[0] *= 1e30
     y[1, 3], y[2, 4] = math.nan, math.inf

@@ -70,7 +70,7 @@ def test_philox_refuses_other_counters():
             philox(torch.zeros(shape, dtype=torch.int64), 0)
 
 
-def test_uniform_is_the_first_24_bits_of_position_and_sequence():
+def test_uniform_is_24_bits_of_the_philox_counter():
     assert uniform(0, torch.tensor(0), torch.tensor(0)).item() == 0x6627E8 / 2**24
     sequence, position = torch.randint(0, 2**32, (2, 6, 50))
     got = uniform(2**63 + 5, sequence, position)
@@ -193,7 +193,7 @@ def test_limits_of_the_options_are_the_argmax():
         assert torch.equal(sample(logits, options, index, index), logits.argmax(1)), options
 
 
-def test_rows_without_a_finite_largest_logit_give_their_argmax():
+def test_infinite_largest_logit_gives_the_argmax():
     for row, index in ROWS_AND_ARGMAX:
         if not math.isfinite(row[index]):
             assert set(draws(torch.tensor(row), Sampling(3.0), 50).tolist()) == {index}, row
@@ -294,21 +294,21 @@ def test_tokens_match_the_oracle(dtype, options):
     assert got != argmax(logits).tolist()
 
 
-def test_top_p_keeps_the_shortest_prefix_at_its_boundary():
+def test_top_p_keeps_the_shortest_sufficient_prefix():
     four_equal = torch.zeros(4)
     for top_p, kept in ((0.25, 1), (0.25 + 2**-24, 2), (0.5, 2), (0.5 + 2**-26, 2), (0.75 + 2**-24, 4), (1.0, 4)):
         assert draws(four_equal, Sampling(1.0, top_p=top_p), 300).unique().tolist() == list(range(kept)), top_p
 
 
 def logit_under(weight: int) -> float:
-    """A float32 whose weight is the largest found of at most ``weight``."""
+    """The float32 logit with the largest weight of at most ``weight`` that was found."""
     steps = np.arange(-64, 65, dtype=np.float32) * np.spacing(F32(math.log(weight / 2**40)))
     d = torch.from_numpy(F32(math.log(weight / 2**40)) + steps)
     weights = sampling._weights(d)
     return d[weights.masked_fill(weights > weight, -1).argmax()].item()
 
 
-def test_top_p_is_not_reached_half_a_unit_below():
+def test_top_p_boundary_half_a_unit_below():
     total = 2**42 // 3 + 1  # three quarters of it are 2**40 + 1/2
     second = logit_under(total - 2**40)
     third = logit_under(total - sum(sampling._weights(torch.tensor([0.0, second])).tolist()))
@@ -318,7 +318,7 @@ def test_top_p_is_not_reached_half_a_unit_below():
     assert draws(logits, Sampling(1.0, top_p=0.75 - 2**-24), 300).unique().tolist() == [0]
 
 
-def test_top_k_keeps_the_lowest_indices_of_equal_logits():
+def test_top_k_of_equal_logits_keeps_lowest_indices():
     logits = torch.tensor([0.0, 2.0, 1.0, -0.0, 1.0, 0.0, 1.0])
     assert draws(logits, Sampling(10.0, top_k=3), 300).unique().tolist() == [1, 2, 4]
     assert draws(logits, Sampling(10.0, top_k=6), 300).unique().tolist() == [0, 1, 2, 3, 4, 6]

@@ -103,7 +103,7 @@ def test_a_row_does_not_depend_on_its_batch(options):
         assert torch.equal(sample(logits[part], options, sequence[part], position[part]), whole[part])
 
 
-def test_strides_and_gradients_of_the_logits_do_not_matter_and_inputs_stay():
+def test_logits_may_be_strided_and_stay_unchanged():
     logits, index, options = torch.randn(9, 130), rows(9), Sampling(1.5, top_k=50)
     expected = sample(logits, options, index, index)
     strided = torch.full((130, 18), NAN)[:, ::2].t()

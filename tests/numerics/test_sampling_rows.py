@@ -64,7 +64,7 @@ def test_keys_of_rows_are_keys() -> None:
         key_words([0, -1], CPU)
 
 
-def test_min_p_keeps_what_is_likely_beside_the_likeliest() -> None:
+def test_min_p_keeps_tokens_near_the_likeliest() -> None:
     p = softmax(LOGITS_10, 1.0, list(range(10)))
     kept = [token for token, share in p.items() if share >= 0.3 * p[2]]
     assert 2 < len(kept) < 9

@@ -1,4 +1,4 @@
-"""README and docs: snippets run, links lead somewhere, the README stays short; and the examples beside them."""
+"""README, docs and examples: snippets run, links have targets, the README stays short."""
 
 from __future__ import annotations
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import qcut
 from tests.support import ROOT
@@ -30,6 +33,11 @@ FLOORS: tuple[frozenset[str], ...] = (
 KNOW_EMITTERS = {"jit", "dispatch", "backends.cuda", "tuning", "cli"}
 KNOW_POINTERS = {"backends.cuda", "backends.triton", "tuning"}
 WITHOUT_TORCH = {"errors", "schemes", "jit", "dispatch"}
+
+
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
 
 
 def files(folder: str = "") -> list[Path]:
@@ -61,7 +69,7 @@ def imports(path: Path, *, at_import_time: bool = False) -> set[str]:
     With ``at_import_time``, only those that run when the module is imported.
     """
     found: set[str] = set()
-    todo: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
+    todo: list[ast.AST] = [syntax(path)]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -148,7 +156,7 @@ def test_no_import_circles():
 def fenced_names(path: Path) -> set[str]:
     """Uses of data pointers and streams. A storage's pointer is its identity, and no operand."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             pointer = node.attr == "data_ptr" and not owner.endswith("untyped_storage()")
@@ -171,8 +179,8 @@ def test_one_module_knows_torch_library():
     knowing = {
         module_name(path)
         for path in files()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.library"
+        for node in ast.walk(syntax(path))
+        if isinstance(node, ast.Attribute) and node.attr == "library" and ast.unparse(node) == "torch.library"
     }
     assert knowing == {"qcut.ops.definition", "qcut.ops.gradients", "qcut.ops.registry"}
 
@@ -183,41 +191,51 @@ def run(code: str, cwd: Path = ROOT) -> str:
     return result.stdout.strip()
 
 
+def run_each(first: str, codes: Iterable[str]) -> list[str]:
+    """What codes print, each in a fork of one process that has run the first: importing torch takes seconds."""
+    loop = f"""
+import os, sys
+{first}
+for code in {list(codes)!r}:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, code
+        print("--", flush=True)
+    else:
+        exec(code, {{}})
+        sys.stdout.flush()
+        os._exit(0)
+"""
+    return [text.strip() for text in run(loop).removesuffix("--").split("--\n")]
+
+
 def test_importing_qcut_imports_no_torch():
     assert run("import qcut, sys; print('torch' in sys.modules, 'qcut.ops' in sys.modules)") == "False False"
 
 
 def test_operators_are_there_when_they_are_used():
     use = "torch.ops.qcut.colsum(torch.ones(2, 3).char()).tolist()"
-    before = "before = 'qcut.ops' in sys.modules"
-    for imports in ("import torch, qcut", "import qcut, torch"):
-        assert run(f"import sys; {imports}; {before}; print(before, {use})") == "False [3, 3]"
-    assert run("import torch; torch.ops.qcut; import qcut; print('colsum' in str(torch.ops.qcut.colsum))") == "True"
-    assert run(f"import qcut.ops, torch; print({use})") == "[3, 3]"
-    assert run("import qcut, torch; print(hasattr(torch.ops.qcut, 'nothing'))") == "False"
+    first_use = f"import qcut, sys, torch; before = 'qcut.ops' in sys.modules; print(before, {use})"
+    after_torch = (
+        first_use,
+        "import torch; torch.ops.qcut; import qcut; print('colsum' in str(torch.ops.qcut.colsum))",
+        f"import qcut.ops, torch; print({use})",
+    )
+    assert run_each("import torch", after_torch) == ["False [3, 3]", "True", "[3, 3]"]
+    after_qcut = (first_use, "import qcut, torch; print(hasattr(torch.ops.qcut, 'nothing'))")
+    assert run_each("import qcut, torch", after_qcut) == ["False [3, 3]", "False"]
 
 
 def test_an_exported_program_loads_after_importing_qcut(tmp_path):
-    path = str(tmp_path / "layer.pt2")
-    code = """
-import sys, torch
-import qcut
-x = torch.arange(10.0).view(2, 5)
-"""
-    saved = run(
-        code
-        + f"""
-layer = qcut.Linear.from_float(torch.nn.Linear(5, 3))
-with torch.no_grad():
-    torch.export.save(torch.export.export(layer, (x,)), {path!r})
-    print(layer(x).tolist())
-"""
-    )
-    loaded = run(code + f"with torch.no_grad():\n    print(torch.export.load({path!r}).module()(x).tolist())")
-    assert loaded == saved
+    path, x = tmp_path / "layer.pt2", torch.arange(10.0).view(2, 5)
+    layer = qcut.Linear.from_float(torch.nn.Linear(5, 3))
+    with torch.no_grad():
+        torch.export.save(torch.export.export(layer, (x,)), path)
+        expected = str(layer(x).tolist())
+    load = f"torch.export.load({str(path)!r}).module()(torch.arange(10.0).view(2, 5)).tolist()"
+    assert run(f"import torch, qcut\nwith torch.no_grad():\n    print({load})") == expected
 
 
-def test_a_folder_named_emitters_beside_a_script_does_no_harm(tmp_path):
+def test_scripts_may_have_a_folder_named_emitters(tmp_path):
     (tmp_path / "emitters").mkdir()
     (tmp_path / "emitters" / "__init__.py").write_text("raise RuntimeError('not qcut')\n")
     code = f"""
@@ -238,19 +256,17 @@ copy = lambda: __import__("copy").deepcopy(model)
 """
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        "qcut.Linear",
-        # Classes for transformers import transformers, which imports torch's compiler.
-        "for name in set(qcut.__all__) - {'QcutConfig', 'foreign_config'}: getattr(qcut, name)",
-        f"""{_MODEL}
+USES = (
+    "qcut.Linear",
+    # Classes for transformers import transformers, which imports torch's compiler.
+    "for name in set(qcut.__all__) - {'QcutConfig', 'foreign_config'}: getattr(qcut, name)",
+    f"""{_MODEL}
 for scheme in ("w8a8", "w8a16", "int16x8", "codebook4", "codebook3_qr", "codebook4_int8"):
     quantized = copy()
     qcut.quantize(quantized, scheme, progress=False)
     quantized(x)
 """,
-        f"""{_MODEL}
+    f"""{_MODEL}
 qcut.quantize(model, qcut.plan(copy(), [x], budget=0.1, objective="memory"), calibration=qcut.calibrate(copy(), [x]))
 model(x)
 import tempfile
@@ -258,26 +274,24 @@ folder = tempfile.mkdtemp() + "/saved"
 qcut.save(model, folder)
 qcut.load(folder, model=copy)
 """,
-    ],
-    ids=["a class", "all names", "every scheme", "a plan and a folder"],
 )
-def test_the_cpu_imports_no_compiler_and_no_kernel_side(use: str) -> None:
-    """The compiler of torch takes longer to import than torch itself."""
-    code = f"""
-import sys, torch
-before = set(sys.modules)
-import qcut
-{use}
+LEFT_OUT = """
 new = set(sys.modules) - before
 print(torch.cuda.is_initialized())
 others = ("cuda", "nvidia", "cutlass_library", "cutlass_cppgen", "triton", "sympy", "transformers", "scipy", "numba")
 print(sorted(m for m in new if m.partition(".")[0] in others or m.startswith(("torch._dynamo", "torch._inductor"))))
 modules = ("", ".cuda", ".cuda.explanation", ".cuda.launch", ".cuda.launch.waiting")  # they import the rest when called
-public = {{f"qcut.backends{{module}}" for module in modules}}
-sides = tuple(f"qcut.{{side}}" for side in ("backends", "emitters", "jit", "dispatch"))
+public = {f"qcut.backends{module}" for module in modules}
+sides = tuple(f"qcut.{side}" for side in ("backends", "emitters", "jit", "dispatch"))
 print(sorted(m for m in new - public if m.startswith(sides)))
 """
-    assert run(code).splitlines() == ["False", "[]", "[]"]
+
+
+def test_cpu_use_imports_no_compiler() -> None:
+    """The compiler of torch takes longer to import than torch itself."""
+    codes = [f"import sys, torch\nbefore = set(sys.modules)\nimport qcut\n{use}\n{LEFT_OUT}" for use in USES]
+    for use, printed in zip(USES, run_each("import torch", codes), strict=True):
+        assert printed.splitlines() == ["False", "[]", "[]"], use
 
 
 def test_importing_the_kernel_side_imports_no_compiler():
@@ -289,7 +303,7 @@ print([m for m in sys.modules if m.partition(".")[0] in ("torch", "cuda", "cutla
     assert run(code) == "[]"
 
 
-def test_the_command_line_imports_no_torch_before_a_command_runs():
+def test_help_imports_no_torch():
     code = """
 import sys
 from qcut.cli.main import main

@@ -131,7 +131,7 @@ def test_console_script_is_callable(project: dict[str, Any]) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_gpu_wheels_are_linux_only_and_follow_the_cuda_release_of_torch(project: dict[str, Any]) -> None:
+def test_cuda_dependencies_follow_the_release_of_torch(project: dict[str, Any]) -> None:
     requirements = [Requirement(line) for line in project["dependencies"]]
     gpu = [r for r in requirements if r.name.startswith(("nvidia-", "cuda-"))]
     assert {r.name for r in gpu} == {"cuda-python", "cuda-core", "cuda-toolkit", "nvidia-cutlass"}
@@ -147,7 +147,7 @@ def test_gpu_wheels_are_linux_only_and_follow_the_cuda_release_of_torch(project:
     assert toolkit.extras == {"cccl", "crt", "cudart", "nvcc", "nvrtc", "nvvm"}
 
 
-def test_the_oldest_versions_are_refused_as_they_are_declared(project: dict[str, Any]) -> None:
+def test_versions_below_the_declared_ones_are_refused(project: dict[str, Any]) -> None:
     lines = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
     declared = {(r := Requirement(line)).name: r.specifier for line in lines}
     for package, (oldest, _) in versions.OLDEST.items():
@@ -271,7 +271,7 @@ def test_another_qcut_in_the_same_folder_is_refused(tmp_path: Path, files: dict[
     assert "pip uninstall --yes qcut qcut-inference" in last
 
 
-def test_the_command_refuses_where_the_other_was_installed_last(tmp_path: Path) -> None:
+def test_command_refuses_an_overwritten_installation(tmp_path: Path) -> None:
     (tmp_path / "qcut").mkdir()
     for path in (ROOT / "qcut").iterdir():
         if path.name != "__init__.py":

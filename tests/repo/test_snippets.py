@@ -31,12 +31,12 @@ ELSEWHERE = {
     "docs/walkthrough.md": "tests/repo/test_documents.py",
     "docs/adding.md": "tests/repo/test_documents.py compares its quotes with the code",
 }
-"""Pages whose Python is run by another test."""
+"""Pages with Python that another test runs."""
 NOT_RUN = {
     "docs/foreign-checkpoints.md": "files of 5 GB from a hub; tests/checkpoints/formats reads small ones",
     "docs/serving.md": "needs vLLM; tests/integrations/vllm makes the same calls",
 }
-"""Pages whose Python cannot run here."""
+"""Pages with Python that cannot run here."""
 COMMANDS_NOT_RUN = {
     r"pip install": "installs packages; tests/repo/test_packaging.py builds the wheel",
     r"make ": "runs suites; the Makefile is CI's",
@@ -72,7 +72,7 @@ def commands(page: str) -> list[str]:
             if not re.match(r"(cat|curl|lm_eval|make|pip|python|qcut|torchrun|vllm) ", line):
                 continue
             end = re.search(r"<<'(\w+)'", line)
-            found += [line] if end else line.split(" && ")
+            found += [line] if end else re.sub(r"\s+# .*", "", line).split(" && ")
             for one in lines if end else ():
                 found[-1] += f"\n{one}"
                 if end is not None and one == end[1]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,18 @@ PATIENCE_S = 60
 NOISE = 0.03
 
 
+@cache
+def quantized() -> Any:
+    """The embedded model in W8A8; all engines share its weights."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    qcut.quantize(model, "w8a8")
+    return model
+
+
 def engine(batch: int = 4, context: int = 96, wrap: Callable[[Any], Any] = lambda tokenizer: tokenizer) -> qcut.Engine:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
-    tokenizer = wrap(tokenizer)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    qcut.quantize(model, "w8a8")
-    return qcut.Engine(model, batch=batch, context=context, tokenizer=tokenizer)
+    return qcut.Engine(quantized(), batch=batch, context=context, tokenizer=wrap(tokenizer))
 
 
 def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, index: int = 0) -> list[str]:
@@ -70,13 +76,13 @@ def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, 
 
 @dataclass
 class Served:
-    """A server, and what is behind it.
+    """A running server with its scheduler and engine.
 
     Attributes:
         port: of this machine's own address.
         scheduler: the server's.
-        alone: another engine over the same weights, to compare with.
-        server: which signals end.
+        alone: another engine over the same weights, for comparison.
+        server: ended by signals.
         finished: what `running.run` has returned, when it has.
     """
 
@@ -107,7 +113,7 @@ class Served:
             time.sleep(0.01)
 
     def text(self, prompt: str, count: int, **options: Any) -> str:
-        """The text that one prompt gets alone."""
+        """The text that the engine generates for one prompt, without a server."""
         stop = [*self.alone.end_tokens, *options.pop("stop", ())]
         (found,) = self.alone.generate(prompt, count, stop=stop, **options)
         assert found.text is not None

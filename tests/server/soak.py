@@ -1,8 +1,8 @@
-"""Many clients, kind and unkind, for as long as one likes: whether a server loses, mixes or keeps anything.
+"""Many clients, some of them faulty: the server must not lose, mix or leak anything.
 
-Clients ask for whole answers and streams, which must be those that the engine gives alone; they go in the middle of a
-stream, or before their answer; they send what is no request, and too much of it. Afterwards the server has nothing to
-do, and takes no more memory, files and threads than before.
+Clients ask for whole responses and streams, which must equal the engine's without a server; they disconnect during a
+stream or before the response; they send malformed and oversized requests. Afterwards the server is idle and holds no
+more memory, files and threads than before.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def test_hosts(server: str, host: str, is_let_in: bool) -> None:
 
 
 def test_every_address_of_this_machine_looks_at_hosts(tmp_path: Path) -> None:
-    """A server of all addresses, whose key comes from a file."""
+    """A server on all addresses that reads its key from a file."""
     key = tmp_path / "key"
     key.write_text("secret\n")
     server = Process(tmp_path / "log", "--host", "0.0.0.0", "--api-key-file", str(key), "--allow-host", "proxy.example")

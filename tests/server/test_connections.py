@@ -187,7 +187,7 @@ def test_a_client_that_goes_is_noticed(brief: Served, behind: bytes) -> None:
     assert brief.scheduler.load.new_tokens - before < 40 * 90 / 2
 
 
-def test_a_new_connection_takes_the_place_of_an_idle_one(brief: Served) -> None:
+def test_new_connection_replaces_an_idle_one(brief: Served) -> None:
     before = brief.metrics()
     running = http.client.HTTPConnection("127.0.0.1", brief.port, timeout=PATIENCE_S)
     running.request("POST", COMPLETIONS, json.dumps({**LONG, "stream": True}), {"Content-Type": "application/json"})
@@ -209,7 +209,7 @@ def test_a_new_connection_takes_the_place_of_an_idle_one(brief: Served) -> None:
 
 
 def test_beyond_the_limit_of_requests() -> None:
-    """With no connection that waits for its request, a new one is told to come again."""
+    """A new connection gets 503 if no open connection is idle."""
     with serving(engine(batch=1), limits={"connections": 2}) as served:
         held = []
         for _ in range(2):

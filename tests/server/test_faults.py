@@ -1,4 +1,4 @@
-"""Faults within a request end that request alone, and leave nothing behind."""
+"""A fault within a request ends only that request and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class SlowScheduler(qcut.Scheduler):
         return super().submit_samples(*given, **options)
 
 
-def test_a_client_that_goes_while_its_prompts_are_submitted() -> None:
+def test_client_disconnects_while_prompts_are_submitted() -> None:
     """No further prompt of it is submitted, and what runs ends."""
     with serving(engine(), kind=SlowScheduler) as served:
         data = json.dumps({"prompt": ["x"] * 100, "max_tokens": 90, "ignore_eos": True}).encode()

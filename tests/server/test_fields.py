@@ -217,7 +217,7 @@ def test_many_wrong_items_cost_one_error(kind: type[Schema], field: str, item: s
     assert time.process_time() - start < 5, "half a minute, where an error is listed for each item"
 
 
-def test_levels_of_the_log_are_quiet_for_known_fields(caplog: pytest.LogCaptureFixture) -> None:
+def test_known_fields_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         read(ChatBody, {"store": True, "tools": None, "user": "me", "cache_prompt": True})
     assert not caplog.records

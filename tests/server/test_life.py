@@ -1,4 +1,4 @@
-"""A server's life: it ends when what runs has ended, dies with its engine, and comes back."""
+"""A server's life: graceful shutdown, failure with its engine, restart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def asked(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, 
 
 
 def begun(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    """A stream whose first piece has come."""
+    """A stream that has delivered its first chunk."""
     connection, answer = asked(port, body)
     while not (line := answer.readline()).startswith(b"data: {"):
         assert line in (b": waiting\n", b"\n")
@@ -112,7 +112,7 @@ def test_grace_bounds_what_runs(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_dies_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits is told, and nobody is served by what is broken."""
+    """Waiting requests get an error, and a broken engine serves no other."""
     one = engine()
     scheduler: Any = None
 
@@ -154,7 +154,7 @@ def test_a_failure_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> N
         assert call(served.port, "POST", "/v1/completions", LONG)[0] == 200
 
 
-def test_what_is_wrong_is_said_before_the_model_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_fail_before_the_model_loads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def says(*options: object) -> str:
         with contextlib.suppress(SystemExit):
             assert cli.main(["serve", *map(str, options)]) == 1

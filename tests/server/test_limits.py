@@ -145,7 +145,7 @@ def test_long_texts_are_refused_before_they_are_tokenized() -> None:
 
 
 def test_a_normalizer_may_shorten_a_text() -> None:
-    """Such a text is judged by its beginning, of which few tokens are left."""
+    """A long text is judged by the tokens that the normalizer leaves of its first part."""
     limit = PromptLimit(words(normalizers.Replace(" ", "")), 3, 100)
     limit.check(Text(" " * HALF + "abc"))
     spaced = PromptLimit(words(normalizers.Lowercase()), 3, 100)

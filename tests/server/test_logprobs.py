@@ -29,7 +29,7 @@ def sentencepiece() -> Any:
 
 
 def metaspace() -> Any:
-    """A tokenizer of T5's kind, whose decoder takes a space from the text's beginning."""
+    """A tokenizer like T5's: decoding drops the space at the start of a text."""
     words = {word: i for i, word in enumerate(["<unk>", "▁a", "a", "▁list", "list", "▁of", "s"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -74,7 +74,7 @@ def test_tokens_are_the_text_in_pieces(make: Any) -> None:
         assert all(token in top for token, top in zip(columns["tokens"], columns["top_logprobs"], strict=True))
 
 
-def test_a_space_belongs_to_the_token_that_brings_it() -> None:
+def test_space_belongs_to_its_own_token() -> None:
     tokenizer = sentencepiece()
     tokens = ids("▁a", "▁list", "s", "▁of", "a")
     for before, first in ((None, " a"), (ids("<s>"), "a"), (ids("<s>", "s"), " a"), ([], "a")):

@@ -251,7 +251,7 @@ def test_the_context_ends_a_text(client: Any, served: Served) -> None:
     assert answer.usage.total_tokens == served.alone.context + 1
 
 
-def test_64_clients_at_once_get_what_each_gets_alone(served: Served) -> None:
+def test_64_concurrent_clients_get_their_own_tokens(served: Served) -> None:
     prompts = [f"{TEXTS[i % 4]} {i}" for i in range(64)]
     alone = [steady(served.alone, prompt, 3 + i % 6, qcut.Sampling()) for i, prompt in enumerate(prompts)]
     asked = [i for i, texts in enumerate(alone) if texts]

@@ -89,7 +89,7 @@ def test_wrong_fields(served: Served, path: str, body: dict[str, Any], param: st
     assert len(error["message"]) < 1000
 
 
-def test_a_prompt_beyond_the_context_has_openai_s_code(served: Served) -> None:
+def test_too_long_prompt_has_openais_code(served: Served) -> None:
     _, answer, _ = served.call("POST", COMPLETIONS, {**GOOD, "prompt": "word " * 200})
     assert answer["error"]["code"] == "context_length_exceeded"
 

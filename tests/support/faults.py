@@ -87,7 +87,7 @@ STEPS = ("open", "fsync", "replace", "unlink", "mkdir", "rmdir", "ftruncate", "w
 
 
 def deaths(act: Callable[[], object]) -> Iterator[int]:
-    """Run a function in forked children, of which the first dies before its first step, the next before the second …
+    """Run a function in forked children: child i is killed before step i of its writes.
 
     Yields:
         The step, after each death. Ends when a child has finished without dying.

@@ -29,7 +29,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Put a file in the place of the one that is there, whose memory stays as it is."""
+    """Replace a safetensors file; mappings of the old file stay valid."""
     written = path.with_suffix(".written")
     save_file(dict(tensors), written, metadata={"format": "pt"})
     os.replace(written, path)

@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 PROMPT = "Once upon a time"
 DATA = ROOT.parent / "shared" / "data"
 SAMPLES = ("ours", *(("llama2.c's",) if (DATA / "stories260K.bin").is_file() else ()))
-"""Ours is made by `sample`; the one that llama2.c itself wrote is taken where it lies beside the project."""
+"""`sample` makes one; the other, written by llama2.c, is used where it lies next to the project."""
 
 
 class Sizes(NamedTuple):
@@ -220,7 +220,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def llama(**changes: Any) -> Any:
-    """A random Llama that the format can hold, but for the changes."""
+    """A random Llama that the format can hold, except for the changes."""
     import transformers
 
     torch.manual_seed(5)

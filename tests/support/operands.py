@@ -32,7 +32,7 @@ def operands(layouts: str, m: int, n: int, k: int, **memory: int) -> tuple[Tenso
 
 
 def case(dtype: torch.dtype, m: int, n: int, k: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """Tokens, padded weight, bias, multiplier and shift, whose results lie within and beyond the range."""
+    """Tokens, padded weight, bias, multiplier and shift; some results exceed the output's range."""
     g = torch.Generator().manual_seed(seed)
     lo, hi = (-128, 127) if dtype is torch.int8 else (-(2**15), int16.LARGEST)
     q = torch.randint(lo, hi + 1, (m, k), generator=g).to(dtype)

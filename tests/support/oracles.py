@@ -44,7 +44,7 @@ def token_oracle(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def near_ties() -> torch.Tensor:
-    """Rows whose quotients lie within an ulp of a half, where a reciprocal rounds to other integers."""
+    """Rows with quotients within an ulp of a half, where multiplying by a reciprocal rounds differently."""
     absmax = torch.linspace(1.0, 2.0, 512)
     half = (torch.arange(127) + 0.5) * (absmax / 127)[:, None]
     return torch.cat([absmax[:, None], half, torch.nextafter(half, torch.tensor(0.0)), -half], 1)

@@ -74,7 +74,7 @@ def config_of(job: Job) -> dict[str, Any]:
 
 
 def rows_for(name: str, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Tokens ``[3, K]`` for a layer, of different magnitudes, the last one zero but for one column."""
+    """Tokens ``[3, K]`` for a layer, of different magnitudes, the last one zero except for one column."""
     x = torch.randn(3, k, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
     x[1] *= 100
     x[2] = 0

@@ -1,4 +1,4 @@
-"""A directory as the turboquant-model package writes it, from its description alone: numpy and float64."""
+"""Directories as the turboquant-model package writes them, made from its description in numpy and float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support import ROOT
 
 THEIRS = ROOT.parent / "shared" / "data" / "turboquant-qr-4bit"
 SAMPLES = ("ours", *(("the package's",) if THEIRS.is_dir() else ()))
-"""Ours is made by `sample`; the one that the package itself wrote is taken where it lies beside the project."""
+"""`sample` makes one; the other, written by the package, is used where it lies next to the project."""
 
 GROUP, SEED = 128, 42
 CONFIG = {

@@ -63,7 +63,7 @@ def token_batches(count: int = 3, rows: int = 2, length: int = 16, vocabulary: i
 
 
 def tiny_hf(kind: str) -> Any:
-    """A random GPT-2 or Llama of transformers, built from its configuration alone."""
+    """A random GPT-2 or Llama of transformers, built from a configuration."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(2)
     if kind == "gpt2":

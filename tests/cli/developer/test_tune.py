@@ -81,7 +81,7 @@ def test_the_command_resumes_and_starts_afresh(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("built")
-def test_the_command_fails_where_a_kernel_is_wrong_and_says_what_no_family_has(
+def test_command_fails_for_wrong_kernels_and_unknown_families(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     bench = FakeBench()

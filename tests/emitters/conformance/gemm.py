@@ -77,7 +77,7 @@ def refuses(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
 
 
 def mma_instructions(source: KernelSource) -> Iterator[str]:
-    """Integers alone take no float, halves are combined exactly."""
+    """Integer kernels use no float; hi/lo splits are combined exactly."""
     yield product_of(source)
     if re.search(r"_k16?n|_s8xs8_s8_sn_b_\d", source.name) and "k1n1" not in source.name:
         yield from (r"LDSM\.16\.M88\.4$", COPY)

@@ -1,4 +1,4 @@
-"""Rows of the conformance suite: products of few tokens, whose weights stream past them."""
+"""Rows of the conformance suite: products of few tokens with streamed weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ INT8_TILE = W8A8Tile(2, 10, prefetch=2)
 
 
 def int8_sources(arch: str) -> Iterator[KernelSource]:
-    """Every kind of tokens and type, in tiles of 1 to 32 warps, of 1 to 32 tokens; halves; integers alone."""
+    """Every token kind and type, in tiles of 1 to 32 warps and 1 to 32 tokens; hi/lo splits; integer outputs."""
     shapes = [
         (problem_of("none", BF16), 8, 4096, 14336),
         (problem_of("given", F16, activation=Activation.GELU_TANH, absmax=True), 8, 5120, 1280),

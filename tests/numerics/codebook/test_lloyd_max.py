@@ -20,7 +20,7 @@ def error(values: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("bits", "published"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
-def test_the_error_is_the_published_one_and_no_neighbour_has_less(bits: int, published: float):
+def test_error_is_the_published_least(bits: int, published: float):
     values = torch.tensor(lloyd_max.levels(bits), dtype=torch.float64)
     assert torch.equal(values, -values.flip(0))
     assert torch.equal(lloyd_max.codebook(bits), values.float())

@@ -15,7 +15,7 @@ from tests.support.oracles import normal
 BOOK = pairs.codebook()
 
 
-def test_bits_of_an_index_are_signs_and_a_point():
+def test_index_bits_are_signs_and_a_point():
     assert BOOK.shape == (256, 2)
     assert (BOOK[:64] > 0).all()
     for index in range(256):

@@ -20,7 +20,7 @@ def tables(values: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
     return layout.int8_weight(units, 4, packed, values, layout.fold_scales(packed, values))[:n, :16]
 
 
-def test_one_table_serves_every_norm_where_it_is_said_to() -> None:
+def test_one_table_serves_every_group_scale() -> None:
     every = torch.arange(0x0001, 0x7C00, 7, dtype=torch.int16).view(torch.float16)  # finite norms above 0
     books = [lloyd_max.codebook(4).half()]
     books += [torch.randn(16, generator=torch.Generator().manual_seed(seed)).half() for seed in range(6)]
@@ -30,7 +30,7 @@ def test_one_table_serves_every_norm_where_it_is_said_to() -> None:
         assert torch.equal(found, found[:1].expand_as(found))
 
 
-def test_values_that_fall_on_midpoints_have_no_one_table() -> None:
+def test_values_on_midpoints_have_no_single_table() -> None:
     assert not has_one_table(torch.arange(16.0) - 8)  # 4 · 127 / 8 = 63.5
     assert not has_one_table(torch.tensor([0.5, 127.0]))
     book = torch.tensor([*range(-7, 9)], dtype=torch.float16)

@@ -99,7 +99,7 @@ def test_rows_do_not_depend_on_the_chunk(kind: rotation.Kind, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("bits", "residual_bits"), [(4, 4), (4, 2), (2, 3)])
-def test_the_error_of_two_passes_is_the_product_of_theirs(bits: int, residual_bits: int):
+def test_error_of_two_stages_is_the_product(bits: int, residual_bits: int):
     weight = normal(64, 512)
     first, second = two_passes(weight, bits, residual_bits, norm_dtype=torch.float32)
     assert torch.equal(first.indices, quantize(weight, bits).indices)

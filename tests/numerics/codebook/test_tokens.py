@@ -77,7 +77,7 @@ def test_products_divide_by_one_root(kind: str, k: int, group: int):
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
 
-def test_int8_is_the_row_quantized_once_for_all_passes():
+def test_residual_stages_share_one_quantized_row():
     x = tokens(6, 320, torch.float16)
     x[1] = 0
     x[2, 7] = float("nan")

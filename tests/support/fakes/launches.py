@@ -1,4 +1,4 @@
-"""What operators launch, noted on the CPU: a stand-in for launch plans that keeps each call's arguments by name."""
+"""Launches of operators on the CPU: a stand-in for launch plans records each call's arguments by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C++ operators on CPU tensors: callbacks stand in for the driver and for host launchers, and note launches."""
+"""The C++ operators on CPU tensors: callbacks stand in for the driver and for host launchers, and record launches."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_the_answer_without_a_gpu_as_text(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_k_or_scale_that_cannot_be_computed_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_k_or_scale_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gemm", "1", "1", "131072"]) == 1
     assert "K is 131072; int32 sums are exact for K <= 131071" in capsys.readouterr().err
     assert cli.main(["gemm", "1", "1", "1", "--scale", "1e99"]) == 1

@@ -18,7 +18,7 @@ def test_the_table_is_where_the_method_ends():
     assert abs(lloyd_pairs.centroids(stored)[1] - error) < 1e-7
 
 
-def test_the_method_finds_none_that_is_better_by_much():
+def test_lloyd_iteration_does_not_improve_the_pairs():
     found, error = lloyd_pairs.solve()
     means, _ = lloyd_pairs.centroids(found)
     assert (means - found).abs().max() < 1e-6
@@ -26,7 +26,7 @@ def test_the_method_finds_none_that_is_better_by_much():
     assert 0.999 * stored < error < 1.01 * stored
 
 
-def test_the_error_is_less_than_that_of_single_values():
+def test_pairs_err_less_than_single_values():
     # On a grid, whose cells are small beside those of the codebook, independent of the method's own integrals.
     x = (torch.arange(1600, dtype=torch.float64) + 0.5) * (7 / 1600)
     weight = torch.exp(-x * x / 2)

@@ -89,7 +89,7 @@ def test_no_single_pair_could_be_better():
 
 @pytest.mark.parametrize("rows", ["alone", "together"])
 @pytest.mark.parametrize(("kind", "k", "group_size"), [("hadamard", 320, 128), ("qr", 200, 72)])
-def test_a_fit_loses_less_than_rounding_and_than_single_values(kind: rotation.Kind, k: int, group_size: int, rows: str):
+def test_fitted_pairs_lose_less_than_rounding(kind: rotation.Kind, k: int, group_size: int, rows: str):
     weight, h, g = normal(96, k), metric(k), metric(96, seed=2) if rows == "together" else None
     weight[5] = 0
     weights = (torch.eye(96) if g is None else g).double()
