@@ -63,16 +63,17 @@ def folder_of(module: str) -> str:
     return ".".join(parts[1:3]) if parts[1:2] == ["backends"] else "".join(parts[1:2])
 
 
-def imports(path: Path, *, at_import_time: bool = False) -> set[str]:
-    """Dotted names a file imports, in functions too, except for type checkers; ``from a import b`` is a and a.b.
+def imports(path: Path, *, at_import_time: bool = False, for_types: bool = False) -> set[str]:
+    """Dotted names a file imports, in functions too; ``from a import b`` is a and a.b.
 
-    With ``at_import_time``, only those that run when the module is imported.
+    With ``at_import_time``, only those that run when the module is imported; with ``for_types``, also those under
+    ``TYPE_CHECKING``.
     """
     found: set[str] = set()
     todo: list[ast.AST] = [syntax(path)]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if not for_types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         if at_import_time and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -141,12 +142,12 @@ def test_the_kernel_side_never_sees_torch():
 
 
 def test_no_import_circles():
-    """Imports within functions count. A package's own ``__init__`` is no arrow: each module imports it first."""
+    """Imports within functions and for type checkers count. A package's own ``__init__`` is no arrow: each module imports it first."""
     paths = {module_name(path): path for path in files()}
     graph = {}
     for name, path in paths.items():
         packages = {name.rsplit(".", i)[0] for i in range(name.count(".") + 1)}
-        graph[name] = (imports(path) & paths.keys()) - packages
+        graph[name] = (imports(path, for_types=True) & paths.keys()) - packages
     del graph["qcut"]  # loads everything lazily, by name
     while leaves := {name for name, used in graph.items() if not used & graph.keys()}:
         graph = {name: used for name, used in graph.items() if name not in leaves}
