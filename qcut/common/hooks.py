@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-_quantized: dict[str, Callable[[nn.Module], None]] = {}
-
 
 def when_imported(name: str, then: str) -> None:
     """Call a function on a module: now where it was imported, and after each import and each reload that follows.
@@ -44,10 +42,12 @@ class _QcutFinder:
 
     Attributes:
         waiting: functions, by the module that they wait for.
+        quantized: functions that are called with each quantized model, by name.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[str]] = {}
+        self.quantized: dict[str, Callable[[nn.Module], None]] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         finders = list(sys.meta_path)
@@ -130,10 +130,10 @@ def when_quantized(name: str, hook: Callable[[nn.Module], None]) -> None:
         name: of the hook; one of the same name takes the place of the earlier one.
         hook: must not fail, and must not hold the model.
     """
-    _quantized[name] = hook
+    _FINDER.quantized[name] = hook
 
 
 def notify_quantized(model: nn.Module) -> None:
     """Call all hooks with a model that holds quantized layers now."""
-    for hook in tuple(_quantized.values()):
+    for hook in tuple(_FINDER.quantized.values()):
         hook(model)

@@ -51,7 +51,7 @@ def test_bits_make_a_plan_of_the_text(text: Path, tmp_path: Path, capfd: pytest.
     assert bits < 3.6 + 0.15  # biases and codebooks, which the limit does not count
     for extra, message in (
         (["--bits", 3], "--bits needs --calibrate TEXT"),
-        (["--bits", 3, "--calibrate", text, "--smooth", 0.5], "--smooth: not with --bits"),
+        (["--bits", 3, "--calibrate", text, "--smooth", 0.5], "--smooth: not allowed with --bits"),
     ):
         assert cli.main([*map(str, ["quantize", DEMO, *extra, "--out", tmp_path / "none"])]) != 0
         assert message in capfd.readouterr().err
