@@ -142,7 +142,7 @@ def test_the_kernel_side_never_sees_torch():
 
 
 def test_no_import_circles():
-    """Imports in functions and for type checkers count. A package's ``__init__`` is no arrow: modules import it first."""
+    """Imports in functions and for type checkers count. A package's ``__init__`` is no arrow: it is imported first."""
     paths = {module_name(path): path for path in files()}
     graph = {}
     for name, path in paths.items():

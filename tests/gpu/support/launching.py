@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.backends.cuda.launch import native
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.gemm.problem import GemmProblem, Layout
 from qcut.jit.launch import QUERY_CAN_IMPLEMENT, QUERY_WORKSPACE_BYTES
@@ -151,3 +154,17 @@ def launch_cutlass(
         results.append(d.take(n))
     assert_same(results[0], results[1])
     return results[0]
+
+
+@contextmanager
+def left_to_python() -> Iterator[None]:
+    """A block whose operators are served by Python; the C++ operators, if there are any, pass calls on."""
+    library = native.library()
+    if library is None:
+        yield
+        return
+    library.leave_to_python(1)
+    try:
+        yield
+    finally:
+        library.leave_to_python(0)

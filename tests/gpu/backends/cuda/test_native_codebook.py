@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from qcut.numerics.codebook.layout import from_blocks
 from qcut.numerics.codebook.products import pack_book
 from tests.gpu.layers.test_codebook import layer, tokens
 from tests.gpu.layers.test_shifted import made
+from tests.gpu.support.launching import left_to_python
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -39,19 +39,10 @@ def library() -> _native.Library:
     return found
 
 
-@contextmanager
-def left_to_python(library: _native.Library) -> Iterator[None]:
-    library.leave_to_python(1)
-    try:
-        yield
-    finally:
-        library.leave_to_python(0)
-
-
 def by_python(library: _native.Library, call: Callable[[], Any]) -> Any:
     """The call's result, computed by Python; it makes the plans that C++ uses."""
     before = library.hits
-    with left_to_python(library):
+    with left_to_python():
         result = call()
     assert library.hits == before
     return result

@@ -15,6 +15,7 @@ import qcut
 from qcut.backends.cuda.launch import native as _native
 from qcut.layers.int8 import W8A8StaticLinear
 from tests.gpu.layers.test_linear import SCHEMES, layer, tokens
+from tests.gpu.support.launching import left_to_python
 from tests.gpu.support.oracles import DEVICE, assert_same, name
 
 pytestmark = pytest.mark.usefixtures("prebuilt")
@@ -47,13 +48,8 @@ def arguments(linear: qcut.Linear, x: Tensor) -> tuple[str, tuple[Any, ...]]:
 
 
 def by_python(linear: qcut.Linear, x: Tensor) -> Tensor:
-    library = _native.library()
-    assert library is not None
-    library.leave_to_python(1)
-    try:
+    with left_to_python():
         result: Tensor = linear(x)
-    finally:
-        library.leave_to_python(0)
     return result
 
 
