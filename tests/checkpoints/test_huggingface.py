@@ -144,11 +144,12 @@ def test_the_bound_is_of_the_thread_that_builds(monkeypatch: pytest.MonkeyPatch)
     assert built == [3_000, 3_000]
 
 
-@pytest.mark.parametrize("value", ["a", -1, None, [], {}, 1.5, True, 10**6])
 @pytest.mark.parametrize("key", ["n_layer", "n_head", "n_embd", "vocab_size", "activation_function", "dtype"])
-def test_config_values_of_any_type_load_or_are_refused(key: str, value: Any) -> None:
-    with torch.device("meta"), contextlib.suppress(CheckpointError):
-        model_of("GPT2LMHeadModel", config_of("gpt2") | {key: value}, FILE, tensors=40)
+def test_values_of_any_type_load_or_are_refused(key: str) -> None:
+    config = config_of("gpt2")
+    for value in ("a", -1, None, [], {}, 1.5, True, 10**6):
+        with torch.device("meta"), contextlib.suppress(CheckpointError):
+            model_of("GPT2LMHeadModel", config | {key: value}, FILE, tensors=40)
 
 
 def test_nesting_ends_somewhere() -> None:

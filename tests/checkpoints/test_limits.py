@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,13 +23,33 @@ def fails_at_once(folder: Path, message: str) -> None:
     assert time.perf_counter() - start < 10
 
 
-@pytest.mark.parametrize("key", ["n_layer", "num_labels"])
-def test_counts_in_qcuts_format(tmp_path: Path, key: str) -> None:
+WIDE = {f"k{i}": i % 7 for i in range(1 << 16)}
+MANY = r"a model of more than \d+ modules and tensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     model = tiny_hf("gpt2")
     quantize(model, progress=False)
     qcut.save(model, tmp_path)
-    rewrite(tmp_path / "qcut_config.json", lambda data: data["huggingface"]["config"].update({key: 10**9}))
-    fails_at_once(tmp_path, rf"{key} is 1000000000; allowed: at most \d+")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        ("config", {"n_layer": 10**9}, r"n_layer is 1000000000; allowed: at most \d+"),
+        ("config", {"num_labels": 10**9}, r"num_labels is 1000000000; allowed: at most \d+"),
+        ("config", {"n_layer": 1024}, MANY),
+        ("config", {"n_layer": 65536}, MANY),
+        ("config", WIDE, r"config has \d+ values or more; allowed: 65536"),
+        ("generation_config", WIDE, r"generation_config has \d+ values or more; allowed: 65536"),
+    ],
+    ids=["layers", "labels", "modules", "more modules", "values", "values of generation"],
+)
+def test_counts_in_qcuts_format(folder: Path, part: str, change: dict[str, int], message: str) -> None:
+    rewrite(folder / "qcut_config.json", lambda data: data["huggingface"].setdefault(part, {}).update(change))
+    fails_at_once(folder, message)
 
 
 def test_counts_in_turboquants_format(tmp_path: Path) -> None:
@@ -43,38 +62,8 @@ def test_counts_in_turboquants_format(tmp_path: Path) -> None:
     fails_at_once(tmp_path, "num_hidden_layers is 1000000000; allowed: at most")
 
 
-@pytest.mark.parametrize("layers", [1024, 65536])
-def test_models_of_far_more_modules_than_tensors(tmp_path: Path, layers: int) -> None:
-    model = tiny_hf("gpt2")
-    quantize(model, progress=False)
-    qcut.save(model, tmp_path)
-
-    def change(data: dict[str, Any]) -> None:
-        data["huggingface"]["config"]["n_layer"] = layers
-
-    rewrite(tmp_path / "qcut_config.json", change)
-    fails_at_once(tmp_path, r"a model of more than \d+ modules and tensors")
-
-
-@pytest.mark.parametrize("key", ["config", "generation_config"])
-def test_configurations_of_many_values(tmp_path: Path, key: str) -> None:
-    model = tiny_hf("gpt2")
-    quantize(model, progress=False)
-    qcut.save(model, tmp_path)
-    wide = {f"k{i}": i % 7 for i in range(1 << 16)}
-    rewrite(tmp_path / "qcut_config.json", lambda data: data["huggingface"].setdefault(key, {}).update(wide))
-    fails_at_once(tmp_path, rf"{key} has \d+ values or more; allowed: 65536")
-
-
-def test_labels_of_many_classes_are_read(tmp_path: Path) -> None:
-    model = tiny_hf("gpt2")
-    quantize(model, progress=False)
-    qcut.save(model, tmp_path)
+def test_labels_of_many_classes_are_read(folder: Path) -> None:
     labels = {str(i): f"class {i}" for i in range(21843)}
-    backwards = {name: int(i) for i, name in labels.items()}
-
-    def change(data: dict[str, Any]) -> None:
-        data["huggingface"]["config"] |= {"id2label": labels, "label2id": backwards}
-
-    rewrite(tmp_path / "qcut_config.json", change)
-    assert len(qcut.load(tmp_path, progress=False, verify=False).config.id2label) == 21843
+    both = {"id2label": labels, "label2id": {name: int(i) for i, name in labels.items()}}
+    rewrite(folder / "qcut_config.json", lambda data: data["huggingface"]["config"].update(both))
+    assert len(qcut.load(folder, progress=False, verify=False).config.id2label) == 21843

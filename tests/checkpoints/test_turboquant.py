@@ -352,29 +352,6 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "parameter's dtype": (REST, lambda t: t.update({"model.norm.weight": torch.ones(32).int()}), r"norm\.weight.*I32"),
     "superfluous": (REST, lambda t: t.update({"model.more": torch.ones(1)}), r"1 do not belong.*model\.more"),
 }
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_what_does_not_fit_is_refused(tmp_path: Path, case: str):
-    name, change, message = DAMAGE[case]
-    save(llama(), tmp_path)
-    load(tmp_path, progress=False)
-    rewrite(tmp_path / name, change)
-    skeleton = tiny_hf("llama")
-    before = [(n, id(m)) for n, m in skeleton.named_modules()]
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load(tmp_path, model=None if name == "config.json" else skeleton, progress=False, verify=False)
-    assert str(caught.value).startswith(f"{tmp_path}{os.sep}")
-    assert [(n, id(m)) for n, m in skeleton.named_modules()] == before
-
-
-def test_indices_beyond_the_codebook_are_refused(tmp_path: Path):
-    save(llama(Config(bit_width=3, group_size=16)), tmp_path)
-    rewrite(tmp_path / MODEL, lambda t: t[f"{UP}.indices"].view(-1)[5].fill_(0x80))
-    with pytest.raises(CheckpointError, match=rf"{UP}\.indices.*index 8; 3 bits hold less"):
-        load(tmp_path, progress=False, verify=False)
-
-
 UNSUPPORTED: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
     "entropy coding": (CONFIG, lambda c: c.update(entropy_coding=True), "entropy_coding is True"),
     "factored norms": (CONFIG, lambda c: c.update(norm_codec="factored_int8"), "norm_codec is 'factored_int8'"),
@@ -385,12 +362,36 @@ UNSUPPORTED: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, case: str):
-    name, change, message = UNSUPPORTED[case]
-    save(llama(), tmp_path)
-    rewrite(tmp_path / name, change)
-    with pytest.raises(UnsupportedError, match=message):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    save(llama(), folder)
+    load(folder, progress=False)
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A sound directory for one test to damage."""
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize("case", [*DAMAGE, *UNSUPPORTED])
+def test_damaged_and_unsupported_directories_are_refused(folder: Path, case: str):
+    name, change, message = (DAMAGE | UNSUPPORTED)[case]
+    rewrite(folder / name, change)
+    skeleton = tiny_hf("llama")
+    before = [(n, id(m)) for n, m in skeleton.named_modules()]
+    with pytest.raises(UnsupportedError if case in UNSUPPORTED else CheckpointError, match=message) as caught:
+        load(folder, model=None if name == "config.json" else skeleton, progress=False, verify=False)
+    assert str(caught.value).startswith(f"{folder}{os.sep}")
+    assert [(n, id(m)) for n, m in skeleton.named_modules()] == before
+
+
+def test_indices_beyond_the_codebook_are_refused(tmp_path: Path):
+    save(llama(Config(bit_width=3, group_size=16)), tmp_path)
+    rewrite(tmp_path / MODEL, lambda t: t[f"{UP}.indices"].view(-1)[5].fill_(0x80))
+    with pytest.raises(CheckpointError, match=rf"{UP}\.indices.*index 8; 3 bits hold less"):
         load(tmp_path, progress=False, verify=False)
 
 
@@ -400,31 +401,29 @@ def test_empty_unknown_keys_and_missing_keys_are_accepted(tmp_path: Path):
 
 @pytest.mark.parametrize("name", [MODEL, REST])
 @pytest.mark.parametrize("keep", [0, 4, 300, -1])
-def test_truncated_files_are_refused(tmp_path: Path, name: str, keep: int):
-    save(llama(), tmp_path)
-    file = tmp_path / name
+def test_truncated_files_are_refused(folder: Path, name: str, keep: int):
+    file = folder / name
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=rf"{name}: truncated"):
-        load(tmp_path, progress=False)
+        load(folder, progress=False)
 
 
-def test_pickles_are_never_read(tmp_path: Path):
-    save(llama(), tmp_path)
+def test_pickles_are_never_read(folder: Path):
     loaded = []
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
             return loaded.append, (1,)
 
-    torch.save(Trap(), tmp_path / "codebook.pt")
-    torch.save(Trap(), tmp_path / "non_quantized.pt")
-    load(tmp_path, progress=False)
-    (tmp_path / MODEL).unlink()
+    torch.save(Trap(), folder / "codebook.pt")
+    torch.save(Trap(), folder / "non_quantized.pt")
+    load(folder, progress=False)
+    (folder / MODEL).unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*codebook\.pt holds pickles, which are not read"):
-        load(tmp_path, progress=False)
-    shutil.copy(tmp_path / "codebook.pt", tmp_path / MODEL)
+        load(folder, progress=False)
+    shutil.copy(folder / "codebook.pt", folder / MODEL)
     with pytest.raises(CheckpointError, match="not a safetensors file"):
-        load(tmp_path, progress=False)
+        load(folder, progress=False)
     assert not loaded
 
 

@@ -9,11 +9,9 @@ from tests.support import ROOT
 
 LONGER = {
     "backends": 16,
-    "checkpoints": 17,
     "common": 35,
     "engine": 17,
     "gpu": 25,
-    "integrations": 18,
     "kills": 4,
     "layers": 15,
     "ops": 11,

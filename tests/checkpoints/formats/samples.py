@@ -151,15 +151,9 @@ def asymmetric(weight: Tensor, size: int, bits: int = 4, *, symmetric: bool = Fa
 
 def words(q: Tensor, bits: int = 4) -> Tensor:
     """int32 words of integers along the last dimension, the lowest bits first."""
-    count = 32 // bits
-    rows = q.reshape(-1, q.shape[-1]).tolist()
-    packed = [
-        [sum(int(v) << (bits * i) for i, v in enumerate(row[at : at + count])) for at in range(0, len(row), count)]
-        for row in rows
-    ]
-    signed = torch.tensor(packed, dtype=torch.int64)
-    signed = torch.where(signed >= 1 << 31, signed - (1 << 32), signed)
-    return signed.to(torch.int32).view(*q.shape[:-1], -1)
+    parts = q.long().reshape(*q.shape[:-1], -1, 32 // bits) << torch.arange(0, 32, bits)
+    words = parts.sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def gptq(weight: Tensor, *, size: int, bits: int = 4, added: int = 1, order: Tensor | None = None,

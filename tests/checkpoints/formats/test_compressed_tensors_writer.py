@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,18 +100,18 @@ def test_logits_differ_by_how_tokens_are_rounded_alone(tmp_path: Path, kind: str
     assert not torch.equal(theirs, ours)
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "int4", "codebook4_g16"])
-def test_other_schemes_are_refused(tmp_path: Path, scheme: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"layer 'model.* is .*; only w8a8 is"):
-        qcut.save_compressed_tensors(quantized(scheme=scheme), tmp_path)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *(
+            (lambda scheme=scheme: quantized(scheme=scheme), r"layer 'model.* is .*; only w8a8 is")
+            for scheme in ("w8a16", "int4", "codebook4_g16")
+        ),
+        (lambda: quantized("gpt2"), r"layer 'transformer.h.0.attn.c_attn' is a Conv1D"),
+        (lambda: small("llama"), "no layer is w8a8"),
+    ],
+)
+def test_other_models_are_refused(tmp_path: Path, make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        qcut.save_compressed_tensors(make(), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_conv1d_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"layer 'transformer.h.0.attn.c_attn' is a Conv1D"):
-        qcut.save_compressed_tensors(quantized("gpt2"), tmp_path)
-
-
-def test_float_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="no layer is w8a8"):
-        qcut.save_compressed_tensors(small("llama"), tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from qcut.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.formats import samples
 from tests.checkpoints.formats.samples import AWQ, GPTQ
 
+Pack = Callable[[str, Tensor], samples.Packed]
 FIRST = "model.layers.0.self_attn.q_proj"
 
 
-def check(folder: Path, expected: Any, scheme: str) -> torch.nn.Module:
+def check(folder: Path, expected: Any, scheme: str) -> None:
     """Weights exactly those expected, logits near those of float64, and a save and load that change no bit."""
     model = samples.loaded(folder)
     for name, module in samples.linears(expected).items():
@@ -27,23 +29,51 @@ def check(folder: Path, expected: Any, scheme: str) -> torch.nn.Module:
         assert layer.scheme.name == scheme, name
         assert torch.equal(layer.dequantized_weight().double(), module.weight), name
         assert torch.equal(layer.rows(torch.tensor([3, 0])).double(), module.weight[[3, 0]]), name
-    with torch.no_grad():
-        logits, wanted = model(samples.IDS).logits, expected(samples.IDS).logits
-        torch.testing.assert_close(logits.double(), wanted, rtol=1e-3, atol=1e-3)
-        qcut.save(model, folder / "saved")
-        assert torch.equal(qcut.load(folder / "saved", progress=False)(samples.IDS).logits, logits)
-    return model
+    samples.assert_serves(model, expected, folder / "saved")
 
 
-@pytest.mark.parametrize(("form", "added"), [("gptq", 1), ("gptq_v2", 0)])
-@pytest.mark.parametrize("size", [32, 64, -1])
-def test_zero_points_of_gptq(tmp_path: Path, form: str, added: int, size: int) -> None:
-    config = {**GPTQ, "group_size": size, "checkpoint_format": form}
+def gptq(size: int = 32, **options: Any) -> Pack:
+    return lambda _, weight: samples.gptq(weight, size=weight.shape[1] if size == -1 else size, **options)
 
+
+def awq(size: int = 32) -> Pack:
+    return lambda _, weight: samples.awq(weight, size)
+
+
+def sorted_columns(symmetric: bool) -> Pack:
     def pack(name: str, weight: Tensor) -> samples.Packed:
-        return samples.gptq(weight, size=weight.shape[1] if size == -1 else size, added=added)
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(len(name)))
+        return samples.gptq(weight, size=32, order=order, symmetric=symmetric)
 
-    scheme = {32: "int4_g32_shifted", 64: "int4_g64_shifted", -1: "int4_rows_shifted"}[size]
+    return pack
+
+
+GROUPS = {32: "g32", 64: "g64", -1: "rows"}
+BOTH = {"meta": {"quantizer": ["gptqmodel:6.0.0"]}, "pack_dtype": "int32"}
+READ: list[tuple[dict[str, Any], Pack, str]] = [
+    *(
+        ({"group_size": size, "checkpoint_format": form}, gptq(size, added=added), f"int4_{group}_shifted")
+        for size, group in GROUPS.items()
+        for form, added in (("gptq", 1), ("gptq_v2", 0))
+    ),
+    ({}, gptq(symmetric=True), "int4_g32"),
+    ({"sym": True}, gptq(added=0, symmetric=True), "int4_g32"),  # zero points of gptq_v2 under the name gptq
+    ({"desc_act": True}, sorted_columns(True), "int4_g32_ordered"),
+    ({"desc_act": True}, sorted_columns(False), "int4_g32_shifted_ordered"),
+    ({"bits": 8, "group_size": -1}, gptq(-1, bits=8, symmetric=True), "w8a16"),
+    ({"bits": 8}, gptq(bits=8, symmetric=True), "codebook4+4_g32_none_shifted"),
+    ({"bits": 8}, gptq(bits=8), "codebook4+4_g32_none_shifted"),
+    ({"bits": 8, "group_size": -1}, gptq(-1, bits=8), "codebook4+4_rows_none_shifted"),
+    (AWQ, awq(), "int4_g32_shifted"),
+    ({**AWQ, "group_size": 64}, awq(64), "int4_g64_shifted"),
+    ({**BOTH, "method": "gptq"}, gptq(), "int4_g32_shifted"),
+    ({**AWQ, **BOTH, "method": "awq"}, awq(), "int4_g32_shifted"),
+]
+
+
+@pytest.mark.parametrize(("changes", "pack", "scheme"), READ)
+def test_weights_are_those_of_the_definition(tmp_path: Path, changes: dict[str, Any], pack: Pack, scheme: str) -> None:
+    config = changes if "quant_method" in changes else {**GPTQ, **changes}
     check(tmp_path, samples.write(tmp_path, config, pack), scheme)
 
 
@@ -55,49 +85,6 @@ def test_zero_points_of_0(tmp_path: Path, form: str, added: int) -> None:
     check(tmp_path, expected, "int4_g32_shifted")
 
 
-def test_symmetric_gptq_is_a_plain_codebook(tmp_path: Path) -> None:
-    expected = samples.write(tmp_path, GPTQ, lambda _, w: samples.gptq(w, size=32, symmetric=True))
-    check(tmp_path, expected, "int4_g32")
-
-
-def test_gptq_v2_zero_points_under_the_name_gptq(tmp_path: Path) -> None:
-    expected = samples.write(
-        tmp_path, {**GPTQ, "sym": True}, lambda _, w: samples.gptq(w, size=32, added=0, symmetric=True)
-    )
-    check(tmp_path, expected, "int4_g32")
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_columns_sorted_by_activation(tmp_path: Path, symmetric: bool) -> None:
-    def pack(name: str, weight: Tensor) -> samples.Packed:
-        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(len(name)))
-        return samples.gptq(weight, size=32, order=order, symmetric=symmetric)
-
-    expected = samples.write(tmp_path, {**GPTQ, "desc_act": True}, pack)
-    check(tmp_path, expected, "int4_g32_ordered" if symmetric else "int4_g32_shifted_ordered")
-
-
-def test_8_bits_with_a_scale_for_each_row(tmp_path: Path) -> None:
-    config = {**GPTQ, "bits": 8, "group_size": -1}
-    expected = samples.write(tmp_path, config, lambda _, w: samples.gptq(w, size=w.shape[1], bits=8, symmetric=True))
-    check(tmp_path, expected, "w8a16")
-
-
-@pytest.mark.parametrize(("size", "symmetric"), [(32, True), (32, False), (-1, False)])
-def test_8_bits_in_groups_or_with_zero_points(tmp_path: Path, size: int, symmetric: bool) -> None:
-    def pack(name: str, weight: Tensor) -> samples.Packed:
-        return samples.gptq(weight, size=weight.shape[1] if size == -1 else size, bits=8, symmetric=symmetric)
-
-    expected = samples.write(tmp_path, {**GPTQ, "bits": 8, "group_size": size}, pack)
-    check(tmp_path, expected, f"codebook4+4_{'rows' if size == -1 else 'g32'}_none_shifted")
-
-
-@pytest.mark.parametrize("size", [32, 64])
-def test_awq(tmp_path: Path, size: int) -> None:
-    expected = samples.write(tmp_path, {**AWQ, "group_size": size}, lambda _, w: samples.awq(w, size))
-    check(tmp_path, expected, f"int4_g{size}_shifted")
-
-
 def test_16_bit_tokens_round_once(tmp_path: Path) -> None:
     expected = samples.write(tmp_path, AWQ, lambda _, w: samples.awq(w, 32))
     layer = qcut.load(tmp_path, progress=False).get_submodule(FIRST)
@@ -106,15 +93,6 @@ def test_16_bit_tokens_round_once(tmp_path: Path) -> None:
     assert layer(x).dtype is torch.float16
     bound = exact.abs() * 2.0**-11 + 1e-4 * x.double().abs() @ expected.get_submodule(FIRST).weight.abs().double().T
     assert bool(((layer(x).double() - exact).abs() <= bound).all())
-
-
-@pytest.mark.parametrize("config", [GPTQ, AWQ], ids=["gptq", "awq"])
-def test_method_under_both_its_names(config: dict[str, Any], tmp_path: Path) -> None:
-    kind = config["quant_method"]
-    both = {**config, "method": kind, "meta": {"quantizer": ["gptqmodel:6.0.0"]}, "pack_dtype": "int32"}
-    pack = {"awq": lambda _, w: samples.awq(w, 32), "gptq": lambda _, w: samples.gptq(w, size=32)}[kind]
-    expected = samples.write(tmp_path, both, pack)
-    check(tmp_path, expected, "int4_g32_shifted")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -179,10 +180,17 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    save(quantized("plain"), folder)
+    return folder
+
+
 @pytest.mark.parametrize("case", DAMAGE)
-def test_what_does_not_fit_is_refused_before_use(tmp_path: Path, case: str) -> None:
+def test_what_does_not_fit_is_refused_before_use(written: Path, tmp_path: Path, case: str) -> None:
     change, message = DAMAGE[case]
-    save(quantized("plain"), tmp_path)
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path, **change)
     skeleton = tiny_lm()
     before = [(n, id(m)) for n, m in skeleton.named_modules()]

@@ -117,25 +117,6 @@ def test_floats_stay_floats(tmp_path: Path) -> None:
     assert torch.equal(model(samples.IDS).logits, expected.float()(samples.IDS).logits)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0"])
-def test_other_types_are_refused_by_name(tmp_path: Path, kind: str) -> None:
-    write(tmp_path / "model.gguf", Type[kind])
-    with pytest.raises(UnsupportedError, match=rf"tensor 'blk.0.attn_q.weight' is of the type {kind}; F32, F16, Q4_0"):
-        qcut.load(tmp_path / "model.gguf", progress=False)
-
-
-def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf", Type.Q4_0, arch="gemma")
-    with pytest.raises(UnsupportedError, match=r"general.architecture is 'gemma'; llama"):
-        qcut.load(tmp_path / "model.gguf", progress=False)
-
-
-def test_scaled_rotations_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf", Type.Q4_0, metadata=lambda out: out.add_rope_scaling_type(gguf.RopeScalingType.YARN))
-    with pytest.raises(UnsupportedError, match=r"llama.rope.scaling.type 'yarn'.*config.json next to"):
-        qcut.load(tmp_path / "model.gguf", progress=False)
-
-
 def scaled(*entries: tuple[str, str, Any]) -> Callable[[Any], None]:
     def put(out: Any) -> None:
         for key, kind, value in entries:
@@ -145,6 +126,39 @@ def scaled(*entries: tuple[str, str, Any]) -> Callable[[Any], None]:
 
 
 TYPE, FACTOR, OLD = "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear"
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
+    "Q4_1": ("Q4_1", {}, UnsupportedError, r"tensor 'blk.0.attn_q.weight' is of the type Q4_1; F32, F16, Q4_0"),
+    "Q5_0": ("Q5_0", {}, UnsupportedError, r"tensor 'blk.0.attn_q.weight' is of the type Q5_0; F32, F16, Q4_0"),
+    "architecture": ("Q4_0", {"arch": "gemma"}, UnsupportedError, r"general.architecture is 'gemma'; llama"),
+    "yarn": (
+        "Q4_0",
+        {"metadata": scaled((TYPE, "string", "yarn"))},
+        UnsupportedError,
+        r"llama.rope.scaling.type 'yarn'.*config.json next to",
+    ),
+    "token outside of the vocabulary": (
+        "F16",
+        {"metadata": scaled(("tokenizer.ggml.eos_token_id", "uint32", 10**6))},
+        CheckpointError,
+        r"eos_token_id: found 1000000; allowed: 0 to",
+    ),
+    "adapter": (
+        "F16",
+        {"metadata": lambda out: out.add_type("adapter")},
+        UnsupportedError,
+        r"general.type is 'adapter'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_files_are_refused_by_name(tmp_path: Path, case: str) -> None:
+    kind, options, error, message = REFUSED[case]
+    write(tmp_path / "model.gguf", Type[kind], **options)
+    with pytest.raises(error, match=message):
+        qcut.load(tmp_path / "model.gguf", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +217,7 @@ def test_linear_scaling_is_llama_cpps(
         ("use_parallel_residual", "bool", True),
     ],
 )
-def test_entries_that_change_what_is_computed_are_refused(tmp_path: Path, key: str, kind: str, value: Any) -> None:
+def test_entries_that_change_results_are_refused(tmp_path: Path, key: str, kind: str, value: Any) -> None:
     write(tmp_path / "model.gguf", Type.F16, metadata=scaled((f"llama.{key}", kind, value)))
     with pytest.raises(UnsupportedError, match=rf"metadata llama\.{key}|and values of 8 columns"):
         qcut.load(tmp_path / "model.gguf", progress=False)
@@ -228,18 +242,6 @@ def test_entries_that_change_nothing_are_read(tmp_path: Path) -> None:
     write(tmp_path / "model.gguf", Type.F16, metadata=scaled(*entries))
     model: Any = qcut.load(tmp_path / "model.gguf", progress=False)
     assert model.config.eos_token_id == [2, 5]
-
-
-def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf", Type.F16, metadata=scaled(("tokenizer.ggml.eos_token_id", "uint32", 10**6)))
-    with pytest.raises(CheckpointError, match=r"eos_token_id: found 1000000; allowed: 0 to"):
-        qcut.load(tmp_path / "model.gguf", progress=False)
-
-
-def test_other_files_than_models_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "model.gguf", Type.F16, metadata=lambda out: out.add_type("adapter"))
-    with pytest.raises(UnsupportedError, match=r"general.type is 'adapter'"):
-        qcut.load(tmp_path / "model.gguf", progress=False)
 
 
 def split(path: Path, count: int = 3) -> list[Path]:
