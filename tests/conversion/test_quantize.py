@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -212,19 +213,17 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     plan = make_plan(model, {"blocks.0.q": "w8a8"})
     with pytest.raises(ConfigError, match="smooth, then plan"):
         quantize(model, plan, smooth=0.5, progress=False)
+    nope = make_plan(model, {"blocks.0.q": "w8a8"})
+    nope.layers["nope"] = nope.layers["blocks.0.q"]
     plan.layers["blocks.0.q"].in_features = 48
-    with pytest.raises(PlanError, match=r"blocks\.0\.q.*32 x 48.*32 x 32"):
-        quantize(model, plan, progress=False)
-    plan = make_plan(model, {"blocks.0.q": "w8a8"})
-    plan.layers["nope"] = plan.layers["blocks.0.q"]
-    with pytest.raises(PlanError, match="'nope' of the plan"):
-        quantize(model, plan, progress=False)
-    plan = make_plan(model, {"blocks.0.q": "w8a8_static"})
-    with pytest.raises(PlanError, match=r"blocks\.0\.q.*static_range"):
-        quantize(model, plan, progress=False)
-    plan = make_plan(model, {"blocks.0.q": "w4"})
-    with pytest.raises(PlanError, match=r"blocks\.0\.q.*'w4'"):
-        quantize(model, plan, progress=False)
+    for bad, message in (
+        (plan, r"blocks\.0\.q.*32 x 48.*32 x 32"),
+        (nope, "'nope' of the plan"),
+        (make_plan(model, {"blocks.0.q": "w8a8_static"}), r"blocks\.0\.q.*static_range"),
+        (make_plan(model, {"blocks.0.q": "w4"}), r"blocks\.0\.q.*'w4'"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            quantize(model, bad, progress=False)
     tied = Tied()
     with pytest.raises(PlanError, match="shares its weight with 'b'"):
         quantize(tied, make_plan(tied, {"a": "w8a8", "b": "fp16"}), progress=False)
@@ -235,27 +234,28 @@ def test_refusals_name_what_is_allowed() -> None:
     model = tiny_lm()
     cal = calibrate(model, token_batches(), layers=["*.up"], progress=False)
     before = snapshot(model)
-    with pytest.raises(ConfigError, match="w8a8_static"):
-        quantize(model, "w4a4", progress=False)
-    with pytest.raises(ConfigError, match="leaves every layer"):
-        quantize(model, "fp16", progress=False)
-    with pytest.raises(ConfigError, match="needs calibration"):
-        quantize(model, "w8a8_static", progress=False)
-    with pytest.raises(ConfigError, match="needs calibration"):
-        quantize(model, smooth=0.5, progress=False)
-    with pytest.raises(CalibrationError, match=r"'blocks\.0\.q' was not calibrated"):
-        quantize(model, "w8a8_static", calibration=cal, progress=False)
     narrow = calibrate(tiny_lm(width=16), token_batches(), progress=False)
-    with pytest.raises(CalibrationError, match=r"calibrated with 16 input channels, the model has 32"):
-        quantize(model, "w8a8_static", calibration=narrow, progress=False)
-    with pytest.raises(
-        QuantizationError, match=r"no layer to work on: all 11 linear layers.* left out by skip=\('\*',\)"
-    ):
-        quantize(model, skip=("*",), progress=False)
-    with pytest.raises(QuantizationError, match="matches none"):
-        quantize(model, include=["x"], progress=False)
-    with pytest.raises(QuantizationError, match=r"bare Linear; use qcut\.Linear\.from_float"):
-        quantize(nn.Linear(4, 4), progress=False)
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"scheme": "w4a4"}, ConfigError, "w8a8_static"),
+        ({"scheme": "fp16"}, ConfigError, "leaves every layer"),
+        ({"scheme": "w8a8_static"}, ConfigError, "needs calibration"),
+        ({"smooth": 0.5}, ConfigError, "needs calibration"),
+        ({"scheme": "w8a8_static", "calibration": cal}, CalibrationError, r"'blocks\.0\.q' was not calibrated"),
+        (
+            {"scheme": "w8a8_static", "calibration": narrow},
+            CalibrationError,
+            "calibrated with 16 input channels, the model has 32",
+        ),
+        (
+            {"skip": ("*",)},
+            QuantizationError,
+            r"no layer to work on: all 11 linear layers.* left out by skip=\('\*',\)",
+        ),
+        ({"include": ["x"]}, QuantizationError, "matches none"),
+    ]
+    for options, error, message in refused:
+        with pytest.raises(error, match=message):
+            quantize(model, **options, progress=False)
     assert same(before, snapshot(model))
 
 

@@ -121,27 +121,22 @@ def test_what_is_refused():
     model, reference = pair()
     state = copy.deepcopy(model.state_dict())
 
-    def refine(*args, **options):
-        qcut.refine(*args, **options, progress=False)
-
-    with pytest.raises(CalibrationError, match="found none"):
-        refine(model, reference, [])
-    with pytest.raises(ConfigError, match=r"^rate: found -1"):
-        refine(model, reference, texts(1), rate=-1)
-    with pytest.raises(ConfigError, match="code_rate: found inf"):
-        refine(model, reference, texts(1), code_rate=float("inf"))
-    with pytest.raises(ConfigError, match="steps: found 0"):
-        refine(model, reference, texts(1), steps=0)
-    with pytest.raises(ConfigError, match=r"no untied layer with rotated codebooks among \*\.nothing"):
-        refine(model, reference, texts(1), layers=["*.nothing"])
-    with pytest.raises(ConfigError, match="no untied layer"):
-        refine(reference, reference, texts(1))
-    with pytest.raises(ShapeError, match="the reference's"):
-        refine(model, reference.model, texts(1))
+    for options, error, message in (
+        ({"batches": []}, CalibrationError, "found none"),
+        ({"rate": -1}, ConfigError, r"^rate: found -1"),
+        ({"code_rate": float("inf")}, ConfigError, "code_rate: found inf"),
+        ({"steps": 0}, ConfigError, "steps: found 0"),
+        ({"layers": ["*.nothing"]}, ConfigError, r"no untied layer with rotated codebooks among \*\.nothing"),
+        ({"model": reference}, ConfigError, "no untied layer"),
+        ({"reference": reference.model}, ShapeError, "the reference's"),
+    ):
+        given = {"model": model, "reference": reference, "batches": texts(1), "progress": False}
+        with pytest.raises(error, match=message):
+            qcut.refine(**given | options)
     broken = copy.deepcopy(reference)
     broken.model.norm.weight.fill_(torch.nan)
     with pytest.raises(CalibrationError, match="batch 0: the loss is nan"):
-        refine(model, broken, texts(1))
+        qcut.refine(model, broken, texts(1), progress=False)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not any("forward" in m.__dict__ for m in model.modules())
 

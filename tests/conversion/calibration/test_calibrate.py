@@ -4,7 +4,9 @@ import json
 import math
 import os
 from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,16 +170,15 @@ def test_modes_and_hooks_are_restored() -> None:
 
 def test_refusals() -> None:
     model = tiny_lm()
-    with pytest.raises(CalibrationError, match="found none"):
-        calibrate(model, [], progress=False)
-    with pytest.raises(DtypeError, match="found int"):
-        calibrate(model, [3], progress=False)
-    with pytest.raises(ConfigError, match="minmax, quantile, mse"):
-        calibrate(model, token_batches(), method="max", progress=False)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"quantile: found 0\.3"):
-        calibrate(model, token_batches(), quantile=0.3, progress=False)
-    with pytest.raises(ConfigError, match="sample_size"):
-        calibrate(model, token_batches(), sample_size=0, progress=False)
+    for batches, options, error, message in (
+        ([], {}, CalibrationError, "found none"),
+        ([3], {}, DtypeError, "found int"),
+        (token_batches(), {"method": "max"}, ConfigError, "minmax, quantile, mse"),
+        (token_batches(), {"quantile": 0.3}, ConfigError, r"quantile: found 0\.3"),
+        (token_batches(), {"sample_size": 0}, ConfigError, "sample_size"),
+    ):
+        with pytest.raises(error, match=message):
+            calibrate(model, batches, progress=False, **options)  # type: ignore[arg-type]
     with pytest.raises(CalibrationError, match="'nope' was not calibrated"):
         calibrate(model, token_batches(), progress=False).range("nope")
     idle = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
@@ -215,43 +216,39 @@ def test_a_failed_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def damage(directory: Path, how: str) -> None:
-    index = directory / "calibration.json"
-    data = json.loads(index.read_text())
-    tensors = directory / data["file"]
-    if how == "truncated":
-        tensors.write_bytes(tensors.read_bytes()[:-100])
-    elif how == "garbage":
-        tensors.write_bytes(b"garbage")
-    elif how == "missing":
-        tensors.unlink()
-    elif how == "no json":
-        index.write_text("{")
-    elif how == "a list":
-        index.write_text("[]")
-    else:
-        if how == "foreign":
-            data["format"] = "other"
-        elif how == "escape":
-            data["file"] = "../x.safetensors"
-        elif how == "size":
-            data["layers"]["blocks.0.up"]["sample"][1] += 1
-        elif how == "layer":
-            del data["layers"]["blocks.0.up"]
-        elif how == "field":
-            del data["method"]
-        index.write_text(json.dumps(data))
+DAMAGE: dict[str, Callable[[Any], object]] = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "garbage": lambda file: file.write_bytes(b"garbage"),
+    "missing": lambda file: file.unlink(),
+    "no json": lambda index: index.write_text("{"),
+    "a list": lambda index: index.write_text("[]"),
+    "foreign": lambda data: data.update(format="other"),
+    "escape": lambda data: data.update(file="../x.safetensors"),
+    "size": lambda data: data["layers"]["blocks.0.up"]["sample"].__setitem__(1, 33),
+    "layer": lambda data: data["layers"].pop("blocks.0.up"),
+    "field": lambda data: data.pop("method"),
+}
+OF_TENSORS, OF_INDEX = ("truncated", "garbage", "missing"), ("no json", "a list")
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["truncated", "garbage", "missing", "no json", "a list", "foreign", "escape", "size", "layer", "field"],
-)
-def test_damaged_files_are_refused(tmp_path: Path, how: str) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A saved calibration."""
     calibrate(tiny_lm(), token_batches(), progress=False).save(tmp_path)
-    damage(tmp_path, how)
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_files_are_refused(folder: Path, how: str) -> None:
+    index = folder / "calibration.json"
+    if how in OF_TENSORS:
+        DAMAGE[how](folder / json.loads(index.read_text())["file"])
+    elif how in OF_INDEX:
+        DAMAGE[how](index)
+    else:
+        rewrite(index, DAMAGE[how])
     with pytest.raises(CalibrationError, match=r"calibration.*(json|safetensors)|\.\./x"):
-        Calibration.load(tmp_path)
+        Calibration.load(folder)
 
 
 def test_load_of_nothing(tmp_path: Path) -> None:
@@ -279,14 +276,13 @@ def bad(part: str, at: tuple[int, ...], value: float):
         (bad("lo", (3,), 1e9), r"hi': found less than lo in channel \[3\]; lo <= hi"),
     ],
 )
-def test_statistics_that_cannot_be_are_refused(tmp_path: Path, change, message: str) -> None:
-    calibrate(tiny_lm(), token_batches(), progress=False).save(tmp_path)
-    (file,) = tmp_path.glob("*.safetensors")
+def test_statistics_that_cannot_be_are_refused(folder: Path, change, message: str) -> None:
+    (file,) = folder.glob("*.safetensors")
     rewrite(file, change)
     with pytest.raises(CalibrationError, match=rf"{file}: tensor 'blocks\.0\.up\.{message}"):
-        Calibration.load(tmp_path, verify=False)
+        Calibration.load(folder, verify=False)
     with pytest.raises(CalibrationError, match="damaged"):
-        Calibration.load(tmp_path)
+        Calibration.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -299,11 +295,10 @@ def test_statistics_that_cannot_be_are_refused(tmp_path: Path, change, message: 
         ({"sample": [2]}, "a list of 2"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    calibrate(tiny_lm(), token_batches(), progress=False).save(tmp_path)
-    rewrite(tmp_path / "calibration.json", lambda data: data["layers"]["blocks.0.up"].update(change))
+def test_sizes_that_cannot_be_are_refused(folder: Path, change: dict[str, object], message: str) -> None:
+    rewrite(folder / "calibration.json", lambda data: data["layers"]["blocks.0.up"].update(change))
     with pytest.raises(CalibrationError, match=message):
-        Calibration.load(tmp_path, verify=False)
+        Calibration.load(folder, verify=False)
 
 
 def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
