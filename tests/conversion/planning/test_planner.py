@@ -331,3 +331,25 @@ def test_costs_of_codebooks() -> None:
     assert few(size, "codebook2") < few(size, "codebook4") < few(size, "codebook4+4") < few(size, "fp16")
     assert many(size, "codebook4_int8") < many(size, "codebook4") < many(size, "codebook4+4")
     assert many(size, "codebook4") == pytest.approx(many(size, "w8a16"), rel=0.05)
+
+
+def test_plan_moves_outlier_layer_to_int16() -> None:
+    model, batches = outlier_lm(), token_batches()
+    candidates = ("w8a8_static", "int16x8_static", "int16x8")
+    start = plan(model, batches, budget=1.0, candidates=candidates, progress=False)
+    found = plan(model, batches, budget=start.measured / 3, candidates=candidates, progress=False)
+    assert found.schemes["blocks.0.up"] in candidates[1:]
+    assert found.measured <= found.budget < start.measured
+    assert found.off_int8 == []
+    report = quantize(model, Plan.from_json(found.to_json()), progress=False)
+    assert report.schemes == found.schemes
+    with torch.no_grad():
+        assert model(batches[0]).isfinite().all()
+
+
+def test_int16_costs_two_int8_products() -> None:
+    layer = LayerSize("x", 14336, 4096, False, 2 * 14336 * 4096)
+    prompt, decode = TimeCost(tokens=4096), TimeCost(tokens=1)
+    assert prompt(layer, "w8a8") < 0.6 * prompt(layer, "int16x8") < 0.6 * prompt(layer, "fp16")
+    assert prompt(layer, "int16x8_static") < prompt(layer, "int16x8")
+    assert decode(layer, "int16x8") == pytest.approx(decode(layer, "w8a8"), rel=0.02)
