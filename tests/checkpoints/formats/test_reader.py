@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,20 +150,25 @@ def test_buffers_that_models_compute_are_passed_over(tmp_path: Path, kind: str) 
         qcut.load(tmp_path, progress=False)
 
 
-FIELDS: dict[str, dict[str, Any]] = {
-    "gptq": {"bits": 4, "group_size": 32},
-    "awq": {"bits": 4, "group_size": 32, "version": "gemm"},
-    "bitsandbytes": {"load_in_4bit": True},
+VALUES: list[Any] = [None, True, -1, 0, 3, 10**12, 2.5, "", "x", [], ["re:["], {}, {"num_bits": 4}, [[]]]
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gptq": {"bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gptq", "pack_dtype": "int32"},
+    "awq": {"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    "bitsandbytes": {"load_in_4bit": True, "load_in_8bit": False, "llm_int8_threshold": 6.0},
     "compressed-tensors": {
         "format": "pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None}},
     },
 }
 
 
-@pytest.mark.parametrize("method", FIELDS)
+@pytest.mark.parametrize("method", CONFIGS)
 def test_unknown_fields_that_hold_something_are_refused(method: str) -> None:
-    config = {"quant_method": method, **FIELDS[method]}
+    config = {"quant_method": method, **CONFIGS[method]}
     for value in (None, False, "", [], {}):
         format_of({**config, "a_new_field": value}, "x")
     for value in (1, True, "hadamard", [1], {"rank": 8}):
@@ -184,7 +192,7 @@ def test_unknown_fields_that_hold_something_are_refused(method: str) -> None:
     ],
 )
 def test_fields_of_compressed_tensors(at: tuple[str, ...], value: dict[str, Any], message: str | None) -> None:
-    config = json.loads(json.dumps({"quant_method": "compressed-tensors", **FIELDS["compressed-tensors"]}))
+    config = copy.deepcopy({"quant_method": "compressed-tensors", **CONFIGS["compressed-tensors"]})
     place = config
     for key in at:
         place = place[key]
@@ -199,7 +207,7 @@ def test_fields_of_compressed_tensors(at: tuple[str, ...], value: dict[str, Any]
 def test_columns_in_another_order_want_their_groups() -> None:
     tensors, _ = samples.gptq(torch.randn(32, 64), size=32)
     tensors.pop("g_idx", None)
-    config = {"quant_method": "gptq", **FIELDS["gptq"]}
+    config = {"quant_method": "gptq", **CONFIGS["gptq"]}
     assert layer_of(format_of(config, "x"), "layer", tensors, 32, 64).out_features == 32
     with pytest.raises(CheckpointError, match=r"'layer.g_idx': is missing; needed: .*desc_act is true"):
         layer_of(format_of({**config, "desc_act": True}, "x"), "layer", tensors, 32, 64)
@@ -207,7 +215,7 @@ def test_columns_in_another_order_want_their_groups() -> None:
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_adapters_beside_a_model_are_refused(tmp_path: Path, name: str) -> None:
-    samples.write(tmp_path, {"quant_method": "gptq", **FIELDS["gptq"]}, lambda _, w: samples.gptq(w, size=32))
+    samples.write(tmp_path, {"quant_method": "gptq", **CONFIGS["gptq"]}, lambda _, w: samples.gptq(w, size=32))
     (tmp_path / name).write_text("{}")
     with pytest.raises(CheckpointError, match=rf"{name}: an adapter next to a model; allowed:"):
         qcut.load(tmp_path, progress=False)
@@ -229,3 +237,49 @@ def test_files_beside_the_model_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     samples.loaded(tmp_path)
     assert list(contents(tmp_path).files) == ["model.safetensors"]
+
+
+def places(data: Any) -> Iterator[tuple[Any, ...]]:
+    """Ways to every value within."""
+    for key, value in data.items() if isinstance(data, dict) else ():
+        yield (key,)
+        yield from ((key, *rest) for rest in places(value))
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_configurations_of_unexpected_values(method: str) -> None:
+    format_of(CONFIGS[method], "c", method)
+    for way in places(CONFIGS[method]):
+        for value in VALUES:
+            config = copy.deepcopy(CONFIGS[method])
+            at = config
+            for key in way[:-1]:
+                at = at[key]
+            at[way[-1]] = value
+            with contextlib.suppress(CheckpointError, UnsupportedError):
+                format_of(config, "c", method)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_tensors_of_unexpected_shapes_and_dtypes(method: str) -> None:
+    form = format_of(CONFIGS[method], "c", method)
+    weight = torch.randn(64, 64)
+    packed, _ = samples.gptq(weight, size=32) if method == "gptq" else samples.awq(weight, 32)
+    layer_of(form, "l", packed, 64, 64)
+    for key, tensor in packed.items():
+        others = [
+            tensor[:1],
+            tensor[None],
+            tensor.flatten(),
+            tensor[..., :0],
+            torch.tensor(1.0),
+            tensor.t().contiguous(),
+        ]
+        others += [tensor.to(dtype) for dtype in (torch.float64, torch.int8, torch.bool, torch.complex64, torch.uint16)]
+        for other in others:
+            if other.shape == tensor.shape and other.dtype == tensor.dtype:
+                continue
+            with pytest.raises(CheckpointError, match=f"tensors: tensor 'l.{key}': found"):
+                layer_of(form, "l", {**packed, key: other}, 64, 64)
+        with contextlib.suppress(CheckpointError, UnsupportedError):
+            layer_of(form, "l", {**packed, key: torch.full_like(tensor, -1)}, 64, 64)
