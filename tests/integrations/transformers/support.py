@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import qcut
 
 IDS = torch.arange(1, 13).view(1, 12)
 
@@ -23,6 +26,13 @@ def small(kind: str) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
+def quantized(kind: str = "gpt2", scheme: str = "codebook4_g16", **options: Any) -> Any:
+    """That model, quantized."""
+    model = small(kind)
+    qcut.quantize(model, scheme, progress=False, **options)
+    return model
+
+
 def folder_of(kind: str, tmp_path: Path) -> Path:
     """A folder with that model in float."""
     small(kind).save_pretrained(tmp_path / kind)
@@ -32,6 +42,19 @@ def folder_of(kind: str, tmp_path: Path) -> Path:
 def opened(folder: Path, **options: Any) -> Any:
     """``AutoModelForCausalLM.from_pretrained``."""
     return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def hub_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty snapshot of ``someone/small`` in a cache of the hub, which is not asked."""
+    from huggingface_hub import constants
+
+    repository = folder / "hub" / "models--someone--small"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(folder / "hub"), raising=False)
+    return repository / "snapshots" / ("0" * 40)
 
 
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:

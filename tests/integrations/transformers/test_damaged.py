@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import qcut
 from qcut.errors import CheckpointError, QcutError
-from tests.integrations.transformers.support import opened, same, small
-from tests.support.files import write_tensors
+from tests.integrations.transformers.support import opened, quantized, same, small
+from tests.support.files import rewrite
 
 UP = "model.layers.0.mlp.up_proj"
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    quantized("llama", embeddings="w8a16").save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model = small("llama")
-    qcut.quantize(model, "codebook4_g16", embeddings="w8a16", progress=False)
-    model.save_pretrained(tmp_path)
-    return tmp_path
+def folder(written: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "config.json"
-    data = json.loads(path.read_text())
-    change(data["quantization_config"])
-    path.write_text(json.dumps(data))
+    rewrite(folder / "config.json", lambda data: change(data["quantization_config"]))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    write_tensors(path, tensors)
+    rewrite(folder / "model.safetensors", change)
 
 
 def refused(folder: Path, match: str) -> None:
@@ -114,8 +112,7 @@ def test_truncated_files(folder: Path) -> None:
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size"])
 def test_sizes_that_the_files_do_not_bear_out(folder: Path, key: str) -> None:
-    data = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**data, key: 1 << 15}))
+    rewrite(folder / "config.json", lambda data: data.update({key: 1 << 15}))
     with pytest.raises(CheckpointError):
         qcut.load(folder)
     if key != "num_hidden_layers":  # a model of so many layers takes minutes to make, before it is given to qcut
@@ -124,11 +121,12 @@ def test_sizes_that_the_files_do_not_bear_out(folder: Path, key: str) -> None:
 
 
 def test_unknown_model_class_is_not_searched(folder: Path) -> None:
-    data = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**data, "architectures": ["Nothing"]}))
+    kept = (folder / "config.json").read_text()
+    rewrite(folder / "config.json", lambda data: data.update(architectures=["Nothing"]))
     with pytest.raises(CheckpointError, match="model class 'Nothing'"):
         qcut.load(folder)
-    (folder / "config.json").write_text(json.dumps({**data, "auto_map": {"AutoModelForCausalLM": "code.Model"}}))
+    (folder / "config.json").write_text(kept)
+    rewrite(folder / "config.json", lambda data: data.update(auto_map={"AutoModelForCausalLM": "code.Model"}))
     assert same(qcut.load(folder), opened(folder))
 
 
@@ -174,9 +172,7 @@ def test_an_adapter_beside_a_model_is_refused(folder: Path) -> None:
     ids=str,
 )
 def test_index_of_other_files_is_refused(index: dict[str, Any], text: str, tmp_path: Path) -> None:
-    model = small("llama")
-    qcut.quantize(model, "w8a8", progress=False)
-    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    quantized("llama", "w8a8").save_pretrained(tmp_path, max_shard_size="40KB")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=text):
         qcut.load(tmp_path, progress=False)

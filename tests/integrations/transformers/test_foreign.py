@@ -17,7 +17,7 @@ import qcut
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.linear import Linear
 from tests.checkpoints.formats import samples
-from tests.integrations.transformers.support import opened, same
+from tests.integrations.transformers.support import hub_of, opened, same
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -132,20 +132,11 @@ def test_the_base_of_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    revision = "0" * 40
-    repository = tmp_path / "hub" / "models--someone--small"
-    write(repository / "snapshots" / revision)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(revision)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    snapshot = write(hub_of(tmp_path, monkeypatch))
     options: dict[str, Any] = {"cache_dir": tmp_path / "hub", "local_files_only": True}
     config = qcut.foreign_config("someone/small", **options)
     model = LlamaForCausalLM.from_pretrained("someone/small", config=config, **options)
-    assert same(model, samples.served(repository / "snapshots" / revision))
+    assert same(model, samples.served(snapshot))
     with pytest.raises(CheckpointError, match="someone/other"):
         qcut.foreign_config("someone/other", **options)
 

@@ -26,49 +26,45 @@ from tests.support.files import write_tensors
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
 
 
+def loaded(kind: str, scheme: Any, tmp_path: Path, options: dict[str, Any], **given: Any) -> tuple[Any, Any]:
+    """A model quantized while it loads, and read again once saved; both are what `qcut.quantize` makes."""
+    folder = folder_of(kind, tmp_path)
+    model, expected = (
+        opened(folder, quantization_config=qcut.QcutConfig(scheme, **options), **given),
+        opened(folder, **given),
+    )
+    qcut.quantize(expected, scheme, progress=False, **options)
+    assert same(model, expected)
+    assert not model.training
+    model.save_pretrained(tmp_path / "out")
+    again = opened(tmp_path / "out")
+    assert same(again, expected)
+    return model, again
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_loading_gives_what_quantize_gives(kind: str, scheme: str, tmp_path: Path) -> None:
-    folder = folder_of(kind, tmp_path)
-    model, expected = opened(folder, quantization_config=qcut.QcutConfig(scheme)), opened(folder)
-    report = qcut.quantize(expected, scheme, progress=False)
-    assert same(model, expected)
-    assert sum(isinstance(m, Linear) for m in model.modules()) == len(report.layers)
+    model, _ = loaded(kind, scheme, tmp_path, {})
+    assert sum(isinstance(m, Linear) for m in model.modules()) == {"gpt2": 8, "llama": 14}[kind]
     assert any(isinstance(m, FusedActivation) for m in model.modules()) == (kind == "gpt2")
-    assert not model.training
-    model.save_pretrained(tmp_path / "out")
-    assert same(opened(tmp_path / "out"), expected)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("embeddings", ["w8a16", "codebook4_g16"])
 def test_tables_and_classifiers(kind: str, embeddings: str, tmp_path: Path) -> None:
-    folder = folder_of(kind, tmp_path)
-    config = qcut.QcutConfig("w8a8", embeddings=embeddings)
-    model, expected = opened(folder, quantization_config=config), opened(folder)
-    qcut.quantize(expected, "w8a8", embeddings=embeddings, progress=False)
-    assert same(model, expected)
+    model, again = loaded(kind, "w8a8", tmp_path, {"embeddings": embeddings})
     assert isinstance(model.lm_head, Linear)
     assert isinstance(model.get_input_embeddings(), qcut.Embedding)
     assert model.get_input_embeddings().tied == (kind == "gpt2")
-    model.save_pretrained(tmp_path / "out")
-    again = opened(tmp_path / "out")
-    assert same(again, expected)
     assert (again.get_input_embeddings().linear is again.lm_head) == (kind == "gpt2")
 
 
 def test_static_ranges_come_from_a_calibration(tmp_path: Path) -> None:
-    folder = folder_of("gpt2", tmp_path)
-    expected = opened(folder)
-    calibration = qcut.calibrate(expected, [IDS], progress=False)
     with pytest.raises(ConfigError, match=r"w8a8_static.*needs calibration=qcut\.calibrate"):
         qcut.QcutConfig("w8a8_static")
-    config = qcut.QcutConfig("w8a8_static", calibration=calibration)
-    model = opened(folder, quantization_config=config)
-    qcut.quantize(expected, "w8a8_static", calibration=calibration, progress=False)
-    assert same(model, expected)
-    model.save_pretrained(tmp_path / "out")
-    assert same(opened(tmp_path / "out"), expected)
+    calibration = qcut.calibrate(small("gpt2"), [IDS], progress=False)
+    loaded("gpt2", "w8a8_static", tmp_path, {"calibration": calibration})
 
 
 @pytest.mark.parametrize(("kind", "embeddings"), [("gpt2", "w8a16"), ("llama", None), ("llama", "codebook4_g16")])
@@ -103,31 +99,20 @@ def test_a_model_that_differs_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_codebooks_are_fitted_to_second_moments(tmp_path: Path) -> None:
-    folder = folder_of("llama", tmp_path)
-    expected = opened(folder)
-    moments = qcut.collect_second_moments(expected, [IDS], progress=False)
-    config = qcut.QcutConfig("codebook3", second_moments=moments)
-    model = opened(folder, quantization_config=config)
-    qcut.quantize(expected, "codebook3", second_moments=moments, progress=False)
-    assert same(model, expected)
+    moments = qcut.collect_second_moments(small("llama"), [IDS], progress=False)
+    loaded("llama", "codebook3", tmp_path, {"second_moments": moments})
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_plans_give_each_layer_its_scheme(kind: str, tmp_path: Path) -> None:
-    folder = folder_of(kind, tmp_path)
-    expected = opened(folder)
     candidates = ("w8a8_static", "w8a16", "fp16")
-    plan = qcut.plan(expected, [IDS], budget=10.0, candidates=candidates, objective="memory", progress=False)
+    plan = qcut.plan(small(kind), [IDS], budget=10.0, candidates=candidates, objective="memory", progress=False)
     names = list(plan.layers)
     for name, scheme in zip(names, ("w8a8_static", "codebook4_g16", "fp16", "w8a8"), strict=False):
         plan.layers[name].scheme = scheme
-    model = opened(folder, quantization_config=qcut.QcutConfig(plan))
-    qcut.quantize(expected, plan, progress=False)
-    assert same(model, expected)
+    model, _ = loaded(kind, plan, tmp_path, {})
     schemes = {name: m.scheme.name for name, m in model.named_modules() if isinstance(m, Linear)}
     assert [schemes.get(name) for name in names[:4]] == ["w8a8_static", "codebook4_g16", None, "w8a8"]
-    model.save_pretrained(tmp_path / "out")
-    assert same(opened(tmp_path / "out"), expected)
 
 
 def test_which_layers(tmp_path: Path) -> None:
@@ -155,15 +140,7 @@ def test_a_configuration_may_be_plain_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = folder_of("gpt2", tmp_path)
-    options: dict[str, Any] = {"dtype": dtype}
-    model = opened(folder, quantization_config=qcut.QcutConfig("w8a16", embeddings="w8a16"), **options)
-    expected = opened(folder, **options)
-    qcut.quantize(expected, "w8a16", embeddings="w8a16", progress=False)
-    assert same(model, expected)
-    model.save_pretrained(tmp_path / "out")
-    again = opened(tmp_path / "out")
-    assert same(again, expected)
+    _, again = loaded("gpt2", "w8a16", tmp_path, {"embeddings": "w8a16"}, dtype=dtype)
     assert again.transformer.wte.dtype is dtype
     assert again.transformer.h[0].attn.c_attn.weight.dtype is dtype
 

@@ -23,7 +23,8 @@ from transformers import (
 
 import qcut
 from qcut.errors import CheckpointError, UnsupportedError
-from tests.integrations.transformers.support import IDS, logits, opened, small
+from tests.integrations.transformers.support import IDS, logits, opened, quantized, small
+from tests.support.files import rewrite
 
 OPTIONS: list[dict[str, Any]] = [{}, {"embeddings": "w8a16"}, {"skip": []}]
 
@@ -32,8 +33,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"embeddings": "w8a16"}, {"skip": []}]
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("own", [False, True])
 def test_new_head_on_a_quantized_base(kind: str, options: dict[str, Any], own: bool, tmp_path: Path) -> None:
-    model = small(kind)
-    qcut.quantize(model, "w8a8", progress=False, **options)
+    model = quantized(kind, "w8a8", **options)
     qcut.save(model, tmp_path) if own else model.save_pretrained(tmp_path)
     hidden = model.base_model(IDS)[0]
     assert torch.equal(AutoModel.from_pretrained(tmp_path)(IDS)[0], hidden)
@@ -47,14 +47,8 @@ def test_new_head_on_a_quantized_base(kind: str, options: dict[str, Any], own: b
 
 
 def test_base_tensors_may_not_be_missing(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    model = small("llama")
-    qcut.quantize(model, "w8a8", progress=False)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    quantized("llama", "w8a8").save_pretrained(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
 
@@ -121,7 +115,6 @@ def test_weights_can_be_tied_again(embeddings: str | None) -> None:
 
 
 def test_other_weights_cannot_be_assigned() -> None:
-    model = small("llama")
-    qcut.quantize(model, "w8a8", skip=[], progress=False)
+    model = quantized("llama", "w8a8", skip=[])
     with pytest.raises(UnsupportedError, match="lm_head"):
         model.lm_head.weight = model.get_input_embeddings().weight

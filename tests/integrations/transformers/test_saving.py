@@ -19,14 +19,8 @@ import qcut
 from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
-from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
+from tests.integrations.transformers.support import IDS, folder_of, hub_of, logits, opened, quantized, same, small
 from tests.support.architectures import tiny_model
-
-
-def quantized(kind: str = "gpt2", scheme: str = "codebook4_g16", **options: Any) -> Any:
-    model = small(kind)
-    qcut.quantize(model, scheme, progress=False, **options)
-    return model
 
 
 def tokenizer() -> Any:
@@ -198,16 +192,8 @@ def test_a_model_saved_in_another_dtype_keeps_it(tmp_path: Path) -> None:
 
 
 def test_load_takes_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
     model = quantized("llama")
-    repository = tmp_path / "hub" / "models--someone--small"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    model.save_pretrained(repository / "snapshots" / ("0" * 40))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    model.save_pretrained(hub_of(tmp_path, monkeypatch))
     monkeypatch.chdir(tmp_path)
     assert same(qcut.load("someone/small"), model)
     with pytest.raises(CheckpointError, match="nobody/nothing: not a directory here"):

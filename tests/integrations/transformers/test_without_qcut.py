@@ -11,7 +11,8 @@ import torch
 
 import qcut
 from qcut.checkpoints.marks import ADVICE, KEYS, mark, marks_among, marks_pattern
-from tests.integrations.transformers.support import logits, opened, small
+from tests.integrations.transformers.support import logits, opened, quantized
+from tests.support.files import rewrite
 
 READERS = """
 import sys
@@ -38,8 +39,7 @@ def test_other_programs_are_told_to_import_qcut(tmp_path: Path) -> None:
     folders = []
     for kind, embeddings in (("llama", None), ("gpt2", "w8a16")):
         for how in ("transformers",) if embeddings else ("qcut",):
-            model = small(kind)
-            qcut.quantize(model, "w8a8", embeddings=embeddings, progress=False)
+            model = quantized(kind, "w8a8", embeddings=embeddings)
             folder = tmp_path / f"{kind}-{how}"
             model.save_pretrained(folder) if how == "transformers" else qcut.save(model, folder)
             folders.append(str(folder))
@@ -50,8 +50,7 @@ def test_other_programs_are_told_to_import_qcut(tmp_path: Path) -> None:
 
 
 def test_ignored_sizes_do_not_hide_the_advice(tmp_path: Path) -> None:
-    model = small("llama")
-    qcut.quantize(model, "w8a8", progress=False)
+    model = quantized("llama", "w8a8")
     qcut.save(model, tmp_path)
     text = "from transformers import LlamaForCausalLM as M; M.from_pretrained({!r}, ignore_mismatched_sizes=True)"
     command = [sys.executable, "-c", text.format(str(tmp_path))]
@@ -65,8 +64,7 @@ def test_ignored_sizes_do_not_hide_the_advice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("embeddings", [None, "w8a16"])
 def test_marks_are_not_read_by_qcut(embeddings: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = small("gpt2")
-    qcut.quantize(model, "codebook4_g16", embeddings=embeddings, progress=False)
+    model = quantized(embeddings=embeddings)
     model.save_pretrained(tmp_path)
     again = opened(tmp_path)
     assert "import qcut" not in caplog.text
@@ -75,20 +73,16 @@ def test_marks_are_not_read_by_qcut(embeddings: str | None, tmp_path: Path, capl
 
 
 def test_folders_without_marks_are_read(tmp_path: Path) -> None:
-    import json
+    def unmark(tensors: dict[str, torch.Tensor]) -> None:
+        marks = [name for name, t in tensors.items() if t.dtype == torch.uint8]
+        assert marks
+        for name in marks:
+            del tensors[name]
 
-    from safetensors.torch import load_file, save_file
-
-    model = small("llama")
-    qcut.quantize(model, "w8a8", progress=False)
+    model = quantized("llama", "w8a8")
     model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    kept = {name: t for name, t in tensors.items() if t.dtype != torch.uint8}
-    assert len(kept) < len(tensors)
-    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["format_version"] = 1
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    rewrite(tmp_path / "model.safetensors", unmark)
+    rewrite(tmp_path / "config.json", lambda data: data["quantization_config"].update(format_version=1))
     assert torch.equal(logits(opened(tmp_path)), logits(model))
     assert torch.equal(logits(qcut.load(tmp_path, progress=False)), logits(model))
 
