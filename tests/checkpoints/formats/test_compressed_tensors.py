@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.errors import CheckpointError, UnsupportedError
+from qcut.schemes import parse_scheme
 from tests.checkpoints.formats import samples
 from tests.support.oracles import F32, token_oracle
 
@@ -130,10 +131,18 @@ def test_packed_integers_are_the_librarys(
         reload(model, tmp_path)
 
 
-def test_8_bits_without_int8_tokens_are_w8a16(tmp_path: Path) -> None:
-    expected = samples.write(tmp_path, config("int-quantized", INT8), lambda _, w: compress(w, INT8))
+@pytest.mark.parametrize(
+    ("form", "weights", "scheme"),
+    [
+        ("int-quantized", INT8, "w8a16"),
+        ("pack-quantized", {**int4(False, 32), "num_bits": 8}, "codebook4+4_g32_none_shifted"),
+    ],
+)
+def test_8_bits_without_int8_tokens(tmp_path: Path, form: str, weights: dict[str, Any], scheme: str) -> None:
+    packs = form == "pack-quantized"
+    expected = samples.write(tmp_path, config(form, weights), lambda _, w: compress(w, weights, packs=packs))
     layer = samples.loaded(tmp_path).get_submodule(FIRST)
-    assert layer.scheme == qcut.W8A16()
+    assert layer.scheme == parse_scheme(scheme)
     assert torch.equal(layer.dequantized_weight().half().double(), expected.get_submodule(FIRST).weight)
 
 
@@ -156,18 +165,6 @@ def test_columns_sorted_by_activation(tmp_path: Path) -> None:
     expected = samples.write(tmp_path, config("pack-quantized", weights), pack)
     layer = samples.loaded(tmp_path).get_submodule(FIRST)
     assert layer.scheme.name == "int4_g32_shifted_ordered"
-    assert torch.equal(layer.dequantized_weight().half().double(), expected.get_submodule(FIRST).weight)
-
-
-def test_packed_bytes_in_groups(tmp_path: Path) -> None:
-    weights = {**int4(False, 32), "num_bits": 8}
-
-    def pack(name: str, weight: Tensor) -> samples.Packed:
-        return compress(weight, weights, packs=True)
-
-    expected = samples.write(tmp_path, config("pack-quantized", weights), pack)
-    layer = samples.loaded(tmp_path).get_submodule(FIRST)
-    assert layer.scheme.name == "codebook4+4_g32_none_shifted"
     assert torch.equal(layer.dequantized_weight().half().double(), expected.get_submodule(FIRST).weight)
 
 
