@@ -20,15 +20,6 @@ from qcut.ops.paths import execution_path, path
 from tests.layers.test_codebook import INT8, SCHEMES, quantized
 from tests.support.oracles import FLOATS
 
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
-    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
-    monkeypatch.setattr(shared_rotations.shared, "_last", None)
-
-
 # ── paths ────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 import qcut
 from qcut import errors
 from qcut.layers import codebook as codebook_linear
-from qcut.layers import rotations as shared_rotations
 from qcut.layers.shifted import ShiftedCodebookLinear
 from qcut.layers.stacking import Stacker
 from qcut.numerics.codebook import layout, products
@@ -17,14 +16,6 @@ from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.schemes import Codebook, ShiftedCodebook, parse_scheme, scheme_from_json
 
 N, K = 72, 100
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
-    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
-    monkeypatch.setattr(shared_rotations.shared, "_last", None)
 
 
 def made(
