@@ -16,10 +16,10 @@ from qcut.layers.codebook import CodebookLinear, CodebookTable
 from qcut.layers.embedding import Embedding, Table, table_of
 from qcut.schemes import ShiftedCodebook
 from tests.support.decoders import WIDE, small
+from tests.support.oracles import FLOATS
 
 OP = torch.ops.qcut.embed_rows
 CODEBOOK = torch.ops.qcut.embed_codebook
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 IDS = torch.tensor([3, 0, 69, 3, 17])
 PLACES = torch.tensor([0, 8, 4, 4, 1], dtype=torch.int32)
 

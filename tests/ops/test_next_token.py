@@ -9,9 +9,9 @@ import torch
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
+from tests.support.oracles import FLOATS
 
 OPS = torch.ops.qcut
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def test_argmax_is_samplings() -> None:

@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
 from qcut.numerics import int8 as numerics
+from tests.support.oracles import FLOATS
 
 OPS = torch.ops.qcut
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 # ── append_kv ────────────────────────────────────────────────────────────────────────────────────
