@@ -26,10 +26,9 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops.gemm import GemmS8Op
+from tests.support.fakes.launches import H200
 from tests.support.operands import LAYOUTS, OUT_LAYOUT, SHAPES, operands, stored
 from tests.support.oracles import epilogue_oracle, s8
-
-H200 = Target("sm_90a", 132, "NVIDIA H200")
 
 
 def at(address: int, shape: tuple[int, int], row_major: bool, ld: int, dtype: Any) -> np.ndarray:

@@ -15,8 +15,7 @@ from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.layers.linear import Linear
 from qcut.schemes import parse_scheme
-
-H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+from tests.support.fakes.launches import A100, H200
 
 
 @pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)
