@@ -286,7 +286,7 @@ def test_a_wrong_state_is_refused():
     assert layer.load_state_dict(good, strict=False).missing_keys == ["norms"]
 
 
-def test_pairs_that_are_not_the_same_with_other_signs_are_refused():
+def test_pairs_without_symmetric_signs_are_refused():
     _, layer = quantized("codebook4_pairs")
     good = layer.state_dict()
     other = good["codebook"].clone()
@@ -364,7 +364,7 @@ def test_passes_that_do_not_go_together():
 
 
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4+2"])
-def test_a_codebook_that_is_written_or_replaced_is_read_again(scheme):
+def test_written_or_replaced_codebook_is_read_again(scheme):
     layer = Linear.from_float(nn.Linear(64, 64), scheme)
     books = layer._books()
     assert layer._books() is books

@@ -273,21 +273,21 @@ def test_tokens_quantized_before_give_the_same(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_static_scale_that_is_none_is_refused_when_it_is_loaded(value):
+def test_loading_refuses_scales_that_are_not_positive(value):
     _, layer = quantized("w8a8_static", name="mid")
     state = layer.state_dict() | {"input_scale": torch.tensor([value])}
     with pytest.raises(errors.QuantizationError, match=r"layer 'mid': input_scale is .*; allowed: positive and finite"):
         Linear(layer.in_features, layer.out_features, True, "w8a8_static", name="mid").load_state_dict(state)
 
 
-def test_a_static_zero_point_out_of_range_is_refused_when_it_is_loaded():
+def test_loading_refuses_zero_points_out_of_range():
     _, layer = quantized("w8a8_static")
     state = layer.state_dict() | {"input_zero_point": torch.tensor([128], dtype=torch.int32)}
     with pytest.raises(errors.QuantizationError, match="input_zero_point is 128; allowed: -128 to 127"):
         Linear(layer.in_features, layer.out_features, True, "w8a8_static").load_state_dict(state)
 
 
-def test_a_static_range_that_is_written_or_replaced_is_read_again():
+def test_written_or_replaced_static_range_is_read_again():
     _, layer = quantized("w8a8_static")
     scale, zero_point = layer.input_qparams
     layer.input_scale.mul_(2)

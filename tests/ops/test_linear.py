@@ -59,7 +59,7 @@ def test_epilogues(activation: str, bias: bool) -> None:
     assert_bitwise(OPS.noted_linear(x, largest(x), *linear), want)
 
 
-def test_absmax_is_raised_not_set_and_nan_is_the_largest() -> None:
+def test_absmax_is_only_raised_and_keeps_nan() -> None:
     x, linear = tokens(4, K, dtype=torch.float32), projection()
     x[2, 3] = float("nan")
     absmax = torch.tensor([0.0, 1e30, 1.0, float("nan")])

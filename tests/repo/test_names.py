@@ -8,15 +8,12 @@ from collections import Counter
 from tests.support import ROOT
 
 LONGER = {
-    "backends": 16,
     "checkpoints": 17,
     "common": 35,
     "engine": 17,
     "gpu": 25,
     "integrations": 18,
     "kills": 4,
-    "layers": 15,
-    "ops": 11,
     "text": 3,
 }
 """How many names of a folder are longer: this may fall, and never rise."""

@@ -243,7 +243,7 @@ def test_appending_refuses_parts_of_sequences(length: int) -> None:
         OPS.append_kv(**tokens(), length=length)
 
 
-def test_a_prompt_needs_a_cache_of_its_sequence_alone() -> None:
+def test_prefill_needs_only_the_cache_of_its_sequence() -> None:
     changes = {name: torch.zeros(1, 2, 9, 16) for name in ("keys", "values")}
     OPS.append_kv(**{**tokens(), **changes}, length=3)
     assert changes["keys"].any()
