@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +27,7 @@ from qcut.numerics.codebook.passes import quantize_weight
 from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
 from qcut.numerics.codebook.tokens import rotate_tokens
 from qcut.schemes import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
-from tests.layers.test_linear import conv1d, same_state
-from tests.support.oracles import FLOATS, INF, NAN
+from tests.support.oracles import FLOATS, NAN
 
 SCHEMES = (
     *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4+2", "codebook3_g64_qr", "codebook4_g32"),
@@ -148,24 +145,12 @@ def test_identity_tokens_give_the_weight():
     assert torch.equal(layer(torch.eye(96)).t(), layer.dequantized_weight())
 
 
-def test_conv1d_is_the_transposed_linear():
-    conv = conv1d(33, 64)
-    module = nn.Linear(64, 33)
-    module.weight.data, module.bias.data = conv.weight.data.t().contiguous(), conv.bias.data
-    got, want = (Linear.from_float(m, "codebook4") for m in (conv, module))
-    assert (got.in_features, got.out_features) == (64, 33)
-    assert same_state(got, want)
-
-
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "codebook4+2"])
-def test_zero_rows_no_tokens_and_one_token(scheme):
+def test_zero_rows_give_the_bias(scheme):
     module = nn.Linear(160, 33)
     module.weight.data[5] = 0
     layer = Linear.from_float(module, scheme)
     assert torch.equal(layer(torch.randn(4, 160))[:, 5], layer.bias[5].expand(4))
-    assert layer(torch.empty(0, 160)).shape == (0, 33)
-    assert layer(torch.randn(160)).shape == (33,)
-    assert layer(torch.randn(2, 0, 160)).shape == (2, 0, 33)
 
 
 def test_rows_are_independent():
@@ -268,25 +253,6 @@ def test_relative_norms_of_extreme_rows():
 # ── state ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
-def test_state_dict_round_trip(scheme):
-    for assign in [True, False]:
-        _, layer = quantized(scheme)
-        file = io.BytesIO()
-        torch.save(layer.state_dict(), file)
-        file.seek(0)
-        state = torch.load(file, weights_only=True)
-        other = Linear(320, 77, True, scheme, device="meta" if assign else None)
-        assert {k: (t.shape, t.dtype) for k, t in other.state_dict().items()} == {
-            k: (t.shape, t.dtype) for k, t in state.items()
-        }
-        other.load_state_dict(state, assign=assign)
-        x = torch.randn(3, 320)
-        assert same_state(layer, other)
-        assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), other.buffers(), strict=True))
-        assert torch.equal(layer(x), other(x))
-
-
 def test_state_is_in_plain_order():
     module, layer = quantized("codebook3+2_qr", 5, 70)
     first, second = quantize_weight(module.weight, layer.scheme)
@@ -320,7 +286,7 @@ def test_a_wrong_state_is_refused():
     assert layer.load_state_dict(good, strict=False).missing_keys == ["norms"]
 
 
-def test_pairs_that_are_not_the_same_with_other_signs_are_refused():
+def test_pairs_without_symmetric_signs_are_refused():
     _, layer = quantized("codebook4_pairs")
     good = layer.state_dict()
     other = good["codebook"].clone()
@@ -344,47 +310,10 @@ def test_in_a_model_and_under_its_name():
     assert torch.equal(model(x), other(x))
 
 
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+3_int8"])
-def test_moves_keep_every_dtype(scheme):
-    _, layer = quantized(scheme)
-    before = copy.deepcopy(layer)
-    for move in (lambda m: m.half(), lambda m: m.double(), lambda m: m.to("cpu", torch.bfloat16)):
-        assert move(layer) is layer
-        assert [b.dtype for b in layer.buffers()] == [b.dtype for b in before.buffers()]
-        assert same_state(layer, before)
-    moved = copy.deepcopy(layer).to("meta", torch.float16)
-    assert {b.device.type for b in moved.buffers()} == {"meta"}
-    assert moved(torch.empty(3, 320, device="meta")).shape == (3, 77)
-    moved.to_empty(device="cpu").load_state_dict(layer.state_dict())
-    x = torch.randn(3, 320)
-    assert torch.equal(moved(x), layer(x))
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
-    want = layer(x)
-    layer.units.zero_()
-    assert torch.equal(twin(x), want)
-    assert repr(twin) == repr(layer)
-
-
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("scheme", ["codebook4", "int4"])
-def test_bad_weights_and_biases_name_the_layer(scheme, bad):
-    module = nn.Linear(32, 3)
-    module.bias.data[1] = bad
-    with pytest.raises(errors.QuantizationError, match=r"layer 'h\.0': bias holds NaN or Inf"):
-        Linear.from_float(module, scheme, name="h.0")
-    module.weight.data[2, 1] = bad
-    with pytest.raises(errors.QuantizationError, match=r"layer 'h\.0': weight holds NaN or Inf"):
-        Linear.from_float(module, scheme, name="h.0")
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element")
 def test_sizes_that_cannot_be():
-    for k, n in ((0, 3), (3, 0)):
-        with pytest.raises(errors.QuantizationError, match=rf"layer 'l': weight is \[N={n}, K={k}\]; codebook4 allows"):
-            Linear.from_float(nn.Linear(k, n), "codebook4", name="l")
     with pytest.raises(errors.ConfigError, match=r"layer 'l': a Hadamard rotation of 72 columns \(from column 128"):
         Linear.from_float(nn.Linear(200, 3), "codebook4", name="l")
     with pytest.raises(errors.QuantizationError, match=r"layer 'l': 2 passes of K=70000, 70016 with padding; int8"):
@@ -398,8 +327,6 @@ def test_schemes_that_do_not_fit():
         CodebookLinear.from_float(module, "w8a8", name="x")
     with pytest.raises(errors.ConfigError, match="layer 'x': scheme codebook4 got static_range"):
         Linear.from_float(module, "codebook4", static_range=StaticRange(-1.0, 1.0), name="x")
-    with pytest.raises(errors.UnsupportedError, match="layer 'x': cannot quantize a Embedding"):
-        Linear.from_float(nn.Embedding(3, 4), "codebook4", name="x")
 
 
 def test_passes_that_do_not_go_together():
@@ -436,18 +363,8 @@ def test_passes_that_do_not_go_together():
         make([first], torch.zeros(7), name="x")
 
 
-def test_wrong_inputs():
-    _, layer = quantized("codebook4", 16, 64, name="h.3.fc")
-    with pytest.raises(errors.ShapeError, match=r"layer 'h\.3\.fc': x has shape \[2, 20\]; allowed: \[\.\.\., 64\]"):
-        layer(torch.randn(2, 20))
-    with pytest.raises(errors.DtypeError, match="x is int64; allowed: float16, bfloat16, float32"):
-        layer(torch.zeros(2, 64, dtype=torch.int64))
-    with pytest.raises(errors.DeviceError, match="is on meta; the first argument is on cpu"):
-        layer.to("meta")(torch.randn(2, 64))
-
-
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4+2"])
-def test_a_codebook_that_is_written_or_replaced_is_read_again(scheme):
+def test_written_or_replaced_codebook_is_read_again(scheme):
     layer = Linear.from_float(nn.Linear(64, 64), scheme)
     books = layer._books()
     assert layer._books() is books

@@ -20,15 +20,6 @@ from qcut.ops.paths import execution_path, path
 from tests.layers.test_codebook import INT8, SCHEMES, quantized
 from tests.support.oracles import FLOATS
 
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
-    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
-    monkeypatch.setattr(shared_rotations.shared, "_last", None)
-
-
 # ── paths ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -163,7 +154,7 @@ def test_a_rotation_dies_with_its_tensor(rotations):
     assert len(rotations) == 2
 
 
-def test_operands_are_one_tensor_for_layers_that_rotate_alike():
+def test_layers_that_rotate_alike_share_operands():
     a, b, c = layers("codebook4", "codebook2", "codebook4_qr")
     half, brain, cpu = torch.float16, torch.bfloat16, torch.device("cpu")
     assert a._rotation is b._rotation is pickle.loads(pickle.dumps(copy.deepcopy(a)))._rotation
@@ -172,7 +163,7 @@ def test_operands_are_one_tensor_for_layers_that_rotate_alike():
     assert c._rotation.operands(brain, cpu).dtype is brain
 
 
-def test_operands_die_with_the_last_layer_that_reads_them():
+def test_operands_die_with_their_last_layer():
     a, b = layers("codebook4_seed77", "codebook2_seed77")
     operands = weakref.ref(a._rotation.operands(torch.float16, torch.device("cpu")))
     del a
@@ -200,7 +191,7 @@ def test_an_execution_path_is_a_threads_own(kernels):
     assert not run()
 
 
-def test_layers_of_one_norm_a_row_say_so_where_all_rows_have_the_same_values(kernels, monkeypatch):
+def test_layers_report_one_norm_a_row(kernels, monkeypatch):
     said = []
 
     def product(*args):

@@ -133,12 +133,9 @@ def test_tables_that_are_refused():
         Embedding(Linear(8, 4), torch.int8)
 
 
-def test_state_dicts():
+def test_sizes_and_repr():
     for scheme in ("w8a16", "codebook4+4"):
-        layer = Embedding.from_float(table(), scheme)
         other = Embedding.empty(70, 160, scheme)
-        other.load_state_dict(layer.state_dict())
-        assert torch.equal(other(ids()), layer(ids()))
         assert (other.num_embeddings, other.embedding_dim) == (70, 160)
         assert f"scheme={scheme}, dtype=float32" in repr(other)
 

@@ -69,7 +69,7 @@ def test_optimizers_and_exports_pass_them_by() -> None:
     assert torch.equal(exported(x), before)
 
 
-def test_dtype_of_a_model_is_that_of_its_floats() -> None:
+def test_model_dtype_is_that_of_its_floats() -> None:
     model = nn.Sequential(net(), nn.LayerNorm(32, dtype=torch.bfloat16))
     assert float_dtype(model) == torch.bfloat16
     assert float_dtype(net()) == torch.float32

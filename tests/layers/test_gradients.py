@@ -116,7 +116,7 @@ def test_sizes_and_strides_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scheme", ["w8a8", "codebook4"])
 @pytest.mark.parametrize("activation", ["none", "silu"])
-def test_the_switch_changes_no_bit_and_keeps_no_more_than_it_needs(scheme: str, activation: str) -> None:
+def test_switch_changes_no_bit_and_keeps_few_tensors(scheme: str, activation: str) -> None:
     layer, x = layer_of(scheme, activation=activation), torch.randn(3, 64, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -233,7 +233,7 @@ def test_copies_and_stacks_keep_the_switch() -> None:
     assert not mixed.input_gradients
 
 
-def test_a_model_with_quantized_embeddings_trains_what_lies_between() -> None:
+def test_model_with_quantized_embeddings_trains_other_layers() -> None:
     model, ids = tiny_lm(), token_batches()[0]
     qcut.quantize(model, "codebook4_g16", embeddings="w8a16", progress=False)
     assert any(isinstance(m, Embedding) for m in model.modules())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -86,8 +83,6 @@ def test_layers_do_what_the_definition_says() -> None:
         zero = 0 if bits == 16 else int(chain.layers[-1].zero_point)
         floats = (want.int() - zero).float() * chain.output_scale
         assert torch.equal(chain(x).view(-1, 10), floats.half())
-        assert chain(x[0, 0]).shape == (10,)
-        assert chain(x[:0]).shape == (0, 50, 10)
         assert torch.equal(chain(x[0, :1]), chain(x)[0, :1])
 
 
@@ -100,25 +95,6 @@ def test_a_relu_ends_at_the_image_of_zero() -> None:
         zero = int(layer.zero_point) if bits == 8 else 0
         assert int(y.min()) == zero
         assert int(y.max()) > zero
-
-
-def test_state_survives_files(tmp_path: Path) -> None:
-    for bits in (8, 16):
-        _, chain = made(bits)
-        x = inputs()[0]
-        sizes = [(37, 64, True), (64, 33, False), (33, 48, True), (48, 10, False)]
-        layers = [qcut.IntegerLinear(k, n, bits=bits, relu=relu) for k, n, relu in sizes]
-        same = qcut.IntegerChain(layers)
-        safetensors.torch.save_file(chain.state_dict(), tmp_path / "chain.safetensors")
-        same.load_state_dict(safetensors.torch.load_file(tmp_path / "chain.safetensors"))
-        assert torch.equal(same(x), chain(x))
-        file = io.BytesIO()
-        torch.save(chain, file)
-        file.seek(0)
-        again = torch.load(file, weights_only=False)
-        assert torch.equal(again(x), chain(x))
-        assert torch.equal(again.half()(x), chain(x))
-        assert again.output_scale.dtype is torch.float32
 
 
 def test_a_changed_scale_is_read_again() -> None:
@@ -208,14 +184,6 @@ def test_what_exceeds_64_bits_is_refused_at_construction() -> None:
 def test_refusals(make, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
-
-
-@pytest.mark.parametrize("bits", [8, 16])
-def test_compiles_whole(bits: int) -> None:
-    _, chain = made(bits)
-    x = inputs()[0]
-    compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), chain(x))
 
 
 class Doubled(nn.Sequential):

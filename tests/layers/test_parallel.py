@@ -37,7 +37,7 @@ def of_columns(whole: qcut.Linear, part: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_part_of_the_columns_is_what_quantizing_them_gives(module: nn.Linear, scheme: str) -> None:
+def test_shard_of_columns_equals_quantizing_those_columns(module: nn.Linear, scheme: str) -> None:
     whole = qcut.Linear.from_float(module, scheme)
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
     total = whole.bias.expand(5, N)
@@ -71,7 +71,7 @@ def test_static_parts_have_column_sums_of_their_own(module: nn.Linear) -> None:
     ("scheme", "first", "k"),
     [("codebook4", 64, 128), ("codebook4", 0, 64), ("codebook4_rows", 0, 256), ("codebook3_g4", 0, 4)],
 )
-def test_parts_that_end_inside_a_group_or_a_byte_are_refused(scheme: str, first: int, k: int) -> None:
+def test_shards_ending_inside_groups_or_bytes_are_refused(scheme: str, first: int, k: int) -> None:
     with pytest.raises(UnsupportedError, match=rf"'h.down': {scheme} in parts of {k} input channels"):
         part_scheme(qcut.schemes.parse_scheme(scheme), first, k, "h.down")
 
@@ -86,7 +86,7 @@ def test_a_broken_part_is_refused(module: nn.Linear) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.5, float("nan"), float("inf")])
-def test_a_maximum_that_is_not_of_these_rows_is_refused(module: nn.Linear, factor: float) -> None:
+def test_absmax_of_other_rows_is_refused(module: nn.Linear, factor: float) -> None:
     absmax = module.weight.detach().abs().amax(1) * factor
     with pytest.raises(QuantizationError, match=r"'h\.down'.*row_absmax"):
         qcut.Linear.from_float(module, "w8a8", row_absmax=absmax, name="h.down")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,6 @@ from torch import Tensor
 import qcut
 from qcut import errors
 from qcut.layers import codebook as codebook_linear
-from qcut.layers import rotations as shared_rotations
 from qcut.layers.shifted import ShiftedCodebookLinear
 from qcut.layers.stacking import Stacker
 from qcut.numerics.codebook import layout, products
@@ -19,14 +16,6 @@ from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.schemes import Codebook, ShiftedCodebook, parse_scheme, scheme_from_json
 
 N, K = 72, 100
-
-
-@pytest.fixture
-def kernels(monkeypatch):
-    """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
-    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
-    monkeypatch.setattr(shared_rotations.shared, "_last", None)
 
 
 def made(
@@ -105,19 +94,14 @@ def test_float32_computes_on_the_cpu_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_state_dicts(case):
+def test_states_need_offsets_and_orders(case):
     layer, _ = made(**case)
-    x = torch.randn(2, K)
-    state = copy.deepcopy(layer.state_dict())
+    state = layer.state_dict()
     assert ("offsets" in state, "order" in state) == (layer.scheme.shifted, layer.scheme.ordered)
     assert layer.state_problem(state) is None
-    for device, assign in (("cpu", False), ("meta", True)):
-        again = qcut.Linear(K, N, True, layer.scheme, device=device)
-        again.load_state_dict(state, assign=assign)
-        assert torch.equal(again(x), layer(x))
     for key in {"offsets", "order"} & state.keys():
         with pytest.raises(RuntimeError, match=key):
-            again.load_state_dict({name: t for name, t in state.items() if name != key})
+            layer.load_state_dict({name: t for name, t in state.items() if name != key})
 
 
 def test_values_that_cannot_be():
@@ -132,13 +116,6 @@ def test_values_that_cannot_be():
     assert "found nan" in layer.state_problem({**state, "offsets": state["offsets"] * float("nan")})[1]
     with pytest.raises(RuntimeError, match="order: found no permutation"):
         layer.load_state_dict({**state, "order": twice})
-
-
-def test_compiles_whole():
-    layer, _ = made()
-    x = torch.randn(3, K)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), layer(x))
 
 
 def test_stacks_where_orders_are_one():

@@ -118,7 +118,7 @@ def test_a_stack_is_found_again(scheme: str | None) -> None:
 
 
 @torch.no_grad()
-def test_what_is_written_reaches_the_stack_and_what_is_replaced_does_not() -> None:
+def test_stack_sees_written_weights_not_replaced_ones() -> None:
     modules = siblings_of("w8a8")
     stacked, x = stack(modules), torch.randn(3, K)
     other = sibling("w8a8", ROWS[1], seed=1).state_dict()

@@ -16,10 +16,10 @@ from qcut.layers.codebook import CodebookLinear, CodebookTable
 from qcut.layers.embedding import Embedding, Table, table_of
 from qcut.schemes import ShiftedCodebook
 from tests.support.decoders import WIDE, small
+from tests.support.oracles import FLOATS
 
 OP = torch.ops.qcut.embed_rows
 CODEBOOK = torch.ops.qcut.embed_codebook
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 IDS = torch.tensor([3, 0, 69, 3, 17])
 PLACES = torch.tensor([0, 8, 4, 4, 1], dtype=torch.int32)
 
@@ -172,7 +172,7 @@ def test_opcheck(int8: bool) -> None:
     torch.library.opcheck(OP.default, given)
 
 
-def test_ids_outside_of_the_table_are_errors_on_the_cpu() -> None:
+def test_cpu_refuses_ids_outside_the_table() -> None:
     table = torch.zeros(4, 8)
     for bad in (-1, 4):
         with pytest.raises(errors.RangeError, match="allowed: 0 to"):
@@ -212,7 +212,7 @@ def test_refusals(changes: dict[str, Any], error: Any, message: str) -> None:
         OP(**{**given, **changes})
 
 
-def test_ids_outside_of_a_codebook_are_errors_on_the_cpu() -> None:
+def test_cpu_refuses_ids_outside_a_codebook() -> None:
     _, layer = codebook_table("codebook4", torch.float32)
     for bad in (-1, 70):  # units have rows of padding
         with pytest.raises(errors.RangeError, match="allowed: 0 to 69"):

@@ -68,7 +68,7 @@ def test_a_parameter_that_requires_gradients_counts_too() -> None:
         y.sum().backward()
 
 
-def test_an_operator_that_writes_refuses_tensors_of_a_graph() -> None:
+def test_operators_that_write_refuse_tensors_with_gradients() -> None:
     q, places = torch.randn(2, 1, 8), torch.zeros(2, dtype=torch.int32)
     cache = torch.zeros(2, 2, 1, 4, 8)
     k = torch.randn(2, 1, 8, requires_grad=True)

@@ -48,7 +48,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kinds", ["int4", "int8/int4", "int4/int8"])
-def test_attention_is_that_of_the_rounded_keys_and_values(kinds: str) -> None:
+def test_attention_reads_the_rounded_keys_and_values(kinds: str) -> None:
     given = torch.randn(BATCH * CONTEXT, HEADS, HEAD, generator=torch.Generator().manual_seed(0))
     q, k, v, cache = filled(kinds)
     kept = []

@@ -9,9 +9,9 @@ import torch
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
+from tests.support.oracles import FLOATS
 
 OPS = torch.ops.qcut
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def test_argmax_is_samplings() -> None:
@@ -21,7 +21,7 @@ def test_argmax_is_samplings() -> None:
     assert OPS.argmax(torch.zeros(0, 5)).shape == (0,)
 
 
-def test_a_step_ends_at_the_likeliest_and_the_next_place() -> None:
+def test_step_takes_likeliest_token_and_next_position() -> None:
     logits = torch.eye(4)[:, :3]
     tokens, positions, slots = torch.zeros(4, dtype=torch.int64), *torch.tensor([[0, 7, 8, 8], [0, 7, 8, 9]]).int()
     OPS.advance(logits, tokens, positions, slots, 9)

@@ -12,9 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
 from qcut.numerics.codebook.tokens import operands
+from tests.support.oracles import FLOATS
 
 OPS = torch.ops.qcut
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -12,6 +12,7 @@ from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.ops.gemm import OUT_DTYPES
 from qcut.ops.registry import import_modules
+from tests.support.operands import case
 from tests.support.oracles import FLOATS, NAN, layer, s8, tokens
 
 qcut = torch.ops.qcut
@@ -26,6 +27,7 @@ NAMES = (
     "w8a16_linear",
     "int16x8_linear",
     "int16x8_static_linear",
+    "integer_linear",
 )
 SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
 """Of every operator: saved graphs and callers in other languages rely on them, character by character."""
@@ -66,6 +68,11 @@ def samples() -> dict[str, list[tuple[tuple, dict]]]:
         "w8a16_linear": [((x, w["qweight"], w["scale"], None, "gelu_tanh"), {}) for x in (batch, none)],
         "int16x8_linear": [((x, w["qweight"], w["scale"], w["bias"], "silu"), {}) for x in (batch, none)],
         "int16x8_static_linear": [((x, w["qweight"], w["scale"], w["bias"], 1e-4, "none"), {}) for x in (batch, none)],
+        "integer_linear": [
+            ((*case(dtype, m, 7, 21), torch.tensor([5], dtype=S32) if dtype is S8 else None, True), {})
+            for dtype in (S8, torch.int16)
+            for m in (6, 0)
+        ],
     }
 
 
@@ -124,13 +131,13 @@ def test_strides_and_offsets_do_not_matter(name):
         assert not view.is_contiguous() or view.numel() <= 1
         return view.copy_(t)
 
-    args, kwargs = samples()[name][1 if name == "gemm_s8" else 0]
     op = getattr(qcut, name)
-    want = as_tuple(op(*args, **kwargs))
-    got = as_tuple(op(*map(strided, args), **{key: strided(value) for key, value in kwargs.items()}))
-    for g, w in zip(got, want, strict=True):
-        assert torch.equal(g, w)
-        assert g.is_contiguous()
+    for args, kwargs in samples()[name]:
+        want = as_tuple(op(*args, **kwargs))
+        got = as_tuple(op(*map(strided, args), **{key: strided(value) for key, value in kwargs.items()}))
+        for g, w in zip(got, want, strict=True):
+            assert torch.equal(g, w)
+            assert g.is_contiguous()
 
 
 def test_gemm_defaults_and_epilogue(int8):
@@ -182,12 +189,12 @@ def test_compile_one_graph_for_every_number_of_tokens():
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_compile_through_aot(name):
-    args, kwargs = samples()[name][0]
     op = getattr(qcut, name)
-    torch.compiler.reset()  # all operators share the code that is compiled here
-    compiled = torch.compile(lambda *a: op(*a, **kwargs), fullgraph=True, backend="aot_eager")
-    for got, want in zip(as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True):
-        assert torch.equal(got, want)
+    for args, kwargs in samples()[name]:
+        torch.compiler.reset()  # all operators share the code that is compiled here
+        compiled = torch.compile(lambda *a, kwargs=kwargs: op(*a, **kwargs), fullgraph=True, backend="aot_eager")
+        for got, want in zip(as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True):
+            assert torch.equal(got, want)
 
 
 def test_schemas_are_the_committed_ones() -> None:
@@ -196,7 +203,7 @@ def test_schemas_are_the_committed_ones() -> None:
     assert {name: str(torch._C._get_schema(*f"{name}.".split(".")[:2])) for name in names} == SCHEMAS
 
 
-def test_every_operator_runs_on_both_devices_and_is_traced() -> None:
+def test_every_operator_has_cpu_cuda_and_meta_kernels() -> None:
     for name in SCHEMAS:
         for key in ("CPU", "CUDA", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(name, key), (name, key)

@@ -74,7 +74,7 @@ def test_chunks_and_steps_are_those_without(dtype: torch.dtype, kind: KVDtype, s
         assert torch.equal(*results) if step < 17 else torch.equal(*(y[1:] for y in results))
 
 
-def test_a_token_goes_to_its_row_and_padding_nowhere() -> None:
+def test_tokens_go_to_their_rows_padding_nowhere() -> None:
     _, rung = caches(torch.float32, "auto")
     q, k, v = rows(torch.float32, SEQUENCES, 0)
     slots = int32(PLACES - 1, ROWS, PLACES)
@@ -85,7 +85,7 @@ def test_a_token_goes_to_its_row_and_padding_nowhere() -> None:
     assert keys.any(-1).sum() == 2 * 2
 
 
-def test_what_a_query_does_not_see_is_not_read() -> None:
+def test_rows_outside_the_window_are_not_read() -> None:
     """Rows outside of the window may hold anything finite."""
     _, rung = caches(torch.float32, "auto")
     memory = rung.layer(0)

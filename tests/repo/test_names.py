@@ -8,13 +8,10 @@ from collections import Counter
 from tests.support import ROOT
 
 LONGER = {
-    "backends": 16,
     "common": 35,
     "engine": 17,
     "gpu": 25,
     "kills": 4,
-    "layers": 15,
-    "ops": 11,
     "text": 3,
 }
 """How many names of a folder are longer: this may fall, and never rise."""

@@ -68,7 +68,7 @@ def test_tokens_go_to_the_cache(launches: Launches, int8: bool, rotary: bool) ->
         same(first, one, "cos", "sin", "positions")
 
 
-def test_vectors_are_read_where_all_rows_start_at_their_multiples(launches: Launches) -> None:
+def test_only_aligned_rows_are_read_as_vectors(launches: Launches) -> None:
     one = step()
     apart = torch.empty(1 + one.k.numel(), dtype=one.k.dtype)[1:].view(one.k.shape)
     attention_cuda.append_kv(AppendKvOp(*one[:11]))
@@ -117,7 +117,7 @@ def test_rings_are_bounded_by_places(launches: Launches) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_kernels_are_chosen_for_the_reach_and_strides_are_the_caches(launches: Launches, dtype: torch.dtype) -> None:
+def test_reach_chooses_kernels_and_cache_gives_strides(launches: Launches, dtype: torch.dtype) -> None:
     long, short = step(dtype, batch=1), step(dtype, batch=1)
     short = short._replace(keys=short.keys[:, :, :100].clone(), values=short.values[:, :, :100].clone())
     for call in (long, long._replace(reach=100), short, long._replace(window=50, reach=60), long._replace(window=50)):
@@ -137,7 +137,7 @@ def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Tar
     assert launches[0]["grid"] == launches[1]["grid"]
 
 
-def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_norms_without_kernel_are_computed_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
     attention_cuda.append_attention(step(torch.float32)._replace(**norms))
     assert len(launches) == 2
@@ -158,7 +158,7 @@ def test_a_step_of_float32_is_two_launches(launches: Launches) -> None:
     assert append["q"] == attention["q"] != one.q.data_ptr()  # a copy is rotated: the caller's queries stay
 
 
-def test_parts_meet_in_memory_only_where_there_are_several(launches: Launches) -> None:
+def test_only_several_parts_use_a_workspace(launches: Launches) -> None:
     few, many = step(batch=1), step(batch=256)
     given = torch.zeros(2048, dtype=torch.int32)
     for one in (step(torch.float32, batch=1), few, many):

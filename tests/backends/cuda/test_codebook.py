@@ -75,7 +75,7 @@ def test_calls_launch_what_is_built_ahead(scheme: str, launches: Launches) -> No
     assert not launches
 
 
-def test_one_token_is_rotated_apart_where_no_kernel_holds_its_columns(launches: Launches) -> None:
+def test_one_token_with_many_columns_is_rotated_apart(launches: Launches) -> None:
     layer = CodebookLinear.from_float(torch.nn.Linear(LONG, 8), "codebook4")
     assert layer._rotates_one
     forward(layer, torch.randn(1, LONG).half())

@@ -42,7 +42,7 @@ def linear(scheme: str, m: int, early_read: bool) -> tuple[LaunchSpec | None, La
     return LinearLayer(scheme, HALF, m, 1280, 1280, True, "none", True, early_read).specs(0)
 
 
-def test_the_product_of_few_tokens_begins_early_only_if_promised() -> None:
+def test_product_of_few_tokens_begins_early_if_promised() -> None:
     for scheme, m in (("w8a8", 1), ("w8a8", 8), ("w8a16", 1), ("w8a16", 8)):
         for early_read in (True, False):
             quantize, product = linear(scheme, m, early_read)

@@ -24,8 +24,8 @@ from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import BuildError
 from qcut.jit import background, waiting
 from qcut.jit.background import Job
+from tests.support.fakes.launches import A100, H200
 
-H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
 SLOW = KernelSource("slow", "", "slow", (), "sm_90a", toolchain="nvcc")
 QUICK = KernelSource("quick", "", "quick", (), "sm_90a")
 

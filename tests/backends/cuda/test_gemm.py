@@ -26,10 +26,9 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops.gemm import GemmS8Op
+from tests.support.fakes.launches import H200
 from tests.support.operands import LAYOUTS, OUT_LAYOUT, SHAPES, operands, stored
 from tests.support.oracles import epilogue_oracle, s8
-
-H200 = Target("sm_90a", 132, "NVIDIA H200")
 
 
 def at(address: int, shape: tuple[int, int], row_major: bool, ld: int, dtype: Any) -> np.ndarray:
@@ -144,7 +143,7 @@ def test_a_launch_sees_the_operands_where_they_are(cuda: Cuda, layouts: str) -> 
             assert plan.problem.layouts == layouts
 
 
-def test_a_launch_gets_the_epilogue_in_its_own_order(cuda: Cuda) -> None:
+def test_launch_gets_epilogue_arguments_in_kernel_order(cuda: Cuda) -> None:
     a, b = operands("tn", 6, 10, 33)
     wide = torch.rand(6, 2)
     vectors = {
@@ -167,7 +166,7 @@ def test_a_launch_gets_the_epilogue_in_its_own_order(cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize("along_k", [True, False])
-def test_alignment_is_what_address_leading_dimension_and_extent_share(along_k: bool) -> None:
+def test_alignment_divides_address_leading_dimension_and_extent(along_k: bool) -> None:
     def alignment(extent: int, ld: int, offset: int) -> int:
         rows, columns = (5, extent) if along_k else (extent, 5)
         return Operand.of(stored(rows, columns, along_k, ld=ld, offset=offset)).alignment
@@ -202,7 +201,7 @@ def test_what_is_contiguous_nowhere_is_copied(cuda: Cuda, view: Any) -> None:
     assert call["b"] == b.data_ptr()
 
 
-def test_a_plan_serves_calls_that_differ_in_nothing_it_assumes(cuda: Cuda) -> None:
+def test_plan_serves_calls_with_equal_assumptions(cuda: Cuda) -> None:
     a, b = operands("tn", 32, 48, 64)
     for _ in range(3):
         cuda(a, b)

@@ -9,8 +9,7 @@ from qcut.backends.cuda import integers as integers_cuda
 from qcut.backends.cuda.integers import IntegerLayer
 from qcut.backends.cuda.launch.plans import m_bucket
 from qcut.dispatch.gpus import Target
-
-H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+from tests.support.fakes.launches import A100, H200
 
 
 @pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)

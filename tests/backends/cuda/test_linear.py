@@ -15,8 +15,7 @@ from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.layers.linear import Linear
 from qcut.schemes import parse_scheme
-
-H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+from tests.support.fakes.launches import A100, H200
 
 
 @pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)
@@ -48,7 +47,7 @@ def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
             assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (m > 16)
 
 
-def test_a_token_of_w8a8_is_quantized_by_its_product(gpu: Target) -> None:
+def test_product_of_one_w8a8_token_quantizes(gpu: Target) -> None:
     for m, k, fused in ((1, 640, True), (1, 16_384, True), (1, 16_400, False), (2, 640, False)):
         names = [source.name for source in layer("w8a8", m, k=k).sources(0)]
         assert (len(names) == 1) == fused, (m, k)
@@ -56,7 +55,7 @@ def test_a_token_of_w8a8_is_quantized_by_its_product(gpu: Target) -> None:
     assert len(layer("w8a8_static", 1).sources(0)) == 2
 
 
-def test_a_call_of_int16x8_quantizes_halves_and_multiplies_twice_the_rows(gpu: Target) -> None:
+def test_int16x8_quantizes_halves_and_multiplies_twice_the_rows(gpu: Target) -> None:
     problem = linear_problem(DType.F16, 14336, 4096, True, "none", "int16x8")
     for m in (1, 2, 8, 9, 16, 17, 64, 65, 4096):
         call = layer("int16x8", m, k=4096)._replace(n=14336)
@@ -77,7 +76,7 @@ def test_a_call_of_int16x8_quantizes_halves_and_multiplies_twice_the_rows(gpu: T
         assert product.grid(m) == (-(-problem.epilogue.rows(m) // tile[0]) * -(-14336 // tile[1]) * splits, 1, 1)
 
 
-def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
+def test_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
     for m in (1, 16, 17, 512):
         (product,) = layer("w8a16", m).sources(0)
         problem = linear_problem(DType.F16, 1280, 640, True, "none", "w8a16")

@@ -154,7 +154,7 @@ def forget(setting: Setting) -> None:
     codebook_cuda._product_plans.clear()
 
 
-def test_a_host_launcher_serves_prompts_of_one_norm_a_row(setting: Setting) -> None:
+def test_host_launcher_serves_prefill_of_row_norms(setting: Setting) -> None:
     linear = layer("codebook4_rows_int8", 1024, 512)
     same_calls(setting, linear, torch.randn(2048, 1024).half())
     hosted = setting.driver.records[-1].grid is None

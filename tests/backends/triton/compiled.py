@@ -1,10 +1,11 @@
 """Compiles kernels of the Triton back end for a GPU that is not here.
 
-``python -m tests.backends.triton.compiled sizes cuda 110 i8`` prints the sizes of binaries, one of each product.
-``python -m tests.backends.triton.compiled loops codebook fp16 4096`` prints, for each tile of a list, how many products
-read registers in a loop for sm_90, and how many loops begin their next step before such a product is done.
+``python -m tests.backends.triton.compiled "sizes cuda 110 i8"`` prints the sizes of binaries, one of each product.
+``python -m tests.backends.triton.compiled "loops codebook fp16 4096"`` prints, for each tile of a list, how many
+products read registers in a loop for sm_90, and how many loops begin their next step before such a product is done.
+An empty line ends the output of each argument.
 
-It needs a process of its own: where Triton's interpreter runs kernels, none are compiled.
+Compiling needs a process of its own: where Triton's interpreter runs kernels, none are compiled.
 """
 
 from __future__ import annotations
@@ -136,4 +137,7 @@ def loops(family: str, tokens: str, m: str) -> None:
 
 
 if __name__ == "__main__":
-    {"sizes": sizes, "loops": loops}[sys.argv[1]](*sys.argv[2:])
+    for argument in sys.argv[1:]:
+        name, *rest = argument.split()
+        {"sizes": sizes, "loops": loops}[name](*rest)
+        print()

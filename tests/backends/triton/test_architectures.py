@@ -8,38 +8,40 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
 from packaging.version import Version
 
 from tests.backends.triton.compiled import early_steps, products_from_registers
 from tests.support import ROOT
 
 
-def compiled(arguments: str, folder: Path) -> list[str]:
-    """The lines that `tests.backends.triton.compiled` prints."""
+def compiled(folder: Path, *arguments: str) -> list[list[str]]:
+    """The lines that `tests.backends.triton.compiled` prints for each argument."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", "tests.backends.triton.compiled", *arguments.split()]
+    command = [sys.executable, "-m", "tests.backends.triton.compiled", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    found = [block.splitlines() for block in done.stdout.split("\n\n")[:-1]]
+    assert len(found) == len(arguments)
+    return found
 
 
-@pytest.mark.parametrize("target", ["cuda 110 i8", "cuda 80 bf16", "hip gfx942 fp16"])
-def test_products_compile_for_gpus_that_cuda_kernels_refuse(target, tmp_path):
-    if Version(version("triton")) < Version("3.7"):
-        target = target.replace("110", "101")  # the same GPU's name up to CUDA 12.9, which Triton 3.6 brings
-    lines = compiled(f"sizes {target}", tmp_path)
-    assert len(lines) == 2
-    assert all(int(size) > 1000 for size in lines)
+def test_products_compile_for_gpus_without_cuda_kernels(tmp_path):
+    # The same GPU's name up to CUDA 12.9, which Triton 3.6 brings.
+    thor = "101" if Version(version("triton")) < Version("3.7") else "110"
+    targets = (f"cuda {thor} i8", "cuda 80 bf16", "hip gfx942 fp16")
+    for target, lines in zip(targets, compiled(tmp_path, *(f"sizes {target}" for target in targets)), strict=True):
+        assert len(lines) == 2, target
+        assert all(int(size) > 1000 for size in lines), target
 
 
-@pytest.mark.parametrize("product", ["codebook fp16 4096", "codebook i8 200", "int8 fp16 4096"])
-def test_a_loop_waits_for_the_product_that_reads_decoded_weights(product, tmp_path):
+def test_loop_waits_for_product_that_reads_registers(tmp_path):
     """The next step decodes into the registers that a product of sm_90 reads while it runs."""
-    lines = [line.split(maxsplit=2) for line in compiled(f"loops {product}", tmp_path)]
-    assert len(lines) >= 3
-    assert any(int(products) for products, _, _ in lines)
-    assert all(early == "0" for _, early, _ in lines), lines
+    products = ("codebook fp16 4096", "codebook i8 200", "int8 fp16 4096")
+    for product, lines in zip(products, compiled(tmp_path, *(f"loops {product}" for product in products)), strict=True):
+        tiles = [line.split(maxsplit=2) for line in lines]
+        assert len(tiles) >= 3, product
+        assert any(int(found) for found, _, _ in tiles), product
+        assert all(early == "0" for _, early, _ in tiles), tiles
 
 
 def test_loops_that_do_not_wait_are_found():

@@ -132,7 +132,7 @@ def test_tokens_of_any_strides_and_number():
     assert both(layer, x[:0, :40])[0].shape == (0, 24)
 
 
-def test_tokens_that_are_int8_already_raise_the_largest_magnitudes():
+def test_int8_tokens_raise_the_largest_magnitudes():
     layer = quantized("w8a8", 24, 48)
     x = torch.randn(3, 48).half()
     with qcut.execution_path("triton"):
@@ -189,7 +189,7 @@ def test_residuals_and_offsets():
 # ── what chooses ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_tile_that_fits_serves_where_nothing_can_be_measured():
+def test_first_fitting_tile_serves_without_measurements():
     tried = []
 
     def launch(tile: int) -> None:

@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
 from qcut.numerics import int8 as numerics
+from tests.support.oracles import FLOATS
 
 OPS = torch.ops.qcut
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 # ── append_kv ────────────────────────────────────────────────────────────────────────────────────
@@ -243,7 +243,7 @@ def test_appending_refuses_parts_of_sequences(length: int) -> None:
         OPS.append_kv(**tokens(), length=length)
 
 
-def test_a_prompt_needs_a_cache_of_its_sequence_alone() -> None:
+def test_prefill_needs_only_the_cache_of_its_sequence() -> None:
     changes = {name: torch.zeros(1, 2, 9, 16) for name in ("keys", "values")}
     OPS.append_kv(**{**tokens(), **changes}, length=3)
     assert changes["keys"].any()

@@ -12,9 +12,9 @@ from qcut import errors
 from qcut.backends.cuda.prompt_attention import _in_torch
 from qcut.numerics import int8 as numerics
 from qcut.ops.attention.prefill import PromptAttentionOp
+from tests.support.oracles import FLOATS
 
 OP = torch.ops.qcut.prompt_attention
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
