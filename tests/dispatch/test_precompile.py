@@ -162,7 +162,6 @@ def test_the_set_is_whole_and_small(arch: str) -> None:
     assert {source.arch for source in found} == {arch}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_passes_of_two_widths_find_their_kernels(arch: str) -> None:
     """The first product makes float32 sums, to which the second adds its own and the bias."""
     for gpu, tokens, bits, m in product(gpus(arch), (*HALVES, torch.int8), (2, 3, 4), (1, 20, 700)):
@@ -198,17 +197,17 @@ def test_other_targets_choose_as_before() -> None:
     assert all("relu" in name for name in chosen)
 
 
-def test_rotations_of_short_rows_keep_their_group() -> None:
-    gpu = gpus("sm_90a")[0]
+def test_rotations_of_short_rows_keep_their_group(arch: str) -> None:
+    gpu = gpus(arch)[0]
     for k, group in ((32, 128), (64, 128), (256, 64)):
         sources = Rotation("hadamard", torch.float16, torch.int8, 1, k, group, 1).specs(gpu)
         assert f"hadamard{min(k, group)}p1" in sources[0].source.name
-        assert sources[0].source.name in names("sm_90a")
+        assert sources[0].source.name in names(arch)
 
 
-def test_activation_is_the_last_argument_of_products() -> None:
+def test_activation_is_the_last_argument_of_products(arch: str) -> None:
     """A launch adds it to the arguments of a call, in the order of `ACTIVATIONS`."""
-    for source in sources("sm_90a"):
+    for source in sources(arch):
         names_of = [param.name for param in source.params]
         if "_any" not in source.name:
             assert "activation" not in names_of
