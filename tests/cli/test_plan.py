@@ -19,6 +19,7 @@ from qcut.cli import main as cli
 from qcut.cli.plan import LEVELS, plan_page
 from qcut.conversion.planning.plan import LayerPlan, Plan, Point
 from tests.cli.commands import DEMO
+from tests.server.page.scripted import Tab
 from tests.support import ROOT
 
 EVIL = "h.0.<script>alert(1)</script>\"'&"
@@ -249,14 +250,8 @@ def test_in_a_browser(browser: Any, width: int, scheme: str, plan: Plan, tmp_pat
     """Sorting, both colour schemes, a phone's width, and no request to anywhere."""
     file = tmp_path / "plan.html"
     file.write_text(plan_page(plan, "m"))
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: said.append(dialog.message))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
+    tab = Tab(browser, file.as_uri(), viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = tab.page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     def column(number: int) -> list[str]:
@@ -274,5 +269,5 @@ def test_in_a_browser(browser: Any, width: int, scheme: str, plan: Plan, tmp_pat
     assert [name for name in column(0) if name != EVIL] == ["h.0.k", "h.0.q", "h.1.q", "h.2.q", "h.10.q"]
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
-    assert asked == [file.as_uri()]
-    assert said == []
+    assert tab.asked == [file.as_uri()]
+    assert tab.said == []

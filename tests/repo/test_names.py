@@ -17,7 +17,6 @@ LONGER = {
     "kills": 4,
     "layers": 15,
     "ops": 11,
-    "text": 3,
 }
 """How many names of a folder are longer: this may fall, and never rise."""
 
