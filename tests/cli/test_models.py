@@ -77,11 +77,8 @@ def test_directories_of_qcut_are_models_too(
     assert saved[0] == 0
 
 
-def test_eval_is_the_librarys_perplexity(
-    capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any], tmp_path: Path
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text((ROOT / "README.md").read_text())
+def test_eval_is_the_librarys_perplexity(capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any]) -> None:
+    text = ROOT / "README.md"
     base = ("eval", DEMO, "--text", text, "--window", 64, "--max-windows", 6, "--batch", 4)
     model, tokenizer = demo
     tokens = torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"])

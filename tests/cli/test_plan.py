@@ -188,8 +188,7 @@ def test_pages_of_edited_and_empty_plans() -> None:
 
 
 def test_the_command_writes_pythons_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text, out, report = tmp_path / "text.txt", tmp_path / "plan.json", tmp_path / "plan.html"
-    text.write_text((ROOT / "README.md").read_text())
+    text, out, report = ROOT / "README.md", tmp_path / "plan.json", tmp_path / "plan.html"
     words = ["plan", DEMO, "--calibrate", text, "--budget", 0.02, "--objective", "memory", "--measure", "layer"]
     words += ["--candidates", "codebook4", "w8a8", "--window", 32, "--max-windows", 2, "--batch", 2, "--device", "cpu"]
     words += ["--include", "h.0.*", "h.1.*", "--out", out, "--report", report, "--json"]
@@ -211,8 +210,7 @@ def test_the_command_writes_pythons_plan(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 def test_the_command_plans_within_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text, out, report = tmp_path / "text.txt", tmp_path / "plan.json", tmp_path / "plan.html"
-    text.write_text((ROOT / "README.md").read_text())
+    text, out, report = ROOT / "README.md", tmp_path / "plan.json", tmp_path / "plan.html"
     words = ["--calibrate", text, "--include", "h.0.*", "--window", 32, "--max-windows", 2, "--batch", 2]
     words += ["--device", "cpu", "--out", out, "--json"]
     few = ["--candidates", "codebook3", "w8a16", "--measure", "gradient"]
