@@ -20,6 +20,7 @@ from qcut.dispatch import precompile
 from qcut.emitters.core.source import KernelSource
 from qcut.errors import DeviceError, LaunchError, ToolchainError
 from qcut.jit import cache, device, packs, toolchain
+from tests.cli.commands import run
 from tests.support import ROOT
 
 H200 = device.Device(0, "NVIDIA H200", (9, 0), 132, 139 << 30)
@@ -66,6 +67,8 @@ def test_doctor_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "raw kernels    compiled a probe for sm_90a" in text
     assert "CUTLASS route  compiled a probe for sm_90a" in text
     assert text.rstrip().endswith("(`qcut precompile --arch` works without one).")
+    assert cli.main(["doctor", "--no-probe"]) == 0
+    assert "compiled a probe" not in capsys.readouterr().out
 
 
 def test_doctor_with_a_gpu_launches_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,32 +158,29 @@ def test_doctor_says_what_is_missing(
 
 
 @pytest.mark.parametrize(
-    ("module", "programs", "topic", "command", "fine"),
+    ("module", "topic", "command", "fine"),
     [
-        ("", ["sh", "sed"], "g++", "apt-get install g++", {"nvcc", "NVRTC", "CUTLASS"}),
-        ("cuda", None, "NVRTC", "pip install 'cuda-python>=13,<14' cuda-core", {"nvcc", "g++", "CUTLASS"}),
-        ("cutlass_library", None, "CUTLASS", "pip install nvidia-cutlass==", {"nvcc", "g++", "NVRTC"}),
-        ("transformers", None, "packages", "pip install 'qcut-inference[hf]'", {"nvcc", "g++", "NVRTC", "CUTLASS"}),
+        ("", "g++", "apt-get install g++", {"nvcc", "NVRTC", "CUTLASS"}),
+        ("cuda", "NVRTC", "pip install 'cuda-python>=13,<14' cuda-core", {"nvcc", "g++", "CUTLASS"}),
+        ("cutlass_library", "CUTLASS", "pip install nvidia-cutlass==", {"nvcc", "g++", "NVRTC"}),
+        ("transformers", "packages", "pip install 'qcut-inference[hf]'", {"nvcc", "g++", "NVRTC", "CUTLASS"}),
     ],
     ids=["no g++", "no cuda-python", "no nvidia-cutlass", "no transformers"],
 )
 def test_doctor_names_the_one_tool_that_is_missing(
-    tmp_path: Path, module: str, programs: list[str] | None, topic: str, command: str, fine: set[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, module: str, topic: str, command: str, fine: set[str]
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "CXX"}
-    if programs is not None:
-        for program in programs:
+    monkeypatch.delenv("CXX", raising=False)
+    if not module:  # the programs on the path are others
+        for program in ("sh", "sed"):
             (tmp_path / program).symlink_to(str(shutil.which(program)))
-        environment["PATH"] = str(tmp_path)
-    code = f"import sys; sys.modules.update(dict.fromkeys([{module!r}])); from qcut.cli.main import main; "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "main(['doctor', '--no-probe', '--json'])"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    found = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
+        monkeypatch.setenv("PATH", str(tmp_path))
+    for name in [name for name in sys.modules if name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    toolchain.reset()
+    found = {each["topic"]: each for each in json.loads(run(capfd, "doctor", "--no-probe", "--json")[1])["findings"]}
+    toolchain.reset()
     assert found[topic]["state"] in ("warn", "missing")
     assert command in found[topic]["text"] + found[topic]["advice"]
     assert {name for name in fine if found[name]["state"] == "ok"} == fine
@@ -328,10 +328,6 @@ def test_precompile_reports_failures_and_builds_the_rest(
 
 def test_as_a_program() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "qcut"]
-    done = subprocess.run([*command, "--version"], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "qcut", "--version"], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("qcut ")
-    done = subprocess.run([*command, "doctor", "--no-probe"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compiled a probe" not in done.stdout

@@ -19,6 +19,7 @@ from qcut.cli import main as cli
 from qcut.cli.plan import LEVELS, plan_page
 from qcut.conversion.planning.plan import LayerPlan, Plan, Point
 from tests.cli.commands import DEMO
+from tests.server.page.scripted import Tab
 from tests.support import ROOT
 
 EVIL = "h.0.<script>alert(1)</script>\"'&"
@@ -187,8 +188,7 @@ def test_pages_of_edited_and_empty_plans() -> None:
 
 
 def test_the_command_writes_pythons_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text, out, report = tmp_path / "text.txt", tmp_path / "plan.json", tmp_path / "plan.html"
-    text.write_text((ROOT / "README.md").read_text())
+    text, out, report = ROOT / "README.md", tmp_path / "plan.json", tmp_path / "plan.html"
     words = ["plan", DEMO, "--calibrate", text, "--budget", 0.02, "--objective", "memory", "--measure", "layer"]
     words += ["--candidates", "codebook4", "w8a8", "--window", 32, "--max-windows", 2, "--batch", 2, "--device", "cpu"]
     words += ["--include", "h.0.*", "h.1.*", "--out", out, "--report", report, "--json"]
@@ -210,8 +210,7 @@ def test_the_command_writes_pythons_plan(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 def test_the_command_plans_within_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text, out, report = tmp_path / "text.txt", tmp_path / "plan.json", tmp_path / "plan.html"
-    text.write_text((ROOT / "README.md").read_text())
+    text, out, report = ROOT / "README.md", tmp_path / "plan.json", tmp_path / "plan.html"
     words = ["--calibrate", text, "--include", "h.0.*", "--window", 32, "--max-windows", 2, "--batch", 2]
     words += ["--device", "cpu", "--out", out, "--json"]
     few = ["--candidates", "codebook3", "w8a16", "--measure", "gradient"]
@@ -249,14 +248,8 @@ def test_in_a_browser(browser: Any, width: int, scheme: str, plan: Plan, tmp_pat
     """Sorting, both colour schemes, a phone's width, and no request to anywhere."""
     file = tmp_path / "plan.html"
     file.write_text(plan_page(plan, "m"))
-    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    said: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: said.append(dialog.message))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
+    tab = Tab(browser, file.as_uri(), viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = tab.page
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     def column(number: int) -> list[str]:
@@ -274,5 +267,5 @@ def test_in_a_browser(browser: Any, width: int, scheme: str, plan: Plan, tmp_pat
     assert [name for name in column(0) if name != EVIL] == ["h.0.k", "h.0.q", "h.1.q", "h.2.q", "h.10.q"]
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
-    assert asked == [file.as_uri()]
-    assert said == []
+    assert tab.asked == [file.as_uri()]
+    assert tab.said == []

@@ -22,28 +22,23 @@ from tests.cli.commands import DEMO, answer
 from tests.support import ROOT
 from tests.support.zoo import tiny_hf
 
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text((ROOT / "README.md").read_text())
-    return path
+TEXT = ROOT / "README.md"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo, quantized with all that the shell offers."""
     out = tmp_path_factory.mktemp("models") / "made" / "quantized"
-    words = ["--scheme", "codebook4", "--calibrate", text, "--fit", "--embeddings", "w8a16", "--skip", "h.[123].mlp.*"]
+    words = ["--scheme", "codebook4", "--calibrate", TEXT, "--fit", "--embeddings", "w8a16", "--skip", "h.[123].mlp.*"]
     words += ["--refine", 2, "--window", 64, "--max-windows", 4, "--batch", 2, "--device", "cpu", "--out", out]
     assert cli.main(["quantize", str(DEMO), *map(str, words)]) == 0
     return out
 
 
-def test_bits_make_a_plan_of_the_text(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bits_make_a_plan_of_the_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--include", "h.0.attn.*", "--window", 16, "--max-windows", 1, "--device", "cpu"]
     out = tmp_path / "mixed"
-    data = answer(capfd, "quantize", DEMO, "--bits", 3.6, "--calibrate", text, *words, "--out", out)
+    data = answer(capfd, "quantize", DEMO, "--bits", 3.6, "--calibrate", TEXT, *words, "--out", out)
     assert len(data["schemes"]) > 1
     stored = [layer for layer in contents(out).layers if layer.name.startswith("transformer.h.0.")]
     assert len(stored) == sum(data["schemes"].values()) == 2
@@ -51,28 +46,26 @@ def test_bits_make_a_plan_of_the_text(text: Path, tmp_path: Path, capfd: pytest.
     assert bits < 3.6 + 0.15  # biases and codebooks, which the limit does not count
     for extra, message in (
         (["--bits", 3], "--bits needs --calibrate TEXT"),
-        (["--bits", 3, "--calibrate", text, "--smooth", 0.5], "--smooth: not allowed with --bits"),
+        (["--bits", 3, "--calibrate", TEXT, "--smooth", 0.5], "--smooth: not allowed with --bits"),
     ):
         assert cli.main([*map(str, ["quantize", DEMO, *extra, "--out", tmp_path / "none"])]) != 0
         assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("calibrated", [False, True])
-def test_the_proof_is_on_unless_refused(
-    calibrated: bool, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_proof_is_on_unless_refused(calibrated: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["quantize", DEMO, "--scheme", "w8a8", "--include", "h.0.*", "--overwrite", "--out", tmp_path / "out"]
     if calibrated:
-        words += ["--calibrate", text, "--window", 64, "--max-windows", 1]
+        words += ["--calibrate", TEXT, "--window", 64, "--max-windows", 1]
     counts = [answer(capfd, *words, *option)["report"]["verified"] for option in ((), ("--verify",), ("--no-verify",))]
     assert counts == [4, 4, 0]
     assert cli.main(["generate", str(DEMO), "--no-verify"]) == 1
     assert "--verify needs --scheme" in capfd.readouterr().err
 
 
-def test_a_folder_is_what_python_makes(saved: Path, text: Path) -> None:
+def test_a_folder_is_what_python_makes(saved: Path) -> None:
     model, tokenizer = load_pretrained(str(DEMO), dtype=torch.float16, device=torch.device("cpu"))
-    windows = windows_of(torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"]), 64)
+    windows = windows_of(torch.tensor(tokenizer(TEXT.read_text(), verbose=False)["input_ids"]), 64)
     moments, reference = qcut.collect_curvature(model, windows[:4].split(2), progress=False), copy.deepcopy(model)
     qcut.quantize(
         model, "codebook4", second_moments=moments, embeddings="w8a16", skip=["h.[123].mlp.*"], progress=False
@@ -256,13 +249,11 @@ def test_failed_rename_restores_the_old_model(model_folder: Path, monkeypatch: p
     assert [path.name for path in model_folder.parent.iterdir()] == ["out"]
 
 
-def test_overwriting_through_the_command(
-    tmp_path: Path, saved: Path, text: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_overwriting_through_the_command(tmp_path: Path, saved: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Also the scheme that needs a text, and an interrupt while the model is written."""
     out = tmp_path / "out"
     shutil.copytree(saved, out)
-    words = ["quantize", DEMO, "--scheme", "w8a8_static", "--calibrate", text, "--window", 32, "--max-windows", 2]
+    words = ["quantize", DEMO, "--scheme", "w8a8_static", "--calibrate", TEXT, "--window", 32, "--max-windows", 2]
     found = answer(capfd, *words, "--out", out, "--overwrite", "--device", "cpu")
     assert found["schemes"] == {"w8a8_static": 16}
     assert found["file_bytes"] == sum(path.stat().st_size for path in out.iterdir())

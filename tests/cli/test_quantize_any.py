@@ -84,8 +84,7 @@ def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_plan_is_served_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text((ROOT / "README.md").read_text())
+    text = ROOT / "README.md"
     plan, out = tmp_path / "plan.json", tmp_path / "out"
     words = ["--calibrate", text, "--window", 64, "--max-windows", 2, "--measure", "layer", "--budget", 1]
     assert cli.main(["plan", str(DEMO), *map(str, words), "--objective", "memory", "--out", str(plan)]) == 0

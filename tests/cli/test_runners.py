@@ -90,9 +90,8 @@ def test_a_token_that_ends_texts_ends_them(folder: Path, capfd: pytest.CaptureFi
     assert answer["tokens"] == tokens[: tokens.index(tokens[3]) + 1]
 
 
-def test_transformers_predicts(folder: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text((ROOT / "README.md").read_text())
+def test_transformers_predicts(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = ROOT / "README.md"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"])

@@ -12,7 +12,6 @@ LONGER = {
     "engine": 17,
     "gpu": 25,
     "kills": 4,
-    "text": 3,
 }
 """How many names of a folder are longer: this may fall, and never rise."""
 

@@ -35,6 +35,8 @@ MODEL = ROOT / "models" / "gpt2-5m"
 NAME = "gpt2"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 PATIENCE_S = 60
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+LONG = {"prompt": "The import statement", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
 NOISE = 0.03
 
 
@@ -100,17 +102,17 @@ class Served:
         """Status, JSON or text, and headers of an answer; a body that is no text is sent as JSON."""
         return call(self.port, method, path, body, **headers)
 
-    def metrics(self) -> dict[str, float]:
-        """Figures of ``/metrics`` by name and labels."""
-        lines = [line for line in self.call("GET", "/metrics")[1].splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    def metrics(self, **headers: str) -> dict[str, float]:
+        return metrics(self.port, **headers)
 
-    def idle(self) -> None:
-        """Wait until nothing is left of any request."""
-        end = time.monotonic() + PATIENCE_S
-        while (load := self.scheduler.load).waiting or load.prefilling or load.running:
-            assert time.monotonic() < end, f"not idle: {load}"
-            time.sleep(0.01)
+    def idle(self, connections: bool = False) -> None:
+        """Wait until nothing is left of any request, and of any connection if those count too."""
+
+        def left() -> list[Any]:
+            load, state = self.scheduler.load, self.server.server_state
+            return [load.waiting, load.prefilling, load.running, *(connections * [state.connections, state.tasks])]
+
+        until(lambda: not any(left()), left)
 
     def text(self, prompt: str, count: int, **options: Any) -> str:
         """The text that the engine generates for one prompt, without a server."""
@@ -118,6 +120,42 @@ class Served:
         (found,) = self.alone.generate(prompt, count, stop=stop, **options)
         assert found.text is not None
         return found.text
+
+
+def until(condition: Callable[[], object], found: Callable[[], object] = lambda: None) -> None:
+    """Wait until a condition holds; the failure shows what is found instead."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, found()
+        time.sleep(0.005)
+
+
+def metrics(port: int, **headers: str) -> dict[str, float]:
+    """Figures of ``/metrics`` by name and labels."""
+    lines = [line for line in call(port, "GET", "/metrics", **headers)[1].splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def status(port: int, line: str, *headers: str, address: str = "127.0.0.1") -> int:
+    """The status of the answer to a request that is sent as it is."""
+    with socket.create_connection((address, port), PATIENCE_S) as connection:
+        head = "\r\n".join([f"{line} HTTP/1.1", "Connection: close", *headers])
+        connection.sendall(f"{head}\r\n\r\n".encode("latin-1"))
+        return int(connection.recv(64).split()[1])
+
+
+def posted(body: Any) -> bytes:
+    """The bytes of a request for completions."""
+    data = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + data
+
+
+def asking(port: int, body: dict[str, Any], **headers: str) -> http.client.HTTPConnection:
+    """A request for completions that waits for its answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json", **headers})
+    return connection
 
 
 def call(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
@@ -209,6 +247,13 @@ class Process:
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
         raise AssertionError(self.log.read_text())
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.ended()
 
     def ended(self) -> int:
         return self.process.wait(PATIENCE_S)

@@ -22,21 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import qcut
-from tests.server.serving import NAME, Process, call, engine, steady
+from tests.server.serving import NAME, Process, asking, call, engine, metrics, steady
 
 TEXTS = [
-    "The import statement",
-    "A function that",
-    "Strings are",
-    "When a module",
-    "In this chapter",
-    "The class",
-    "ROMEO:",
-    "def main(",
-    "What is a list?",
-    "KING RICHARD",
-    "This PEP proposes",
-    "for i in range(",
+    *("The import statement", "A function that", "Strings are", "When a module", "In this chapter", "The class"),
+    *("ROMEO:", "def main(", "What is a list?", "KING RICHARD", "This PEP proposes", "for i in range("),
 ]
 MOST = 24
 """Most new tokens of what is compared."""
@@ -128,7 +118,7 @@ def soak(port: int, pid: int, seconds: float, clients: int) -> Report:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        report.memory.append(_metrics(port)["process_resident_memory_bytes"])
+        report.memory.append(metrics(port)["process_resident_memory_bytes"])
         time.sleep(min(1.0, seconds / 8))
     _wait_idle(port, report)
     report.counts.append(_held(pid))
@@ -168,7 +158,7 @@ def _act(kind: str, port: int, draws: random.Random, expected: Expected) -> str 
         _drop(connection)
         return None
     if kind == "vanish":
-        connection = _sending(port, {**body, "max_tokens": 80, "n": 2})
+        connection = asking(port, {**body, "max_tokens": 80, "n": 2})
         time.sleep(draws.random() * 0.02)
         _drop(connection)
         return None
@@ -209,14 +199,8 @@ def _unlike(found: list[str], wanted: list[str]) -> str | None:
     return None if found == wanted else f"found {found}; expected {wanted}"
 
 
-def _sending(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    return connection
-
-
 def _sent(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection = _sending(port, body)
+    connection = asking(port, body)
     return connection, connection.getresponse()
 
 
@@ -228,16 +212,11 @@ def _drop(connection: http.client.HTTPConnection) -> None:
     connection.close()
 
 
-def _metrics(port: int) -> dict[str, float]:
-    lines = [line for line in call(port, "GET", "/metrics")[1].splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-
-
 def _wait_idle(port: int, report: Report) -> None:
     """Wait until the server has nothing to do."""
     end = time.monotonic() + 60
     names = ("qcut_requests_waiting", "qcut_prompts_reading", "qcut_sequences_running")
-    while any((found := _metrics(port))[name] for name in names):
+    while any((found := metrics(port))[name] for name in names):
         if time.monotonic() > end:
             report.wrong.append(f"left: {[(name, found[name]) for name in names]}")
             return
@@ -258,13 +237,10 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = Process(Path(folder) / "log")
-        try:
+        with Process(Path(folder) / "log") as server:
             report = soak(server.port, server.process.pid, arguments.seconds, arguments.clients)
             server.process.terminate()
             status = server.ended()
-        finally:
-            server.process.kill()
         log = server.log.read_text()
     print("\n".join(report.lines))
     print(log if "Traceback" in log else f"the server ended with {status}")

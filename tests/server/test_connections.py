@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import threading
@@ -13,10 +12,20 @@ from typing import Any
 
 import pytest
 
-from tests.server.serving import PATIENCE_S, Process, Served, call, engine, serving
+from tests.server.serving import (
+    COMPLETIONS,
+    LONG,
+    PATIENCE_S,
+    Process,
+    Served,
+    asking,
+    call,
+    engine,
+    posted,
+    serving,
+    until,
+)
 
-COMPLETIONS = "/v1/completions"
-LONG = {"prompt": "The import statement", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 SHORT_S = 0.4
@@ -35,12 +44,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After each test no connection, request or sequence of it is left."""
     yield
     if "brief" in request.fixturenames:
-        served: Served = request.getfixturevalue("brief")
-        served.idle()
-        state, end = served.server.server_state, time.monotonic() + PATIENCE_S
-        while state.connections or state.tasks:
-            assert time.monotonic() < end, f"left: {state.connections}, {state.tasks}"
-            time.sleep(0.01)
+        request.getfixturevalue("brief").idle(connections=True)
 
 
 def connected(port: int) -> socket.socket:
@@ -176,21 +180,16 @@ def test_pipelined_requests_are_answered_in_order(brief: Served) -> None:
 def test_a_client_that_goes_is_noticed(brief: Served, behind: bytes) -> None:
     """Also one that has sent more than its request."""
     before = brief.scheduler.load.new_tokens
-    body = json.dumps({**LONG, "prompt": [LONG["prompt"]] * 40}).encode()
     with connected(brief.port) as connection:
-        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body + behind)
-        end = time.monotonic() + PATIENCE_S
-        while brief.scheduler.load.running == 0:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        connection.sendall(posted({**LONG, "prompt": [LONG["prompt"]] * 40}) + behind)
+        until(lambda: brief.scheduler.load.running)
     brief.idle()
     assert brief.scheduler.load.new_tokens - before < 40 * 90 / 2
 
 
 def test_new_connection_replaces_an_idle_one(brief: Served) -> None:
     before = brief.metrics()
-    running = http.client.HTTPConnection("127.0.0.1", brief.port, timeout=PATIENCE_S)
-    running.request("POST", COMPLETIONS, json.dumps({**LONG, "stream": True}), {"Content-Type": "application/json"})
+    running = asking(brief.port, {**LONG, "stream": True})
     assert running.getresponse().status == 200
     held = [connected(brief.port) for _ in range(100)]
     try:
@@ -211,17 +210,8 @@ def test_new_connection_replaces_an_idle_one(brief: Served) -> None:
 def test_beyond_the_limit_of_requests() -> None:
     """A new connection gets 503 if no open connection is idle."""
     with serving(engine(batch=1), limits={"connections": 2}) as served:
-        held = []
-        for _ in range(2):
-            one = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE_S)
-            one.request(
-                "POST", COMPLETIONS, json.dumps({**LONG, "prompt": ["x"] * 20}), {"Content-Type": "application/json"}
-            )
-            held.append(one)
-        end = time.monotonic() + PATIENCE_S
-        while served.scheduler.load.running + served.scheduler.load.waiting < 30:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        held = [asking(served.port, {**LONG, "prompt": ["x"] * 20}) for _ in range(2)]
+        until(lambda: served.scheduler.load.running + served.scheduler.load.waiting >= 30)
         status, answer, headers = served.call("GET", "/health")
         assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "busy", "1")
         for one in held:
@@ -236,10 +226,7 @@ def test_a_client_that_reads_nothing_is_closed(brief: Served, caplog: pytest.Log
     with connected(brief.port) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.sendall(HEALTH.replace(b"/health", b"/") * 200)
-        end = time.monotonic() + PATIENCE_S
-        while "a client took nothing" not in caplog.text:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: "a client took nothing" in caplog.text)
     assert brief.metrics()['qcut_connections_closed_total{reason="stalled"}'] >= 1
 
 
@@ -283,8 +270,7 @@ class Health(threading.Thread):
 
 def test_more_connections_than_open_files(tmp_path: Path) -> None:
     """A process with few files serves on, and its log stays short."""
-    server = Process(tmp_path / "log", files=200)
-    try:
+    with Process(tmp_path / "log", files=200) as server:
         health = Health(server.port)
         held = [connected(server.port) for _ in range(300)]
         for one in held[::3]:
@@ -306,8 +292,6 @@ def test_more_connections_than_open_files(tmp_path: Path) -> None:
         health.end()
         server.process.terminate()
         assert server.ended() == 0
-    finally:
-        server.process.kill()
     told = server.log.read_text()
     assert "Traceback" not in told
     assert len(told) < 100_000

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 import qcut
-from tests.server.serving import PATIENCE_S, TEMPLATE, Served, engine, serving
+from tests.server.serving import CHATS, COMPLETIONS, PATIENCE_S, TEMPLATE, Served, engine, posted, serving, until
 
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "A list", "max_tokens": 2, "temperature": 0}
 BAD_TOKEN = 7
 
@@ -126,14 +125,9 @@ class SlowScheduler(qcut.Scheduler):
 def test_client_disconnects_while_prompts_are_submitted() -> None:
     """No further prompt of it is submitted, and what runs ends."""
     with serving(engine(), kind=SlowScheduler) as served:
-        data = json.dumps({"prompt": ["x"] * 100, "max_tokens": 90, "ignore_eos": True}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
         with socket.create_connection(("127.0.0.1", served.port), PATIENCE_S) as connection:
-            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
-            end = time.monotonic() + PATIENCE_S
-            while served.scheduler.submitted < 3:  # type: ignore[attr-defined]
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            connection.sendall(posted({"prompt": ["x"] * 100, "max_tokens": 90, "ignore_eos": True}))
+            until(lambda: served.scheduler.submitted >= 3)  # type: ignore[attr-defined]
         served.idle()
         assert served.call("POST", COMPLETIONS, GOOD)[0] == 200
         time.sleep(0.3)
@@ -153,9 +147,7 @@ def test_all_gauges_return_to_zero() -> None:
             while time.monotonic() < end:
                 body: dict[str, Any] = {**GOOD, "max_tokens": draws.randint(1, 80), "n": draws.randint(1, 5)}
                 body |= draws.choice([{}, {"stream": True}, {"prompt": ["x"] * 30}, {"top_k": 2**63}, {"logprobs": 5}])
-                data = json.dumps(body).encode()
-                head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
-                sent = f"{head}Content-Type: application/json\r\n\r\n".encode() + data
+                sent = posted(body)
                 with socket.create_connection(("127.0.0.1", served.port), PATIENCE_S) as connection:
                     connection.sendall(sent[: draws.choice([len(sent), len(sent), draws.randrange(len(sent))])])
                     time.sleep(draws.choice([0, 0.002, 0.02, 0.1]))
@@ -172,11 +164,7 @@ def test_all_gauges_return_to_zero() -> None:
             each.start()
         for each in clients:
             each.join()
-        served.idle()
-        state = served.server.server_state
-        while state.connections or state.tasks:
-            assert time.monotonic() < end + PATIENCE_S
-            time.sleep(0.01)
+        served.idle(connections=True)
         found = served.metrics()
         names = ("requests_waiting", "prompts_reading", "sequences_running", "body_bytes")
         assert {name: found[f"qcut_{name}"] for name in names} == dict.fromkeys(names, 0)

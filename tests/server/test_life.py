@@ -8,57 +8,57 @@ import json
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qcut.cli import main as cli
 from qcut.errors import DeviceError
 from qcut.server import streams
-from tests.server.serving import MODEL, Process, call, engine, serving
+from tests.server.serving import LONG, Process, asking, call, engine, posted, serving, status, until
 
-LONG = {"prompt": "The import statement", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
-
-
-def asking(port: int, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """A request that waits for its answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    return connection
+Stream = tuple[http.client.HTTPConnection, http.client.HTTPResponse]
 
 
-def asked(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+def asked(port: int, body: dict[str, Any], **headers: str) -> Stream:
     """A stream."""
-    connection = asking(port, {**body, "stream": True})
+    connection = asking(port, {**body, "stream": True}, **headers)
     return connection, connection.getresponse()
 
 
-def begun(port: int, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+def begun(port: int, body: dict[str, Any], **headers: str) -> Stream:
     """A stream that has delivered its first chunk."""
-    connection, answer = asked(port, body)
+    connection, answer = asked(port, body, **headers)
     while not (line := answer.readline()).startswith(b"data: {"):
         assert line in (b": waiting\n", b"\n")
     return connection, answer
 
 
 def test_a_server_s_whole_life(tmp_path: Path) -> None:
-    """Start, serve, be killed, start on the same port, serve the same; a signal lets what runs end."""
-    first = Process(tmp_path / "first")
-    try:
-        assert (
-            first.log.read_text().splitlines()[0].startswith("one GPU, or the processor, serves here; more than one: ")
-        )
-        status, whole, _ = call(first.port, "POST", "/v1/completions", LONG)
-        assert status == 200
-        connection, _ = begun(first.port, LONG)
-    finally:
+    """Start, serve, be killed, start on the same port, serve the same; a signal lets what runs end.
+
+    The first server is on all addresses and reads its key from a file.
+    """
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    options = ("--host", "0.0.0.0", "--api-key-file", str(key), "--allow-host", "proxy.example")
+    with Process(tmp_path / "first", *options) as first:
+        assert first.log.read_text().startswith("one GPU, or the processor, serves here; more than one: ")
+        for address in ("127.0.0.1", "127.0.0.2"):
+            assert status(first.port, "GET /health", "Host: evil.example", address=address) == 403
+        for host in ("proxy.example", f"127.0.0.2:{first.port}"):
+            assert status(first.port, "GET /health", f"Host: {host}") == 200
+        for given, expected in (("secret", 200), ("secret\\n", 401)):
+            bearer = f"Authorization: Bearer {given}"
+            assert status(first.port, "GET /v1/models", "Host: localhost", bearer) == expected
+        assert b"secret" not in Path(f"/proc/{first.process.pid}/cmdline").read_bytes()
+        code, whole, _ = call(first.port, "POST", "/v1/completions", LONG, Authorization="Bearer secret")
+        assert code == 200
+        connection, _ = begun(first.port, LONG, Authorization="Bearer secret")
         first.process.kill()
-    assert first.ended() == -signal.SIGKILL
+        assert first.ended() == -signal.SIGKILL
     connection.close()
-    second = Process(tmp_path / "second", port=first.port)
-    try:
+    with Process(tmp_path / "second", port=first.port) as second:
         assert second.port == first.port
         connection, answer = begun(second.port, {**LONG, "prompt": [LONG["prompt"]] * 8})
         second.process.send_signal(signal.SIGTERM)
@@ -68,8 +68,6 @@ def test_a_server_s_whole_life(tmp_path: Path) -> None:
         assert text == whole["choices"][0]["text"]
         assert sum(choice["finish_reason"] == "length" for choice in choices) == 8
         assert second.ended() == 0
-    finally:
-        second.process.kill()
     told = second.log.read_text()
     assert "served 720 tokens" in told
     assert re.search(r"1 requests come to their end: \d sequences run, \d prompts wait; a second Ctrl-C cancels", told)
@@ -99,8 +97,7 @@ def test_grace_bounds_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     with serving(engine(), grace_s=1) as served:
         connection, _ = begun(served.port, {**LONG, "prompt": [LONG["prompt"]] * 200})
         waiting = asking(served.port, {**LONG, "stream": False})
-        while len(served.server.server_state.tasks) < 2:
-            time.sleep(0.01)
+        until(lambda: len(served.server.server_state.tasks) >= 2)
         served.server.handle_exit(signal.SIGTERM, None)
     assert served.finished == [False]
     assert served.scheduler.load.new_tokens < 200 * 90
@@ -154,31 +151,13 @@ def test_a_failure_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> N
         assert call(served.port, "POST", "/v1/completions", LONG)[0] == 200
 
 
-def test_wrong_options_fail_before_the_model_loads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def says(*options: object) -> str:
-        with contextlib.suppress(SystemExit):
-            assert cli.main(["serve", *map(str, options)]) == 1
-        return capfd.readouterr().err
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert f"--host 127.0.0.1 --port {port}: Address already in use" in says("missing", "--port", port)
-    assert "--host no.such.host.invalid --port 8000: " in says("missing", "--host", "no.such.host.invalid")
-    assert "--chat-template" in says(MODEL, "--port", 0, "--chat-template", tmp_path / "none")
-    assert "a whole number from 1 up" in says(MODEL, "--batch", 0)
-
-
 def test_a_client_that_takes_nothing_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     """Its sequences end, and its place is free."""
     with serving(engine(), buffer=4096, limits={"write_s": 0.2}) as served, socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         stuck.connect(("127.0.0.1", served.port))
-        body = json.dumps({**LONG, "prompt": ["x"] * 40, "logprobs": 20, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-        stuck.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        end = time.monotonic() + 60
-        while served.scheduler.load.running == 0:
-            assert time.monotonic() < end
+        stuck.sendall(posted({**LONG, "prompt": ["x"] * 40, "logprobs": 20, "stream": True}))
+        until(lambda: served.scheduler.load.running)
         served.idle()
         assert served.scheduler.load.new_tokens < 40 * 90
         assert call(served.port, "GET", "/health")[0] == 200

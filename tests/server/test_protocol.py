@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 import qcut
-from tests.server.serving import NAME, Served, engine, serving
+from tests.server.serving import CHATS, COMPLETIONS, NAME, RESPONSES, Served, engine, serving
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEXT = "The import statement"
 USER = {"role": "user", "content": "What is a list?"}
 PROMPT = "user: What is a list?\nassistant:"
@@ -219,18 +218,10 @@ def test_events_of_a_response(served: Served) -> None:
     found = events(served, RESPONSES, body)
     kinds = [event["type"] for event in found]
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.incomplete",
-    ]
+    begin = ("created", "in_progress", "output_item.added", "content_part.added")
+    end = ("output_text.done", "content_part.done", "output_item.done", "incomplete")
+    assert kinds[:4] == [f"response.{kind}" for kind in begin]
+    assert kinds[-4:] == [f"response.{kind}" for kind in end]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     whole = served.text(PROMPT, 6)
     assert "".join(event["delta"] for event in deltas) == found[-4]["text"] == whole

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.serving import NAME, Served, engine, serving
+from tests.server.serving import CHATS, COMPLETIONS, NAME, Served, engine, serving
 
 GOOD = {"model": NAME, "prompt": "A list", "max_tokens": 2}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 def without(body: dict[str, Any], name: str) -> dict[str, Any]:
@@ -97,14 +96,7 @@ def test_too_long_prompt_has_openais_code(served: Served) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"prompt": "\xff"}',
-        b'{"prompt": NaN}',
+        *(b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": NaN}'),
         b'{"prompt": "x", "temperature": NaN}',
         b'{"prompt": "x", "temperature": 1e999}',
         b'{"prompt": [1' + b"9" * 500 + b"]}",
@@ -202,9 +194,8 @@ def test_who_asks() -> None:
         served.idle()
         status, answer, _ = served.call("POST", COMPLETIONS, {**body, "prompt": "A"}, Authorization=key)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 60)
-        _, text, _ = served.call("GET", "/metrics", Authorization=key)
-        for status in (408, 503):
-            assert f'qcut_refused_total{{status="{status}"}} 1.0' in text
+        figures = served.metrics(Authorization=key)
+        assert [figures[f'qcut_refused_total{{status="{status}"}}'] for status in (408, 503)] == [1, 1]
 
 
 def test_a_tokenizer_without_a_template_for_chats(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +206,10 @@ def test_a_tokenizer_without_a_template_for_chats(served: Served, monkeypatch: p
 
 
 def test_metrics_count(served: Served) -> None:
-    def found() -> dict[str, float]:
-        lines = [line for line in served.call("GET", "/metrics")[1].splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
-
-    before = found()
+    before = served.metrics()
     assert served.call("POST", COMPLETIONS, {**GOOD, "max_tokens": 7, "n": 2, "ignore_eos": True})[0] == 200
     assert served.call("POST", COMPLETIONS, {**GOOD, "n": 0})[0] == 400
-    after = found()
+    after = served.metrics()
 
     def more(name: str) -> float:
         return after[name] - before.get(name, 0)

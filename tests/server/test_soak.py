@@ -10,13 +10,10 @@ from tests.server.soak import KINDS, soak
 
 
 def test_nothing_is_lost_mixed_or_kept(tmp_path: Path) -> None:
-    server = Process(tmp_path / "log")
-    try:
+    with Process(tmp_path / "log") as server:
         report = soak(server.port, server.process.pid, 6, 4)
         server.process.terminate()
         assert server.ended() == 0
-    finally:
-        server.process.kill()
     assert not report.wrong, report.lines
     assert set(report.done) == set(KINDS)
     (files, threads), (last_files, last_threads) = report.counts

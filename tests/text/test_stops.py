@@ -63,7 +63,7 @@ def test_nothing_is_held_that_cannot_become_a_stop() -> None:
         ([], "one <</s> two", None),
     ],
 )
-def test_the_string_that_is_complete_first_ends_the_text(strings: list[str], want: str, stop: str | None) -> None:
+def test_first_complete_string_ends_the_text(strings: list[str], want: str, stop: str | None) -> None:
     text = "one <</s> two"
     for cuts in ([], list(range(1, len(text))), [5], [6, 7]):
         given, found = in_pieces(text, strings, cuts)

@@ -139,7 +139,7 @@ def test_templates_that_are_missing_or_refuse_are_named(model: Any) -> None:
             qcut.Engine(model, tokenizer=wrong)
 
 
-def test_a_tokenizer_of_more_tokens_serves_what_the_model_knows(tokenizer: Any) -> None:
+def test_tokenizer_of_more_tokens_than_the_model(tokenizer: Any) -> None:
     engine = qcut.Engine(small("gpt2"), tokenizer=tokenizer)
     with pytest.raises(errors.ConfigError, match=r"prompt 0: the tokenizer gives token id \d+; allowed: 0 to 95"):
         engine.generate("The import statement")
@@ -160,7 +160,7 @@ def test_text_is_what_transformers_decodes(engine: qcut.Engine, model: Any, toke
         assert text + got.text == tokenizer.decode(out[0], skip_special_tokens=True)
 
 
-def test_text_of_tokens_at_random_ends_inside_of_characters(engine: qcut.Engine, tokenizer: Any) -> None:
+def test_text_of_random_tokens_ends_inside_characters(engine: qcut.Engine, tokenizer: Any) -> None:
     hot = qcut.Sampling(temperature=100.0, seed=5)
     ids = ids_of(tokenizer, TEXTS)
     got = engine.generate(TEXTS, 60, sampling=hot)

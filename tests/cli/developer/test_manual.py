@@ -17,7 +17,7 @@ import pytest
 from qcut.cli import main as cli
 from qcut.cli.completion import SHELLS
 from qcut.cli.developer.manual import manual
-from tests.cli.commands import DEMO
+from tests.cli.commands import DEMO, run
 from tests.support import ROOT
 
 
@@ -49,14 +49,13 @@ def test_every_command_explains_itself() -> None:
         assert max(map(len, (command.description or "").splitlines())) <= 120
 
 
-@pytest.mark.parametrize(("name", "action"), options(), ids=lambda value: getattr(value, "dest", value))
-def test_every_option_says_what_happens_without_it(name: str, action: argparse.Action) -> None:
-    text = action.help or ""
-    assert len(text) > 10
-    flag = action.nargs == 0
+def test_every_option_says_what_happens_without_it() -> None:
     goes_without_saying = {"--scheme", "--plan", "--llama2c", "--tokenizer", "--tile"}
-    if not (flag or action.required or set(action.option_strings) & goes_without_saying or name == "gemm"):
-        assert "default" in text, f"{name} {action.option_strings}"
+    for name, action in options():
+        text, flag = action.help or "", action.nargs == 0
+        assert len(text) > 10, f"{name} {action.option_strings}"
+        if not (flag or action.required or set(action.option_strings) & goes_without_saying or name == "gemm"):
+            assert "default" in text, f"{name} {action.option_strings}"
 
 
 def test_an_option_means_the_same_everywhere() -> None:
@@ -97,9 +96,8 @@ def test_answers_have_the_documented_fields(tmp_path: Path, capfd: pytest.Captur
     for words in lines:
         name = words[0]
         fields = {f for key in commands()[name]._defaults["fields"] for f in key.split(", ")}
-        capfd.readouterr()
-        status = cli.main([*map(str, words), "--json"])
-        answer = json.loads(capfd.readouterr().out)
+        status, printed, _ = run(capfd, *words, "--json")
+        answer = json.loads(printed)
         assert set(answer) == fields | {"schema", "status"}, name
         assert (answer["schema"], answer["status"]) == (f"qcut.{name}/1", status)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.page.scripted import Scripted
+from tests.server.page.scripted import Scripted, Tab
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +28,10 @@ def scripted() -> Iterator[Scripted]:
     found = Scripted()
     with found.serving():
         yield found
+
+
+@pytest.fixture
+def tab(browser: Any, scripted: Scripted) -> Iterator[Tab]:
+    found = Tab(browser, scripted.url)
+    yield found
+    found.page.close()

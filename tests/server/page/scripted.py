@@ -179,6 +179,11 @@ class Tab:
         self.page.fill("#text", text)
         self.page.press("#text", "Enter")
 
+    def ask(self, text: str, number: int = 0) -> None:
+        """Send a message, and wait for the n-th answer's figures."""
+        self.send(text)
+        self.text("figures", number)
+
     def until(self, expression: str) -> None:
         """Wait until the page is as an expression says. The page itself must not evaluate strings: its policy."""
         end = time.monotonic() + PATIENCE_S

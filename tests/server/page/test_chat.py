@@ -33,9 +33,8 @@ def kept(tab: Tab) -> Any:
     return json.loads(tab.page.evaluate("localStorage.getItem('qcut-chat')"))
 
 
-def test_failed_message_stays_and_is_sent_again(browser: Any, scripted: Scripted) -> None:
+def test_failed_message_stays_and_is_sent_again(tab: Tab, scripted: Scripted) -> None:
     scripted.answers = [Refused(503, "1024 prompts wait; allowed: 1024"), ["fine"], ["more"]]
-    tab = Tab(browser, scripted.url)
     tab.send("a question")
     assert tab.text("error") == "1024 prompts wait; allowed: 1024"
     assert tab.text("user") == "a question"
@@ -45,87 +44,68 @@ def test_failed_message_stays_and_is_sent_again(browser: Any, scripted: Scripted
     tab.text("figures")
     assert tab.answer() == "fine"
     assert tab.page.locator("#talk .error:not([hidden])").count() == 0
-    tab.send("next")
-    tab.text("figures", 1)
+    tab.ask("next", 1)
     assert [contents(body) for body in scripted.bodies] == [["a question"]] * 2 + [["a question", "fine", "next"]]
-    tab.page.close()
 
 
-def test_message_without_an_answer_is_not_sent_later(browser: Any, scripted: Scripted) -> None:
+def test_message_without_an_answer_is_not_sent_later(tab: Tab, scripted: Scripted) -> None:
     scripted.answers = [Refused(500, "a fault")]
-    tab = Tab(browser, scripted.url)
     tab.send("first")
     tab.text("error")
-    tab.send("second")
-    tab.text("figures")
+    tab.ask("second")
     assert contents(scripted.bodies[-1]) == ["second"]
-    tab.page.close()
 
 
-def test_edit_takes_the_last_message_back(browser: Any, scripted: Scripted) -> None:
+def test_edit_takes_the_last_message_back(tab: Tab, scripted: Scripted) -> None:
     scripted.answers = [["one"], Refused(400, "no")]
-    tab = Tab(browser, scripted.url)
-    tab.send("first")
-    tab.text("figures")
+    tab.ask("first")
     tab.send("secnd")
     tab.text("error")
     tab.page.click("text=Edit >> visible=true")
     assert tab.page.input_value("#text") == "secnd"
     assert tab.page.evaluate("document.activeElement.id") == "text"
-    tab.send("second")
-    tab.text("figures", 1)
+    tab.ask("second", 1)
     assert contents(scripted.bodies[-1]) == ["first", "one", "second"]
-    tab.page.close()
 
 
-def test_failed_retry_keeps_the_answer_before(browser: Any, scripted: Scripted) -> None:
+def test_failed_retry_keeps_the_answer_before(tab: Tab, scripted: Scripted) -> None:
     scripted.answers = [["good"], Refused(500, "a fault")]
-    tab = Tab(browser, scripted.url)
-    tab.send("hello")
-    tab.text("figures")
+    tab.ask("hello")
     tab.page.click("text=Try again >> visible=true")
     assert tab.text("error") == "a fault"
     assert tab.text("assistant") == tab.answer() == "good"
-    tab.page.close()
 
 
 @pytest.mark.parametrize("ending", ["without an end", "with an error"])
-def test_broken_answer_keeps_its_text(browser: Any, scripted: Scripted, ending: str) -> None:
+def test_broken_answer_keeps_its_text(tab: Tab, scripted: Scripted, ending: str) -> None:
     scripted.broken = True
     error = {"error": {"message": "the engine has failed"}}
     scripted.answers = [["half of ", "it", *([error] if ending == "with an error" else [])]]
-    tab = Tab(browser, scripted.url)
     tab.send("hello")
     expected = "the engine has failed" if ending == "with an error" else "The answer broke off"
     assert expected in tab.text("error")
     assert tab.answer() == "half of it"
-    tab.page.close()
 
 
-def test_chat_settings_and_draft_outlive_a_reload(browser: Any, scripted: Scripted) -> None:
+def test_chat_settings_and_draft_outlive_a_reload(tab: Tab, scripted: Scripted) -> None:
     scripted.answers = [["**one**"]]
-    tab = Tab(browser, scripted.url)
     values = {"temperature": "0.25", "top_p": "", "most": "", "system": "Be\nshort."}
     for name, value in values.items():
         tab.page.fill(f"#{name}", value)
-    tab.send("first")
-    tab.text("figures")
+    tab.ask("first")
     tab.page.fill("#text", "not yet sent")
     tab.page.reload()
     assert {name: tab.page.input_value(f"#{name}") for name in values} == values
     assert tab.page.input_value("#text") == "not yet sent"
     assert tab.page.inner_html("#talk .assistant") == "<p><strong>one</strong></p>"
-    tab.send("second")
-    tab.text("figures", 1)
+    tab.ask("second", 1)
     assert contents(scripted.bodies[-1]) == ["Be\nshort.", "first", "**one**", "second"]
     assert tab.said == []
-    tab.page.close()
 
 
-def test_reload_in_the_middle_of_an_answer(browser: Any, scripted: Scripted) -> None:
+def test_reload_in_the_middle_of_an_answer(tab: Tab, scripted: Scripted) -> None:
     slow = Slow()
     scripted.answers = [slow]
-    tab = Tab(browser, scripted.url)
     tab.send("first")
     slow.put("as far as ")
     tab.until("document.querySelector('.assistant').textContent.startsWith('as far as')")
@@ -136,16 +116,13 @@ def test_reload_in_the_middle_of_an_answer(browser: Any, scripted: Scripted) -> 
     tab.page.click("text=Try again >> visible=true")
     tab.text("figures")
     assert tab.answer() == "ok"
-    tab.page.close()
 
 
 @pytest.mark.parametrize("way", ["#clear", "#forget"])
-def test_cleared_chat_stays_cleared(browser: Any, scripted: Scripted, way: str) -> None:
-    tab = Tab(browser, scripted.url)
+def test_cleared_chat_stays_cleared(tab: Tab, way: str) -> None:
     tab.page.fill("#temperature", "1.5")
     tab.page.fill("#key", "secret")
-    tab.send("first")
-    tab.text("figures")
+    tab.ask("first")
     tab.page.click(way)
     assert tab.page.locator("#talk section").count() == 0
     tab.page.reload()
@@ -156,25 +133,20 @@ def test_cleared_chat_stays_cleared(browser: Any, scripted: Scripted, way: str) 
     storage = tab.page.evaluate("JSON.stringify(localStorage) + JSON.stringify(sessionStorage)")
     assert "first" not in storage
     assert way != "#forget" or storage == "{}{}"
-    tab.page.close()
 
 
-def test_broken_memory_is_a_new_chat(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url)
+def test_broken_memory_is_a_new_chat(tab: Tab) -> None:
     for stored in BROKEN:
         tab.page.evaluate("stored => localStorage.setItem('qcut-chat', stored)", stored)
         tab.page.reload()
         assert tab.page.locator("#talk section").count() == 0, stored
         assert tab.page.input_value("#temperature") == "0.7", stored
-    tab.send("hello")
-    tab.text("figures")
+    tab.ask("hello")
     assert tab.answer() == "ok"
     assert tab.said == []
-    tab.page.close()
 
 
-def test_memory_is_bounded(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url)
+def test_memory_is_bounded(tab: Tab) -> None:
     turns = [{"asked": f"{i} " + "x" * 9000, "answer": "y" * 1000, "state": "whole"} for i in range(190)]
     stored = json.dumps({"version": 1, "turns": turns, "from": 180})
     tab.page.evaluate("stored => localStorage.setItem('qcut-chat', stored)", stored)
@@ -186,11 +158,9 @@ def test_memory_is_bounded(browser: Any, scripted: Scripted) -> None:
     assert 40 < len(found["turns"]) < 60
     assert sum(len(turn["asked"] + turn["answer"]) for turn in found["turns"]) <= 500_000
     assert 0 <= found["from"] < len(found["turns"])
-    tab.page.close()
 
 
-def test_full_storage_keeps_the_newest_turns(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url)
+def test_full_storage_keeps_the_newest_turns(tab: Tab) -> None:
     for _ in range(3):
         tab.send("x" * 1000)
         tab.idle()
@@ -203,7 +173,6 @@ def test_full_storage_keeps_the_newest_turns(browser: Any, scripted: Scripted) -
     assert found[-1]["asked"] == "newest"
     assert len(found) < 4
     assert tab.text("user", 3) == "newest"
-    tab.page.close()
 
 
 def test_page_without_storage_says_so(browser: Any, scripted: Scripted) -> None:
@@ -211,54 +180,42 @@ def test_page_without_storage_says_so(browser: Any, scripted: Scripted) -> None:
     broken = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('denied'); }});"
     context.add_init_script(broken)
     tab = Tab(context, scripted.url)
-    tab.send("hello")
-    tab.text("figures")
+    tab.ask("hello")
     assert "keeps nothing" in tab.page.text_content("#unkept")
     assert tab.said == []
     context.close()
 
 
-def test_empty_fields_are_left_out(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url)
-    tab.send("with")
-    tab.text("figures")
+def test_empty_fields_are_left_out(tab: Tab, scripted: Scripted) -> None:
+    tab.ask("with")
     for name in ("temperature", "most", "top_p"):
         tab.page.fill(f"#{name}", "")
-    tab.send("without")
-    tab.text("figures", 1)
+    tab.ask("without", 1)
     tab.page.fill("#temperature", "0")
     tab.page.fill("#top_p", "0.5")
-    tab.send("zero")
-    tab.text("figures", 2)
+    tab.ask("zero", 2)
     names = ("temperature", "max_tokens", "top_p")
     given = [{name: body[name] for name in names if name in body} for body in scripted.bodies]
     assert given == [{"temperature": 0.7, "max_tokens": 512}, {}, {"temperature": 0, "top_p": 0.5}]
-    tab.page.close()
 
 
-def test_field_without_a_number_is_refused(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url)
+def test_field_without_a_number_is_refused(tab: Tab, scripted: Scripted) -> None:
     tab.page.fill("#temperature", "")
     tab.page.type("#temperature", "1e")
     tab.send("hello")
     assert tab.text("error") == "Temperature: found what is no number."
     assert scripted.bodies == []
-    tab.page.close()
 
 
-def test_key_is_sent_as_its_bytes(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url)
+def test_key_is_sent_as_its_bytes(tab: Tab, scripted: Scripted) -> None:
     tab.page.fill("#key", "schl\u00fcssel\u2026")
-    tab.send("hello")
-    tab.text("figures")
+    tab.ask("hello")
     assert scripted.keys[-1].encode("latin-1") == "Bearer schl\u00fcssel\u2026".encode()
-    tab.page.close()
 
 
-def test_new_chat_leaves_the_old_answer_behind(browser: Any, scripted: Scripted) -> None:
+def test_new_chat_leaves_the_old_answer_behind(tab: Tab, scripted: Scripted) -> None:
     old, new = Slow(), Slow()
     scripted.answers = [old, new]
-    tab = Tab(browser, scripted.url)
     tab.send("old question")
     old.put("old ")
     tab.until("document.querySelector('.assistant').textContent.startsWith('old')")
@@ -278,13 +235,11 @@ def test_new_chat_leaves_the_old_answer_behind(browser: Any, scripted: Scripted)
     assert "old" not in tab.page.text_content("#talk")
     assert contents(scripted.bodies[-1]) == ["new question"]
     assert tab.said == []
-    tab.page.close()
 
 
-def test_one_message_at_a_time(browser: Any, scripted: Scripted) -> None:
+def test_one_message_at_a_time(tab: Tab, scripted: Scripted) -> None:
     slow = Slow()
     scripted.answers = [slow]
-    tab = Tab(browser, scripted.url)
     tab.page.evaluate("(() => { $('text').value = 'twice'; for (let i = 0; i < 3; i++) $('form').requestSubmit(); })()")
     tab.page.fill("#text", "later")
     tab.page.press("#text", "Enter")
@@ -293,11 +248,9 @@ def test_one_message_at_a_time(browser: Any, scripted: Scripted) -> None:
     assert [contents(body) for body in scripted.bodies] == [["twice"]]
     assert tab.page.input_value("#text") == "later"
     assert "empty" in tab.text("error")
-    tab.page.close()
 
 
-def test_enter_shift_enter_and_compositions(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url)
+def test_enter_shift_enter_and_compositions(tab: Tab, scripted: Scripted) -> None:
     page = tab.page
     page.focus("#text")
     height = page.evaluate("$('text').offsetHeight")
@@ -314,26 +267,24 @@ def test_enter_shift_enter_and_compositions(browser: Any, scripted: Scripted) ->
     tab.text("figures")
     assert contents(scripted.bodies[0]) == ["a\nb"]
     assert page.evaluate("$('text').offsetHeight") == height
-    page.close()
 
 
 @pytest.mark.parametrize("words", ["as a code", "as words", "as a body"])
-def test_refused_length_drops_turns(browser: Any, scripted: Scripted, words: str) -> None:
+def test_refused_length_drops_turns(tab: Tab, scripted: Scripted, words: str) -> None:
     scripted.context = 4000
     scripted.answers = [["y" * 300]] * 6
-    tab = Tab(browser, scripted.url, viewport={"width": 390, "height": 844})
+    tab.page.set_viewport_size({"width": 390, "height": 844})
+    tab.page.reload()
     tab.page.evaluate("$('system').value = 'system'")
     for number in range(6):
-        tab.send(str(number) + "x" * 299)
-        tab.text("figures", number)
+        tab.ask(str(number) + "x" * 299, number)
     refusal = {
         "as a code": Refused(400, "too many", "context_length_exceeded"),
         "as words": Refused(400, "This model's maximum context length is 4000 tokens"),
         "as a body": Refused(413, "a body of more bytes than allowed"),
     }[words]
     scripted.answers = [refusal, refusal, ["fits"]]
-    tab.send("last")
-    tab.text("figures", 6)
+    tab.ask("last", 6)
     assert tab.answer(6) == "fits"
     tried = [contents(body) for body in scripted.bodies[-3:]]
     assert len(tried[0]) > len(tried[1]) > len(tried[2])
@@ -345,45 +296,38 @@ def test_refused_length_drops_turns(browser: Any, scripted: Scripted, words: str
     assert tab.page.evaluate("isAtEnd() && $('newest').hidden")
     tab.page.reload()
     assert "The context holds" in tab.text("note")
-    tab.page.close()
 
 
-def test_room_is_left_for_the_answer(browser: Any, scripted: Scripted) -> None:
+def test_room_is_left_for_the_answer(tab: Tab, scripted: Scripted) -> None:
     scripted.context = 2000
     scripted.answers = [["y" * 200]] * 12
-    tab = Tab(browser, scripted.url)
+    tab.page.reload()
     for number in range(12):
-        tab.send(str(number) + "x" * 200)
-        tab.text("figures", number)
+        tab.ask(str(number) + "x" * 200, number)
     sizes = [sum(map(len, contents(body))) for body in scripted.bodies]
     assert len(sizes) == 12, "nothing was refused"
     assert max(sizes) <= 1500
     assert sizes[-1] > 500
     assert contents(scripted.bodies[-1])[-1].startswith("11x")
-    tab.page.close()
 
 
-def test_one_message_beyond_the_context(browser: Any, scripted: Scripted) -> None:
+def test_one_message_beyond_the_context(tab: Tab, scripted: Scripted) -> None:
     scripted.context = 100
-    tab = Tab(browser, scripted.url)
-    tab.send("short")
-    tab.text("figures")
+    tab.page.reload()
+    tab.ask("short")
     tab.send("x" * 200)
     assert "maximum context length is 100 tokens" in tab.text("error")
     tab.page.click("text=Edit >> visible=true")
     assert tab.page.input_value("#text") == "x" * 200
-    tab.send("y")
-    tab.text("figures", 1)
+    tab.ask("y", 1)
     assert contents(scripted.bodies[-1]) == ["short", "ok", "y"]
-    tab.page.close()
 
 
 def test_dead_server_moves_nothing_and_returns(browser: Any) -> None:
     scripted = Scripted()
     with scripted.serving():
         tab = Tab(browser, scripted.url)
-        tab.send("hello")
-        tab.text("figures")
+        tab.ask("hello")
         tab.until("document.querySelector('#state').textContent === 'Ready'")
         before = tab.page.evaluate(BOXES)
     tab.until("document.querySelector('#state').textContent === 'The server does not answer.'")
@@ -410,8 +354,7 @@ def test_copies_of_messages_and_code(browser: Any, scripted: Scripted, safe: boo
     if not safe:  # the old way of copying still reaches the clipboard, which the test reads
         context.add_init_script("navigator.clipboard.writeText = () => Promise.reject(new Error('no'));")
     tab = Tab(context, scripted.url)
-    tab.send("hello")
-    tab.text("figures")
+    tab.ask("hello")
     tab.page.click(".foot .copy")
     tab.until("document.querySelector('.foot .copy').textContent === 'Copied'")
     assert tab.page.text_content("#said") == "Copied"
@@ -423,11 +366,10 @@ def test_copies_of_messages_and_code(browser: Any, scripted: Scripted, safe: boo
     context.close()
 
 
-def test_figures_fold_away_on_a_phone(browser: Any, scripted: Scripted) -> None:
-    tab = Tab(browser, scripted.url, viewport={"width": 390, "height": 844})
+def test_figures_fold_away_on_a_phone(tab: Tab) -> None:
+    tab.page.set_viewport_size({"width": 390, "height": 844})
     page = tab.page
-    tab.send("hello")
-    tab.text("figures")
+    tab.ask("hello")
     assert not page.is_visible("#rate")
     assert not page.is_visible("#temperature")
     assert page.evaluate("$('talk').clientHeight") > 600
@@ -442,13 +384,12 @@ def test_figures_fold_away_on_a_phone(browser: Any, scripted: Scripted) -> None:
     assert not page.is_visible("#rate")
     assert page.evaluate("document.activeElement.id") == "more"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    page.close()
 
 
-def test_text_is_followed_only_at_its_end(browser: Any, scripted: Scripted) -> None:
+def test_text_is_followed_only_at_its_end(tab: Tab, scripted: Scripted) -> None:
     slow = Slow()
     scripted.answers = [slow]
-    tab = Tab(browser, scripted.url, viewport={"width": 800, "height": 500})
+    tab.page.set_viewport_size({"width": 800, "height": 500})
     tab.send("hello")
     slow.put("line\n\n" * 60)
     tab.until("isAtEnd() && talk.scrollTop > 500")
@@ -461,13 +402,11 @@ def test_text_is_followed_only_at_its_end(browser: Any, scripted: Scripted) -> N
     tab.until("isAtEnd() && $('newest').hidden")
     slow.end()
     tab.idle()
-    tab.page.close()
 
 
-def test_what_a_screen_reader_is_told(browser: Any, scripted: Scripted) -> None:
+def test_what_a_screen_reader_is_told(tab: Tab, scripted: Scripted) -> None:
     slow = Slow()
     scripted.answers = [slow, Refused(500, "a fault")]
-    tab = Tab(browser, scripted.url)
     page = tab.page
     assert page.evaluate(UNNAMED) == []
     tab.send("hello")
@@ -483,12 +422,11 @@ def test_what_a_screen_reader_is_told(browser: Any, scripted: Scripted) -> None:
     tab.text("error")
     assert page.text_content("#said") == "a fault"
     assert page.evaluate("document.activeElement.id") == "text"
-    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_of_text(browser: Any, scripted: Scripted, scheme: str) -> None:
-    tab = Tab(browser, scripted.url, color_scheme=scheme)
+def test_contrast_of_text(tab: Tab, scheme: str) -> None:
+    tab.page.emulate_media(color_scheme=scheme)
     script = """() => {
       const style = getComputedStyle(document.documentElement), canvas = document.createElement("canvas");
       const brush = canvas.getContext("2d");
@@ -510,7 +448,6 @@ def test_contrast_of_text(browser: Any, scripted: Scripted, scheme: str) -> None
     found = tab.page.evaluate(script)
     assert not [one for one in found if one[2] < 4.5], found
     assert max(one[2] for one in found) > 12
-    tab.page.close()
 
 
 def test_motion_ends_where_it_is_unwanted(browser: Any, scripted: Scripted) -> None:

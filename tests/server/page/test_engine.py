@@ -30,8 +30,7 @@ def test_answers_are_those_of_the_engine(browser: Any, served: Served, width: in
     assert re.fullmatch(FIGURES, tab.text("figures"))
     first = served.text("system: Be short.\nuser: What is a list?\nassistant:", 8)
     assert tab.answer() == first
-    tab.send("And a tuple?")
-    tab.text("figures", 1)
+    tab.ask("And a tuple?", 1)
     both = f"system: Be short.\nuser: What is a list?\nassistant: {first}\nuser: And a tuple?\nassistant:"
     assert tab.answer(1) == served.text(both, 8)
     page.click("#clear")
@@ -96,8 +95,7 @@ def test_errors_keys_and_models_without_a_template(browser: Any) -> None:
         tab.until("document.querySelector('#hint').textContent.includes('continues what you write')")
         page.fill("#temperature", "0")
         page.fill("#most", "8")
-        tab.send("The import statement")
-        tab.text("figures")
+        tab.ask("The import statement")
         assert tab.text("assistant") == tab.answer() == served.text("The import statement", 8)
         page.fill("#temperature", "-1")
         tab.send("again")
@@ -112,8 +110,7 @@ def test_long_chat_drops_its_oldest_turns(browser: Any, served: Served) -> None:
     tab = Tab(browser, served.url)
     tab.page.fill("#most", "8")
     for number in range(6):
-        tab.send(f"Say what the {number}th of the built-in functions of the language is for, and when to use it.")
-        tab.text("figures", number)
+        tab.ask(f"Say what the {number}th built-in function of the language is for, and when one uses it.", number)
     assert "The context holds 96 tokens" in tab.text("note")
     assert tab.page.locator("#talk .error:not([hidden])").count() == 0
     tab.page.close()
