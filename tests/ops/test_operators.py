@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.ops.gemm import OUT_DTYPES
 from qcut.ops.registry import import_modules
+from tests.support import GOLDEN
 from tests.support.operands import case
 from tests.support.oracles import FLOATS, NAN, layer, s8, tokens
 
@@ -29,7 +29,7 @@ NAMES = (
     "int16x8_static_linear",
     "integer_linear",
 )
-SCHEMAS = json.loads(Path(__file__).with_name("schemas.json").read_text())
+SCHEMAS = json.loads((GOLDEN / "operator_schemas.json").read_text())
 """Of every operator: saved graphs and callers in other languages rely on them, character by character."""
 S8, S32, F32 = torch.int8, torch.int32, torch.float32
 
