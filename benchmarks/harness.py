@@ -323,14 +323,6 @@ def served_dtype(device: str) -> torch.dtype:
     return torch.float16 if device == "cuda" else torch.float32
 
 
-def replace_text(path: Path, text: str) -> Path:
-    """Write a file aside and move it into place, so that a killed run leaves no half file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    return partial.replace(path)
-
-
 def require_gpu() -> None:
     """Exit with status 2 and one line on a machine without a CUDA device."""
     if not torch.cuda.is_available():

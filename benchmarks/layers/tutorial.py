@@ -22,6 +22,8 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import CheckError, Variant
+from benchmarks.layers.gemm import Operands, cublaslt_variant
+from benchmarks.layers.shapes import Shape
 from benchmarks.publish import plots
 from qcut import jit
 from qcut.backends.cuda.launch.plans import target
@@ -38,12 +40,12 @@ from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA
 from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.wmma import Int8Wmma
-from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
+from qcut.tuning.cublaslt import CublasLtError
 
 PROBLEM = GemmProblem(epilogue=Epilogue(DType.S8, col_scale="per_channel"))
 LIBRARY = "cublaslt"
 """The last step, which is no kernel of qcut."""
-OUT_INV_SCALE, OUT_ZERO_POINT = 40.0, 3
+OUT_INV_SCALE, OUT_ZERO_POINT = 0.5, 3
 SLOW_US = 2000.0
 """A slower kernel reads one copy of its operands: the cost of fetching them cannot be seen."""
 
@@ -142,67 +144,34 @@ STEPS = (
 )
 
 
-@dataclass
-class Operands:
-    """Full-range int8, equal copies of B to rotate over, scales that bring results to about one, the exact sums."""
+def square(size: int) -> Shape:
+    """The product of two square matrices."""
+    return Shape(size, size, size)
 
-    a: Tensor
-    b: list[Tensor]
-    col_scale: Tensor
-    acc: Tensor
-    d: Tensor
 
-    @classmethod
-    def random(cls, size: int) -> Operands:
-        """Square matrices; every step writes ``d``."""
-        generator = torch.Generator("cuda").manual_seed(size)
-        a, b = (
-            torch.randint(-128, 128, (size, size), generator=generator, dtype=torch.int8, device="cuda")
-            for _ in range(2)
-        )
-        scale = (torch.rand(size, generator=generator, device="cuda") + 0.5) / (74**2 * math.sqrt(size))
-        # Every partial sum is an integer under 2**31: float64 is exact in any order.
-        acc = (a.double() @ b.double().t()).to(torch.int32)
-        copies = [b, *(b.clone() for _ in range(harness.rotation(b.nbytes) - 1))]
-        return cls(a, copies, scale, acc, torch.empty_like(a))
-
-    def check(self, exact: bool = True) -> None:
-        """Compare d with the epilogue of the exact sums, one float32 operation at a time.
-
-        Args:
-            exact: False for cuBLASLt's single factor, within whose half a step a tie may round either way.
-        """
-        if exact:
-            v = (self.acc.float() * self.col_scale).double() * OUT_INV_SCALE
-            wrong = int((self.d != (v.round() + OUT_ZERO_POINT).clamp(-128, 127)).sum())
-            if wrong:
-                raise CheckError(f"{wrong} of {self.d.numel()} elements differ")
-        else:
-            error = (self.d - (self.acc.double() * self.alpha).clamp(-128, 127)).abs().max().item()
-            if not error <= 0.5:
-                raise CheckError(f"off by {error}")
-
-    @property
-    def alpha(self) -> float:
-        """CuBLASLt's factor: a power of two, so that all products are exact."""
-        return 2.0 ** round(math.log2(OUT_INV_SCALE / (74**2 * math.sqrt(self.a.shape[1]))))
+def check(d: Tensor, data: Operands) -> None:
+    """Compare d with the epilogue of the exact sums, one float32 operation at a time."""
+    v = (data.acc.float() * data.col_scale).double() * OUT_INV_SCALE
+    wrong = int((d != (v.round() + OUT_ZERO_POINT).clamp(-128, 127)).sum())
+    if wrong:
+        raise CheckError(f"{wrong} of {d.numel()} elements differ")
 
 
 def kernel_variant(candidate: Candidate, binary: jit.Binary, data: Operands) -> tuple[Variant, dict[str, object]]:
     """One kernel on the operands, and the resources that it occupies."""
     device = torch.cuda.current_device()
     kernel = jit.load(binary, candidate.source, device)
-    size = len(data.a)
+    size, d = len(data.a), torch.empty_like(data.a)
     tail = (data.col_scale.data_ptr(), OUT_INV_SCALE, float(OUT_ZERO_POINT), *candidate.tail)
-    args = [(data.a.data_ptr(), b.data_ptr(), data.d.data_ptr(), *6 * (size,), *tail) for b in data.b]
+    args = [(data.a.data_ptr(), b.data_ptr(), d.data_ptr(), *6 * (size,), *tail) for b in data.b]
 
     def call(i: int) -> None:
         kernel.launch(candidate.grid, args[i], torch.cuda.current_stream().cuda_stream)
 
-    def check() -> None:
-        data.d.fill_(-77)
+    def checked() -> None:
+        d.fill_(-77)
         call(0)
-        data.check()
+        check(d, data)
 
     occupied: dict[str, object] = {"threads": kernel.block}
     if found := kernel.resources:
@@ -215,29 +184,7 @@ def kernel_variant(candidate: Candidate, binary: jit.Binary, data: Operands) -> 
             "ctas_per_sm": ctas,
             "occupancy_pct": round(100 * ctas * kernel.block / MULTIPROCESSORS[arch].threads, 1),
         }
-    return Variant(candidate.source.name, call, len(args), check), occupied
-
-
-def library_variant(data: Operands, clock: harness.Clock) -> Variant:
-    """CuBLASLt with the fastest of its eight heuristics. Raises CublasLtError if it has none."""
-    gemm = Int8Matmul(*3 * (len(data.a),))
-
-    def run(algorithm: int, i: int) -> None:
-        gemm.run(data.a, data.b[i], data.d, data.alpha, algorithm)
-
-    def time_us(algorithm: int) -> float:
-        run(algorithm, 0)  # an algorithm that cannot run raises here
-        candidate = Variant("algorithm", lambda i: run(algorithm, i), len(data.b))
-        return harness.measure([candidate], clock, rounds=5, target_us=500)["algorithm"].median_us
-
-    best = gemm.best(time_us)
-
-    def check() -> None:
-        data.d.fill_(-77)
-        run(best, 0)
-        data.check(exact=False)
-
-    return Variant(f"{LIBRARY}:{best} {gemm.describe(best)}", lambda i: run(best, i), len(data.b), check)
+    return Variant(candidate.source.name, call, len(args), checked), occupied
 
 
 def fastest(step: str, data: Operands, clock: harness.Clock) -> tuple[Variant, dict[str, object]] | None:
@@ -248,7 +195,8 @@ def fastest(step: str, data: Operands, clock: harness.Clock) -> tuple[Variant, d
     """
     if step == LIBRARY:
         try:
-            made: dict[str, tuple[Variant, dict[str, object]]] = {LIBRARY: (library_variant(data, clock), {})}
+            variant, configuration = cublaslt_variant(square(len(data.a)), data, clock)
+            made: dict[str, tuple[Variant, dict[str, object]]] = {LIBRARY: (variant, {"configuration": configuration})}
         except CublasLtError as error:
             print(f"{step}: {error}")
             return None
@@ -291,7 +239,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the benchmark; 1 if a step was wrong, 2 without a GPU."""
     results = harness.Results("bench_tutorial", harness.environment())
-    clock, data = harness.CudaClock(), Operands.random(options.size)
+    clock, data = harness.CudaClock(), Operands.random(square(options.size))
     try:
         steps = {step: found for step in options.steps if (found := fastest(step, data, clock))}
     except CheckError as error:

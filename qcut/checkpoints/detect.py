@@ -118,7 +118,7 @@ def load(
             ``model``. A model passed in is then incomplete only if reading fails after all checks have passed.
         UnsupportedError: what qcut does not read of another library's format (named).
 
-    Exactness: tensors come back bit by bit, but for ``dtype``.
+    Exactness: tensors come back bit by bit, except for a cast to ``dtype``.
     """
     import torch
 
@@ -273,7 +273,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Refuse the files of an adapter beside a model: transformers applies them unasked, and other readers do not.
+    """Refuse a folder with a model and an adapter: transformers applies adapters unasked, other readers do not.
 
     Raises:
         CheckpointError: there are such files (named).

@@ -60,7 +60,7 @@ def listing(cubin: bytes) -> tuple[str, ...]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        # Code alone, without the analysis of data flow, which takes half the time.
+        # Only code, without the analysis of data flow, which takes half the time.
         command = [tool, "-c", "-ndf", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return tuple(_INSTRUCTION.findall(text))

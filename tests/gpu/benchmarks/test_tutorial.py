@@ -12,7 +12,8 @@ import torch
 
 from benchmarks.harness import CheckError
 from benchmarks.layers import tutorial
-from benchmarks.layers.tutorial import SHORT, STEPS, Operands, ShortTile, candidates, kernel_variant, short_grid
+from benchmarks.layers.gemm import Operands
+from benchmarks.layers.tutorial import SHORT, STEPS, ShortTile, candidates, kernel_variant, short_grid, square
 from qcut import jit
 from qcut.backends.cuda.launch.plans import target
 from qcut.emitters.core.epilogue import Epilogue
@@ -67,7 +68,7 @@ def test_short_kernels_on_extremes(case: Case, kind: str) -> None:
 
 
 def test_wrong_result_is_noticed() -> None:
-    data = Operands.random(128)
+    data = Operands.random(square(128))
     (candidate,) = candidates(STEPS[0], 128, target(torch.cuda.current_device()))
     variant, _ = kernel_variant(candidate, jit.build(candidate.source), data)
     assert variant.check is not None
