@@ -187,3 +187,17 @@ def name(value: object) -> str:
     if isinstance(value, Epilogue):
         return value.name
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
+
+
+def assert_w8a16_near(got: Tensor, x: Tensor, gemm: Gemm) -> None:
+    """A product of 16-bit tokens with int8 weights, a scale per channel and a bias, against float64.
+
+    The tensor core rounds or truncates each addition to 24 bits: ``K * 2**-23 * sum |x q|`` bounds the sum's error.
+    Scale and bias round once each, to within ``2**-24`` of their result, and the result once to its own type.
+    """
+    scale, bias = gemm.args["col_scale"].double(), gemm.args["bias"].double()
+    product = x.double() @ gemm.b.double().t() * scale
+    exact = product + bias
+    slack = x.shape[1] * 2.0**-23 * (x.double().abs() @ gemm.b.double().abs().t()) * scale
+    slack += 2.0**-23 * (product.abs() + exact.abs())
+    assert bool(((got.double() - exact).abs() <= slack + half_ulp(exact, got.dtype)).all())

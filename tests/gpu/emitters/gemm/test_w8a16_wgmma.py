@@ -15,7 +15,7 @@ from qcut.emitters.families import W8A16_WGMMA
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from tests.gpu.support.launching import arch, launch_gemm
-from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
+from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, assert_w8a16_near, full_range
 
 BIAS = Epilogue(col_scale="per_channel", bias=True)
 EPILOGUES = (
@@ -118,12 +118,7 @@ def test_rounding(tile: W8A16WgmmaTile, a: DType) -> None:
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).to(TORCH_DTYPE[a])
     gemm = Gemm.of(BIAS, torch.zeros(m, k, dtype=torch.int8), full_range(n, k))
     got = run(gemm, ALIGNED[a], tile, x)
-    scale, bias = gemm.args["col_scale"].double(), gemm.args["bias"].double()
-    product = x.double() @ gemm.b.double().t() * scale
-    exact = product + bias
-    slack = k * 2.0**-23 * (x.double().abs() @ gemm.b.double().abs().t()) * scale
-    slack += 2.0**-23 * (product.abs() + exact.abs())
-    assert bool(((got.double() - exact).abs() <= slack + half_ulp(exact, got.dtype)).all())
+    assert_w8a16_near(got, x, gemm)
 
 
 @pytest.mark.parametrize("tile", [PLAIN, SPLIT, WIDE], ids=lambda t: t.name)
