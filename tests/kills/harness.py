@@ -125,6 +125,7 @@ def _kill(writer: Writer, folder: Path, after: int, delay: float, expected: list
     n = int(done.value)
     tally.writes += n
     left = writer.listing(folder)
+    tally.unfinished += any(name.endswith(".tmp") for name in left) or (not writer.counts_up and left != expected)
     try:
         found = writer.found(folder)
     except QcutError:
@@ -149,4 +150,3 @@ def _kill(writer: Writer, folder: Path, after: int, delay: float, expected: list
     stray = [name for name in names if name.endswith(".tmp")]
     assert not stray, f"the next writer leaves {stray}"
     tally.counts[outcome] += 1
-    tally.unfinished += any(name.endswith(".tmp") for name in left) or (not writer.counts_up and left != expected)
