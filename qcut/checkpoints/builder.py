@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,17 @@ from qcut.checkpoints.description import Description, passing_buffers
 from qcut.common.safetensors import TensorHeader, torch_dtype
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.embedding import Embedding, is_table
+from qcut.layers.experts.opening import PROJECTIONS
 from qcut.layers.linear import Linear
 from qcut.layers.quantized import QuantizedLayer, float_dtype, set_weight_dtype
 from qcut.models.fusion import fuse, is_fusible_place, key_before
 from qcut.models.modules import is_linear, replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
+
+if TYPE_CHECKING:
+    from qcut.layers.experts.experts import Experts
+    from qcut.layers.experts.linear_stack import LinearStack
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,7 +41,7 @@ class Skeleton(NamedTuple):
         activations: the parent of each activation's module, and the activation's name.
     """
 
-    layers: dict[str, Linear]
+    layers: dict[str, QuantizedLayer]
     modules: dict[str, nn.Module]
     activations: dict[str, tuple[nn.Module, str]]
 
@@ -61,12 +66,58 @@ def skeleton_of(saved: Description, model: nn.Module, dtype: torch.dtype | None,
         CheckpointError: a layer, embedding or activation is not in the model, or of another size.
     """
     own_tables = {f"{name}.table": name for name in saved.embeddings}
-    layers = {name: _empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in saved.layers.items()}
-    modules: dict[str, nn.Module] = {name: layer for name, layer in layers.items() if name not in own_tables}
+    modules: dict[str, nn.Module] = {name: _open(name, spec, model, path) for name, spec in saved.experts.items()}
+    projections = {f"{name}.{part}": modules[name] for name in saved.experts for part in PROJECTIONS}
+    layers: dict[str, QuantizedLayer] = {}
+    for name, spec in saved.layers.items():
+        if name in projections:
+            layers[name] = _empty_stack(name, spec, projections[name], path)
+            setattr(projections[name], name.rpartition(".")[2], layers[name])
+        else:
+            layers[name] = _empty_layer(name, spec, model, own_tables.get(name), path)
+            if name not in own_tables:
+                modules[name] = layers[name]
     for name, spec in saved.embeddings.items():
         modules[name] = _empty_embedding(name, spec, layers, model, dtype, path)
     parents = {name: _activation_parent(name, model, saved.layers, path) for name in saved.fused}
     return Skeleton(layers, modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
+
+
+def _open(name: str, spec: Any, model: nn.Module, path: Path) -> Experts:
+    """The experts of a model, in float and open, held to what is saved of them."""
+    from qcut.layers.experts.weights import open_experts
+    from qcut.numerics.gating import Gating
+
+    try:
+        made = open_experts(model.get_submodule(name), name)
+        gating = Gating.from_json(spec["gating"], f"{path}: experts {name!r}")
+    except (AttributeError, QcutError) as exc:
+        raise CheckpointError(f"{path}: experts {name!r}: {exc}") from exc
+    if isinstance(made, str):
+        raise CheckpointError(f"{path}: experts {name!r}: {made}")
+    if (made.num_experts, made.gating) != (spec["count"], gating):
+        raise CheckpointError(
+            f"{path}: experts {name!r}: saved are {spec['count']} with {gating}, the model has {made.num_experts} with "
+            f"{made.gating}"
+        )
+    return made
+
+
+def _empty_stack(name: str, spec: Any, experts: nn.Module, path: Path) -> LinearStack:
+    """A stack without memory, checked against the float layers it replaces."""
+    from qcut.layers.experts.experts import layer_of
+    from qcut.layers.experts.linear_stack import LinearStack
+
+    try:
+        stack = LinearStack.from_json(spec, name)
+    except (KeyError, TypeError, ValueError, QcutError) as exc:
+        raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
+    one = layer_of(getattr(experts, name.rpartition(".")[2]), 0)
+    present = getattr(experts, "num_experts", 0), one.in_features, one.out_features, one.bias is not None
+    saved = stack.experts, stack.in_features, stack.out_features, stack.bias is not None
+    if saved != present:
+        raise CheckpointError(f"{path}: layer {name!r}: saved with (E, K, N, bias) = {saved}, the model has {present}")
+    return stack
 
 
 def _empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:
@@ -92,12 +143,14 @@ def _empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, p
 
 
 def _empty_embedding(
-    name: str, spec: Any, linears: dict[str, Linear], model: nn.Module, dtype: torch.dtype | None, path: Path
+    name: str, spec: Any, linears: Mapping[str, QuantizedLayer], model: nn.Module, dtype: torch.dtype | None, path: Path
 ) -> Embedding:
     """A quantized embedding, its own table or another layer in it, checked against the embedding it replaces."""
     try:
         module = model.get_submodule(name)
         table = linears[spec["table"]]
+        if not isinstance(table, Linear):
+            raise CheckpointError("its table is of experts")
         stored = getattr(torch, spec["dtype"])
         embedding = Embedding(table, dtype or stored, tied=spec["table"] != f"{name}.table")
     except (AttributeError, KeyError, TypeError, QcutError) as exc:
@@ -157,7 +210,7 @@ def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tu
                 held = {key: stored.read() for key, stored in module.stored().items()}  # on the meta device: no memory
             tensors = {f"{prefix}.{key}" if prefix else key: t for key, t in held.items() if t is not None}
             wanted |= tensors
-            quantized |= set(tensors) if id(old) in new else set()
+            quantized |= set(tensors) if isinstance(module, QuantizedLayer) else set()
     return wanted, quantized
 
 

@@ -19,9 +19,10 @@ from qcut.layers.embedding import Embedding
 from qcut.layers.parallel import refuse_parts
 from qcut.layers.quantized import QuantizedLayer, StateEntry, quantized_layers
 from qcut.models.fusion import fused_activations
-from qcut.models.modules import WEIGHT_DTYPES, dtype_name, has_extra_state, is_conv1d
+from qcut.models.modules import WEIGHT_DTYPES, ExpertsModule, dtype_name, has_extra_state, is_conv1d
 from qcut.schemes import ACTIVATIONS
 
+_MOST_EXPERTS = 1 << 16
 _LAYER = schema.record(
     {
         "scheme": schema.anything(),
@@ -29,25 +30,29 @@ _LAYER = schema.record(
         "out_features": schema.integer(1),
         "bias": schema.boolean(),
         "activation": schema.text(choices=ACTIVATIONS),
-    }
+    },
+    {"experts": (schema.nothing_or(schema.integer(1, _MOST_EXPERTS)), None)},
 )
+_EXPERTS = schema.record({"count": schema.integer(1, _MOST_EXPERTS), "gating": schema.anything()})
 _EMBEDDING = schema.record({"table": schema.text(), "dtype": schema.text(choices=[*map(dtype_name, WEIGHT_DTYPES)])})
 
 LAYERS = schema.table(_LAYER)
 EMBEDDINGS = schema.table(_EMBEDDING)
 FUSED = schema.table(schema.text(choices=ACTIVATIONS))
 TIED = schema.table(schema.text())
+EXPERTS = schema.table(_EXPERTS)
 
 QUANT_METHOD = "qcut"
-FORMAT_VERSION = 2
-"""Version 1 had no `qcut.checkpoints.marks`."""
-READ_VERSIONS = (1, FORMAT_VERSION)
+FORMAT_VERSION, EXPERTS_VERSION = 2, 3
+"""Of a model without and with quantized experts. Version 1 had no `qcut.checkpoints.marks`."""
+READ_VERSIONS = (1, FORMAT_VERSION, EXPERTS_VERSION)
 _CONFIG = schema.record(
     {"quant_method": schema.anything(), "format_version": schema.anything(), "layers": LAYERS},
     {
         "embeddings": (EMBEDDINGS, {}),
         "fused": (FUSED, {}),
         "tied": (TIED, {}),
+        "experts": (EXPERTS, {}),
         "index": (schema.nothing_or(schema.text()), None),
     },
 )
@@ -57,16 +62,18 @@ class Description(NamedTuple):
     """A model's quantized modules as plain data.
 
     Attributes:
-        layers: by name, the scheme, sizes, bias and activation of each `qcut.Linear`.
+        layers: by name, the scheme, sizes, bias and activation of each `qcut.Linear`, and of each `LinearStack`.
         embeddings: by name, the layer that each `qcut.Embedding` reads, its own or the classifier's, and its dtype.
         fused: activations that layers compute, by the name of the activation's module.
         tied: tensors that are stored under another name, with that name.
+        experts: by name, the number and the gating of each `Experts` with a `LinearStack`.
     """
 
     layers: dict[str, Any]
     embeddings: dict[str, Any]
     fused: dict[str, str]
     tied: dict[str, str]
+    experts: dict[str, Any]
 
     @classmethod
     def of(cls, model: nn.Module, tied: Mapping[str, str]) -> Description:
@@ -76,7 +83,7 @@ class Description(NamedTuple):
             CheckpointError: an embedding is tied to a layer that is not in the model.
         """
         layers = {name: layer.to_json() for name, layer in quantized_layers(model).items()}
-        return cls(layers, _embeddings(model), fused_activations(model), dict(tied))
+        return cls(layers, _embeddings(model), fused_activations(model), dict(tied), _experts(model))
 
 
 def _embeddings(model: nn.Module) -> dict[str, dict[str, str]]:
@@ -88,6 +95,14 @@ def _embeddings(model: nn.Module) -> dict[str, dict[str, str]]:
                 raise CheckpointError(f"{name}: the embedding is tied to a layer that is not in the model")
             described[name] = {"table": layers[id(module.linear)], "dtype": dtype_name(module.dtype)}
     return described
+
+
+def _experts(model: nn.Module) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"count": module.num_experts, "gating": module.gating.to_json()}
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertsModule) and any(isinstance(part, QuantizedLayer) for part in module.children())
+    }
 
 
 def quantization_config(model: nn.Module, tied: Mapping[str, str], index: str | None = None) -> dict[str, Any]:
@@ -105,7 +120,10 @@ def quantization_config(model: nn.Module, tied: Mapping[str, str], index: str | 
     layers = quantized_layers(model, remove_duplicate=False)
     own = {name: owner for name, owner in tied.items() if name.rpartition(".")[0] in layers}
     described = Description.of(model, own)._asdict()
-    return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, **described, "index": index}
+    if not described["experts"]:
+        del described["experts"]
+    version = EXPERTS_VERSION if described.get("experts") else FORMAT_VERSION
+    return {"quant_method": QUANT_METHOD, "format_version": version, **described, "index": index}
 
 
 def description_of(data: Mapping[str, Any], where: str) -> Description:

@@ -14,11 +14,12 @@ from qcut.common.progress import with_progress
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
 from qcut.conversion.inventory import count_parameters, warn_of_float
-from qcut.conversion.report import LayerReport, Report, weight_error
-from qcut.conversion.tasks import Task, add_second_moments, is_plan, layer_tasks
+from qcut.conversion.report import LayerReport, Report, stack_reports, weight_error
+from qcut.conversion.tasks import Task, add_second_moments, check_stacks, is_plan, layer_tasks, stack_reasons
 from qcut.conversion.verification import Proof
 from qcut.errors import ConfigError
 from qcut.layers.embedding import Embedding, token_tables
+from qcut.layers.experts.opening import Opened, opened, stacked
 from qcut.layers.linear import Linear
 from qcut.models.fusion import fusible_activations
 from qcut.models.modules import as_given, float_linear, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
@@ -129,39 +130,54 @@ def quantize(
     """
     check_model(model)
     include, skip = (None if g is None else globs(g, what) for g, what in ((include, "include"), (skip, "skip")))
-    smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
-    work = prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth)
-    target = None if device is None else torch.device(device)
-    before = model_bytes(model)
-    on_gpu = {n: t for n, t in work.tasks.items() if (target or weight_of(t.module).device).type == "cuda"}
-    if on_gpu:
-        from qcut.conversion.prebuild import prebuild_layers  # the CPU needs nothing of the kernel side
+    before, already = model_bytes(model), tuple(quantized_layers(model))
+    with opened(model) as mixtures:
+        smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
+        work = prepare(
+            model,
+            scheme,
+            calibration,
+            second_moments,
+            smoothing,
+            include,
+            skip,
+            embeddings,
+            fuse,
+            allow_growth,
+            mixtures,
+        )
+        target = None if device is None else torch.device(device)
+        on_gpu = {n: t for n, t in work.tasks.items() if (target or weight_of(t.module).device).type == "cuda"}
+        if on_gpu:
+            from qcut.conversion.prebuild import prebuild_layers  # the CPU needs nothing of the kernel side
 
-        prebuild_layers(on_gpu, target, prebuild, progress)
-    proof = Proof(verify, None if calibration is None else calibration.batch)
-    proof.record(model, {name: task.module for name, task in work.tasks.items()} | work.tables)
+            prebuild_layers(on_gpu, target, prebuild, progress)
+        proof = Proof(verify, None if calibration is None else calibration.batch)
+        proof.record(model, {name: task.module for name, task in work.tasks.items()} | work.tables)
 
-    layers, reports = _make_layers(work.tasks, calibration, target, progress, proof)
-    tables = _make_tables(work, layers, embeddings, target)
-    for name, module in work.tables.items():
-        error = weight_error(module.weight, tables[name].dequantized_weight())
-        reports.append(table_report(name, tables[name], layers, module.weight.nbytes, error))
+        layers, reports = _make_layers(work.tasks, calibration, target, progress, proof)
+        tables = _make_tables(work, layers, embeddings, target)
+        for name, module in work.tables.items():
+            error = weight_error(module.weight, tables[name].dequantized_weight())
+            reports.append(table_report(name, tables[name], layers, module.weight.nbytes, error))
+        experts = stacked(mixtures, layers)
+        replaced = {id(task.module) for task in work.tasks.values()} | {id(module) for module in work.tables.values()}
+        parameters = count_parameters(model, replaced)
+        if include is None and not is_plan(scheme):
+            warn_of_float(model, replaced, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
+        updates = _float_updates(model, smoothing, layers) if smoothing else []
 
-    replacements: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in work.tasks.items()}
+    single = {name: task for name, task in work.tasks.items() if mixtures.stack_of(name) is None}
+    replacements: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in single.items()}
     replacements |= {id(module): tables[name] for name, module in work.tables.items()}
-    updates = _float_updates(model, smoothing, layers) if smoothing else []
-    parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
-    if include is None and not is_plan(scheme):
-        warn_of_float(model, replacements, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
-    changes, scales = (
-        changes_of(model, replacements, work.fused, updates, target),
-        smoothing.scales if smoothing else {},
-    )
-    commit(changes, lambda: proof.check(model, {**layers, **tables}, scales))
+    replacements |= {id(mixtures.original[name]): module for name, module in experts.items()}
+    changes = changes_of(model, replacements, work.fused, updates, target)
+    scales = smoothing.scales if smoothing else {}
+    commit(changes, lambda: _check(proof, model, [*layers, *tables], scales))
     notify_quantized(model)
     return Report(
-        tuple(reports),
-        work.skipped,
+        tuple(stack_reports(reports, mixtures, experts)),
+        stack_reasons(work.skipped, mixtures),
         before,
         model_bytes(model),
         parameters,
@@ -171,6 +187,12 @@ def quantize(
         proof.held,
         proof.unseen,
     )
+
+
+def _check(proof: Proof, model: nn.Module, names: Sequence[str], scales: Mapping[str, Tensor]) -> None:
+    """Compare the quantized model with the float one, experts of both as layers of their own."""
+    with opened(model):
+        proof.check(model, {name: model.get_submodule(name) for name in names}, scales)
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -224,9 +246,15 @@ def prepare(
     embeddings: str | Scheme | None,
     fuse: bool,
     allow_growth: bool,
+    mixtures: Opened,
 ) -> Work:
-    """Decide what changes; arguments and errors are those of `quantize`. The model may be on the meta device."""
+    """Decide what changes; arguments and errors are those of `quantize`, and the model's experts, which are open.
+
+    The model may be on the meta device.
+    """
     tasks, skipped = layer_tasks(model, scheme, calibration, include, skip, allow_growth)
+    check_stacks(tasks, mixtures)
+    skipped |= mixtures.left
     tables = {} if embeddings is None else token_tables(model)
     classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings)
     tasks |= classifiers
@@ -356,4 +384,5 @@ def _report(
         sqnr,
         tied_to,
         task.note,
+        weight_nk(source).detach().float().norm().item(),
     )

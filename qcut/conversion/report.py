@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from qcut.conversion.inventory import ALREADY, QUANTIZED
 
 if TYPE_CHECKING:
     from qcut.conversion.smooth import Smoothing
+    from qcut.layers.experts.experts import Experts
+    from qcut.layers.experts.linear_stack import LinearStack
+    from qcut.layers.experts.opening import Opened
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class LayerReport:
         output_sqnr_db: signal over quantization noise of its output on calibration tokens, or None without calibration.
         tied_to: the layer whose quantized weight it shares, or None.
         note: why its scheme is not the requested one; empty if it is.
+        weight_norm: ``‖W‖``.
+        experts: of a projection of experts, their number; N counts the rows of all. 0 for a layer by itself.
     """
 
     name: str
@@ -41,6 +47,8 @@ class LayerReport:
     output_sqnr_db: float | None = None
     tied_to: str | None = None
     note: str = ""
+    weight_norm: float = 0.0
+    experts: int = 0
 
     @property
     def bits_per_weight(self) -> float:
@@ -150,6 +158,52 @@ class Report:
         rest = sorted((share, kind) for kind, share in percent.items() if kind not in (QUANTIZED, ALREADY))
         stay = [f"{share:.1f} % {_LONG.get(kind, kind)}" for share, kind in reversed(rest)]
         return f"parameters: {', '.join(done)}" + (f"; in float: {', '.join(stay)}" if stay else "")
+
+
+def stack_reports(
+    reports: Iterable[LayerReport], mixtures: Opened, experts: Mapping[str, Experts]
+) -> list[LayerReport]:
+    """Reports of layers, with one for all experts of a projection, in the order of the first ones.
+
+    Errors are those of the whole projection; the signal over noise is that of the expert with the least.
+    """
+    found: list[LayerReport] = []
+    of_stack: dict[str, list[LayerReport]] = {}
+    for one in reports:
+        stack = mixtures.stack_of(one.name)
+        if stack is None:
+            found.append(one)
+        elif stack in of_stack:
+            of_stack[stack].append(one)
+        else:
+            of_stack[stack] = [one]
+            found.append(one)
+    return [_whole(of_stack, mixtures.stack_of(one.name), experts) or one for one in found]
+
+
+def _whole(
+    of_stack: Mapping[str, list[LayerReport]], stack: str | None, experts: Mapping[str, Experts]
+) -> LayerReport | None:
+    if stack is None:
+        return None
+    members = of_stack[stack]
+    name, _, projection = stack.rpartition(".")
+    made: LinearStack = getattr(experts[name], projection)
+    sqnr = [one.output_sqnr_db for one in members if one.output_sqnr_db is not None]
+    squares = sum(one.weight_norm**2 for one in members)
+    error = math.sqrt(sum((one.weight_error * one.weight_norm) ** 2 for one in members) / squares) if squares else 0.0
+    return replace(
+        members[0],
+        name=stack,
+        out_features=made.experts * made.out_features,
+        bytes_before=sum(one.bytes_before for one in members),
+        bytes_after=made.weight_bytes,
+        weight_error=error,
+        weight_norm=math.sqrt(squares),
+        output_sqnr_db=min(sqnr, default=None),
+        experts=made.experts,
+        note=next((one.note for one in members if one.note), ""),
+    )
 
 
 def weight_error(weight: Tensor, dequantized: Tensor) -> float:

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 
 from qcut.conversion.fitting import fitting_scheme
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
+from qcut.layers.experts.opening import Opened
 from qcut.models.modules import tied_elsewhere, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers, linear_layers, matches, summary_of
+from qcut.models.selection import (
+    DEFAULT_SKIP,
+    check_model,
+    find_layers,
+    float_by_default,
+    linear_layers,
+    matches,
+    summary_of,
+)
 from qcut.schemes import ALLOWED_SCHEMES, Scheme, StaticRange, parse_scheme
 
 if TYPE_CHECKING:
@@ -75,9 +84,10 @@ def layer_tasks(
     else:
         tasks, left = _uniform_tasks(model, parsed, calibration, chosen, allow_growth)
     skipped |= left
+    stay = float_by_default(model, every) if include is None else {}
     for name in every:
         if name not in tasks and name not in skipped:
-            skipped[name] = "matched by skip" if matches(name, patterns) else "not in include"
+            skipped[name] = "matched by skip" if matches(name, patterns) else stay.get(name, "not in include")
     if not tasks:
         raise QuantizationError(f"{type(model).__name__}: no layer to quantize: {summary_of(skipped)}")
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -190,3 +200,30 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
         if held is not None and held.shape != (size, size):
             raise CalibrationError(f"layer {name!r}: {what} has shape {list(held.shape)}; allowed: {[size, size]}")
     return moment
+
+
+def check_stacks(tasks: Mapping[str, Task], mixtures: Opened) -> None:
+    """Check that the experts of a projection are all quantized under one scheme, or none.
+
+    Raises:
+        ConfigError: some only, or under several schemes (the projection and an expert are named).
+    """
+    for stack, names in mixtures.stacks().items():
+        chosen = [name for name in names if name in tasks]
+        if chosen and len(chosen) < len(names):
+            raise ConfigError(
+                f"layer {stack!r}: {len(chosen)} of its {len(names)} experts are to be quantized, such as "
+                f"{chosen[0]!r}; all of a projection or none is allowed: {stack + '.*'!r} names them"
+            )
+        schemes = {tasks[name].scheme.name: name for name in chosen}
+        if len(schemes) > 1:
+            found = ", ".join(f"{scheme} for {name!r}" for scheme, name in schemes.items())
+            raise ConfigError(f"layer {stack!r}: its experts have several schemes: {found}; one is allowed")
+
+
+def stack_reasons(reasons: Mapping[str, str], mixtures: Opened) -> dict[str, str]:
+    """Reasons of layers that stay in float, with one for all experts of a projection."""
+    found: dict[str, str] = {}
+    for name, reason in reasons.items():
+        found.setdefault(mixtures.stack_of(name) or name, reason)
+    return found

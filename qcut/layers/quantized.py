@@ -54,6 +54,8 @@ class QuantizedLayer(Quantized):
     Attributes:
         name: name of the layer, for error messages.
         scheme: how the weights are quantized.
+        in_features: columns of the weight.
+        out_features: its rows.
         weight_dtype: dtype of the float weights that the layer stands for.
         float_count: elements of the float layer's weights and biases.
         input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
@@ -63,6 +65,8 @@ class QuantizedLayer(Quantized):
 
     name: str | None
     scheme: Scheme
+    in_features: int
+    out_features: int
     weight_dtype: torch.dtype
     float_count: int
     input_gradients: bool = False

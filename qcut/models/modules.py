@@ -56,6 +56,31 @@ class Quantized(nn.Module):
         raise NotImplementedError
 
 
+class ExpertsModule(nn.Module):
+    """A module that computes the experts of a mixture as layers: the base of `qcut.layers.experts.experts.Experts`.
+
+    Attributes:
+        num_experts: how many.
+        gating: what is between their products, a `qcut.numerics.gating.Gating`.
+    """
+
+    num_experts: int
+    gating: Any
+
+
+def expert_count(module: nn.Module) -> int:
+    """The experts in a module, whose matrices lie in parameters of three dimensions or are layers; 0 if it has none."""
+    if isinstance(module, ExpertsModule):
+        return module.num_experts
+    own = (p for p in module._parameters.values() if p is not None)
+    return max((len(p) for p in own if p.ndim == 3 and len(p) > 1), default=0)
+
+
+def has_stacked_weights(module: nn.Module) -> bool:
+    """Whether a module has matrices of several experts in one parameter of its own."""
+    return not isinstance(module, ExpertsModule) and expert_count(module) > 0
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether a module computes ``x @ W.T + b`` with a plain weight: an ``nn.Linear`` or ``Conv1D`` and nothing more.
 

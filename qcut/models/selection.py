@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
-from qcut.models.modules import Quantized, looks_linear, own_ways
+from qcut.models.modules import Quantized, expert_count, looks_linear, own_ways, weight_nk
 from qcut.models.weight_sharing.functions import modules_inside
 from qcut.models.weight_sharing.readers import class_checked, layers_read
 
@@ -138,7 +138,8 @@ def find_layers(
 
     Args:
         model: the model.
-        include: globs (see `matches`) of layers to take; None takes every layer. A glob must match a layer.
+        include: globs (see `matches`) of layers to take; None takes every layer but those of `float_by_default`. A
+            glob must match a layer.
         skip: globs of layers to leave out, even where ``include`` names them. A glob may match nothing.
         known: `linear_layers` of the model, where that has been called; None calls it.
 
@@ -151,17 +152,51 @@ def find_layers(
     check_model(model)
     include, skip = None if include is None else globs(include, "include"), globs(skip, "skip")
     layers, left = linear_layers(model) if known is None else known
+    stay = float_by_default(model, layers)
     for pattern in include or ():
         if not any(matches(name, [pattern]) for name in layers):
             raise QuantizationError(_unmatched(model, pattern, layers, left))
     chosen = {
         name: module
         for name, module in layers.items()
-        if (include is None or matches(name, include)) and not matches(name, skip)
+        if (name not in stay if include is None else matches(name, include)) and not matches(name, skip)
     }
     if not chosen:
-        raise QuantizationError(_nothing(model, layers, left, skip))
+        raise QuantizationError(_nothing(model, layers, left | stay, skip))
     return chosen
+
+
+def float_by_default(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The linear layers that stay in float unless they are included by name, with the reason.
+
+    Those are layers of one output, and routers: as many outputs as there are experts beside them. An error of a router
+    sends tokens to other experts, and it has few weights.
+    """
+    counts = _experts_beside(model)
+    stay = {}
+    for name, module in layers.items():
+        n = len(weight_nk(module))
+        if n == 1:
+            stay[name] = "it has one output"
+        elif any(n == count and name.startswith(place) and not name.startswith(own) for place, own, count in counts):
+            stay[name] = f"a router, with an output for each of {n} experts"
+    return stay
+
+
+def _experts_beside(model: nn.Module) -> list[tuple[str, str, int]]:
+    """Of every mixture: what the names of modules beside its experts begin with, those of its experts, and the number.
+
+    Experts are in parameters of three dimensions, or in a container of modules that is called so.
+    """
+    found = []
+    for name, module in model.named_modules():
+        outer, _, key = name.rpartition(".")
+        count = expert_count(module)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in key:
+            count = len(module)
+        if name and count > 1:
+            found.append((f"{outer}." if outer else "", f"{name}.", count))
+    return found
 
 
 def summary_of(reasons: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ from qcut.checkpoints.builder import (
     skeleton_of,
     tie_layers,
 )
-from qcut.checkpoints.description import EMBEDDINGS, FUSED, LAYERS, TIED, Description
+from qcut.checkpoints.description import EMBEDDINGS, EXPERTS, FUSED, LAYERS, TIED, Description
 from qcut.checkpoints.detect import QCUT, QCUT_CONFIG, Detected, Options, check_layer_sizes, read_config, read_headers
 from qcut.common import schema
 from qcut.common.hooks import notify_quantized
@@ -29,7 +29,8 @@ from qcut.common.safetensors import TensorFile, read_index
 from qcut.errors import CheckpointError
 from qcut.layers.quantized import QuantizedLayer, float_dtype, set_weight_dtype
 
-FORMAT, VERSION = "qcut", 1
+FORMAT, VERSION, EXPERTS_VERSION = "qcut", 1, 2
+"""A model with quantized experts has the second version."""
 _SCHEMA = schema.record(
     {
         "layers": LAYERS,
@@ -37,7 +38,7 @@ _SCHEMA = schema.record(
         "tied": TIED,
         "weight_map": schema.table(schema.text()),
     },
-    {"embeddings": (EMBEDDINGS, {})},
+    {"embeddings": (EMBEDDINGS, {}), "experts": (EXPERTS, {})},
     more=True,
 )
 
@@ -95,10 +96,10 @@ class _Index(NamedTuple):
 
 
 def _checked(data: dict[str, Any], path: Path) -> tuple[_Index, set[str]]:
-    if data.get("format") != FORMAT or data.get("version") != VERSION:
+    if data.get("format") != FORMAT or data.get("version") not in (VERSION, EXPERTS_VERSION):
         raise CheckpointError(
             f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "
-            f"{FORMAT!r} version {VERSION} is needed"
+            f"{FORMAT!r} version {VERSION} or {EXPERTS_VERSION} is needed"
         )
     data = schema.conform(data, _SCHEMA, path, CheckpointError)
     described = Description(**{name: data[name] for name in Description._fields})

@@ -25,7 +25,7 @@ from qcut.layers.quantized import StateEntry
 from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
 
-FORMAT, VERSION = "qcut", 1
+FORMAT, VERSION, EXPERTS_VERSION = "qcut", 1, 2
 
 
 def save(
@@ -94,10 +94,10 @@ def save(
             files.commit(
                 {
                     "format": FORMAT,
-                    "version": VERSION,
+                    "version": EXPERTS_VERSION if described.experts else VERSION,
                     "model_class": type(model).__name__,
                     "huggingface": huggingface or None,
-                    **described._asdict(),
+                    **{key: value for key, value in described._asdict().items() if key != "experts" or value},
                     "weight_map": weight_map,
                 },
                 _beside(model, huggingface, tied, tensors, weight_map, marked),

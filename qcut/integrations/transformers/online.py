@@ -26,6 +26,7 @@ from qcut.integrations.transformers.config import QcutConfig
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
 from qcut.integrations.transformers.placing import tie_parameters
 from qcut.layers.embedding import Embedding
+from qcut.layers.experts.opening import Opened
 from qcut.layers.linear import Linear
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, quantized_layers
@@ -101,6 +102,7 @@ class OnlineLoading:
             config.embeddings,
             config.fuse,
             config.allow_growth,
+            Opened(),
         )
         self._layers: dict[str, Linear] = {}
         self._tables: dict[str, Embedding] = {}

@@ -35,6 +35,7 @@ from qcut.integrations.transformers.placing import (
     tie_parameters,
     without_weight,
 )
+from qcut.layers.experts.opening import PROJECTIONS
 from qcut.layers.linear import Linear
 from qcut.layers.quantized import FrozenWeight, set_weight_dtype
 from qcut.numerics.checks import out_of_range
@@ -452,6 +453,7 @@ def _present(saved: Description, model: nn.Module) -> Description:
     """The description without modules that a model of another class does not have: a pooler, a layer of the head."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {f"{name}.table" for name in saved.embeddings if name in names}
+    names |= {f"{name}.{part}" for name in saved.experts if name in names for part in PROJECTIONS}
     names |= {name for name in saved.tied if name.rpartition(".")[0] in names}
     return _mapped(saved, lambda name: name if name in names or name in saved.tied.values() else None)
 
@@ -466,7 +468,8 @@ def _mapped(saved: Description, rename: Any) -> Description:
         for name, spec in saved.embeddings.items()
         if (new := rename(name))
     }
-    return Description(layers, embeddings, fused, tied)
+    experts = {new: spec for name, spec in saved.experts.items() if (new := rename(name))}
+    return Description(layers, embeddings, fused, tied, experts)
 
 
 def _with_own_tables(whole: Description, saved: Description) -> Description:
@@ -480,4 +483,4 @@ def _with_own_tables(whole: Description, saved: Description) -> Description:
             sizes = layers[own]["in_features"], layers[own]["out_features"]
             entries = Linear(*sizes, False, scheme_from_json(layers[own]["scheme"]), device="meta").stored()
             tied |= {f"{own}.{key}": f"{table}.{key}" for key in entries}
-    return Description(layers, embeddings, saved.fused, tied)
+    return Description(layers, embeddings, saved.fused, tied, saved.experts)

@@ -1,0 +1,96 @@
+"""Lays the experts of a model open as linear layers, one for each projection of each expert, for a while.
+
+What works on linear layers (calibration, moments, plans, quantizing, verification) then works on experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from qcut.models.modules import ExpertsModule, has_stacked_weights, replace_modules
+
+if TYPE_CHECKING:
+    from qcut.layers.experts.experts import Experts, Projection
+
+PROJECTIONS = ("up", "down")
+
+
+@dataclass
+class Opened:
+    """The experts of a model that are open.
+
+    Attributes:
+        experts: by name, what stands in the model for a while.
+        original: by name, the module that stands there otherwise: transformers', or `Experts` with quantized stacks.
+        left: by name, why a module with stacked weights is not open.
+    """
+
+    experts: dict[str, Experts] = field(default_factory=dict)
+    original: dict[str, nn.Module] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def stack_of(self, name: str) -> str | None:
+        """The projection that a layer of an expert belongs to, such as ``mlp.experts.up`` of ``mlp.experts.up.3``."""
+        stack, _, number = name.rpartition(".")
+        experts, _, projection = stack.rpartition(".")
+        return stack if experts in self.experts and projection in PROJECTIONS and number.isdigit() else None
+
+    def stacks(self) -> dict[str, list[str]]:
+        """The layers of every open projection, by its name."""
+        return {
+            f"{name}.{key}": [f"{name}.{key}.{e}" for e in range(experts.num_experts)]
+            for name, experts in self.experts.items()
+            for key in PROJECTIONS
+            if isinstance(getattr(experts, key), nn.ModuleList)
+        }
+
+
+@contextmanager
+def opened(model: nn.Module) -> Iterator[Opened]:
+    """Let a model's experts be linear layers until the block ends: float ones, and those of quantized stacks."""
+    found = Opened()
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, ExpertsModule) and not (name and has_stacked_weights(module)):
+            continue
+        from qcut.layers.experts.weights import open_experts  # most models have none
+
+        made = open_experts(module, name)
+        if isinstance(made, str):
+            found.left[name] = made
+        else:
+            found.experts[name], found.original[name] = made, module
+    replace_modules(model, {id(found.original[name]): made for name, made in found.experts.items()})
+    try:
+        yield found
+    finally:
+        replace_modules(model, {id(made): found.original[name] for name, made in found.experts.items()})
+
+
+def stacked(opened: Opened, layers: Mapping[str, nn.Module]) -> dict[str, Experts]:
+    """Experts with quantized stacks, by name, of those of which layers were quantized.
+
+    Args:
+        opened: the float experts.
+        layers: quantized layers by name, all experts of a projection or none; a projection without any stays in float.
+    """
+    made: dict[str, Experts] = {}
+    if not opened.experts:
+        return made
+    from qcut.layers.experts.experts import Experts
+    from qcut.layers.experts.linear_stack import LinearStack
+
+    for name, experts in opened.experts.items():
+        parts: dict[str, Projection] = {}
+        for key in PROJECTIONS:
+            names = [f"{name}.{key}.{e}" for e in range(experts.num_experts)]
+            if all(one in layers for one in names):
+                parts[key] = LinearStack.of([layers[one] for one in names], f"{name}.{key}")  # type: ignore[misc]
+        if parts:
+            whole = parts.get("up", experts.up), parts.get("down", experts.down)
+            made[name] = Experts(*whole, experts.gating, experts.post_expert_norm, name).train(experts.training)
+    return made

@@ -1,0 +1,154 @@
+"""What experts compute between their two products: an activation, times a second half where there is one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcut.common import schema
+from qcut.errors import ConfigError
+from qcut.numerics.int8 import apply_activation
+from qcut.numerics.plain_state import outside_modes
+
+KINDS = ("silu", "gelu_erf", "gelu_tanh", "relu", "relu2")
+"""Activations of experts; ``relu2`` is ``max(v, 0)**2``."""
+
+GATING = schema.record(
+    {"kind": schema.text(choices=KINDS)},
+    {
+        "gated": (schema.boolean(), True),
+        "alpha": (schema.number(), 1.0),
+        "limit": (schema.nothing_or(schema.number(0.0)), None),
+        "plus_one": (schema.boolean(), False),
+        "gate_cap": (schema.nothing_or(schema.number(0.0)), None),
+        "up_cap": (schema.nothing_or(schema.number(0.0)), None),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Gating:
+    """The function of one expert between its products, as data.
+
+    With rows ``[..., 2 I]``, the gate g in the first half and u in the second: g is at most ``limit``, u within
+    ``±limit``, and the result is ``act(g) * (u + 1 if plus_one else u)``. Without a gate, it is ``act`` of all columns.
+
+    Attributes:
+        kind: the activation, one of `KINDS`.
+        gated: whether there are two halves.
+        alpha: of ``silu``: ``g * sigmoid(alpha * g)``; 1.702 is GPT-OSS's and also ``quick_gelu``.
+        limit: see above; None for none.
+        plus_one: see above.
+        gate_cap: of ``silu``: the factor g before the sigmoid becomes ``cap * tanh(g / cap)``; None for g itself.
+        up_cap: u becomes ``cap * tanh(u / cap)``; None for u itself.
+
+    Raises:
+        ConfigError: a kind that does not exist, or an option that the kind has not.
+    """
+
+    kind: str
+    gated: bool = True
+    alpha: float = 1.0
+    limit: float | None = None
+    plus_one: bool = False
+    gate_cap: float | None = None
+    up_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"gating: kind {self.kind!r} does not exist; allowed: {', '.join(KINDS)}")
+        if self.kind != "silu" and (self.alpha != 1.0 or self.gate_cap is not None):
+            raise ConfigError(f"gating: alpha and gate_cap are options of silu; found them with {self.kind!r}")
+        if not self.gated and (self.limit, self.up_cap, self.plus_one) != (None, None, False):
+            raise ConfigError("gating: limit, up_cap and plus_one need a gate; found them with gated=False")
+        for key in ("limit", "gate_cap", "up_cap"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"gating: {key} is {value}; allowed: positive and finite, or None")
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """The result of rows ``[..., 2 I]``, or ``[..., I]`` without a gate: ``[..., I]`` of their dtype.
+
+        Exactness: computed in float32 and rounded once; the activation as `qcut.numerics.int8.apply_activation`.
+        """
+        v = y.float()
+        if not self.gated:
+            return self._activated(v).to(y.dtype)
+        g, u = v.chunk(2, -1)
+        if self.limit is not None:
+            g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
+        if self.up_cap is not None:
+            u = torch.tanh(u / self.up_cap) * self.up_cap
+        return (self._activated(g) * (u + 1 if self.plus_one else u)).to(y.dtype)
+
+    def _activated(self, g: Tensor) -> Tensor:
+        if self.kind == "relu2":
+            return torch.relu(g).square()
+        if self.kind != "silu" or (self.alpha == 1.0 and self.gate_cap is None):
+            return apply_activation(g, self.kind)
+        factor = g if self.gate_cap is None else torch.tanh(g / self.gate_cap) * self.gate_cap
+        return factor / torch.exp(g * -self.alpha).add_(1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the fields that are not their defaults, and the kind."""
+        default = Gating(self.kind)
+        return {k: v for k, v in asdict(self).items() if k == "kind" or v != getattr(default, k)}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Gating:
+        """What `to_json` wrote.
+
+        Raises:
+            ConfigError: something else (named).
+        """
+        return cls(**schema.conform(data, GATING, where, ConfigError))
+
+
+@outside_modes()
+def gating_of(function: Callable[[Tensor], Tensor], width: int, gated: bool, values: Iterable[float]) -> Gating | None:
+    """The `Gating` that computes what a function does, found by calling it; None if none does.
+
+    Args:
+        function: of float32 rows ``[R, 2 * width]``, or ``[R, width]`` without a gate.
+        width: columns of its result.
+        gated: whether the rows have two halves.
+        values: numbers that may be its limit, its alpha and its caps.
+
+    Exactness: gates and ups from -100 to 100 in all combinations, to 1e-5 of the larger of 1 and the result.
+    """
+    numbers = sorted({v for v in values if 0 < v < math.inf})
+    edges = [sign * v * near for v in numbers for sign in (-1, 1) for near in (0.97, 1.03) if v < 1000]
+    values = [*(i / 2 for i in range(-24, 25)), -100.0, -30.0, 30.0, 100.0, *edges]
+    points = torch.tensor(values, dtype=torch.float32, device="cpu")
+    pairs = torch.cartesian_prod(points, points) if gated else points[:, None]
+    count = -(-len(pairs) // width) * width
+    halves = [torch.nn.functional.pad(half, (0, count - len(half))).view(-1, width) for half in pairs.t()]
+    rows = torch.cat(halves, 1)
+    found = function(rows.clone())
+    if found.shape != halves[0].shape:
+        return None
+    for candidate in _candidates(gated, numbers):
+        expected = candidate(rows)
+        if ((found - expected).abs() <= 1e-5 * expected.abs().clamp(min=1.0)).all():
+            return candidate
+    return None
+
+
+def _candidates(gated: bool, numbers: list[float]) -> Iterable[Gating]:
+    """Every gating of these numbers, the plain ones first."""
+    yield from (Gating(kind, gated) for kind in KINDS)
+    alphas = (1.0, 1.702, *numbers)
+    if not gated:
+        yield from (Gating("silu", False, alpha) for alpha in alphas)
+        return
+    optional = (None, *numbers)
+    for limit, plus_one in itertools.product(optional, (False, True)):
+        yield from (Gating(kind, True, 1.0, limit, plus_one) for kind in KINDS)
+        yield from (Gating("silu", True, alpha, limit, plus_one) for alpha in alphas)
+    yield from (Gating("silu", gate_cap=one, up_cap=two) for one, two in itertools.product(optional, optional))
