@@ -232,7 +232,15 @@ def positive_float(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number above 0, at most 1."""
+    value = positive_float(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most 1")
+    return value
+
+
 TYPES: dict[str, Callable[[str], Any]] = {
-    each.__name__: each for each in (positive, natural, positive_float, float, Path)
+    each.__name__: each for each in (positive, natural, positive_float, share, float, Path)
 }
 """Types of arguments by name; the default is str."""

@@ -24,7 +24,7 @@ from qcut.cli.models import (
     window_options,
 )
 from qcut.common.files import flush_directory, make_directory
-from qcut.errors import CheckpointError, ConfigError
+from qcut.errors import CheckpointError, ConfigError, QuantizationError
 
 if TYPE_CHECKING:
     from qcut.conversion.report import Report
@@ -52,14 +52,20 @@ FIELDS = {
     "bytes_before, bytes_after": "bytes of the model in memory, shared tensors once",
     "file_bytes": "bytes of the folder's files",
     "report": "result of each layer: {layers, skipped, bytes_before, bytes_after, parameters, already, verified, "
-    "held, unseen, smoothed}, see qcut.conversion.report.Report",
+    "held, unseen, coverage, smoothed}, see qcut.conversion.report.Report",
 }
 
 
+_REQUIRED = """\
+options:
+--require-quantized S: share
+    fail, and write nothing, where less than the share S of the parameters outside of embeddings, norms and what --skip
+    and --include leave out is quantized, such as 0.95 (default: warn below 0.9)
+"""
 _CONVERSION = conversion_options("DIR", "the folder to write", window_options(8, 32))
 COMMAND = Command(
     "quantize",
-    QUANTIZING + _CONVERSION + device_options(dtype="that of the model's files"),
+    QUANTIZING + _CONVERSION + _REQUIRED + device_options(dtype="that of the model's files"),
     help="quantize a model and write it to a folder",
     description=_DESCRIPTION,
     example="qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit\n"
@@ -98,6 +104,9 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
     name = arguments.model
     on_disk = Path(name).is_dir() or not hub.answers(name)
     model, tokenizer, report = open_quantized(arguments, quantizing, _stored_dtype(name, on_disk))
+    required, covered = arguments.require_quantized, report.coverage
+    if required is not None and covered is not None and covered.share < required:
+        raise QuantizationError(f"--require-quantized {required}: {covered}")
     try:
         qcut.save(model, folder, progress=shown(), tokenizer=tokenizer)
         if not Path(name).is_dir():

@@ -13,7 +13,7 @@ from qcut.common.hooks import notify_quantized
 from qcut.common.progress import with_progress
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
-from qcut.conversion.inventory import count_parameters, warn_of_float
+from qcut.conversion.inventory import count_parameters, coverage, warn_of_float
 from qcut.conversion.report import LayerReport, Report, stack_reports, weight_error
 from qcut.conversion.tasks import Task, add_second_moments, check_stacks, is_plan, layer_tasks, stack_reasons
 from qcut.conversion.verification import Proof
@@ -163,8 +163,9 @@ def quantize(
         experts = stacked(mixtures, layers)
         replaced = {id(task.module) for task in work.tasks.values()} | {id(module) for module in work.tables.values()}
         parameters = count_parameters(model, replaced)
+        covered = coverage(model, replaced, work.skipped, DEFAULT_SKIP if skip is None else skip)
         if include is None and not is_plan(scheme):
-            warn_of_float(model, replaced, work.skipped, DEFAULT_SKIP if skip is None else skip, stacklevel=4)
+            warn_of_float(model, covered, stacklevel=4)
         updates = _float_updates(model, smoothing, layers) if smoothing else []
 
     single = {name: task for name, task in work.tasks.items() if mixtures.stack_of(name) is None}
@@ -186,6 +187,7 @@ def quantize(
         proof.calls,
         proof.held,
         proof.unseen,
+        covered,
     )
 
 

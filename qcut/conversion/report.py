@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from qcut.conversion.inventory import ALREADY, QUANTIZED
+from qcut.conversion.inventory import ALREADY, QUANTIZED, Coverage
 
 if TYPE_CHECKING:
     from qcut.conversion.smooth import Smoothing
@@ -72,6 +72,7 @@ class Report:
         verified: calls of layers on which the model was compared with the float one; 0 without verification.
         held: layers that were compared with their float weights; see `qcut.conversion.verification`.
         unseen: why the whole model was not compared with the float one although requested; else empty.
+        coverage: how much of what a user expects to be quantized is; None where that was not counted.
     """
 
     layers: tuple[LayerReport, ...]
@@ -84,6 +85,7 @@ class Report:
     verified: int = 0
     held: int = 0
     unseen: str = ""
+    coverage: Coverage | None = None
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -95,6 +97,12 @@ class Report:
         """Of all parameters, the per cent of each kind."""
         total = max(1, sum(self.parameters.values()))
         return {kind: 100 * count / total for kind, count in self.parameters.items()}
+
+    @property
+    def percent_experts(self) -> float:
+        """Of all parameters, the per cent that are weights of experts and were quantized."""
+        weights = sum(one.out_features * one.in_features for one in self.layers if one.experts)
+        return 100 * weights / max(1, sum(self.parameters.values()))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without the smoothing's vectors."""
@@ -108,6 +116,7 @@ class Report:
             "verified": self.verified,
             "held": self.held,
             "unseen": self.unseen,
+            "coverage": None if self.coverage is None else self.coverage.share,
             "smoothed": [m.norm for m in self.smoothing.migrations] if self.smoothing else [],
         }
 
@@ -155,8 +164,10 @@ class Report:
         """What was quantized, and what stays in float, in per cent of the parameters."""
         percent = self.percent
         done = [f"{percent[kind]:.1f} % {kind}" for kind in (QUANTIZED, ALREADY) if kind in percent]
+        if self.percent_experts:
+            done[0] += f" (experts {self.percent_experts:.1f} %)"
         rest = sorted((share, kind) for kind, share in percent.items() if kind not in (QUANTIZED, ALREADY))
-        stay = [f"{share:.1f} % {_LONG.get(kind, kind)}" for share, kind in reversed(rest)]
+        stay = [f"{share:.1f} % {kind}" for share, kind in reversed(rest)]
         return f"parameters: {', '.join(done)}" + (f"; in float: {', '.join(stay)}" if stay else "")
 
 
@@ -211,9 +222,6 @@ def weight_error(weight: Tensor, dequantized: Tensor) -> float:
     plain = weight.detach().to(dequantized.device, dtype=dequantized.dtype)
     norm = plain.double().norm().item()
     return (dequantized - plain).double().norm().item() / norm if norm else 0.0
-
-
-_LONG = {"experts": "experts in parameters of three dimensions, which qcut does not quantize"}
 
 
 def _some(names: Sequence[str]) -> str:

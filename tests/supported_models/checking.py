@@ -15,7 +15,9 @@ from torch import Tensor
 import qcut
 from qcut.conversion.inventory import QUANTIZED, count_parameters
 from qcut.conversion.quantize import prepare
+from qcut.conversion.tasks import stack_reasons
 from qcut.errors import QcutError, UnsupportedError
+from qcut.layers.experts.opening import opened
 from qcut.models.modules import weight_nk, weight_of
 from qcut.models.selection import linear_layers
 from tests.support.architectures import inputs_of, run, tiny_model
@@ -162,16 +164,17 @@ def _default_sizes(found: Finding, cls: Any) -> None:
         large: Any = cls(cls.config_class(**_USUAL.get(found.kind, {})))
     large.tie_weights()
     classifier = large.get_output_embeddings()
-    work = [prepare(large, scheme, None, None, None, None, None, None, True, False) for scheme in SCHEMES]
-    found.layers = len(work[0].tasks)
+    with opened(large) as mixtures:
+        work = [prepare(large, scheme, None, None, None, None, None, None, True, False, mixtures) for scheme in SCHEMES]
+        kinds = count_parameters(large, {id(task.module) for task in work[0].tasks.values()})
+    found.layers = len({mixtures.stack_of(name) or name for name in work[0].tasks})
     left = {
         name: reason
         for one in work
-        for name, reason in one.skipped.items()
+        for name, reason in stack_reasons(one.skipped, mixtures).items()
         if large.get_submodule(name) is not classifier and not name.endswith("lm_head")
     }
     found.notes += [f"left in float: {reason}" for reason in dict.fromkeys(left.values())]
-    kinds = count_parameters(large, {id(task.module) for task in work[0].tasks.values()})
     stays = {kind: count for kind, count in kinds.items() if kind != QUANTIZED}
     found.percent_float = 100 * sum(stays.values()) / sum(kinds.values())
     found.largest = max(stays, key=lambda kind: stays[kind])

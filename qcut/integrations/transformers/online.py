@@ -16,7 +16,7 @@ from qcut.common.memory import return_free_memory
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import table_report
 from qcut.conversion.fitting import rotatable
-from qcut.conversion.inventory import count_parameters, warn_of_float
+from qcut.conversion.inventory import count_parameters, coverage, warn_of_float
 from qcut.conversion.quantize import model_bytes, prepare
 from qcut.conversion.report import LayerReport, Report, weight_error
 from qcut.conversion.tasks import Task
@@ -188,7 +188,7 @@ class OnlineLoading:
         if self._config.include is None and isinstance(self._config.scheme, Scheme):
             kept = self._config.modules_to_not_convert
             skip = DEFAULT_SKIP if kept is None else kept
-            warn_of_float(model, replacements, self._work.skipped, skip, stacklevel=6)
+            warn_of_float(model, coverage(model, replacements, self._work.skipped, skip), stacklevel=6)
         self._commit(model, replacements)
         if self._parallel is not None:
             self._parallel.install()
