@@ -1,0 +1,218 @@
+"""Quality of quantized mixtures of experts: perplexity, divergence and routes, against the float model.
+
+    python benchmarks perplexity mixtures --models-dir DIR --text FILE
+
+Whole models are quantized and run as they are. Besides the perplexity, a row has how far the predictions are from the
+float model's (mean Kullback-Leibler divergence and its 99.9 % quantile, and the share of positions with the same most
+probable token), how many routes of tokens change, and the perplexity where every token goes to the experts that the
+float model chose for it, with their weights. Codebooks are fitted to text that the model itself writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qcut
+from benchmarks.harness import Results, environment, list_of, model_options, script
+from benchmarks.perplexity.models import Evaluated, own_text
+from benchmarks.publish.markdown import markdown
+from qcut.layers.experts.opening import opened
+from qcut.models.evaluation import token_nll
+
+VARIANTS: dict[str, tuple[str, bool]] = {
+    "w8a16": ("w8a16", False),
+    "w8a8": ("w8a8", False),
+    "int16x8": ("int16x8", False),
+    "int4": ("int4", False),
+    "codebook4": ("codebook4", False),
+    "codebook4_fitted": ("codebook4", True),
+    "codebook4_int8": ("codebook4_int8", False),
+    "codebook4_int8_fitted": ("codebook4_int8", True),
+    "codebook3": ("codebook3", False),
+    "codebook3_fitted": ("codebook3", True),
+    "plan": ("", False),
+    "plan_fitted": ("", True),
+}
+"""By name, the scheme of all layers (none for a plan within ``--bits``), and whether codebooks are fitted."""
+
+Routes = dict[str, list[tuple[Tensor, Tensor]]]
+"""By name of the experts, the indices and weights of every call."""
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--variants", type=list_of(VARIANTS), default=",".join(VARIANTS), help="[all]")
+    options.add_argument("--calibration-windows", type=int, default=128, help="that codebooks are fitted to [128]")
+    options.add_argument("--plan-windows", type=int, default=8, help="windows that layers are tried on [8]")
+    options.add_argument("--bits", type=float, default=4.13, help="bits a weight that a plan may have [4.13]")
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The experts of a model by name, in float or quantized."""
+    with opened(model) as found:
+        names = list(found.experts)
+    return {name: model.get_submodule(name) for name in names}
+
+
+@contextmanager
+def hooked(model: nn.Module, hook: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+    """Let a hook see, and change, the arguments of all experts."""
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in experts_of(model).items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def noting(routes: Routes) -> Callable[[str], Callable[..., Any]]:
+    """Hooks that keep the routes of every call."""
+
+    def for_name(name: str) -> Callable[..., Any]:
+        return lambda _, args: routes.setdefault(name, []).append((args[1], args[2]))
+
+    return for_name
+
+
+def forcing(routes: Routes) -> Callable[[str], Callable[..., Any]]:
+    """Hooks that give every call the routes of a float model."""
+    calls = {name: iter(kept) for name, kept in routes.items()}
+
+    def for_name(name: str) -> Callable[..., Any]:
+        return lambda _, args: (args[0], *next(calls[name]))
+
+    return for_name
+
+
+class Judged:
+    """What predictions of a model are compared by, added up over batches.
+
+    Attributes:
+        nll: of the text under the model.
+        forced: of the text under the model with the float model's routes.
+        kl: divergences of every position.
+        same: positions with the float model's most probable token.
+        routes: routes compared.
+        moved: of these, those that go to another expert.
+    """
+
+    def __init__(self) -> None:
+        self.nll = self.forced = 0.0
+        self.kl: list[Tensor] = []
+        self.same = self.routes = self.moved = 0
+
+    @torch.no_grad()
+    def add(self, reference: Any, model: Any, ids: Tensor) -> None:
+        """Compare a model with the float one on token ids ``[B, T]``."""
+        wanted: Routes = {}
+        found: Routes = {}
+        with hooked(reference, noting(wanted)):
+            target = reference(ids, use_cache=False).logits.float().log_softmax(-1)
+        with hooked(model, noting(found)):
+            logits = model(ids, use_cache=False).logits.float()
+        with hooked(model, forcing(wanted)):
+            self.forced += token_nll(model(ids, use_cache=False).logits, ids).double().sum().item()
+        self.nll += token_nll(logits, ids).double().sum().item()
+        made = logits.log_softmax(-1)
+        self.kl.append((target.exp() * (target - made)).sum(-1).flatten().cpu())
+        self.same += int((target.argmax(-1) == made.argmax(-1)).sum())
+        for name, calls in wanted.items():
+            for (index, _), (other, _) in zip(calls, found[name], strict=True):
+                self.routes += index.numel()
+                self.moved += int((index[:, :, None] != other[:, None, :]).all(-1).sum())
+
+
+def fewest_tokens(model: nn.Module, windows: Tensor) -> int:
+    """Tokens that the expert with the fewest has seen in calibration."""
+    routes: Routes = {}
+    with torch.no_grad(), hooked(model, noting(routes)):
+        for ids in windows.split(8):
+            model(ids, use_cache=False)
+    counts = [sum(index.flatten().bincount(minlength=64) for index, _ in calls) for calls in routes.values()]
+    sizes = [len(next(p for p in module.parameters() if p.ndim == 3)) for module in experts_of(model).values()]
+    return min(int(count[:size].min()) for count, size in zip(counts, sizes, strict=True))
+
+
+def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
+    """One model: a row for the float model and for every variant."""
+    text = Evaluated(path, args)
+    model, bar = text.model, text.progress
+    fitted = any(VARIANTS[name][1] for name in args.variants)
+    moments, fewest = None, 0
+    if fitted:
+        own = own_text(model, args.calibration_windows, args.window, model.config.vocab_size)
+        moments = qcut.collect_curvature(model, own.split(8), progress=bar)
+        fewest = fewest_tokens(model, own)
+    total = text.windows.shape[0] * (text.windows.shape[1] - 1)
+    baseline = text.perplexity()
+    for variant in ("float32", *args.variants):
+        start = time.perf_counter()
+        row: dict[str, object] = {"bench": results.bench, "model": path.name, "variant": variant}
+        if variant == "float32":
+            row |= {"perplexity": round(baseline, 4), "change_percent": 0.0}
+        else:
+            scheme, is_fitted = VARIANTS[variant]
+            subject, given = copy.deepcopy(model), moments if is_fitted else None
+            what: Any = scheme or qcut.plan(
+                model, text.reference(args.plan_windows).split(8), bits=args.bits, second_moments=given, progress=bar
+            )
+            report = qcut.quantize(subject, what, second_moments=given, progress=bar)
+            seconds = time.perf_counter() - start
+            judged = Judged()
+            for ids in text.windows.to(args.device).split(8):
+                judged.add(model, subject, ids)
+            kl = torch.cat(judged.kl)
+            weights = sum(layer.out_features * layer.in_features for layer in report.layers)
+            value, forced = math.exp(judged.nll / total), math.exp(judged.forced / total)
+            row |= {
+                "perplexity": round(value, 4),
+                "change_percent": round(100 * (value / baseline - 1), 3),
+                "forced_change_percent": round(100 * (forced / baseline - 1), 3),
+                "routes_changed_percent": round(100 * judged.moved / judged.routes, 3),
+                "divergence": round(kl.double().mean().item(), 6),
+                "divergence_999": round(kl.kthvalue(math.ceil(0.999 * len(kl))).values.item(), 4),
+                "same_top_percent": round(100 * judged.same / len(kl), 3),
+                "bits_per_weight": round(8 * sum(layer.bytes_after for layer in report.layers) / weights, 3),
+                "quantize_seconds": round(seconds, 1),
+                "calibration_windows": args.calibration_windows if is_fitted else "",
+                "fewest_tokens_of_an_expert": fewest if is_fitted else "",
+            }
+        results.rows.append({**row, **text.columns()})
+        results.write_csv(args.out, key=("model", "variant", "windows"))  # a run that is cut short keeps its rows
+        print(f"{path.name} {variant}: {row['perplexity']} ({row['change_percent']} %)", file=sys.stderr, flush=True)
+
+
+def report(results: Results) -> str:
+    """The rows as Markdown."""
+    keys = {
+        "variant": "weights",
+        "bits_per_weight": "bits",
+        "perplexity": "perplexity",
+        "change_percent": "change, %",
+        "forced_change_percent": "with float routes, %",
+        "routes_changed_percent": "routes changed, %",
+        "divergence": "divergence",
+        "same_top_percent": "same top token, %",
+    }
+    return markdown([*keys.values()], [[str(row.get(key, "")) for key in keys] for row in results.rows])
+
+
+@script(model_options, add_options)
+def main(args: argparse.Namespace) -> int:
+    """Evaluate every model under every variant, and write rows and a table."""
+    results = Results("mixture_quality", environment())
+    for path in args.models:
+        measure(path, args, results)
+    print(report(results))
+    print(f"{results.env}; rows in {args.out}")
+    return 0
