@@ -29,6 +29,7 @@ from benchmarks.perplexity.models import Evaluated, own_text
 from benchmarks.publish.markdown import markdown
 from qcut.layers.experts.opening import opened
 from qcut.models.evaluation import token_nll
+from qcut.models.modules import expert_count
 
 VARIANTS: dict[str, tuple[str, bool]] = {
     "w8a16": ("w8a16", False),
@@ -138,9 +139,11 @@ def fewest_tokens(model: nn.Module, windows: Tensor) -> int:
     with torch.no_grad(), hooked(model, noting(routes)):
         for ids in windows.split(8):
             model(ids, use_cache=False)
-    counts = [sum(index.flatten().bincount(minlength=64) for index, _ in calls) for calls in routes.values()]
-    sizes = [len(next(p for p in module.parameters() if p.ndim == 3)) for module in experts_of(model).values()]
-    return min(int(count[:size].min()) for count, size in zip(counts, sizes, strict=True))
+    fewest = []
+    for name, module in experts_of(model).items():
+        chosen = torch.cat([index.flatten() for index, _ in routes[name]])
+        fewest.append(int(chosen.bincount(minlength=expert_count(module)).min()))
+    return min(fewest)
 
 
 def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
