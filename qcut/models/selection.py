@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
-from qcut.models.modules import Quantized, expert_count, looks_linear, own_ways, weight_nk
+from qcut.models.modules import ExpertsModule, Quantized, expert_count, looks_linear, own_ways, weight_nk
 from qcut.models.weight_sharing.functions import modules_inside
 from qcut.models.weight_sharing.readers import class_checked, layers_read
 
@@ -124,8 +124,14 @@ def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that are quantized already."""
-    return [name for name, module in model.named_modules() if isinstance(module, Quantized)]
+    """Names of the layers that are quantized already; open experts of a projection are one layer."""
+    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ExpertsModule))
+    found: dict[str, None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Quantized):
+            stack, _, number = name.rpartition(".")
+            found[stack if number.isdigit() and name.startswith(inside) else name] = None
+    return list(found)
 
 
 def find_layers(
