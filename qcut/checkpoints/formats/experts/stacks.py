@@ -120,7 +120,12 @@ def take_experts(
                 "allowed: experts one by one, or in one tensor"
             )
         layers = one.layers()
-        kinds = {form.quantized(own.tensors): own.name for parts in layers for own in parts}
+        kinds: dict[bool, str] = {}
+        for own in (own for parts in layers for own in parts):
+            quantized = form.quantized(own.tensors)
+            kinds.setdefault(quantized, own.name)
+            if not quantized:
+                own.only(("weight",))
         if len(kinds) > 1:
             raise UnsupportedError(
                 f"{where}: layer {kinds[True]!r} is quantized, and {kinds[False]!r} is in float; allowed: all experts "
@@ -222,10 +227,8 @@ def _stack(model: nn.Module, parameter: str, form: Format, layers: list[list[Par
 
 def _float_stack(layers: list[list[Parts]]) -> Stored:
     """The tensor of float experts, read one by one."""
-    first = layers[0][0].tensors.get("weight")
-    code = (first.code if first else "F16",)
+    code = (layers[0][0].tensors["weight"].code,)
     for one in (one for parts in layers for one in parts):
-        one.only(("weight",))
         one.require("weight", code, [one.n, one.k])
     rows = sum(one.n for one in layers[0])
 
