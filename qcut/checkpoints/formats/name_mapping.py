@@ -103,7 +103,7 @@ def map_names(model: nn.Module, form: Format, tensors: Mapping[str, Stored], whe
         UnsupportedError: a layer cannot be served exactly.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    names = ExpertNames(model)
+    names = ExpertNames(model, where)
     stored_as = _stored_names(model, modules, names, tensors, where)
     renamed = {name: tensors[stored] for name, stored in stored_as.items()}
     stacks, tensors = take_experts(model, form, names, _without_computed(model, renamed), stored_as, where)

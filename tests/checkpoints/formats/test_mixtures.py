@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import qcut
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
+from qcut.models.modules import has_stacked_weights
 from tests.checkpoints.formats import samples
 from tests.checkpoints.formats.samples import AWQ, GPTQ, PACKED
+from tests.support.architectures import tiny_model
 
 Pack = Callable[[str, Tensor], samples.Packed | None]
 EXPERTS = "model.layers.0.mlp.experts"
@@ -188,8 +191,6 @@ def test_biases_of_gate_and_up_are_joined(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["experts", "down_proj", "gate_proj.*up_proj"])
 def test_projections_in_float_stay_so(tmp_path: Path, left: str) -> None:
-    import re
-
     keys = left.split(".*")
 
     def pack(name: str, weight: Tensor) -> samples.Packed | None:
@@ -437,3 +438,51 @@ def test_the_base_of_a_mixture(tmp_path: Path) -> None:
     with torch.no_grad():
         found, wanted = base(samples.IDS).last_hidden_state, whole.model(samples.IDS).last_hidden_state
     assert torch.equal(found, wanted)
+
+
+FAMILIES = (
+    "AfmoeForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "FlexOlmoForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "JambaForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "NemotronHForCausalLM",
+    "OlmoeForCausalLM",
+    "PhimoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+)
+"""Of each way that hubs call experts' tensors: what transformers renames and merges is its own to say."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_of_other_families(tmp_path: Path, name: str) -> None:
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path / "float")
+    quantized, exact = {}, {}
+    for key, weight in load_file(tmp_path / "float" / "model.safetensors").items():
+        quantized[key] = exact[key] = weight
+        if re.search(r"\.experts\.\d+\.\w+\.weight$", key):
+            packed, values = samples.awq(quantized.pop(key), 32)
+            quantized |= {f"{key.removesuffix('.weight')}.{end}": t for end, t in packed.items()}
+            exact[key] = values.float()
+    config = json.loads((tmp_path / "float" / "config.json").read_text())
+    for folder, tensors in (("theirs", quantized), ("exact", exact)):
+        samples.save(tmp_path / folder, tensors)
+        stated = {"quantization_config": AWQ} if folder == "theirs" else {}
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, **stated}))
+    expected = type(model).from_pretrained(tmp_path / "exact", dtype=torch.float32)
+    found = samples.loaded(tmp_path / "theirs")
+    assert not any(has_stacked_weights(m) for n, m in found.named_modules() if n.endswith("experts"))
+    count = 0
+    for place, experts in found.named_modules():
+        if isinstance(experts, Experts):
+            module = expected.get_submodule(place)
+            up = module.gate_up_proj if module.has_gate else module.up_proj
+            assert torch.equal(experts.up.dequantized_weight(), up)
+            assert torch.equal(experts.down.dequantized_weight(), module.down_proj)
+            count += 1
+    assert count
+    with torch.no_grad():
+        logits, wanted = found(samples.IDS + 2).logits, expected(samples.IDS + 2).logits
+        assert float((logits - wanted).norm() / wanted.norm()) < 1e-5

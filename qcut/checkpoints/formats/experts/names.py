@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from qcut.common.failures import failures_as
+from qcut.errors import CheckpointError
+
 _EXPERT = r"(0|[1-9][0-9]{0,8})\."
 _MERGES = {1: [("MergeModulelist", 0)], 2: [("MergeModulelist", 0), ("Concatenate", 1)]}
 """By the number of names that are merged, the operations and their dimensions: experts in front, rows from above."""
@@ -44,10 +47,14 @@ class ExpertNames:
 
     Args:
         model: its parameters may be without memory.
+        where: the file or folder, for messages.
+
+    Raises:
+        CheckpointError: transformers fails on the model's configuration.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        transforms = _transforms(model)
+    def __init__(self, model: nn.Module, where: str) -> None:
+        transforms = _transforms(model, where)
         self._renamings = [one for one in transforms if not hasattr(one, "operations")]
         self._merges = [merge for one in transforms if hasattr(one, "operations") for merge in _merges_of(one)]
 
@@ -69,13 +76,14 @@ class ExpertNames:
         return None
 
 
-def _transforms(model: nn.Module) -> list[Any]:
+def _transforms(model: nn.Module, where: str) -> list[Any]:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):
         return []
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return list(get_model_conversion_mapping(model, add_legacy=False))
+    with failures_as(CheckpointError, f"{where}: transformers does not know the names of {type(model).__name__}"):
+        return list(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _merges_of(transform: Any) -> Iterator[tuple[re.Pattern[str], str, int, int]]:
