@@ -405,6 +405,13 @@ def test_another_number_of_experts_is_refused(tmp_path: Path, experts: int) -> N
     samples.refused(tmp_path, CheckpointError, texts.get(experts, f"the model has experts 0 to {experts - 1}"))
 
 
+def test_experts_of_no_width_are_refused(tmp_path: Path) -> None:
+    samples.write_mixture(tmp_path, "qwen3_moe", AWQ, awq)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "moe_intermediate_size": 0}))
+    samples.refused(tmp_path, UnsupportedError, "has weights that are no matrices")
+
+
 def test_an_experts_tensors_in_several_files(tmp_path: Path, written: dict[str, Tensor]) -> None:
     samples.write_mixture(tmp_path, "qwen3_moe", AWQ, awq)
     whole = samples.loaded(tmp_path).state_dict()
