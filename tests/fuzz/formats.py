@@ -34,7 +34,7 @@ from qcut.errors import QcutError
 from qcut.jit import cache
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
-from qcut.layers.quantized import FrozenWeight
+from qcut.layers.quantized import FrozenWeight, QuantizedLayer
 from qcut.tuning.journal import Journal
 from tests.checkpoints.formats import samples
 from tests.fuzz import readers
@@ -283,9 +283,13 @@ def build_pretrained(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def build_mixture(folder: Path) -> None:
+    samples.write_mixture(folder, "qwen3_moe", samples.AWQ, lambda _, weight: samples.awq(weight, 32))
+
+
 def read_foreign(folder: Path) -> Read:
     model: Any = qcut.load(next(folder.glob("*.gguf"), folder), dtype=torch.float32, progress=False)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
     rest = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, FrozenWeight)}
     return Read(
         {
@@ -318,18 +322,22 @@ class Checkpoint:
     json: str = "*.json"
 
 
+MIXTURE = "mixture"
 CHECKPOINTS = {
     QCUT: Checkpoint(build_checkpoint, read_checkpoint, None, False, "qcut_config.json"),
     PRETRAINED: Checkpoint(build_pretrained),
     TURBOQUANT: Checkpoint(build_turboquant, read_turboquant, turboquant_agrees, False),
     **{name: Checkpoint(build) for name, build in samples.CHECKPOINTS.items()},
+    MIXTURE: Checkpoint(
+        lambda folder: samples.write_mixture(folder, "qwen3_moe", samples.AWQ, lambda _, w: samples.awq(w, 32))
+    ),
 }
-"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here."""
+"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, and the mixture of one of them."""
 
 
 def checkpoint_formats() -> Iterator[Format]:
-    """Two formats for each reader: its JSON files and its tensors; GGUF files are both in one."""
-    for name in READERS:
+    """Two formats for each reader, and for a mixture: its JSON files and its tensors; GGUF files are both in one."""
+    for name in (*READERS, MIXTURE):
         one = CHECKPOINTS[name]
         kinds = {"json": {one.json: "json"}, "tensors": {"*.safetensors": "safetensors"}}
         for what, files in kinds.items() if name != GGUF else [("file", {"*.gguf": "binary"})]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcut.checkpoints.formats.grid import Grid, Needs, stored_scales
 from qcut.checkpoints.formats.parts import Parts
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
@@ -68,85 +69,49 @@ def int8_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: W8A8 | W8A16) -> 
     return layer.eval()
 
 
-def packed_layer(
-    parts: Parts,
-    bits: int,
-    q: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    group_size: int | None,
-    order: Tensor | None,
-) -> Linear:
-    """`integer_layer` of 4 bits or `byte_layer` of 8, of columns in the model's order.
+def packed_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = None) -> Linear:
+    """A layer of integers: `integer_layer` of 4 bits, `byte_layer` of 8.
 
     Args:
         parts: name, sizes and bias of the layer.
-        bits: 4 or 8.
         q: uint8 ``[N, K]``, columns in the model's order.
-        scales: see `integer_layer`, as what follows.
-        zero_points: integers ``[N, G]``; None: half of ``2**bits`` everywhere.
-        group_size: columns of a group; None: whole rows.
-        order: of `column_order`.
+        grid: what the integers stand for.
+        needs: what the layer must hold besides what its grid needs.
     """
-    if order is not None:
-        q = q[:, order.long()]
-    make = integer_layer if bits == 4 else byte_layer
-    return make(parts, q, scales, zero_points, group_size, order)
+    if grid.order is not None:
+        q = q[:, grid.order.long()]
+    return (integer_layer if grid.bits == 4 else byte_layer)(parts, q, grid, needs)
 
 
-def integer_layer(
-    parts: Parts,
-    q: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    group_size: int | None,
-    order: Tensor | None = None,
-) -> Linear:
-    """A layer of 4-bit integers, ``w = scale * (q - zero_point)``: a codebook of 16 equal steps, the scale its norm.
+def integer_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = None) -> Linear:
+    """A layer of 4-bit integers: a codebook of 16 equal steps, the scale its norm.
 
     Zero points other than 8, and negative scales, for which integers count backwards, become offsets.
 
     Args:
         parts: name, sizes and bias of the layer.
         q: uint8 ``[N, K]``, 0 to 15, columns of a group side by side.
-        scales: floating ``[N, G]``, finite.
-        zero_points: integers ``[N, G]``; None: 8 everywhere.
-        group_size: columns of a group; None: whole rows.
-        order: int32 ``[K]``: column j of q multiplies column ``order[j]`` of x; None: column j.
+        grid: what the integers stand for.
+        needs: see `packed_layer`.
 
     Exactness: ``dequantized_weight`` is exact where scales have 16 bits; with float32 scales it rounds to float32.
     """
-    norms = stored_scales(scales)
-    zeros = (
-        torch.full(norms.shape, 8, dtype=torch.int32, device="cpu")
-        if zero_points is None
-        else zero_points.to(torch.int32)
-    )
-    negative = norms < 0
+    needs = grid.needs() if needs is None else needs
+    zeros, size = grid.zeros(), grid.group_size or parts.k
+    negative = grid.scales < 0
     if bool(negative.any()):
-        size = parts.k if group_size is None else group_size
         columns = negative.repeat_interleave(size, 1)[:, : parts.k]
         q = torch.where(columns, 15 - q, q)
         zeros = torch.where(negative, 15 - zeros, zeros)
-        norms = norms.abs()
-    symmetric = bool(((zeros == 8) | (norms == 0)).all())
-    offsets = None if symmetric else torch.where(norms == 0, 0, 8 - zeros).half()
-    book = RotatedCodebook(
-        q, norms, torch.arange(-8.0, 8.0, dtype=torch.float32, device="cpu"), group_size or parts.k, NO_ROTATION, 0
-    )
-    scheme = Codebook(group_size=group_size, rotation="none", uniform=True)
-    return codebook_layer(parts, [book], scheme, offsets, order)
+    norms = grid.scales.abs().to(torch.float32 if needs.wide else torch.float16)
+    offsets = torch.where(norms == 0, 0, 8 - zeros).half() if needs.shifted else None
+    book = RotatedCodebook(q, norms, torch.arange(-8.0, 8.0, dtype=torch.float32, device="cpu"), size, NO_ROTATION, 0)
+    scheme = Codebook(group_size=grid.group_size, rotation="none", uniform=True)
+    return codebook_layer(parts, [book], scheme, offsets, _order(parts, grid, needs))
 
 
-def byte_layer(
-    parts: Parts,
-    u: Tensor,
-    scales: Tensor,
-    zero_points: Tensor | None,
-    group_size: int | None,
-    order: Tensor | None = None,
-) -> Linear:
-    """A layer of 8-bit integers, ``w = scale * (u - zero_point)``: W8A16 where a row has one scale, else two passes.
+def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) -> Linear:
+    """A layer of 8-bit integers: W8A16 or W8A8 where a row has one scale, else two passes.
 
     With ``u = 16 i + j`` and the codebook ``c[i] = i - 7.5``, ``16 c[i] + c[j] = u - 127.5``: the passes have the norms
     ``16 * scale`` and ``scale``. Of what is missing, ``127.5 - zero_point = 16 a + b``, a is a whole number and the
@@ -155,35 +120,34 @@ def byte_layer(
     Args:
         parts: name, sizes and bias of the layer.
         u: uint8 ``[N, K]``, columns of a group side by side.
-        scales: floating ``[N, G]``, finite.
-        zero_points: integers ``[N, G]``; None: 128 everywhere.
-        group_size: columns of a group; None: whole rows.
-        order: see `integer_layer`.
+        grid: what the integers stand for.
+        needs: see `packed_layer`.
 
     Raises:
         CheckpointError: a scale below 0.
 
     Exactness: that of `integer_layer`.
     """
-    zeros = (
-        torch.full(scales.shape, 128, dtype=torch.int32, device="cpu")
-        if zero_points is None
-        else zero_points.to(torch.int32)
-    )
-    if scales.shape[1] == 1 and bool((zeros == 128).all()):
-        return int8_layer(parts, centred(u), scales[:, 0], W8A16())
-    norms = stored_scales(scales)
-    if norms.dtype is torch.float16 and float(norms.abs().max()) * 16 > torch.finfo(torch.float16).max:
-        norms = norms.float()
-    book, size = torch.arange(16, dtype=torch.float32, device="cpu") - 7.5, group_size or parts.k
+    needs = grid.needs() if needs is None else needs
+    if not needs.shifted:
+        return int8_layer(parts, centred(u), grid.scales[:, 0], grid.rows)
+    norms = grid.scales.to(torch.float32 if needs.wide else torch.float16)
+    book, size = torch.arange(16, dtype=torch.float32, device="cpu") - 7.5, grid.group_size or parts.k
     passes = [
         RotatedCodebook(indices, part, book, size, NO_ROTATION, 0)
         for indices, part in ((u >> 4, norms * 16), (u & 15, norms))
     ]
-    scheme = Codebook(group_size=group_size, rotation="none", residual_bits=4)
-    missing = 127.5 - zeros
+    scheme = Codebook(group_size=grid.group_size, rotation="none", residual_bits=4)
+    missing = 127.5 - grid.zeros()
     first = (missing / 16).round()
-    return codebook_layer(parts, passes, scheme, torch.cat((first, missing - 16 * first), 1).half(), order)
+    offsets = torch.cat((first, missing - 16 * first), 1).half()
+    return codebook_layer(parts, passes, scheme, offsets, _order(parts, grid, needs))
+
+
+def _order(parts: Parts, grid: Grid, needs: Needs) -> Tensor | None:
+    if not needs.ordered or grid.order is not None:
+        return grid.order
+    return torch.arange(parts.k, dtype=torch.int32, device="cpu")
 
 
 def codebook_layer(
@@ -251,13 +215,6 @@ def levels_layer(parts: Parts, indices: Tensor, levels: Tensor, scales: Tensor, 
         scales = scales.abs()
     book = RotatedCodebook(indices, stored_scales(scales), levels, group_size, NO_ROTATION, 0)
     return codebook_layer(parts, [book], Codebook(group_size=group_size, rotation="none"))
-
-
-def stored_scales(scales: Tensor) -> Tensor:
-    """Scales as norms: in float16 where that holds them exactly, else in float32."""
-    halves = scales.to(torch.float16)
-    wide = scales.to(torch.float32)
-    return halves if torch.equal(halves.float(), wide) else wide
 
 
 def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import passing_buffers
+from qcut.checkpoints.formats.experts.names import ExpertNames
+from qcut.checkpoints.formats.experts.stacks import StoredStack, build_experts, full_name, take_experts
 from qcut.checkpoints.formats.gguf.llama import Gguf
 from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
 from qcut.common.progress import with_progress
@@ -33,6 +35,7 @@ class NameMapping:
         tables: which of both are tables of tokens; the others are linear layers.
         rest: stored tensors outside quantized layers.
         holders: names of each tensor of the rest in the model, tied ones together, one that is stored first.
+        stacks: quantized projections of mixtures' experts.
     """
 
     where: str
@@ -43,9 +46,10 @@ class NameMapping:
     tables: Collection[str]
     rest: Mapping[str, Stored]
     holders: list[list[str]]
+    stacks: Sequence[StoredStack]
 
     def build(self, device: torch.device, dtype: torch.dtype | None, progress: bool) -> dict[int, nn.Module]:
-        """Read the quantized layers, one after another.
+        """Read the quantized layers, one after another. The model has all other tensors.
 
         Args:
             device: where they shall be.
@@ -76,6 +80,12 @@ class NameMapping:
             table = other if other in self.tables else name
             new[id(self.modules[other])] = made[name]
             new[id(self.modules[table])] = Embedding.tied_to(made[name], dtype or torch.float16)
+        mixtures: dict[str, list[StoredStack]] = {}
+        for stack in self.stacks:
+            mixtures.setdefault(stack.experts, []).append(stack)
+        for name in with_progress(mixtures, "load", "mixture", shown=progress):
+            module = self.modules[name]
+            new[id(module)] = build_experts(module, mixtures[name], self.format, device, self.where)
         return new
 
 
@@ -93,7 +103,10 @@ def map_names(model: nn.Module, form: Format, tensors: Mapping[str, Stored], whe
         UnsupportedError: a layer cannot be served exactly.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    tensors = _without_computed(model, tensors)
+    names = ExpertNames(model, where)
+    stored_as = _stored_names(model, modules, names, tensors, where)
+    renamed = {name: tensors[stored] for name, stored in stored_as.items()}
+    stacks, tensors = take_experts(model, form, names, _without_computed(model, renamed), stored_as, where)
     layers: dict[str, Parts] = {}
     rest: dict[str, Stored] = {}
     for name, own in _by_module(model, modules, tensors, where).items():
@@ -104,12 +117,38 @@ def map_names(model: nn.Module, form: Format, tensors: Mapping[str, Stored], whe
         form.check(layers[name])
         if getattr(modules[name], "bias", None) is not None:
             layers[name].require("bias", FLOATS, [layers[name].n])
-    if not layers and not isinstance(form, Gguf):
+    if not layers and not stacks and not isinstance(form, Gguf):
         raise CheckpointError(f"{where}: config.json has a quantization_config, and no layer has quantized tensors")
-    holders = place_tensors(model, layers, rest, where)
+    replaced = {f"{stack.experts}.{key}" for stack in stacks for key in stack.replaced}
+    holders = place_tensors(model, layers, rest, where, replaced=replaced)
     tied = _tied(modules, layers, rest)
     tables = {name for name in (*layers, *tied) if not is_linear(modules[name])}
-    return NameMapping(where, form, modules, layers, tied, tables, rest, holders)
+    return NameMapping(where, form, modules, layers, tied, tables, rest, holders, stacks)
+
+
+def _stored_names(
+    model: nn.Module, modules: Mapping[str, nn.Module], names: ExpertNames, tensors: Mapping[str, Stored], where: str
+) -> dict[str, str]:
+    """The names of tensors in the files, by those that transformers gives them where the model has such a place.
+
+    Raises:
+        CheckpointError: two tensors have one name.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    stored_as: dict[str, str] = {}
+    for stored in tensors:
+        name = names.renamed(stored)
+        if name != stored:
+            place = names.place(name)
+            of_expert = place is not None and full_name(place.parameter, parameters, model) is not None
+            if not of_expert and _home(model, modules, name) is None:
+                name = stored
+        if name in stored_as:
+            raise CheckpointError(
+                f"{where}: tensors {stored_as[name]!r} and {stored!r} are both {name!r} of the model; allowed: one"
+            )
+        stored_as[name] = stored
+    return stored_as
 
 
 def _without_computed(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -150,24 +189,32 @@ def _by_module(
     model: nn.Module, modules: Mapping[str, nn.Module], tensors: Mapping[str, Stored], where: str
 ) -> dict[str, dict[str, Stored]]:
     """Tensors by the module that their names begin with, and by the rest of their names."""
-    base = getattr(model, "base_model_prefix", "")
     grouped: dict[str, dict[str, Stored]] = {}
     foreign = []
     for name, stored in tensors.items():
-        for full in (name, f"{base}.{name}" if base else name):
-            head = full.rpartition(".")[0]
-            while head and head not in modules:
-                head = head.rpartition(".")[0]
-            if head and (full[len(head) + 1 :] in _own(modules[head]) or not modules[head]._modules):
-                grouped.setdefault(head, {})[full[len(head) + 1 :]] = stored
-                break
-        else:
+        home = _home(model, modules, name)
+        if home is None:
             foreign.append(name)
+        else:
+            grouped.setdefault(home[0], {})[home[1]] = stored
     if foreign:
         raise CheckpointError(
             f"{where}: {len(foreign)} tensors belong to no layer of {type(model).__name__}; the first is {foreign[0]!r}"
         )
     return grouped
+
+
+def _home(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> tuple[str, str] | None:
+    """The module that a tensor belongs to, and the rest of its name; None if there is no such module."""
+    base = getattr(model, "base_model_prefix", "")
+    for full in (name, f"{base}.{name}" if base else name):
+        head = full.rpartition(".")[0]
+        while head and head not in modules:
+            head = head.rpartition(".")[0]
+        key = full[len(head) + 1 :]
+        if head and (key in _own(modules[head]) or not modules[head]._modules):
+            return head, key
+    return None
 
 
 def _own(module: nn.Module) -> set[str]:
@@ -186,7 +233,13 @@ def _sizes(module: nn.Module, name: str, where: str) -> tuple[int, int]:
 
 
 def place_tensors(
-    model: nn.Module, layers: Collection[str], rest: Mapping[str, Stored], where: object, *, computes: bool = True
+    model: nn.Module,
+    layers: Collection[str],
+    rest: Mapping[str, Stored],
+    where: object,
+    *,
+    computes: bool = True,
+    replaced: Collection[str] = (),
 ) -> list[list[str]]:
     """Find the place of each stored tensor outside quantized layers, and hold its header to the model.
 
@@ -197,6 +250,7 @@ def place_tensors(
         where: for messages.
         computes: buffers that are not stored are computed, and other tensors are tied to quantized layers; with False,
             every tensor has to be stored, once.
+        replaced: tensors of the model that quantized experts take the place of.
 
     Returns:
         Names of each stored tensor in the model, tied ones together, one that is stored first.
@@ -213,7 +267,7 @@ def place_tensors(
         same.setdefault(id(tensor), []).append(name)
     missing, filled, wanted = [], [], set()
     for names in same.values():
-        kept = [name for name in names if name.rpartition(".")[0] not in layers]
+        kept = [name for name in names if name.rpartition(".")[0] not in layers and name not in replaced]
         if not kept or (computes and len(kept) < len(names) and not any(name in rest for name in kept)):
             continue  # of a quantized layer, or tied to one
         found = [name for name in kept if name in rest]

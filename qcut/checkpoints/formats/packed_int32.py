@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from qcut.checkpoints.formats.build import column_order, packed_layer
+from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
@@ -80,10 +81,16 @@ class PackedInt32(Format):
 
     def layer(self, parts: Parts) -> Linear:
         """See `Format.layer`."""
-        return packed_layer(
-            parts,
+        return packed_layer(parts, self.codes(parts), self.grid(parts))
+
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`."""
+        return self._integers(parts.read("qweight")).t().contiguous()
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
+        return Grid(
             self._bits,
-            self._integers(parts.read("qweight")).t().contiguous(),
             parts.read_scales("scales").t().contiguous(),
             self._zero_points(parts.read("qzeros")).t().contiguous(),
             self._group_size,

@@ -177,10 +177,10 @@ def _parameters_on_meta() -> Iterator[None]:
 def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None, progress: bool) -> None:
     where = opened.where
     mapping = map_names(model, opened.format, opened.tensors, where)
-    new = mapping.build(device, dtype, progress)
     builder = Builder(model, device, dtype)
     for names in mapping.holders:
         builder.put(names, mapping.rest[names[0]].read(), where, buffers=True)
+    new = mapping.build(device, dtype, progress)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(module, QuantizedLayer):

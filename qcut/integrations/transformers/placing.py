@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from qcut.layers.quantized import float_dtype
-from qcut.models.modules import weight_of
 
 
 def tie_parameters(model: Any) -> dict[str, nn.Parameter]:
@@ -51,9 +50,9 @@ def loading_dtype(model: Any) -> torch.dtype:
     return stated if isinstance(stated, torch.dtype) else float_dtype(model)
 
 
-def without_weight(module: nn.Module) -> None:
+def without_weight(module: nn.Module, key: str = "weight") -> None:
     """Take a weight out of what transformers loads, and leave what its initialization looks at."""
-    weight: Any = weight_of(module).detach()
-    del module._parameters["weight"]
+    weight: Any = module._parameters.pop(key)
+    weight = weight.detach()
     weight._is_hf_initialized = True
-    module.__dict__["weight"] = weight
+    module.__dict__[key] = weight

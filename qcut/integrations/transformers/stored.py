@@ -336,9 +336,13 @@ class ForeignLoading:
             if "bias" in module._parameters:
                 del module._parameters["bias"]
                 module.__dict__["bias"] = None
+        for stack in self._mapping.stacks:
+            for key in stack.replaced:
+                without_weight(model.get_submodule(stack.experts), key)
         keep_present_ties(model)
         self._ignored = model._keys_to_ignore_on_load_unexpected
-        ignore_unexpected(model, [rf"(^|\.){re.escape(name)}\." for name in self._mapping.layers])
+        quantized = (*self._mapping.layers, *dict.fromkeys(stack.experts for stack in self._mapping.stacks))
+        ignore_unexpected(model, [rf"(^|\.){re.escape(name)}\." for name in quantized])
 
     @outside_modes()
     def finish(self, model: Any) -> None:

@@ -76,7 +76,7 @@ class Experts(ExpertsModule):
                 first += count
         # Routes of other processes are last in the order, and add nothing.
         parts.append(x.new_zeros(len(order) - first, x.shape[1]))
-        results = torch.cat(parts)[order.argsort()].view(*index.shape, -1)
+        results = torch.cat(parts)[order.argsort()].view(*index.shape, x.shape[1])
         return weighted_sum(results, weights).to(x.dtype)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:

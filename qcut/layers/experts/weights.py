@@ -77,7 +77,7 @@ def expert_weights(module: Any) -> ExpertWeights | str:
     if not held.keys() <= _WEIGHTS or module._buffers:
         return f"{kind} has parameters that experts of the interface have not: {sorted(held.keys() - _WEIGHTS)}"
     name = "gate_up_proj" if module.has_gate else "up_proj"
-    if any(p.ndim != 3 or p.dtype not in WEIGHT_DTYPES for p in (held[name], held["down_proj"])):
+    if any(p.ndim != 3 or not p.numel() or p.dtype not in WEIGHT_DTYPES for p in (held[name], held["down_proj"])):
         return f"{kind} has weights that are no matrices of floating point"
     up, down = held[name].detach(), held["down_proj"].detach()
     bias, down_bias = ((held[f"{key}_bias"].detach() if module.has_bias else None) for key in (name, "down_proj"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import qcut
 from qcut.errors import QcutError
@@ -110,6 +110,96 @@ def write(folder: Path, config: dict[str, Any], pack: Callable[[str, Tensor], Pa
     with torch.no_grad():
         for name, module in linears(model).items():
             module.weight.copy_(weights[name])
+    return model
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "mixtral": {"intermediate_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
+}
+"""Sizes of tiny mixtures, by their ``model_type``: one dense layer and one of experts, or two of experts."""
+EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
+"""What writers call the gate, up and down of one expert; of the others gate_proj, up_proj, down_proj."""
+
+
+def mixture(family: str) -> Any:
+    """A tiny mixture with weights large enough that tokens and experts differ."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **MIXTURES[family]})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * (5 if parameter.dim() > 1 else 1)).half())
+    return model
+
+
+def expert_modules(model: Any) -> dict[str, Any]:
+    """The modules of a model's experts, float or quantized."""
+    return {name: module for name, module in model.named_modules() if name.endswith(".experts")}
+
+
+def stored_experts(model: Any) -> dict[str, Tensor]:
+    """The weights of experts as views, one by one, by the names of their layers in files."""
+    weights = {}
+    for name, module in expert_modules(model).items():
+        names = EXPERT_NAMES.get(model.config.model_type, ("gate_proj", "up_proj", "down_proj"))
+        place = name.replace(".mlp.", ".block_sparse_moe.") if names[0] == "w1" else name
+        for e in range(len(module.down_proj)):
+            gate, up = module.gate_up_proj[e].detach().chunk(2)
+            for key, weight in zip(names, (gate, up, module.down_proj[e].detach()), strict=True):
+                weights[f"{place}.{e}.{key}"] = weight
+    return weights
+
+
+def write_mixture(
+    folder: Path, family: str, config: dict[str, Any], pack: Callable[[str, Tensor], Packed | None]
+) -> Any:
+    """Write a mixture as libraries do, with tensors of their own for each expert.
+
+    Args:
+        folder: where.
+        family: one of `MIXTURES`.
+        config: the ``quantization_config``.
+        pack: of the name of a layer, in the files, and its float weight; None leaves it in float.
+
+    Returns:
+        The float model whose weights are those that the tensors stand for, in float64.
+    """
+    model = mixture(family)
+    fused = {f"{name}.{key}" for name in expert_modules(model) for key in ("gate_up_proj", "down_proj")}
+    tensors = {name: p.detach().half() for name, p in model.named_parameters() if name not in fused}
+    tensors |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    if family == "mixtral":
+        tensors = {name.replace(".mlp.", ".block_sparse_moe."): p for name, p in tensors.items()}
+    model = model.double()
+    model.set_experts_implementation("eager")  # no other computes in float64
+    dense = {name: module.weight.detach() for name, module in linears(model).items()}
+    for name, weight in {**dense, **stored_experts(model)}.items():
+        packed = pack(name, weight.float())
+        if packed is None:
+            tensors[f"{name}.weight"] = weight.half()
+            continue
+        tensors.pop(f"{name}.weight", None)
+        tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in packed[0].items()}
+        weight.copy_(packed[1])
+    save(folder, tensors)
+    described = {**json.loads(model.config.to_json_string(use_diff=False)), "quantization_config": config}
+    described |= {"architectures": [type(model).__name__], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(described))
     return model
 
 

@@ -168,6 +168,112 @@ def test_columns_sorted_by_activation(tmp_path: Path) -> None:
     assert torch.equal(layer.dequantized_weight().half().double(), expected.get_submodule(FIRST).weight)
 
 
+@pytest.mark.parametrize("family", samples.MIXTURES)
+@pytest.mark.parametrize(
+    ("form", "weights", "scheme"),
+    [
+        ("pack-quantized", int4(True, 32), "int4_g32"),
+        ("pack-quantized", int4(False, 32), "int4_g32_shifted"),
+        ("pack-quantized", int4(True, None), "int4_rows"),
+        ("int-quantized", INT8, "w8a16"),
+        ("int-quantized", {**INT8, "strategy": "tensor"}, "w8a16"),
+    ],
+)
+def test_experts_are_the_librarys(tmp_path: Path, family: str, form: str, weights: dict[str, Any], scheme: str) -> None:
+    if weights["strategy"] == "tensor":
+
+        def pack(_: str, weight: Tensor) -> samples.Packed:
+            scale = (weight.abs().max() / 127).half().reshape(1)
+            q = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+            return {"weight": q, "weight_scale": scale}, q.double() * scale.double()
+
+    else:
+
+        def pack(_: str, weight: Tensor) -> samples.Packed:
+            return compress(weight, weights)
+
+    expected = samples.write_mixture(tmp_path, family, config(form, weights), pack)
+    model = samples.loaded(tmp_path)
+    for name, module in samples.expert_modules(expected).items():
+        experts = model.get_submodule(name)
+        for stack, weight in ((experts.up, module.gate_up_proj), (experts.down, module.down_proj)):
+            assert stack.scheme == parse_scheme(scheme)
+            found = stack.dequantized_weight().double()
+            # That library rounds to the type of its scales, once.
+            assert torch.equal(found if weights["strategy"] == "tensor" else found.half().double(), weight)
+    with torch.no_grad():
+        reload(model, tmp_path)
+
+
+@pytest.mark.parametrize("family", samples.MIXTURES)
+def test_int8_experts_are_w8a8_bit_for_bit(tmp_path: Path, family: str) -> None:
+    stored: dict[str, dict[str, Tensor]] = {}
+
+    def pack(name: str, weight: Tensor) -> samples.Packed:
+        packed, back = compress(weight, INT8)
+        stored[name] = packed
+        return packed, back
+
+    expected = samples.write_mixture(tmp_path, family, config("int-quantized", INT8, TOKENS), pack)
+    model = samples.loaded(tmp_path)
+    gate, up, down = samples.EXPERT_NAMES.get(family, ("gate_proj", "up_proj", "down_proj"))
+    for name, module in samples.expert_modules(expected).items():
+        experts = model.get_submodule(name)
+        place = name.replace(".mlp.", ".block_sparse_moe.") if gate == "w1" else name
+        for e in range(len(module.down_proj)):
+            rows = [stored[f"{place}.{e}.{key}"] for key in (gate, up, down)]
+            q, scale = (torch.cat([row[key] for row in rows[:2]]) for key in ("weight", "weight_scale"))
+            assert torch.equal(experts.up.expert(e).codes, q)
+            assert torch.equal(experts.up.expert(e).weight_scale, scale.float()[:, 0])
+            assert torch.equal(experts.down.expert(e).codes, rows[2]["weight"])
+            x = torch.randn(5, samples.HIDDEN)
+            halves = int64_linear(q, scale)(x).chunk(2, -1)
+            inner = nn.functional.silu(halves[0]) * halves[1]
+            wanted = int64_linear(rows[2]["weight"], rows[2]["weight_scale"])(inner) * 0.75
+            found = experts(x, torch.full((5, 1), e), torch.full((5, 1), 0.75))
+            # silu's last bit may move a token's integers by one step of 127
+            assert float((found - wanted).norm()) <= 2e-3 * float(wanted.norm())
+            assert torch.equal(experts.up.expert(e)(x), torch.cat(halves, -1))
+    with torch.no_grad():
+        reload(model, tmp_path)
+
+
+def test_experts_of_several_groups(tmp_path: Path) -> None:
+    four = int4(True, 32)
+
+    def pack(name: str, weight: Tensor) -> samples.Packed:
+        return compress(weight, four if ".experts." in name else INT8)
+
+    both = config("int-quantized", INT8, TOKENS)
+    groups = both["config_groups"]
+    groups["group_1"] = {**group("pack-quantized", four), "targets": [r"re:.*block_sparse_moe.experts.*w[12]$"]}
+    groups["group_2"] = {**group("pack-quantized", four), "targets": [r"re:.*block_sparse_moe.experts.*w3$"]}
+    samples.write_mixture(tmp_path, "mixtral", {**both, "format": "mixed-precision"}, pack)
+    model = qcut.load(tmp_path, progress=False)
+    assert model.get_submodule("model.layers.1.mlp.experts").up.scheme.name == "int4_g32"
+    assert model.get_submodule(FIRST).scheme.name == "w8a8"
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("experts.1.", r"'.*experts\.1\.\w+' has .*scheme w8a16, and '.*experts\.0\.\w+' has 4 bits in groups of 32"),
+        ("w1", r"'.*experts\.0\.w3' has 4 bits .*, and '.*experts\.0\.w1' has 8 bits in groups of 64"),
+    ],
+)
+def test_experts_of_two_forms_are_refused(tmp_path: Path, target: str, text: str) -> None:
+    four = int4(True, 32)
+    both = config("pack-quantized", four)
+    both["config_groups"]["group_1"] = {**group("int-quantized", INT8), "targets": [f"re:.*{target}"]}
+    samples.write_mixture(
+        tmp_path,
+        "mixtral",
+        {**both, "format": "mixed-precision"},
+        lambda name, w: compress(w, INT8 if f"experts.{target}" in name or target in name else four),
+    )
+    samples.refused(tmp_path, UnsupportedError, text)
+
+
 def test_groups_by_name_and_pattern(tmp_path: Path) -> None:
     four = int4(True, 32)
 

@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from qcut.checkpoints.formats.build import centred, column_order, int8_layer, packed_layer, unpack_int32
+from qcut.checkpoints.formats.build import column_order, packed_layer, unpack_int32
+from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import FLOATS, Parts
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
@@ -25,7 +28,7 @@ _ORDERS = {"none": "none", "false": "none", "weight": "weight", "static": "weigh
 """By ``actorder``, whether groups are of columns that are sorted, or only weights were found in another order."""
 
 
-class _Integers:
+class _Integers(ABC):
     """The arguments of a group of integers, checked."""
 
     name: ClassVar[str]
@@ -61,8 +64,20 @@ class _Integers:
                 )
         self.bits, self.symmetric, self.one_scale = bits, weights["symmetric"], strategy == "tensor"
         self.group_size = size if strategy == "group" else None
-        self.int8_tokens = tokens is not None
+        self.rows: W8A8 | W8A16 = W8A16() if tokens is None else W8A8()
         self.ordered = order == strategy == "group"
+
+    @abstractmethod
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`."""
+
+    @abstractmethod
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
+
+    def layer(self, parts: Parts) -> Linear:
+        """See `Format.layer`."""
+        return packed_layer(parts, self.codes(parts), self.grid(parts))
 
 
 class IntQuantized(_Integers):
@@ -74,7 +89,6 @@ class IntQuantized(_Integers):
         super().__init__(weights, tokens, where)
         if not self.symmetric:
             raise UnsupportedError(f"{where}: weights are not symmetric; symmetric ones are served of {self.name}")
-        self._scheme = W8A8() if self.int8_tokens else W8A16()
 
     def check(self, parts: Parts) -> None:
         """See `Format.check`."""
@@ -82,18 +96,22 @@ class IntQuantized(_Integers):
         parts.require("weight", ("I8",), [parts.n, parts.k])
         parts.require("weight_scale", FLOATS, *([[1], []] if self.one_scale else [[parts.n, 1], [parts.n]]))
 
-    def layer(self, parts: Parts) -> Linear:
-        """See `Format.layer`."""
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`."""
+        return parts.read("weight").view(torch.uint8) ^ 0x80
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
         scales = parts.read_scales("weight_scale")
         if "weight_zero_point" in parts.tensors and bool(parts.read("weight_zero_point").any()):
             raise parts.error("weight_zero_point", "found values that are not 0; symmetric weights have none")
-        return int8_layer(parts, parts.read("weight"), scales.reshape(-1).expand(parts.n), self._scheme)
+        return Grid(8, scales.reshape(-1, 1).expand(parts.n, 1), None, None, rows=self.rows)
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""
         if self.one_scale:
             raise UnsupportedError(f"{where} has one scale for the whole layer; {_ROWS}")
-        return self._scheme
+        return self.rows
 
 
 class PackQuantized(_Integers):
@@ -115,13 +133,16 @@ class PackQuantized(_Integers):
         if not self.symmetric:
             parts.require("weight_zero_point", ("I32",), [-(-n // per_int32), groups])
 
-    def layer(self, parts: Parts) -> Linear:
-        """See `Format.layer`."""
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`."""
+        return unpack_int32(parts.read("weight_packed"), self.bits, 1)[:, : parts.k]
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
         n, k = parts.n, parts.k
         scales = parts.read_scales("weight_scale")
         if (shape := parts.read("weight_shape").tolist()) != [n, k]:
             raise parts.error("weight_shape", f"found {shape}; the model needs {[n, k]}")
-        q = unpack_int32(parts.read("weight_packed"), self.bits, 1)[:, :k]
         zero_points: Tensor | None = None
         if not self.symmetric:
             zero_points = unpack_int32(parts.read("weight_zero_point"), self.bits, 0)[:n]
@@ -130,9 +151,7 @@ class PackQuantized(_Integers):
         if unset and self.ordered:
             raise parts.error(g_idx, "found -1 of all columns; needed: their groups, since actorder is 'group'")
         order = None if unset else column_order(parts, g_idx, self.group_size)
-        if self.int8_tokens:
-            return int8_layer(parts, centred(q), scales[:, 0], W8A8())
-        return packed_layer(parts, self.bits, q, scales, zero_points, self.group_size, order)
+        return Grid(self.bits, scales, zero_points, self.group_size, order, self.rows)
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""

@@ -6,7 +6,10 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from qcut.checkpoints.detect import imported
+from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import Parts, Stored, refuse_others
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
@@ -129,6 +132,12 @@ class Layout(Protocol):
     def layer(self, parts: Parts) -> Linear:
         """See `Format.layer`."""
 
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`."""
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
+
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """The scheme of int8 weights with a scale for each row, known before there are tensors.
 
@@ -184,6 +193,14 @@ class CompressedTensors:
     def layer(self, parts: Parts) -> Linear:
         """See `Format.layer`."""
         return self._layout_of(parts).layer(parts)
+
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`."""
+        return self._layout_of(parts).codes(parts)
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
+        return self._layout_of(parts).grid(parts)
 
     def row_scheme(self, name: str) -> W8A8 | W8A16 | None:
         """The scheme of a linear layer's int8 weight with a scale for each row, known before there are tensors.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qcut.checkpoints.formats.build import byte_layer, integer_layer
 from qcut.checkpoints.formats.gguf.container import GgufModel
+from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.linear import Linear
@@ -68,8 +69,8 @@ class Gguf:
         values = blocks[..., 2:]
         if parts.tensors["weight"].code == "Q4_0":
             q = torch.cat((values & 15, values >> 4), -1).reshape(n, k)
-            return integer_layer(parts, q, scales, None, _BLOCK)
-        return byte_layer(parts, values.reshape(n, k) ^ 0x80, scales, None, _BLOCK)
+            return integer_layer(parts, q, Grid(4, scales, None, _BLOCK))
+        return byte_layer(parts, values.reshape(n, k) ^ 0x80, Grid(8, scales, None, _BLOCK))
 
 
 def tensors_of(file: GgufModel, config: Mapping[str, Any]) -> dict[str, Stored]:

@@ -1,0 +1,73 @@
+"""What packed integers stand for, and what a layer must hold to represent it exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.schemes import W8A8, W8A16
+
+
+class Needs(NamedTuple):
+    """What a layer must hold. Layers of one stack hold what any of them needs.
+
+    Attributes:
+        wide: norms in float32.
+        shifted: an offset for each norm; 8 bits take two passes then.
+        ordered: an order of the columns.
+    """
+
+    wide: bool = False
+    shifted: bool = False
+    ordered: bool = False
+
+    def union(self, other: Needs) -> Needs:
+        """What both need."""
+        return Needs(*(a or b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The values of integers: ``w = scale * (q - zero_point)``, of groups of columns.
+
+    Attributes:
+        bits: of an integer, 4 or 8.
+        scales: floating ``[N, G]``, finite.
+        zero_points: integers ``[N, G]``; None: half of ``2**bits`` everywhere.
+        group_size: columns of a group; None: whole rows.
+        order: int32 ``[K]``: column j of a group's side by side multiplies column ``order[j]`` of x; None: column j.
+        rows: the scheme of 8 bits with one scale for each row and no other zero points than 128.
+    """
+
+    bits: int
+    scales: Tensor
+    zero_points: Tensor | None
+    group_size: int | None
+    order: Tensor | None = None
+    rows: W8A8 | W8A16 = field(default_factory=W8A16)
+
+    def zeros(self) -> Tensor:
+        """Zero points, int32 ``[N, G]``."""
+        if self.zero_points is not None:
+            return self.zero_points.to(torch.int32)
+        return torch.full(self.scales.shape, 1 << self.bits - 1, dtype=torch.int32, device="cpu")
+
+    def needs(self) -> Needs:
+        """What a layer of these integers must hold."""
+        norms, zeros, ordered = stored_scales(self.scales), self.zeros(), self.order is not None
+        wide = norms.dtype is torch.float32
+        if self.bits == 4:
+            zeros = torch.where(self.scales < 0, 15 - zeros, zeros)
+            return Needs(wide, bool(((zeros != 8) & (norms != 0)).any()), ordered)
+        wide = wide or float(norms.abs().max()) * 16 > torch.finfo(torch.float16).max
+        return Needs(wide, self.scales.shape[1] > 1 or bool((zeros != 128).any()), ordered)
+
+
+def stored_scales(scales: Tensor) -> Tensor:
+    """Scales as norms: in float16 where that holds them exactly, else in float32."""
+    halves = scales.to(torch.float16)
+    wide = scales.to(torch.float32)
+    return halves if torch.equal(halves.float(), wide) else wide
