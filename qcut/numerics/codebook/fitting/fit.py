@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -152,15 +152,13 @@ def fit_experts(
             raise ConfigError(f"{layer_prefix(layer)}sweeps is {sweeps}; allowed: 0 and more")
     how = _How(bits, group_size, kind, seed, norm_dtype, damping, sweeps, refit, in_pairs)
     found: list[RotatedCodebook] = []
-    experts = list(zip(weights, moments, before, layers, strict=True))
-    while experts:
-        first = experts[0]
-        count = experts_at_once(*first[0].shape)
-        # Weights whose rows matter together go by themselves.
-        alike = takewhile(lambda one: (one[1].outputs is None) == (first[1].outputs is None), experts[:count])
-        group = [_Expert(*one) for one in alike]
-        found += _fit(group, how)
-        experts = experts[len(group) :]
+    experts = [_Expert(*one) for one in zip(weights, moments, before, layers, strict=True)]
+    # Weights whose rows matter together go by themselves.
+    for _, alike in groupby(experts, lambda one: one.moment.outputs is None):
+        group = list(alike)
+        count = experts_at_once(*group[0].weight.shape)
+        for first in range(0, len(group), count):
+            found += _fit(group[first : first + count], how)
     return found
 
 
