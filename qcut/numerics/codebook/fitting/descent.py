@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import lloyd_max, pairs
 from qcut.numerics.codebook.fitting.feedback import each
 from qcut.numerics.codebook.rotation import per_column
@@ -63,7 +64,7 @@ def indices(
 def scales(
     w: Tensor, chosen: Tensor, scales: Tensor, h: Tensor, g: Tensor | None, values: Tensor, parts: list[tuple[int, int]]
 ) -> Tensor:
-    """Least squares for the scales of given indices, by conjugate gradients.
+    """Least squares for the scales of given indices.
 
     Args:
         w: rotated rows, float32 ``[N, K]``.
@@ -79,35 +80,70 @@ def scales(
         the whole weight with it.
     """
     c = pairs.look_up(values, chosen)
-    dims = 1 if g is None else (0, 1)
+    slope = (w - c * per_column(scales, parts)) @ h
+    if g is not None:
+        return _scales_together(c, g @ slope, scales, h, g, parts)
+    found = [
+        _scales_of_rows(c[rows], slope[rows], scales[rows], h, parts)
+        for rows in row_chunks(len(c), max(h.shape[0], len(parts) ** 2))
+    ]
+    return torch.cat(found)
 
-    def metric(error: Tensor) -> Tensor:
-        return error @ h if g is None else (g @ error) @ h
 
-    def by_group(x: Tensor) -> Tensor:
-        return torch.stack([(x[:, f : f + d] * c[:, f : f + d]).sum(1) for f, d in parts], 1)
+def _scales_of_rows(c: Tensor, slope: Tensor, scales: Tensor, h: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+    """`scales` of rows by themselves, from the normal equations of each row.
 
-    own = torch.stack([((c[:, f : f + d] @ h[f : f + d, f : f + d]) * c[:, f : f + d]).sum(1) for f, d in parts], 1)
-    own = (own if g is None else own * g.diagonal()[:, None]).clamp_min(_TINY)
-    error = w - c * per_column(scales, parts)
-    slope = metric(error)
-    before = (slope * error).sum(dims, keepdim=True)
-    x, r = scales, by_group(slope)
+    Args:
+        c: codebook values ``[R, K]``.
+        slope: errors times h, ``[R, K]``.
+        scales: ``[R, G]``.
+        h: ``[K, K]``.
+        parts: the groups.
+    """
+    normal = torch.empty(len(c), len(parts), len(parts), device=c.device, dtype=torch.float32)
+    for i, (first, d) in enumerate(parts):
+        own = c[:, first : first + d] @ h[first : first + d, first:]
+        normal[:, i, i:] = normal[:, i:, i] = _by_group(own * c[:, first:], parts[i:])
+    right = _by_group(slope * c, parts)
+    factor, failed = torch.linalg.cholesky_ex(normal)
+    step = torch.cholesky_solve(right[..., None], factor)[..., 0]
+    # The error falls by 2 <step, right> - step normal step^T.
+    fall = ((2 * right - (normal @ step[..., None])[..., 0]) * step).sum(1)
+    better = (failed == 0) & (fall > 0) & (scales + step >= 0).all(1)
+    return torch.where(better[:, None], scales + step, scales)
+
+
+def _scales_together(
+    c: Tensor, slope: Tensor, scales: Tensor, h: Tensor, g: Tensor, parts: list[tuple[int, int]]
+) -> Tensor:
+    """`scales` of rows that matter together, by conjugate gradients; slope is g times errors times h."""
+    squares = [((c[:, f : f + d] @ h[f : f + d, f : f + d]) * c[:, f : f + d]).sum(1) for f, d in parts]
+    own = (torch.stack(squares, 1) * g.diagonal()[:, None]).clamp_min(_TINY)
+    right = _by_group(slope * c, parts)
+    step, r = torch.zeros_like(scales), right
     z = r / own
-    p, size = z, (r * z).sum(dims, keepdim=True)
+    p, size = z, (r * z).sum()
     enough = _ENOUGH * size
     for _ in range(_STEPS):
-        if bool((size <= enough).all()):
+        if bool(size <= enough):
             break
-        turned = by_group(metric(c * per_column(p, parts)))
-        step = size / (p * turned).sum(dims, keepdim=True).clamp_min(_TINY)
-        x, r = x + step * p, r - step * turned
+        turned = _by_group(((g @ (c * per_column(p, parts))) @ h) * c, parts)
+        length = size / (p * turned).sum().clamp_min(_TINY)
+        step, r = step + length * p, r - length * turned
         z = r / own
-        was, size = size, (r * z).sum(dims, keepdim=True)
+        was, size = size, (r * z).sum()
         p = z + size / was.clamp_min(_TINY) * p
-    error = w - c * per_column(x, parts)
-    after = (metric(error) * error).sum(dims, keepdim=True)
-    return torch.where((after < before) & (x >= 0).all(dims, keepdim=True), x, scales)
+    # The error falls by 2 <step, right> - <step, (right - r)>.
+    better = (((right + r) * step).sum() > 0) & (scales + step >= 0).all()
+    return torch.where(better, scales + step, scales)
+
+
+def _by_group(x: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+    """``[R, G]``: the sums of columns ``[R, K]`` in each group; only the last may be shorter."""
+    d, last = parts[0][1], parts[-1][1]
+    if d == last:
+        return x.unflatten(1, (-1, d)).sum(2)
+    return torch.cat((x[:, :-last].unflatten(1, (-1, d)).sum(2), x[:, -last:].sum(1, keepdim=True)), 1)
 
 
 def _left(w: Tensor, chosen: Tensor, scales: Tensor, values: Tensor, parts: list[tuple[int, int]]) -> Tensor:
