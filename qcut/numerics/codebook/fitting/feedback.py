@@ -51,10 +51,10 @@ def by_columns(
     Returns:
         uint8 indices ``[E, R, K]`` and float32 scales ``[E, R, G]``, which are norms over sqrt(d).
     """
-    edges = lloyd_max.boundaries(values)
+    edges, cells = lloyd_max.boundaries(values), lloyd_max.Cells(values)
 
     def rounded(numbers: Tensor) -> Tensor:
-        return values[torch.searchsorted(edges, numbers, out_int32=True)]
+        return values.index_select(0, cells.nearest(numbers).flatten()).view(numbers.shape)
 
     experts, rows, k = w.shape
     # Transposed, so that a column of a weight is contiguous.
