@@ -49,6 +49,7 @@ def test_cells_find_what_a_search_finds(values: Tensor):
     numbers = torch.cat([far, values, *near, 3 * normal(1, 100_000)[0], 1e-3 * normal(1, 1000)[0]])
     found = lloyd_max.Cells(values).nearest(numbers)
     assert torch.equal(found, torch.searchsorted(edges, numbers, out_int32=True))
-    strided = numbers[:1000].view(2, 500)[:, 9:77]
-    assert torch.equal(lloyd_max.Cells(values).nearest(strided), found[:1000].view(2, 500)[:, 9:77])
-    assert int(lloyd_max.Cells(values).nearest(torch.full((1,), torch.nan))) == 0
+    strided, want = (one[:5000].view(2, 2500)[:, 9:2000] for one in (numbers, found))
+    assert torch.equal(lloyd_max.Cells(values).nearest(strided), want)
+    for count in (1, 5000):
+        assert (lloyd_max.Cells(values).nearest(torch.full((count,), torch.nan)) == len(edges)).all()

@@ -156,7 +156,7 @@ def _sweep(
     """Better indices of rows by themselves, slope ``[E, R, K]`` half the derivative of the error by the errors."""
     if pairs.are_pairs(values):
         return _sweep_pairs(chosen, scales, slope, h, values, parts)
-    edges = lloyd_max.boundaries(values)
+    cells = lloyd_max.Cells(values)
     # Transposed, so that a column of a weight is contiguous.
     columns = per_column(scales, parts).mT.contiguous()
     divisor = torch.where(columns > 0, columns, 1.0)
@@ -169,7 +169,7 @@ def _sweep(
         for j in range(local.shape[1]):
             at = block.start + j
             target = torch.addcmul(taken[:, at], local[:, j], inverse[:, at])
-            index = torch.searchsorted(edges, target.div_(divisor[:, at]), out_int32=True)
+            index = cells.nearest(target.div_(divisor[:, at]))
             value = values[index] * columns[:, at]
             change = value - taken[:, at]
             local[:, j + 1 :].addcmul_(inside[:, j, j + 1 :], change[:, None], value=-1.0)

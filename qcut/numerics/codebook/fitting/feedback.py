@@ -51,7 +51,7 @@ def by_columns(
     Returns:
         uint8 indices ``[E, R, K]`` and float32 scales ``[E, R, G]``, which are norms over sqrt(d).
     """
-    edges, cells = lloyd_max.boundaries(values), lloyd_max.Cells(values)
+    cells = lloyd_max.Cells(values)
 
     def rounded(numbers: Tensor) -> Tensor:
         return values.index_select(0, cells.nearest(numbers).flatten()).view(numbers.shape)
@@ -74,7 +74,7 @@ def by_columns(
             inside = factor[:, block, block, None]
             chosen = torch.empty(target.shape, dtype=torch.uint8, device=w.device)
             for j in range(target.shape[1]):
-                index = torch.searchsorted(edges, target[:, j] / divisor, out_int32=True)
+                index = cells.nearest(target[:, j] / divisor)
                 chosen[:, j] = index
                 e = torch.addcmul(exact[:, j], values[index], scale, value=-1.0)
                 error[:, start + j] = e
