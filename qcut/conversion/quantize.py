@@ -289,7 +289,7 @@ def _make_layers(
     reports = []
     owners: dict[tuple[Any, ...], str] = {}
     with progress_bar(len(tasks), "quantize", "layer", shown=progress) as advance:
-        for group in _made_together(tasks, mixtures):
+        for group in _made_together(tasks, mixtures, device):
             sources = [_source(task, device) for task in group.values()]
             made = Linear.all_from_float(
                 sources,
@@ -313,7 +313,9 @@ def _make_layers(
     return layers, reports
 
 
-def _made_together(tasks: Mapping[str, Task], mixtures: Opened) -> Iterator[dict[str, Task]]:
+def _made_together(
+    tasks: Mapping[str, Task], mixtures: Opened, device: torch.device | None
+) -> Iterator[dict[str, Task]]:
     """Tasks that are done at once: fitted experts of a projection, as many as memory allows; others one by one."""
     for stack, members in groupby(
         tasks, lambda name: tasks[name].second_moment is not None and mixtures.stack_of(name)
@@ -322,7 +324,9 @@ def _made_together(tasks: Mapping[str, Task], mixtures: Opened) -> Iterator[dict
         if stack:
             from qcut.numerics.codebook.fitting.fit import experts_at_once  # a dense model needs none
 
-            count = experts_at_once(*weight_nk(tasks[names[0]].module).shape)
+            weight = weight_nk(tasks[names[0]].module)
+            n, k = weight.shape
+            count = experts_at_once(n, k, device or weight.device)
         for first in range(0, len(names), count):
             yield {name: tasks[name] for name in names[first : first + count]}
 

@@ -69,7 +69,7 @@ def test_stacks_are_the_layers_fitted_alone(monkeypatch: pytest.MonkeyPatch, sch
         if isinstance(module, nn.Linear)
     }
     counts: list[int] = []
-    monkeypatch.setattr(codebook_fit, "experts_at_once", lambda n, k: together)
+    monkeypatch.setattr(codebook_fit, "experts_at_once", lambda n, k, device: together)
 
     def counted(weights: list[Tensor], *args: Any, **options: Any) -> list[RotatedCodebook]:
         counts.append(len(weights))

@@ -114,8 +114,8 @@ def test_groups_of_experts_change_nothing(monkeypatch: pytest.MonkeyPatch, toget
     n, k = 48, 128
     weights, given = experts(n, k), [Curvature(h, None) for h in moments(k)]
     alone = [fit(weight, moment.inputs, 3) for weight, moment in zip(weights, given, strict=True)]
-    monkeypatch.setattr(codebook_fit, "_MOST_BYTES", together * codebook_fit._MOST_BYTES // experts_at_once(n, k))
-    assert experts_at_once(n, k) == together
+    monkeypatch.setattr(codebook_fit, "_MOST_ROWS", together * n)
+    assert experts_at_once(n, k, torch.device("cpu")) == together
     for found, other in zip(fit_experts(weights, given, 3), alone, strict=True):
         assert_equal(found, other)
 
@@ -128,10 +128,10 @@ def test_chunks_of_rows_are_those_of_one_expert(monkeypatch: pytest.MonkeyPatch)
         assert_equal(found, fit(weight, moment.inputs))
 
 
-def test_number_of_experts_is_bounded_by_memory():
-    assert experts_at_once(1, 1) > 1 << 20
-    assert 1 <= experts_at_once(1536, 2048) < 128
-    assert experts_at_once(1 << 20, 1 << 20) == 1
+@pytest.mark.parametrize(("device", "many"), [("cpu", 5), ("cuda", 13)])
+def test_number_of_experts_is_bounded(device: str, many: int):
+    assert experts_at_once(1536, 2048, torch.device(device)) == many
+    assert experts_at_once(1 << 20, 1 << 20, torch.device(device)) == 1
 
 
 def test_errors_name_the_expert():
