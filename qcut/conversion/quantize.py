@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from qcut.common.hooks import notify_quantized
-from qcut.common.progress import with_progress
+from qcut.common.progress import progress_bar
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
 from qcut.conversion.inventory import count_parameters, coverage, warn_of_float
@@ -20,7 +21,7 @@ from qcut.conversion.verification import Proof
 from qcut.errors import ConfigError
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.layers.experts.opening import Opened, opened, stacked
-from qcut.layers.linear import Linear
+from qcut.layers.linear import Known, Linear
 from qcut.models.fusion import fusible_activations
 from qcut.models.modules import as_given, float_linear, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
@@ -155,7 +156,7 @@ def quantize(
         proof = Proof(verify, None if calibration is None else calibration.batch)
         proof.record(model, {name: task.module for name, task in work.tasks.items()} | work.tables)
 
-        layers, reports = _make_layers(work.tasks, calibration, target, progress, proof)
+        layers, reports = _make_layers(work.tasks, calibration, target, progress, proof, mixtures)
         tables = _make_tables(work, layers, embeddings, target)
         for name, module in work.tables.items():
             error = weight_error(module.weight, tables[name].dequantized_weight())
@@ -283,32 +284,53 @@ def _make_layers(
     device: torch.device | None,
     progress: bool,
     proof: Proof,
+    mixtures: Opened,
 ) -> tuple[dict[str, Linear], list[LayerReport]]:
     """The quantized layers by name, those of one weight tied, and their reports."""
     layers: dict[str, Linear] = {}
     reports = []
     owners: dict[tuple[Any, ...], str] = {}
-    for name, task in with_progress(tasks.items(), "quantize", "layer", shown=progress):
-        source = _source(task, device)
-        layer = Linear.from_float(
-            source,
-            task.scheme,
-            activation=task.activation,
-            static_range=task.static_range,
-            second_moment=_scaled_moment(task),
-            name=name,
-        )
-        owner = owners.setdefault(tensor_key(weight_of(task.module)), name)
-        tied_to = None if owner == name else owner
-        reports.append(_report(name, task, source, layer, calibration, tied_to))
-        x = proof.sample(name)
-        x = x if x is None or task.scale is None else x / task.scale.to(x.device)
-        proof.layer(name, source, layer, reports[-1].weight_error, task.second_moment is not None, x)
-        if tied_to is not None:
-            layer.tie_to(layers[tied_to])
-        keep_hooks(task.module, layer)
-        layers[name] = layer
+    with progress_bar(len(tasks), "quantize", "layer", shown=progress) as advance:
+        for group in _made_together(tasks, mixtures, device):
+            sources = [_source(task, device) for task in group.values()]
+            made = Linear.all_from_float(
+                sources,
+                next(iter(group.values())).scheme,
+                [task.activation for task in group.values()],
+                [Known(task.static_range, _scaled_moment(task)) for task in group.values()],
+                list(group),
+            )
+            for (name, task), source, layer in zip(group.items(), sources, made, strict=True):
+                owner = owners.setdefault(tensor_key(weight_of(task.module)), name)
+                tied_to = None if owner == name else owner
+                reports.append(_report(name, task, source, layer, calibration, tied_to))
+                x = proof.sample(name)
+                x = x if x is None or task.scale is None else x / task.scale.to(x.device)
+                proof.layer(name, source, layer, reports[-1].weight_error, task.second_moment is not None, x)
+                if tied_to is not None:
+                    layer.tie_to(layers[tied_to])
+                keep_hooks(task.module, layer)
+                layers[name] = layer
+                advance(1)
     return layers, reports
+
+
+def _made_together(
+    tasks: Mapping[str, Task], mixtures: Opened, device: torch.device | None
+) -> Iterator[dict[str, Task]]:
+    """Tasks that are done at once: fitted experts of a projection, as many as memory allows; others one by one."""
+    for stack, members in groupby(
+        tasks, lambda name: tasks[name].second_moment is not None and mixtures.stack_of(name)
+    ):
+        names, count = list(members), 1
+        if stack:
+            from qcut.numerics.codebook.fitting.fit import experts_at_once  # a dense model needs none
+
+            weight = weight_nk(tasks[names[0]].module)
+            n, k = weight.shape
+            count = experts_at_once(n, k, device or weight.device)
+        for first in range(0, len(names), count):
+            yield {name: tasks[name] for name in names[first : first + count]}
 
 
 def _make_tables(

@@ -30,7 +30,7 @@ from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import packing, pairs, products, rotation
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 from qcut.numerics.codebook.lookup import look_up_rows
-from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
+from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values, quantize_weights, scheme_of
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
@@ -180,9 +180,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             buffers |= zip(SET_KEYS[i], part, strict=True)
         return buffers
 
-    def _quantize(self, weight: Tensor, known: Known) -> None:
-        passes = quantize_weight(weight, self.scheme, second_moment=known.second_moment, layer=self.name)
-        self._set_passes(passes, weight.device)
+    @classmethod
+    def _quantize_all(cls, layers: Sequence[Self], weights: Sequence[Tensor], known: Sequence[Known]) -> None:
+        moments, names = [one.second_moment for one in known], [layer.name for layer in layers]
+        found = quantize_weights(weights, layers[0].scheme, moments, names)
+        for layer, weight, passes in zip(layers, weights, found, strict=True):
+            layer._set_passes(passes, weight.device)
 
     @classmethod
     @in_plain_state

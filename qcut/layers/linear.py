@@ -205,19 +205,51 @@ class Linear(QuantizedLayer):
         Exactness: int8 weights bitwise, on every device (`qcut.numerics.int8.quantize_weight`); codebooks in float32
         (`qcut.numerics.codebook.quantizer.quantize`).
         """
+        known = Known(static_range, second_moment, row_absmax)
+        return cls.all_from_float([module], scheme, [activation], [known], [name])[0]
+
+    @classmethod
+    @in_plain_state
+    def all_from_float(
+        cls,
+        modules: Sequence[nn.Module],
+        scheme: str | Scheme,
+        activations: Sequence[str],
+        known: Sequence[Known],
+        names: Sequence[str | None],
+    ) -> list[Self]:
+        """Quantizes layers of one size, on one device, under one scheme; see `from_float`, which takes one.
+
+        Codebooks are fitted together (`qcut.numerics.codebook.fitting.fit.fit_experts`).
+
+        Args:
+            modules: at least one.
+            scheme: of all.
+            activations: of each, fused after the bias.
+            known: of each, what else `from_float` takes.
+            names: of each, for error messages.
+
+        Exactness: a layer is bitwise that of `from_float`.
+        """
         scheme = parse_scheme(scheme)
-        weight = float_weight(module, name)
-        bias = getattr(module, "bias", None)
-        if scheme.needs_range != (static_range is not None):
-            given, wanted = ("none", "one") if static_range is None else (f"{static_range}", "none")
-            raise ConfigError(f"{layer_prefix(name)}scheme {scheme.name} got static_range {given}, it takes {wanted}")
-        n, k = weight.shape
-        layer = cls(k, n, bias is not None, scheme, activation, "meta", name)
-        layer._quantize(weight, Known(static_range, second_moment, row_absmax))
-        layer._settle(weight.dtype)
-        if bias is not None:
-            layer.bias = float_bias(bias, name)
-        return layer.train(module.training)
+        layers, weights = [], []
+        for module, activation, (static_range, *_), name in zip(modules, activations, known, names, strict=True):
+            weight = float_weight(module, name)
+            if scheme.needs_range != (static_range is not None):
+                given, wanted = ("none", "one") if static_range is None else (f"{static_range}", "none")
+                where = layer_prefix(name)
+                raise ConfigError(f"{where}scheme {scheme.name} got static_range {given}, it takes {wanted}")
+            n, k = weight.shape
+            layers.append(cls(k, n, getattr(module, "bias", None) is not None, scheme, activation, "meta", name))
+            weights.append(weight)
+        type(layers[0])._quantize_all(layers, weights, known)
+        for module, layer, weight in zip(modules, layers, weights, strict=True):
+            layer._settle(weight.dtype)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                layer.bias = float_bias(bias, layer.name)
+            layer.train(module.training)
+        return layers
 
     @classmethod
     def cuda_calls(
@@ -391,6 +423,12 @@ class Linear(QuantizedLayer):
     def table(self, dtype: torch.dtype) -> object | None:
         """The weight's rows as `qcut.layers.embedding.RowTable` of a dtype; None where no operator gathers them."""
         return None
+
+    @classmethod
+    def _quantize_all(cls, layers: Sequence[Self], weights: Sequence[Tensor], known: Sequence[Known]) -> None:
+        """`_quantize` of layers of one scheme and one size."""
+        for layer, weight, one in zip(layers, weights, known, strict=True):
+            layer._quantize(weight, one)
 
     def _quantize(self, weight: Tensor, known: Known) -> None:
         """Put new buffers, on the weight's device, in place of the empty ones."""

@@ -21,6 +21,8 @@ from qcut.numerics.int8 import apply_activation
 from qcut.schemes import Scheme, ShiftedCodebook
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from qcut.backends.cuda.launch.prebuild import LayerCall
 
 
@@ -58,10 +60,11 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         buffers["order"] = torch.empty(k, dtype=torch.int32, device=device) if scheme.ordered else None
         return buffers
 
-    def _quantize(self, weight: Tensor, known: Known) -> None:
+    @classmethod
+    def _quantize_all(cls, layers: Sequence[Self], weights: Sequence[Tensor], known: Sequence[Known]) -> None:
         raise ConfigError(
-            f"{layer_prefix(self.name)}scheme {self.scheme.name} holds what other libraries quantized; int4 and "
-            "codebook4 quantize weights"
+            f"{layer_prefix(layers[0].name)}scheme {layers[0].scheme.name} holds what other libraries quantized; int4 "
+            "and codebook4 quantize weights"
         )
 
     @classmethod

@@ -5,7 +5,7 @@ What works on linear layers (calibration, moments, plans, quantizing, verificati
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from qcut.models.modules import ExpertsModule, has_stacked_weights, replace_modu
 
 if TYPE_CHECKING:
     from qcut.layers.experts.experts import Experts, Projection
+    from qcut.layers.linear import Linear
 
 PROJECTIONS = ("up", "down")
 
@@ -71,12 +72,13 @@ def opened(model: nn.Module) -> Iterator[Opened]:
         replace_modules(model, {id(made): found.original[name] for name, made in found.experts.items()})
 
 
-def stacked(opened: Opened, layers: Mapping[str, nn.Module]) -> dict[str, Experts]:
+def stacked(opened: Opened, layers: dict[str, Linear]) -> dict[str, Experts]:
     """Experts with quantized stacks, by name, of those of which layers were quantized.
 
     Args:
         opened: the float experts.
         layers: quantized layers by name, all experts of a projection or none; a projection without any stays in float.
+            Those of experts are replaced by layers in the stacks' memory, so that no expert takes memory twice.
     """
     made: dict[str, Experts] = {}
     if not opened.experts:
@@ -89,7 +91,9 @@ def stacked(opened: Opened, layers: Mapping[str, nn.Module]) -> dict[str, Expert
         for key in PROJECTIONS:
             names = [f"{name}.{key}.{e}" for e in range(experts.num_experts)]
             if all(one in layers for one in names):
-                parts[key] = LinearStack.of([layers[one] for one in names], f"{name}.{key}")  # type: ignore[misc]
+                made_of = LinearStack.of([layers[one] for one in names], f"{name}.{key}")
+                layers.update(zip(names, made_of.layers, strict=True))
+                parts[key] = made_of
         if parts:
             whole = parts.get("up", experts.up), parts.get("down", experts.down)
             made[name] = Experts(*whole, experts.gating, experts.post_expert_norm, name).train(experts.training)

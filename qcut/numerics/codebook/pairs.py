@@ -171,21 +171,24 @@ def best(wanted: Tensor, scale: Tensor, metric: Tensor, values: Tensor) -> Tenso
     """The indices with the least error under a metric: of ``(wanted - scale c) metric (wanted - scale c)^T``, c a pair.
 
     Args:
-        wanted: float32 ``[R, 2]``.
-        scale: ``[R]``, the factor of values.
-        metric: ``[R, 3]`` or ``[1, 3]``: the upper left, the upper right and the lower right number of a symmetric
-            matrix.
+        wanted: float32 ``[R, 2]``, or ``[E, R, 2]``, whose experts are computed one after the other.
+        scale: ``[..., R]``, the factor of values.
+        metric: ``[..., R, 3]`` or ``[..., 1, 3]``: the upper left, the upper right and the lower right number of a
+            symmetric matrix.
         values: ``[256, 2]``.
 
     Returns:
-        int64 ``[R]``.
+        int64 ``[..., R]``.
     """
-    upper, mixed, lower = metric.unbind(1)
-    x, y = wanted.unbind(1)
+    upper, mixed, lower = metric.unbind(-1)
+    x, y = wanted.unbind(-1)
     half = -scale / 2
     terms = (upper * x + mixed * y, mixed * x + lower * y, half * upper, 2 * half * mixed, half * lower)
     c, d = values.unbind(1)
-    return (torch.stack(terms, 1) @ torch.stack((c, d, c * c, c * d, d * d))).argmax(1)
+    numbers, forms = torch.stack(terms, -1), torch.stack((c, d, c * c, c * d, d * d))
+    if numbers.dim() == 2:
+        return (numbers @ forms).argmax(1)
+    return torch.stack([(one @ forms).argmax(1) for one in numbers])
 
 
 def toward(start: Tensor, points: Tensor, values: Tensor, share: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from qcut.errors import ConfigError, QuantizationError, QuantizationWarning, ShapeError, layer_prefix
 from qcut.numerics.codebook import pairs, rotation
 from qcut.numerics.codebook.fitting.curvature import Curvature, as_curvature
-from qcut.numerics.codebook.fitting.fit import fit
+from qcut.numerics.codebook.fitting.fit import fit_experts
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, quantize, quantize_plain
 from qcut.schemes import Codebook, Scheme, parse_scheme
 
@@ -23,14 +23,27 @@ NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 def quantize_weight(
     weight: Tensor, scheme: Codebook, *, second_moment: Tensor | Curvature | None = None, layer: str | None = None
 ) -> list[RotatedCodebook]:
-    """Quantize a weight ``[N, K]`` in the passes of a scheme.
+    """Quantize one weight ``[N, K]``: see `quantize_weights`."""
+    return quantize_weights([weight], scheme, [second_moment], [layer])[0]
+
+
+def quantize_weights(
+    weights: Sequence[Tensor],
+    scheme: Codebook,
+    second_moments: Sequence[Tensor | Curvature | None],
+    layers: Sequence[str | None],
+) -> list[list[RotatedCodebook]]:
+    """Quantize weights of one size in the passes of a scheme; those that are fitted, together.
 
     Args:
-        weight: float16, bfloat16, float32 or float64, any strides.
+        weights: of ``[N, K]`` float16, bfloat16, float32 or float64, any strides, on one device.
         scheme: a codebook scheme.
-        second_moment: ``E[x x^T]`` of the layer's input, ``[K, K]``, or the loss's curvature by the weight, to fit
-            indices and norms; None rounds to nearest.
-        layer: name for error messages.
+        second_moments: of each, ``E[x x^T]`` of the layer's input, ``[K, K]``, or the loss's curvature by the weight,
+            to fit indices and norms; None rounds to nearest.
+        layers: names for error messages.
+
+    Returns:
+        The passes of each weight; bitwise those of the weight by itself.
 
     Raises:
         ConfigError: a second moment without a rotation, or a group that the rotation cannot take.
@@ -38,37 +51,40 @@ def quantize_weight(
             underflow.
     """
     common: dict[str, Any] = {
-        "group_size": scheme.group_columns(weight.shape[1]),
+        "group_size": scheme.group_columns(weights[0].shape[1]),
         "norm_dtype": NORM_DTYPES[scheme.norm_dtype],
-        "layer": layer,
     }
     rotated = scheme.rotation != rotation.NO_ROTATION
-    if second_moment is not None and not rotated:
-        raise ConfigError(f"{layer_prefix(layer)}scheme {scheme.name} got a second moment; rotated codebooks take one")
-    passes: list[RotatedCodebook] = []
-    for bits, seed in zip(scheme.widths, scheme.seeds, strict=True):
-        if not rotated:
-            q = quantize_plain(weight, bits, before=passes, uniform=scheme.uniform, **common)
-        elif second_moment is not None and len(passes) + 1 == len(scheme.widths):
-            curvature = as_curvature(second_moment)
-            q = fit(
-                weight,
-                curvature.inputs,
+    moments = [None if moment is None else as_curvature(moment) for moment in second_moments]
+    fitted = [e for e, moment in enumerate(moments) if moment is not None]
+    if fitted and not rotated:
+        where = layer_prefix(layers[fitted[0]])
+        raise ConfigError(f"{where}scheme {scheme.name} got a second moment; rotated codebooks take one")
+    passes: list[list[RotatedCodebook]] = [[] for _ in weights]
+    for p, (bits, seed) in enumerate(zip(scheme.widths, scheme.seeds, strict=True)):
+        options: dict[str, Any] = {"kind": scheme.rotation, "seed": seed, "in_pairs": scheme.pairs, **common}
+        made: dict[int, RotatedCodebook] = {}
+        if fitted and p + 1 == len(scheme.widths):
+            found = fit_experts(
+                [weights[e] for e in fitted],
+                [moment for moment in moments if moment is not None],
                 bits,
-                output_moment=curvature.outputs,
-                before=passes,
-                kind=scheme.rotation,
-                seed=seed,
-                in_pairs=scheme.pairs,
-                **common,
+                before=[passes[e] for e in fitted],
+                layers=[layers[e] for e in fitted],
+                **options,
             )
-        else:
-            # A pass before a fitted one takes the norms with the least squared error.
-            refit = second_moment is not None
-            options = {"kind": scheme.rotation, "seed": seed, "refit": refit, "in_pairs": scheme.pairs, **common}
-            q = quantize(weight, bits, before=passes, **options)
-        passes.append(q)
-    _check_size(weight, passes, layer)
+            made |= zip(fitted, found, strict=True)
+        for e, (weight, before, layer) in enumerate(zip(weights, passes, layers, strict=True)):
+            if e in made:
+                q = made[e]
+            elif rotated:
+                # A pass before a fitted one takes the norms with the least squared error.
+                q = quantize(weight, bits, before=before, layer=layer, refit=e in fitted, **options)
+            else:
+                q = quantize_plain(weight, bits, before=before, uniform=scheme.uniform, layer=layer, **common)
+            before.append(q)
+    for weight, own, layer in zip(weights, passes, layers, strict=True):
+        _check_size(weight, own, layer)
     return passes
 
 

@@ -263,7 +263,7 @@ def nearest_indices(rotated: Tensor, values: Tensor) -> Tensor:
     """uint8 ``[R, K]``: the indices of the codebook's values, or pairs of values, nearest to numbers ``[R, K]``."""
     if pairs.are_pairs(values):
         return pairs.split(pairs.nearest(rotated.unflatten(-1, (-1, 2)), values))
-    return torch.searchsorted(lloyd_max.boundaries(values), rotated, out_int32=True).to(torch.uint8)
+    return lloyd_max.Cells(values).nearest(rotated).to(torch.uint8)
 
 
 def check_weight(weight: Tensor, norm_dtype: torch.dtype, layer: str | None) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import lloyd_max, pairs
+from qcut.numerics.codebook.fitting.feedback import each
 from qcut.numerics.codebook.rotation import per_column
 
 _BLOCK = 128
@@ -24,42 +26,45 @@ _TINY = 1e-30
 def indices(
     w: Tensor, chosen: Tensor, scales: Tensor, h: Tensor, g: Tensor | None, values: Tensor, parts: list[tuple[int, int]]
 ) -> Tensor:
-    """Go once through all places of a weight.
+    """Go once through all places of the weights of E experts.
 
     Args:
-        w: rotated rows, float32 ``[N, K]``.
-        chosen: uint8 indices ``[N, K]``.
-        scales: ``[N, G]``.
-        h: the inputs' metric, ``[K, K]``.
-        g: the outputs' metric, ``[N, N]``; None for rows by themselves.
+        w: rotated rows, float32 ``[E, N, K]``.
+        chosen: uint8 indices ``[E, N, K]``.
+        scales: ``[E, N, G]``.
+        h: the inputs' metrics, ``[E, K, K]``.
+        g: the outputs' metrics, ``[E, N, N]``; None for rows by themselves.
         values: codebook, ``[2**bits]`` or of pairs.
         parts: the groups.
 
     Returns:
-        uint8 ``[N, K]``. With g, rows are taken in four sets, and the indices of a set that is worse off stay.
+        uint8 ``[E, N, K]``. With g, rows are taken in four sets, and the indices of a set that is worse off stay.
     """
-    if g is None:
-        left = _left(w, chosen, scales, values, parts)
-        return _sweep(chosen, scales, left @ h, h, values, parts)
-    chosen = chosen.clone()
     error = _left(w, chosen, scales, values, parts)
-    for first in range(min(_ROW_SETS, len(w))):
-        rows = slice(first, None, _ROW_SETS)
-        slope = (g[rows] @ error) @ h
-        found = _sweep(chosen[rows], scales[rows], slope / g.diagonal()[rows, None], h, values, parts)
-        change = _left(w[rows], found, scales[rows], values, parts) - error[rows]
+    if g is None:
+        return _sweep(chosen, scales, each(torch.mm, error, h), h, values, parts)
+
+    def growth(change: Tensor, slope: Tensor, g: Tensor, h: Tensor) -> Tensor:
         # The error grows by 2 <change, slope> + tr(G change H change^T).
-        grown = 2 * (change * slope).sum() + ((g[rows, rows] @ change @ h) * change).sum()
-        if grown < 0:
-            chosen[rows] = found
-            error[rows] += change
+        return 2 * (change * slope).sum() + ((g @ change @ h) * change).sum()
+
+    chosen = chosen.clone()
+    for first in range(min(_ROW_SETS, w.shape[1])):
+        rows = slice(first, None, _ROW_SETS)
+        slope = each(lambda g, error, h: (g @ error) @ h, g[:, rows], error, h)
+        own = slope / g.diagonal(dim1=1, dim2=2)[:, rows, None]
+        found = _sweep(chosen[:, rows], scales[:, rows], own, h, values, parts)
+        change = _left(w[:, rows], found, scales[:, rows], values, parts) - error[:, rows]
+        better = (each(growth, change, slope, g[:, rows, rows], h) < 0)[:, None, None]
+        chosen[:, rows] = torch.where(better, found, chosen[:, rows])
+        error[:, rows] += torch.where(better, change, 0.0)
     return chosen
 
 
 def scales(
     w: Tensor, chosen: Tensor, scales: Tensor, h: Tensor, g: Tensor | None, values: Tensor, parts: list[tuple[int, int]]
 ) -> Tensor:
-    """Least squares for the scales of given indices, by conjugate gradients.
+    """Least squares for the scales of given indices.
 
     Args:
         w: rotated rows, float32 ``[N, K]``.
@@ -75,35 +80,70 @@ def scales(
         the whole weight with it.
     """
     c = pairs.look_up(values, chosen)
-    dims = 1 if g is None else (0, 1)
+    slope = (w - c * per_column(scales, parts)) @ h
+    if g is not None:
+        return _scales_together(c, g @ slope, scales, h, g, parts)
+    found = [
+        _scales_of_rows(c[rows], slope[rows], scales[rows], h, parts)
+        for rows in row_chunks(len(c), max(h.shape[0], len(parts) ** 2))
+    ]
+    return torch.cat(found)
 
-    def metric(error: Tensor) -> Tensor:
-        return error @ h if g is None else (g @ error) @ h
 
-    def by_group(x: Tensor) -> Tensor:
-        return torch.stack([(x[:, f : f + d] * c[:, f : f + d]).sum(1) for f, d in parts], 1)
+def _scales_of_rows(c: Tensor, slope: Tensor, scales: Tensor, h: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+    """`scales` of rows by themselves, from the normal equations of each row.
 
-    own = torch.stack([((c[:, f : f + d] @ h[f : f + d, f : f + d]) * c[:, f : f + d]).sum(1) for f, d in parts], 1)
-    own = (own if g is None else own * g.diagonal()[:, None]).clamp_min(_TINY)
-    error = w - c * per_column(scales, parts)
-    slope = metric(error)
-    before = (slope * error).sum(dims, keepdim=True)
-    x, r = scales, by_group(slope)
+    Args:
+        c: codebook values ``[R, K]``.
+        slope: errors times h, ``[R, K]``.
+        scales: ``[R, G]``.
+        h: ``[K, K]``.
+        parts: the groups.
+    """
+    normal = torch.empty(len(c), len(parts), len(parts), device=c.device, dtype=torch.float32)
+    for i, (first, d) in enumerate(parts):
+        own = c[:, first : first + d] @ h[first : first + d, first:]
+        normal[:, i, i:] = normal[:, i:, i] = _by_group(own * c[:, first:], parts[i:])
+    right = _by_group(slope * c, parts)
+    factor, failed = torch.linalg.cholesky_ex(normal)
+    step = torch.cholesky_solve(right[..., None], factor)[..., 0]
+    # The error falls by 2 <step, right> - step normal step^T.
+    fall = ((2 * right - (normal @ step[..., None])[..., 0]) * step).sum(1)
+    better = (failed == 0) & (fall > 0) & (scales + step >= 0).all(1)
+    return torch.where(better[:, None], scales + step, scales)
+
+
+def _scales_together(
+    c: Tensor, slope: Tensor, scales: Tensor, h: Tensor, g: Tensor, parts: list[tuple[int, int]]
+) -> Tensor:
+    """`scales` of rows that matter together, by conjugate gradients; slope is g times errors times h."""
+    squares = [((c[:, f : f + d] @ h[f : f + d, f : f + d]) * c[:, f : f + d]).sum(1) for f, d in parts]
+    own = (torch.stack(squares, 1) * g.diagonal()[:, None]).clamp_min(_TINY)
+    right = _by_group(slope * c, parts)
+    step, r = torch.zeros_like(scales), right
     z = r / own
-    p, size = z, (r * z).sum(dims, keepdim=True)
+    p, size = z, (r * z).sum()
     enough = _ENOUGH * size
     for _ in range(_STEPS):
-        if bool((size <= enough).all()):
+        if bool(size <= enough):
             break
-        turned = by_group(metric(c * per_column(p, parts)))
-        step = size / (p * turned).sum(dims, keepdim=True).clamp_min(_TINY)
-        x, r = x + step * p, r - step * turned
+        turned = _by_group(((g @ (c * per_column(p, parts))) @ h) * c, parts)
+        length = size / (p * turned).sum().clamp_min(_TINY)
+        step, r = step + length * p, r - length * turned
         z = r / own
-        was, size = size, (r * z).sum(dims, keepdim=True)
+        was, size = size, (r * z).sum()
         p = z + size / was.clamp_min(_TINY) * p
-    error = w - c * per_column(x, parts)
-    after = (metric(error) * error).sum(dims, keepdim=True)
-    return torch.where((after < before) & (x >= 0).all(dims, keepdim=True), x, scales)
+    # The error falls by 2 <step, right> - <step, (right - r)>.
+    better = (((right + r) * step).sum() > 0) & (scales + step >= 0).all()
+    return torch.where(better, scales + step, scales)
+
+
+def _by_group(x: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+    """``[R, G]``: the sums of columns ``[R, K]`` in each group; only the last may be shorter."""
+    d, last = parts[0][1], parts[-1][1]
+    if d == last:
+        return x.unflatten(1, (-1, d)).sum(2)
+    return torch.cat((x[:, :-last].unflatten(1, (-1, d)).sum(2), x[:, -last:].sum(1, keepdim=True)), 1)
 
 
 def _left(w: Tensor, chosen: Tensor, scales: Tensor, values: Tensor, parts: list[tuple[int, int]]) -> Tensor:
@@ -113,52 +153,69 @@ def _left(w: Tensor, chosen: Tensor, scales: Tensor, values: Tensor, parts: list
 def _sweep(
     chosen: Tensor, scales: Tensor, slope: Tensor, h: Tensor, values: Tensor, parts: list[tuple[int, int]]
 ) -> Tensor:
-    """Better indices of rows by themselves, slope ``[R, K]`` half the derivative of the error by the row's errors."""
+    """Better indices of rows by themselves, slope ``[E, R, K]`` half the derivative of the error by the errors."""
     if pairs.are_pairs(values):
         return _sweep_pairs(chosen, scales, slope, h, values, parts)
-    edges = lloyd_max.boundaries(values)
-    # Transposed, so that a column of the weight is contiguous.
-    columns = per_column(scales, parts).t().contiguous()
+    cells = lloyd_max.Cells(values)
+    # Transposed, so that a column of a weight is contiguous.
+    columns = per_column(scales, parts).mT.contiguous()
     divisor = torch.where(columns > 0, columns, 1.0)
-    found = chosen.t().contiguous()
+    found = chosen.mT.contiguous()
     taken = values[found.int()] * columns
-    slope = slope.t().contiguous()
-    inverse = 1 / h.diagonal()
-    for start in range(0, len(taken), _BLOCK):
-        block = slice(start, min(start + _BLOCK, len(taken)))
-        inside, before, local = h[block, block], taken[block].clone(), slope[block].clone()
-        for j in range(len(local)):
-            at = start + j
-            target = torch.addcmul(taken[at], local[j], inverse[at])
-            index = torch.searchsorted(edges, target.div_(divisor[at]), out_int32=True)
-            value = values[index] * columns[at]
-            local.addr_(inside[j], value - taken[at], alpha=-1.0)
-            taken[at], found[at] = value, index
-        slope[block.stop :] -= h[block.stop :, block] @ (taken[block] - before)
-    return found.t().contiguous()
+    slope = slope.mT.contiguous()
+    inverse = 1 / h.diagonal(dim1=1, dim2=2)[..., None]
+    for block in _blocks(taken):
+        inside, before, local = h[:, block, block, None], taken[:, block].clone(), slope[:, block].clone()
+        for j in range(local.shape[1]):
+            at = block.start + j
+            target = torch.addcmul(taken[:, at], local[:, j], inverse[:, at])
+            index = cells.nearest(target.div_(divisor[:, at]))
+            value = values[index] * columns[:, at]
+            change = value - taken[:, at]
+            local[:, j + 1 :].addcmul_(inside[:, j, j + 1 :], change[:, None], value=-1.0)
+            taken[:, at], found[:, at] = value, index
+        _pass_on(slope, h, block, taken[:, block] - before)
+    return found.mT.contiguous()
 
 
 def _sweep_pairs(
     chosen: Tensor, scales: Tensor, slope: Tensor, h: Tensor, values: Tensor, parts: list[tuple[int, int]]
 ) -> Tensor:
     """`_sweep` with two columns at a time."""
-    columns = per_column(scales, parts).t().contiguous()
+    columns = per_column(scales, parts).mT.contiguous()
     found = pairs.join(chosen)
-    taken = (pairs.look_up(values, chosen).t() * columns).contiguous()
-    slope = slope.t().contiguous()
-    upper, lower, mixed = h.diagonal()[::2], h.diagonal()[1::2], h.diagonal(1)[::2]
-    forms = torch.stack((upper, mixed, lower), 1)
-    inverses = torch.stack((lower, -mixed, -mixed, upper), 1).view(-1, 2, 2) / (upper * lower - mixed**2)[:, None, None]
-    for start in range(0, len(taken), _BLOCK):
-        block = slice(start, min(start + _BLOCK, len(taken)))
-        inside, before, local = h[block, block], taken[block].clone(), slope[block].clone()
-        for j in range(0, len(local), 2):
-            two, at = slice(j, j + 2), slice(start + j, start + j + 2)
+    taken = (pairs.look_up(values, chosen).mT * columns).contiguous()
+    slope = slope.mT.contiguous()
+    diagonal = h.diagonal(dim1=1, dim2=2)
+    upper, lower, mixed = diagonal[:, ::2], diagonal[:, 1::2], h.diagonal(1, 1, 2)[:, ::2]
+    forms = torch.stack((upper, mixed, lower), -1)[:, :, None]
+    inverses = torch.stack((lower, -mixed, -mixed, upper), -1) / (upper * lower - mixed**2)[..., None]
+    inverses = inverses.unflatten(-1, (2, 2))[..., None]
+    for block in _blocks(taken):
+        inside, before, local = h[:, block, block, None], taken[:, block].clone(), slope[:, block].clone()
+        for j in range(0, local.shape[1], 2):
+            at = slice(block.start + j, block.start + j + 2)
             p = at.start // 2
-            wanted = taken[at] + inverses[p] @ local[two]
-            index = pairs.best(wanted.t(), columns[at.start], forms[None, p], values)
-            value = values[index].t() * columns[at]
-            local -= inside[:, two] @ (value - taken[at])
-            taken[at], found[:, p] = value, index.to(torch.uint8)
-        slope[block.stop :] -= h[block.stop :, block] @ (taken[block] - before)
+            wanted = taken[:, at].clone()
+            for i in range(2):
+                wanted.addcmul_(inverses[:, p, i], local[:, j + i, None])
+            index = pairs.best(wanted.mT, columns[:, at.start], forms[:, p], values)
+            value = values[index].mT * columns[:, at]
+            change = value - taken[:, at]
+            for i in range(2):
+                local[:, j + 2 :].addcmul_(inside[:, j + i, j + 2 :], change[:, i, None], value=-1.0)
+            taken[:, at], found[..., p] = value, index.to(torch.uint8)
+        _pass_on(slope, h, block, taken[:, block] - before)
     return pairs.split(found)
+
+
+def _blocks(columns: Tensor) -> list[slice]:
+    """Slices of the columns of ``[E, K, R]``."""
+    k = columns.shape[1]
+    return [slice(start, min(start + _BLOCK, k)) for start in range(0, k, _BLOCK)]
+
+
+def _pass_on(slope: Tensor, h: Tensor, block: slice, change: Tensor) -> None:
+    """Let the slopes of later columns know of a block's change ``[E, B, R]``."""
+    for mine, metric, of_block in zip(slope, h, change, strict=True):
+        mine[block.stop :] -= metric[block.stop :, block] @ of_block

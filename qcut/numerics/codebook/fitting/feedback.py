@@ -39,46 +39,47 @@ def unit_factor(h: Tensor) -> Tensor | None:
 def by_columns(
     w: Tensor, factor: Tensor, values: Tensor, parts: list[tuple[int, int]], refit: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose scales group by group and values column by column, each row by itself.
+    """Choose scales group by group and values column by column, each row by itself, for E experts at a time.
 
     Args:
-        w: rotated rows, float32 ``[R, K]``.
-        factor: U of the inputs' metric, ``[K, K]``.
+        w: rotated rows, float32 ``[E, R, K]``.
+        factor: U of the inputs' metrics, ``[E, K, K]``.
         values: codebook.
         parts: the groups, see `qcut.numerics.codebook.rotation.groups`.
         refit: take the multiple of a group's norm that rounds the group best, in place of the norm.
 
     Returns:
-        uint8 indices ``[R, K]`` and float32 scales ``[R, G]``, which are norms over sqrt(d).
+        uint8 indices ``[E, R, K]`` and float32 scales ``[E, R, G]``, which are norms over sqrt(d).
     """
-    edges = lloyd_max.boundaries(values)
+    cells = lloyd_max.Cells(values)
 
     def rounded(numbers: Tensor) -> Tensor:
-        return values[torch.searchsorted(edges, numbers, out_int32=True)]
+        return values.index_select(0, cells.nearest(numbers).flatten()).view(numbers.shape)
 
-    # Transposed, so that a column of the weight is contiguous.
-    error = torch.zeros(w.shape[1], w.shape[0], device=w.device, dtype=torch.float32)
+    experts, rows, k = w.shape
+    # Transposed, so that a column of a weight is contiguous.
+    error = torch.zeros(experts, k, rows, device=w.device, dtype=torch.float32)
     indices = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    scales = torch.empty((len(w), len(parts)), device=w.device, dtype=torch.float32)
+    scales = torch.empty((experts, rows, len(parts)), device=w.device, dtype=torch.float32)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
         fed, scale = begin_group(w, factor, error, group, rounded if refit else None)
-        scales[:, g] = scale
+        scales[..., g] = scale
         divisor = torch.where(scale > 0, scale, 1.0)
         for start in range(first, first + d, BLOCK):
             block = slice(start, min(start + BLOCK, first + d))
-            exact = w[:, block].t().contiguous()
-            target = exact + fed[block.start - first : block.stop - first]
-            target += factor[first:start, block].t() @ error[first:start]
-            inside = factor[block, block]
+            exact = w[..., block].mT.contiguous()
+            target = exact + fed[:, block.start - first : block.stop - first]
+            target += each(torch.mm, factor[:, first:start, block].mT, error[:, first:start])
+            inside = factor[:, block, block, None]
             chosen = torch.empty(target.shape, dtype=torch.uint8, device=w.device)
-            for j in range(len(target)):
-                index = torch.searchsorted(edges, target[j] / divisor, out_int32=True)
-                chosen[j] = index
-                e = torch.addcmul(exact[j], values[index], scale, value=-1.0)
-                error[start + j] = e
-                target[j + 1 :].addr_(inside[j, j + 1 :], e)
-            indices[:, block] = chosen.t()
+            for j in range(target.shape[1]):
+                index = cells.nearest(target[:, j] / divisor)
+                chosen[:, j] = index
+                e = torch.addcmul(exact[:, j], values[index], scale, value=-1.0)
+                error[:, start + j] = e
+                target[:, j + 1 :].addcmul_(inside[:, j, j + 1 :], e[:, None])
+            indices[..., block] = chosen.mT
     return indices, scales
 
 
@@ -129,31 +130,46 @@ def begin_group(
     """What the columns before a group pass on to it, and the group's scales.
 
     Args:
-        w: rotated rows, float32 ``[R, K]``.
-        factor: U of the inputs' metric, ``[K, K]``.
-        error: errors of the columns before, ``[K, R]``.
+        w: rotated rows, float32 ``[E, R, K]``.
+        factor: U of the inputs' metrics, ``[E, K, K]``.
+        error: errors of the columns before, ``[E, K, R]``.
         group: the group's columns.
-        rounded: rounds numbers ``[d, R]`` to codebook values, to choose the multiple of a norm that rounds best; None
-            takes the norm.
+        rounded: rounds numbers ``[E, d, R]`` to codebook values, to choose the multiple of a norm that rounds best;
+            None takes the norm.
 
     Returns:
-        ``[d, R]``, and scales ``[R]``.
+        ``[E, d, R]``, and scales ``[E, R]``.
     """
-    fed = factor[: group.start, group].t() @ error[: group.start]
+    fed = each(torch.mm, factor[:, : group.start, group].mT, error[:, : group.start])
+
+    def without_error(u: Tensor, passed: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(u.t(), passed, upper=False, unitriangular=True)
+
     # The real numbers with which the group would leave no error.
-    wanted = torch.linalg.solve_triangular(factor[group, group].t(), fed, upper=False, unitriangular=True)
-    wanted = (wanted + w[:, group].t()).contiguous()
-    scale = torch.linalg.vector_norm(wanted, dim=0) * (group.stop - group.start) ** -0.5
+    wanted = (each(without_error, factor[:, group, group], fed) + w[..., group].mT).contiguous()
+    norm = each(lambda one: torch.linalg.vector_norm(one, dim=0), wanted)
+    scale = norm * (group.stop - group.start) ** -0.5
     return fed, scale if rounded is None else _best_scale(wanted, scale, rounded)
 
 
 def _best_scale(w: Tensor, scale: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """``[R]``: the multiple of each scale that rounds columns ``[d, R]`` with the least squared error."""
+    """``[E, R]``: the multiple of each scale that rounds columns ``[E, d, R]`` with the least squared error."""
     best, least = scale, torch.full_like(scale, torch.inf)
     for factor in _NORM_FACTORS:
         tried = scale * factor
-        divisor = torch.where(tried > 0, tried, 1.0)
-        error = (w - rounded(w / divisor) * tried).square().sum(0)
+        divisor = torch.where(tried > 0, tried, 1.0)[:, None]
+        squares = torch.addcmul(w, rounded(w / divisor), tried[:, None], value=-1.0).square_()
+        error = each(lambda one: one.sum(0), squares)
         best = torch.where(error < least, tried, best)
         least = torch.minimum(error, least)
     return best
+
+
+def each(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The results of a function for each expert of tensors ``[E, ...]``, stacked.
+
+    For sums and products: a call for all experts may add up in another order than one for a single expert does.
+    """
+    if len(tensors[0]) == 1:
+        return function(*(one[0] for one in tensors))[None]
+    return torch.stack([function(*one) for one in zip(*tensors, strict=True)])

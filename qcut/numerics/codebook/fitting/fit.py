@@ -20,6 +20,9 @@ sections 3 and 4.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +31,8 @@ from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.fitting import descent, feedback, pair_feedback
+from qcut.numerics.codebook.fitting.curvature import Curvature
+from qcut.numerics.codebook.fitting.feedback import each
 from qcut.numerics.codebook.quantizer import (
     RotatedCodebook,
     check_weight,
@@ -43,6 +48,8 @@ SWEEPS = 2
 
 _CHUNK_ELEMENTS = 1 << 26  # rows are independent: larger chunks take fewer launches for each column
 _MAX_DAMPING = 1.0
+_MOST_BYTES = 2 << 30
+_MOST_ROWS = 1 << 13
 
 
 def fit(
@@ -52,33 +59,59 @@ def fit(
     *,
     output_moment: Tensor | None = None,
     before: Sequence[RotatedCodebook] = (),
+    layer: str | None = None,
+    **options: Any,
+) -> RotatedCodebook:
+    """Fit one weight: the only expert of `fit_experts`, which has the other arguments, the result and the errors.
+
+    Args:
+        weight: ``[N, K]``.
+        second_moment: ``[K, K]``, `Curvature.inputs`.
+        bits: 1 to 4.
+        output_moment: ``[N, N]`` or None, `Curvature.outputs`.
+        before: earlier rotated passes of the same weight.
+        layer: name for error messages.
+        **options: of `fit_experts`.
+    """
+    moment = Curvature(second_moment, output_moment)
+    return fit_experts([weight], [moment], bits, before=[before], layers=[layer], **options)[0]
+
+
+def fit_experts(
+    weights: Sequence[Tensor],
+    moments: Sequence[Curvature],
+    bits: int = 4,
+    *,
+    before: Sequence[Sequence[RotatedCodebook]] | None = None,
     group_size: int = 128,
     kind: rotation.Kind = "hadamard",
     seed: int = 42,
     norm_dtype: torch.dtype = torch.float16,
-    layer: str | None = None,
+    layers: Sequence[str | None] | None = None,
     damping: float = DAMPING,
     sweeps: int = SWEEPS,
     refit: bool = True,
     in_pairs: bool = False,
-) -> RotatedCodebook:
-    """Quantize a weight so that the layer's output, or the loss, changes little on inputs like the calibration's.
+) -> list[RotatedCodebook]:
+    """Quantize weights so that their layers' outputs, or the loss, change little on inputs like the calibration's.
+
+    Weights of one size go through their columns together, as many as `experts_at_once` allows.
 
     Args:
-        weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
-        second_moment: floating-point ``[K, K]``: the mean of ``x^T x`` over the layer's inputs, times any factor; see
-            `qcut.collect_second_moments` and `qcut.collect_curvature`. The tensor is moved to the weight's device.
+        weights: E of ``[N, K]`` float16, bfloat16, float32 or float64, any strides, on one device.
+        moments: of each, floating point: ``inputs`` ``[K, K]``, the mean of ``x^T x`` over the layer's inputs, times
+            any factor (`qcut.collect_second_moments`, `qcut.collect_curvature`), and ``outputs`` ``[N, N]``, the mean
+            of ``g^T g`` over the loss's derivatives by the layer's outputs, times any factor; None fits every row by
+            itself. Moments are moved to the weights' device.
         bits: 1 to 4.
-        output_moment: floating-point ``[N, N]``: the mean of ``g^T g`` over the loss's derivatives by the layer's
-            outputs, times any factor; None fits every row by itself.
-        before: earlier rotated passes of the same weight, whose remaining error is fitted. Earlier passes are better
-            rounded to nearest (`qcut.numerics.codebook.quantizer.quantize`): error feedback leaves an error that is
-            small under H, but large in itself.
+        before: of each, earlier rotated passes of the same weight, whose remaining error is fitted. Earlier passes are
+            better rounded to nearest (`qcut.numerics.codebook.quantizer.quantize`): error feedback leaves an error that
+            is small under H, but large in itself.
         group_size: columns of a group; K or more takes whole rows.
         kind: kind of the rotation. A Hadamard group, the shorter last one too, is a power of two.
         seed: seed of the rotation of the group at column 0.
         norm_dtype: float16 or float32.
-        layer: name for error messages.
+        layers: names for error messages.
         damping: the mean of each moment's diagonal, times this factor, is added to the diagonal. The factor is raised
             tenfold as long as float32 cannot factor the moment.
         sweeps: rounds of coordinate descent; 0 for feedback only.
@@ -88,74 +121,150 @@ def fit(
         in_pairs: take the codebook of pairs, with 4 bits and groups of an even number of columns.
 
     Returns:
-        Tensors on the weight's device.
+        A codebook weight for each, tensors on the weights' device.
 
     Raises:
-        ShapeError: the weight is no matrix or empty, or a moment is not ``[K, K]`` or ``[N, N]``.
+        ShapeError: a weight is no matrix or empty or of another size than the first, a moment is not ``[K, K]`` or
+            ``[N, N]``, or the lists differ in length.
         DtypeError: the dtype of weight or norms is another.
         QuantizationError: NaN or Inf, a norm beyond float16, or a moment that cannot be factored.
         ConfigError: another number of bits, a group that the rotation cannot take, an odd group with pairs, or a
             negative damping or number of sweeps.
 
     Exactness: float32, with the precision that torch is set to use for matrix products. Deterministic; the number
-    of rows may change an index where a value lies within rounding of a midpoint.
+    of rows may change an index where a value lies within rounding of a midpoint. The result of a weight is bitwise the
+    same whatever other weights are fitted with it, on processors with fused multiply-add.
 
-    Cost: ``2 N K^2`` operations for the feedback, as many for each sweep, in K steps; with an output moment
-    ``2 N K (N + K)`` each, in ``N + K`` steps for the feedback and 4 K for each sweep.
+    Cost: for each weight, ``2 N K^2`` operations for the feedback, as many for each sweep, in K steps that all weights
+    take together; with an output moment ``2 N K (N + K)`` each, in ``N + K`` steps for the feedback, of each weight by
+    itself, and 4 K for each sweep.
     """
-    check_weight(weight, norm_dtype, layer)
-    n, k = weight.shape
-    where = layer_prefix(layer)
-    parts = rotation.check_groups(k, group_size, kind, layer)
-    for what, moment, size in (("second moment", second_moment, k), ("output moment", output_moment, n)):
-        if moment is not None and moment.shape != (size, size):
-            raise ShapeError(f"{where}the {what} has shape {list(moment.shape)}; allowed: {[size, size]}")
-    if not damping >= 0:
-        raise ConfigError(f"{where}damping is {damping}; allowed: 0 and more")
-    if sweeps < 0:
-        raise ConfigError(f"{where}sweeps is {sweeps}; allowed: 0 and more")
-    device = weight.device
-    h = _rotated(_finite(second_moment, "second moment", device, layer), kind, group_size, seed)
-    h, u = _damped(h, damping, layer)
+    before = [()] * len(weights) if before is None else before
+    layers = [None] * len(weights) if layers is None else layers
+    if not len(weights) == len(moments) == len(before) == len(layers):
+        counts = f"{len(weights)} weights, {len(moments)} moments, passes of {len(before)} and {len(layers)} names"
+        raise ShapeError(f"{counts}; allowed: as many of each")
+    for weight, moment, layer in zip(weights, moments, layers, strict=True):
+        _check(weight, moment, weights[0].shape, norm_dtype, layer)
+        rotation.check_groups(weight.shape[1], group_size, kind, layer)
+        if not damping >= 0:
+            raise ConfigError(f"{layer_prefix(layer)}damping is {damping}; allowed: 0 and more")
+        if sweeps < 0:
+            raise ConfigError(f"{layer_prefix(layer)}sweeps is {sweeps}; allowed: 0 and more")
+    how = _How(bits, group_size, kind, seed, norm_dtype, damping, sweeps, refit, in_pairs)
+    found: list[RotatedCodebook] = []
+    experts = [_Expert(*one) for one in zip(weights, moments, before, layers, strict=True)]
+    # Weights whose rows matter together go by themselves.
+    for _, alike in groupby(experts, lambda one: one.moment.outputs is None):
+        group = list(alike)
+        n, k = group[0].weight.shape
+        count = experts_at_once(n, k, group[0].weight.device)
+        for first in range(0, len(group), count):
+            found += _fit(group[first : first + count], how)
+    return found
+
+
+def experts_at_once(n: int, k: int, device: torch.device) -> int:
+    """How many weights ``[N, K]`` are fitted together: those whose float32 intermediates take up to two gigabytes.
+
+    On a processor, up to 8,192 rows in all: what a column passes on stays in the cache, and a step has enough to do.
+    """
+    most = _MOST_BYTES // (4 * k * (3 * k + 9 * n))
+    return max(1, min(most, _MOST_ROWS // n) if device.type == "cpu" else most)
+
+
+class _How(NamedTuple):
+    """The options of `fit_experts`."""
+
+    bits: int
+    group_size: int
+    kind: rotation.Kind
+    seed: int
+    norm_dtype: torch.dtype
+    damping: float
+    sweeps: int
+    refit: bool
+    in_pairs: bool
+
+
+class _Expert(NamedTuple):
+    weight: Tensor
+    moment: Curvature
+    before: Sequence[RotatedCodebook]
+    layer: str | None
+
+
+def _fit(experts: Sequence[_Expert], how: _How) -> list[RotatedCodebook]:
+    """Fit checked weights of one size together."""
+    n, k = experts[0].weight.shape
+    device, rotated_by = experts[0].weight.device, (how.kind, how.group_size, how.seed)
+    parts = rotation.groups(k, how.group_size)
+    values = codebook(how.bits, how.in_pairs, k, how.group_size, device, experts[0].layer)
+    h, u = torch.empty((2, len(experts), k, k), device=device, dtype=torch.float32)
+    for e, (_, moment, _, layer) in enumerate(experts):
+        h[e], u[e] = _damped(_rotated(_finite(moment.inputs, "second", device, layer), *rotated_by), how.damping, layer)
     g = v = None
-    if output_moment is not None:
-        g, v = _damped(_finite(output_moment, "output moment", device, layer), damping, layer)
-    values = codebook(bits, in_pairs, k, group_size, device, layer)
-    forms = pair_feedback.metrics(h, u) if in_pairs else None
-    indices = torch.empty((n, k), dtype=torch.uint8, device=device)
-    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
+    if experts[0].moment.outputs is not None:
+        g, v = torch.empty((2, len(experts), n, n), device=device, dtype=torch.float32)
+        for e, (_, moment, _, layer) in enumerate(experts):
+            assert moment.outputs is not None
+            g[e], v[e] = _damped(_finite(moment.outputs, "output", device, layer), how.damping, layer)
+    forms = each(pair_feedback.metrics, h, u) if how.in_pairs else None
+    indices = torch.empty((len(experts), n, k), dtype=torch.uint8, device=device)
+    norms = torch.empty((len(experts), n, len(parts)), dtype=how.norm_dtype, device=device)
     root = torch.tensor([d**0.5 for _, d in parts], device=device, dtype=torch.float32)
+
+    def best_scales(w: Tensor, chosen: Tensor, scales: Tensor, g: Tensor | None) -> Tensor:
+        if not how.refit:
+            return scales
+        if g is None:
+            return each(lambda w, c, s, h: descent.scales(w, c, s, h, None, values, parts), w, chosen, scales, h)
+        return each(lambda w, c, s, h, g: descent.scales(w, c, s, h, g, values, parts), w, chosen, scales, h, g)
+
     # With an output moment, rows are not independent.
     for rows in row_chunks(n, k, _CHUNK_ELEMENTS if g is None else n * k):
-        rotated = rotation.rotate_groups(rows_left(weight, before, rows, layer), kind, group_size, seed)
+        w = torch.stack(
+            [rotation.rotate_groups(rows_left(one.weight, one.before, rows, one.layer), *rotated_by) for one in experts]
+        )
         if forms is None:
-            chosen, scales = feedback.by_columns(rotated, u, values, parts, refit)
+            chosen, scales = feedback.by_columns(w, u, values, parts, how.refit)
         else:
-            chosen, scales = pair_feedback.by_columns(rotated, u, forms, values, parts, refit)
-        if refit:
-            scales = descent.scales(rotated, chosen, scales, h, None, values, parts)
-        if v is not None:
+            chosen, scales = pair_feedback.by_columns(w, u, forms, values, parts, how.refit)
+        scales = best_scales(w, chosen, scales, None)
+        if g is not None and v is not None:
             columns = rotation.per_column(scales, parts)
             if forms is None:
-                chosen = feedback.by_antidiagonals(rotated, columns, u, v, values)
+                chosen = each(partial(feedback.by_antidiagonals, values=values), w, columns, u, v)
             else:
-                chosen = pair_feedback.by_antidiagonals(rotated, columns, u, v, forms, values)
-            if refit:
-                scales = descent.scales(rotated, chosen, scales, h, g, values, parts)
-        for _ in range(sweeps):
-            chosen = descent.indices(rotated, chosen, scales, h, g, values, parts)
-            if refit:
-                scales = descent.scales(rotated, chosen, scales, h, g, values, parts)
-        indices[rows] = chosen
-        norms[rows] = stored_norms(scales * root, norm_dtype, layer)
-    return RotatedCodebook(indices, norms, values, group_size, kind, seed)
+                chosen = each(partial(pair_feedback.by_antidiagonals, values=values), w, columns, u, v, forms)
+            scales = best_scales(w, chosen, scales, g)
+        for _ in range(how.sweeps):
+            chosen = descent.indices(w, chosen, scales, h, g, values, parts)
+            scales = best_scales(w, chosen, scales, g)
+        indices[:, rows] = chosen
+        for e, one in enumerate(experts):
+            norms[e, rows] = stored_norms(scales[e] * root, how.norm_dtype, one.layer)
+    fitted = zip(indices, norms, strict=True)
+    return [RotatedCodebook(i.clone(), s.clone(), values, how.group_size, how.kind, how.seed) for i, s in fitted]
+
+
+def _check(weight: Tensor, moment: Curvature, shape: torch.Size, norm_dtype: torch.dtype, layer: str | None) -> None:
+    """Check the sizes of a weight and its moments, and the weight's dtype; the errors are those of `fit_experts`."""
+    where = layer_prefix(layer)
+    check_weight(weight, norm_dtype, layer)
+    if weight.shape != shape:
+        raise ShapeError(f"{where}the weight has shape {list(weight.shape)}; allowed: that of the first, {list(shape)}")
+    n, k = shape
+    for what, held, size in (("second moment", moment.inputs, k), ("output moment", moment.outputs, n)):
+        if held is not None and held.shape != (size, size):
+            raise ShapeError(f"{where}the {what} has shape {list(held.shape)}; allowed: {[size, size]}")
 
 
 def _finite(moment: Tensor, what: str, device: torch.device, layer: str | None) -> Tensor:
     """A moment in float32 on a device, in memory of its own."""
     moment = moment.detach().to(device)
     if not moment.isfinite().all():
-        raise QuantizationError(f"the {what} holds NaN or Inf; every value must be finite", layer)
+        raise QuantizationError(f"the {what} moment holds NaN or Inf; every value must be finite", layer)
     return moment.to(torch.float32, copy=True)
 
 

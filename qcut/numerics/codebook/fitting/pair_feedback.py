@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qcut.numerics.codebook import pairs
 from qcut.numerics.codebook.fitting import feedback
+from qcut.numerics.codebook.fitting.feedback import each
 
 
 def metrics(h: Tensor, factor: Tensor) -> Tensor:
@@ -33,48 +34,50 @@ def metrics(h: Tensor, factor: Tensor) -> Tensor:
 def by_columns(
     w: Tensor, factor: Tensor, forms: Tensor, values: Tensor, parts: list[tuple[int, int]], refit: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose scales group by group and pairs of values one after the other, each row by itself.
+    """Choose scales group by group and pairs one after the other, each row by itself, for E experts at a time.
 
     Args:
-        w: rotated rows, float32 ``[R, K]``.
-        factor: U of the inputs' metric, ``[K, K]``.
-        forms: result of `metrics`.
+        w: rotated rows, float32 ``[E, R, K]``.
+        factor: U of the inputs' metrics, ``[E, K, K]``.
+        forms: results of `metrics`, ``[E, K / 2, 3]``.
         values: pairs, ``[256, 2]``.
         parts: the groups, of even numbers of columns; see `qcut.numerics.codebook.rotation.groups`.
         refit: take the multiple of a group's norm that rounds the group best, in place of the norm.
 
     Returns:
-        uint8 indices ``[R, K]`` and float32 scales ``[R, G]``, which are norms over sqrt(d).
+        uint8 indices ``[E, R, K]`` and float32 scales ``[E, R, G]``, which are norms over sqrt(d).
     """
 
     def rounded(numbers: Tensor) -> Tensor:
-        nearest = pairs.nearest(numbers.t().unflatten(1, (-1, 2)), values)
-        return values[nearest.int()].flatten(1).t()
+        nearest = pairs.nearest(numbers.mT.unflatten(-1, (-1, 2)), values)
+        return values[nearest.int()].flatten(-2).mT
 
-    # Transposed, so that a column of the weight is contiguous.
-    error = torch.zeros(w.shape[1], w.shape[0], device=w.device, dtype=torch.float32)
+    experts, rows, k = w.shape
+    # Transposed, so that a column of a weight is contiguous.
+    error = torch.zeros(experts, k, rows, device=w.device, dtype=torch.float32)
     indices = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    scales = torch.empty((len(w), len(parts)), device=w.device, dtype=torch.float32)
+    scales = torch.empty((experts, rows, len(parts)), device=w.device, dtype=torch.float32)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
         fed, scale = feedback.begin_group(w, factor, error, group, rounded if refit else None)
-        scales[:, g] = scale
+        scales[..., g] = scale
         for start in range(first, first + d, feedback.BLOCK):
             block = slice(start, min(start + feedback.BLOCK, first + d))
-            exact = w[:, block].t().contiguous()
-            target = exact + fed[block.start - first : block.stop - first]
-            target += factor[first:start, block].t() @ error[first:start]
-            inside = factor[block, block]
-            chosen = torch.empty((len(w), len(target) // 2), dtype=torch.uint8, device=w.device)
-            for j in range(0, len(target), 2):
+            exact = w[..., block].mT.contiguous()
+            target = exact + fed[:, block.start - first : block.stop - first]
+            target += each(torch.mm, factor[:, first:start, block].mT, error[:, first:start])
+            inside = factor[:, block, block, None]
+            chosen = torch.empty((experts, rows, target.shape[1] // 2), dtype=torch.uint8, device=w.device)
+            for j in range(0, target.shape[1], 2):
                 two = slice(j, j + 2)
-                wanted = _without_own_feedback(target[two].t(), exact[j], inside[j, j + 1])
-                at = pairs.best(wanted, scale, forms[None, (start + j) // 2], values)
-                chosen[:, j // 2] = at
-                e = exact[two] - values[at].t() * scale
-                error[start + j : start + j + 2] = e
-                target[j + 2 :] += inside[two, j + 2 :].t() @ e
-            indices[:, block] = pairs.split(chosen)
+                wanted = _without_own_feedback(target[:, two].mT, exact[:, j], inside[:, j, j + 1])
+                at = pairs.best(wanted, scale, forms[:, None, (start + j) // 2], values)
+                chosen[..., j // 2] = at
+                e = torch.addcmul(exact[:, two], values[at].mT, scale[:, None], value=-1.0)
+                error[:, start + j : start + j + 2] = e
+                for i in range(2):
+                    target[:, j + 2 :].addcmul_(inside[:, j + i, j + 2 :], e[:, i, None])
+            indices[..., block] = pairs.split(chosen)
     return indices, scales
 
 
@@ -132,12 +135,12 @@ def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, forms: Te
 
 
 def _without_own_feedback(target: Tensor, exact: Tensor, within: Tensor) -> Tensor:
-    """``[R, 2]``: what is wanted of a pair whose error is measured by `metrics`.
+    """``[..., R, 2]``: what is wanted of a pair whose error is measured by `metrics`.
 
     Args:
-        target: ``[R, 2]``, the numbers and what values before pass on to them.
-        exact: ``[R]``, the first numbers themselves.
+        target: ``[..., R, 2]``, the numbers and what values before pass on to them.
+        exact: ``[..., R]``, the first numbers themselves.
         within: U between the two columns.
     """
-    first, second = target.unbind(1)
-    return torch.stack((first, second - within * (first - exact)), 1)
+    first, second = target.unbind(-1)
+    return torch.stack((first, second - within * (first - exact)), -1)

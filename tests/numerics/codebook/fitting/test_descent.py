@@ -11,7 +11,7 @@ from torch import Tensor
 from qcut.numerics.codebook import lloyd_max, rotation
 from qcut.numerics.codebook.fitting import descent
 from qcut.numerics.codebook.fitting.feedback import by_columns, unit_factor
-from tests.numerics.codebook.fitting.test_feedback import metric
+from tests.numerics.codebook.fitting.test_feedback import given, metric
 from tests.support.oracles import normal
 
 N, K, SIZE = 20, 96, 32
@@ -28,7 +28,7 @@ def start(bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w, h = normal(N, K), metric(K)
     u = unit_factor(h)
     assert u is not None
-    indices, scales = by_columns(w, u, lloyd_max.codebook(bits), PARTS, refit=False)
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], lloyd_max.codebook(bits), PARTS, refit=False))
     return w, h, indices, scales
 
 
@@ -41,7 +41,7 @@ def test_indices_and_scales_lower_the_error(rows: str, bits: int):
     values = lloyd_max.codebook(bits)
     errors = [loss(w, indices, scales, h, weights, bits).sum()]
     for _ in range(3):
-        indices = descent.indices(w, indices, scales, h, g, values, PARTS)
+        indices = descent.indices(*given(w, indices, scales, h), None if g is None else g[None], values, PARTS)[0]
         errors.append(loss(w, indices, scales, h, weights, bits).sum())
         scales = descent.scales(w, indices, scales, h, g, values, PARTS)
         errors.append(loss(w, indices, scales, h, weights, bits).sum())
@@ -53,7 +53,7 @@ def test_no_single_index_could_be_better():
     w, h, indices, scales = start(3)
     values = lloyd_max.codebook(3)
     for _ in range(30):
-        before, indices = indices, descent.indices(w, indices, scales, h, None, values, PARTS)
+        before, indices = indices, descent.indices(*given(w, indices, scales, h), None, values, PARTS)[0]
     assert torch.equal(indices, before)
     best = loss(w, indices, scales, h, torch.eye(N), 3)
     for column in (0, 31, 32, 95):
@@ -84,6 +84,6 @@ def test_rows_of_zeros_stay_zeros():
     w, h, indices, scales = start(4)
     w[3], scales[3] = 0, 0
     values = lloyd_max.codebook(4)
-    indices = descent.indices(w, indices, scales, h, metric(N), values, PARTS)
+    indices = descent.indices(*given(w, indices, scales, h), metric(N)[None], values, PARTS)[0]
     assert not descent.scales(w, indices, scales, h, None, values, PARTS)[3].any()
     assert descent.scales(w, indices, scales, h, metric(N), values, PARTS).isfinite().all()

@@ -17,6 +17,11 @@ def metric(k: int, seed: int = 1) -> Tensor:
     return ((basis * torch.logspace(0, -2, k, dtype=torch.float64)) @ basis.t()).float()
 
 
+def given(*tensors: Tensor) -> list[Tensor]:
+    """Tensors of one expert, as functions of several take them."""
+    return [tensor[None] for tensor in tensors]
+
+
 def test_the_factor():
     h = metric(24)
     u = unit_factor(h)
@@ -50,7 +55,7 @@ def test_rows_by_themselves_are_those_of_columns():
     w, values, parts = normal(10, 256), lloyd_max.codebook(3), rotation.groups(256, 128)
     u = unit_factor(metric(256))
     assert u is not None
-    indices, scales = by_columns(w, u, values, parts, refit=True)
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], values, parts, refit=True))
     columns = rotation.per_column(scales, parts)
     other = by_antidiagonals(w, columns, u, torch.eye(10), values)
     # The two add up in different orders.

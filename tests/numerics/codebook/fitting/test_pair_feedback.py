@@ -13,7 +13,7 @@ from qcut.numerics.codebook.fitting.feedback import unit_factor
 from qcut.numerics.codebook.fitting.fit import fit
 from qcut.numerics.codebook.fitting.pair_feedback import by_antidiagonals, by_columns, metrics
 from qcut.numerics.codebook.quantizer import dequantize, quantize
-from tests.numerics.codebook.fitting.test_feedback import metric
+from tests.numerics.codebook.fitting.test_feedback import given, metric
 from tests.support.oracles import normal
 
 BOOK = pairs.codebook()
@@ -59,7 +59,7 @@ def test_antidiagonals_are_the_recursion_over_rows_and_columns(n: int, k: int):
 
 def test_rows_by_themselves_are_those_of_columns():
     w, parts, u, forms = normal(10, 256), rotation.groups(256, 128), factor(256), metrics(metric(256), factor(256))
-    indices, scales = by_columns(w, u, forms, BOOK, parts, refit=True)
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], forms[None], BOOK, parts, refit=True))
     other = by_antidiagonals(w, rotation.per_column(scales, parts), u, torch.eye(10), forms, BOOK)
     # The two add up in different orders.
     assert (other == indices).float().mean() > 0.98
@@ -67,7 +67,8 @@ def test_rows_by_themselves_are_those_of_columns():
 
 def test_no_single_pair_could_be_better():
     w, h, parts = normal(20, 96), metric(96), rotation.groups(96, 32)
-    indices, scales = by_columns(w, factor(96), metrics(h, factor(96)), BOOK, parts, refit=False)
+    u, forms = factor(96), metrics(h, factor(96))
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], forms[None], BOOK, parts, refit=False))
     columns = rotation.per_column(scales, parts)
 
     def loss(joined: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def test_no_single_pair_could_be_better():
 
     first = loss(pairs.join(indices)).sum()
     for _ in range(40):
-        before, indices = indices, descent.indices(w, indices, scales, h, None, BOOK, parts)
+        before, indices = indices, descent.indices(*given(w, indices, scales, h), None, BOOK, parts)[0]
     assert torch.equal(indices, before)
     best = loss(pairs.join(indices))
     assert best.sum() < first
