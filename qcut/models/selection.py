@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, UnsupportedError
-from qcut.models.modules import Quantized, expert_count, looks_linear, own_ways, weight_nk
+from qcut.models.modules import ExpertsModule, Quantized, expert_count, looks_linear, own_ways, weight_nk
 from qcut.models.weight_sharing.functions import modules_inside
 from qcut.models.weight_sharing.readers import class_checked, layers_read
 
@@ -186,15 +186,18 @@ def float_by_default(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[
 def _experts_beside(model: nn.Module) -> list[tuple[str, str, int]]:
     """Of every mixture: what the names of modules beside its experts begin with, those of its experts, and the number.
 
-    Experts are in parameters of three dimensions, or in a container of modules that is called so.
+    Experts are opened ones, or matrices in parameters of three dimensions, or a container of modules; of the last two
+    only where the name or class says so, for attention has such parameters too.
     """
     found = []
     for name, module in model.named_modules():
         outer, _, key = name.rpartition(".")
         count = expert_count(module)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in key:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             count = len(module)
-        if name and count > 1:
+        called = f"{key} {type(module).__name__}".lower()
+        known = isinstance(module, ExpertsModule) or any(word in called for word in ("expert", "moe", "mixture"))
+        if name and count > 1 and known:
             found.append((f"{outer}." if outer else "", f"{name}.", count))
     return found
 
