@@ -103,10 +103,13 @@ class Gating:
     def _activated(self, g: Tensor) -> Tensor:
         if self.kind == "relu2":
             return torch.relu(g).square()
-        if self.kind != "silu" or (self.alpha == 1.0 and self.gate_cap is None):
-            return apply_activation(g, self.kind)
-        factor = g if self.gate_cap is None else torch.tanh(g / self.gate_cap) * self.gate_cap
-        return factor / torch.exp(g * -self.alpha).add_(1.0)
+        if self.kind == "silu":
+            factor = g if self.gate_cap is None else torch.tanh(g / self.gate_cap) * self.gate_cap
+            return factor / (torch.exp(g * -self.alpha) + 1.0)
+        # A backward pass needs what apply_activation overwrites.
+        if self.kind in ("gelu_erf", "gelu_tanh") and g.requires_grad and torch.is_grad_enabled():
+            return torch.nn.functional.gelu(g, approximate="tanh" if self.kind == "gelu_tanh" else "none")
+        return apply_activation(g, self.kind)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the fields that are not their defaults, and the kind."""

@@ -81,6 +81,7 @@ class Experts(ExpertsModule):
         products owe to their number of tokens, which integer products do not.
         """
         x, index, weights = hidden_states, top_k_index, top_k_weights
+        refuse_capture(x, layer_prefix(self.name))
         self._check(x, index, weights)
         if x.is_meta:
             return torch.empty_like(x)
@@ -95,7 +96,7 @@ class Experts(ExpertsModule):
         # Routes without an expert are last: those of other processes add nothing.
         last = x[order[first:] // routes]
         parts.append(last if self.identities else torch.zeros_like(last))
-        results = torch.cat(parts)[order.argsort()].view(*index.shape, -1)
+        results = torch.cat(parts)[order.argsort()].view(*index.shape, x.shape[1])
         return weighted_sum(results, weights).to(x.dtype)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class Experts(ExpertsModule):
         return cast(Tensor, y if self.post_expert_norm is None else self.post_expert_norm(y))
 
     def _check(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        where, columns = layer_prefix(self.name), layer_of(self.up, 0).in_features
+        where, columns = layer_prefix(self.name), columns_of(self.up)
         if x.ndim != 2 or index.ndim != 2 or index.shape != weights.shape or (len(index), columns) != x.shape:
             raise ShapeError(
                 f"{where}tokens {list(x.shape)}, indices {list(index.shape)} and weights {list(weights.shape)}; "
@@ -117,7 +118,6 @@ class Experts(ExpertsModule):
             raise DeviceError(
                 f"{where}tokens are on {x.device}, indices on {index.device}, weights on {weights.device}; allowed: one"
             )
-        refuse_capture(x, where)
         if x.is_meta:
             return
         beyond = index >= self.num_experts + self.identities
@@ -158,6 +158,12 @@ def weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
 def count_of(projection: Projection) -> int:
     """The number of experts."""
     return projection.experts if isinstance(projection, LinearStack) else len(projection)
+
+
+def columns_of(projection: Projection) -> int:
+    """Columns of every expert's layer."""
+    one = projection if isinstance(projection, LinearStack) else cast(nn.Linear, projection[0])
+    return one.in_features
 
 
 def layer_of(projection: Projection, e: int) -> nn.Linear | Linear:

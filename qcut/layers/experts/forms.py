@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ShapeError, layer_prefix
-from qcut.layers.experts.experts import Experts, layer_of, refuse_capture
+from qcut.layers.experts.experts import Experts, columns_of, layer_of, refuse_capture
 
 
 class DenseExperts(Experts):
@@ -38,10 +38,10 @@ class DenseExperts(Experts):
 
         Exactness: that of the experts' layers.
         """
-        x, where, columns = hidden_states, layer_prefix(self.name), layer_of(self.up, 0).in_features
+        x, where, columns = hidden_states, layer_prefix(self.name), columns_of(self.up)
+        refuse_capture(x, where)
         if x.ndim != 2 or x.shape[1] != columns or len(x) % self.num_experts:
             raise ShapeError(f"{where}tokens have shape {list(x.shape)}; allowed: [{self.num_experts} * T, {columns}]")
-        refuse_capture(x, where)
         y = torch.zeros_like(x)
         if x.is_meta:
             return y
@@ -64,7 +64,7 @@ class BatchedExperts(Experts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Applies the experts to tokens ``[B, S, H]``, with B * S rows of routes; otherwise as `Experts.forward`."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return super().forward(flat, top_k_index, top_k_weights).view(len(hidden_states), -1, flat.shape[1])
+        return super().forward(flat, top_k_index, top_k_weights).view(hidden_states.shape)
 
 
 class SharedExperts(Experts):
@@ -107,6 +107,7 @@ class ParallelExperts(Experts):
 
         Exactness: that of the experts' layers.
         """
+        refuse_capture(inputs, layer_prefix(self.name))
         if len(expert_size) != self.num_experts or inputs.shape[0] != sum(expert_size):
             raise ShapeError(
                 f"{layer_prefix(self.name)}{len(inputs)} rows and sizes {list(expert_size)}; allowed: sizes of "

@@ -41,7 +41,12 @@ def stack_of(scheme: str, experts: int = 3, n: int = 33, k: int = 64, bias: bool
 
 
 def experts_of(
-    scheme: str | None, experts: int = 6, columns: int = 64, width: int = 32, gating: Gating | None = None, **options: Any
+    scheme: str | None,
+    experts: int = 6,
+    columns: int = 64,
+    width: int = 32,
+    gating: Gating | None = None,
+    **options: Any,
 ) -> Experts:
     """Experts of a scheme with biases; in float under None."""
     gating = Gating("silu") if gating is None else gating
