@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +20,8 @@ KINDS = ("silu", "gelu_erf", "gelu_tanh", "relu", "relu2", "none")
 _FAR = (30.0, 100.0, 1000.0)
 """Magnitudes of gates and ups that a function is called with, besides those up to 12."""
 _MOST_NUMBERS = 8
+_LARGEST = 1e6
+"""Of limits, caps and alphas: their products with float32 values of a model are finite."""
 _STRIDE = 101
 """Of the pairs that a candidate is held to at first."""
 
@@ -77,10 +78,10 @@ class Gating:
             raise ConfigError("gating: limit, up_cap and plus_one need a gate; found them with gated=False")
         if self.limit_after and self.limit is None:
             raise ConfigError("gating: limit_after needs a limit; found None")
-        for key in ("limit", "gate_cap", "up_cap"):
+        for key in ("alpha", "limit", "gate_cap", "up_cap"):
             value = getattr(self, key)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"gating: {key} is {value}; allowed: positive and finite, or None")
+            if value is not None and not 0 < value <= _LARGEST:
+                raise ConfigError(f"gating: {key} is {value}; allowed: positive, and at most {_LARGEST:g}")
 
     def __call__(self, y: Tensor) -> Tensor:
         """The result of rows ``[..., 2 I]``, or ``[..., I]`` without a gate: ``[..., I]`` of their dtype.
@@ -140,7 +141,7 @@ def gating_of(function: Callable[[Tensor], Tensor], width: int, gated: bool, val
     combinations, to 1e-5 of the largest of 1, up and the result. A limit beyond 1000, or a difference between the
     steps, is not seen.
     """
-    numbers = [v for v in dict.fromkeys(values) if 0 < v < math.inf][:_MOST_NUMBERS]
+    numbers = [v for v in dict.fromkeys(values) if 0 < v <= _LARGEST][:_MOST_NUMBERS]
     edges = [v * near for v in numbers for near in (0.97, 1.03) if v < _FAR[-1]]
     positive = [*(i / 2 for i in range(1, 25)), *edges, *_FAR]
     points = torch.tensor([0.0, *positive, *(-v for v in positive)], dtype=torch.float32, device="cpu")
