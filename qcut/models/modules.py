@@ -24,7 +24,7 @@ from qcut.errors import (
     layer_prefix,
 )
 from qcut.models.affine import is_affine
-from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_written, is_exactly, library_class
+from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_written, library_class
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
@@ -79,7 +79,8 @@ def expert_count(module: nn.Module) -> int:
         return module.num_experts
     if isinstance(module, _ConvNd):
         return 0
-    if is_exactly(module, library_class(*_DBRX)):
+    dbrx = library_class(*_DBRX)
+    if dbrx is not None and isinstance(module, dbrx):
         return int(module.num_experts)  # type: ignore[arg-type]
     own = (p for p in module._parameters.values() if p is not None)
     return max((len(p) for p in own if p.ndim == 3 and min(p.shape) > 1), default=0)

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import qcut
+from qcut.layers.quantized import quantized_layers
 from qcut.models.modules import output_tensor, tensor_key
 from qcut.models.selection import linear_layers
+from tests.support.mixtures import forced_routes, recorded_routes
 
 BOUNDS = {"w8a16": 0.05, "w8a8": 0.12, "codebook4": 0.8}
 """Schemes, and how far the output of a random model may go: ``‖y - ŷ‖ / ‖y‖``."""
@@ -51,7 +53,15 @@ _SIZES: dict[str, Any] = {
 }
 
 _ALSO: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "hidden_size": 64},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"expert_ffn_hidden_size": 64, "zero_expert_num": 2, "moe_topk": 2, "num_layers": 1},
+    "nllb-moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "expert_capacity": 64},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 64},
     "mamba": {"time_step_rank": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},
     "falcon_h1": {"mamba_d_state": 16},
@@ -87,7 +97,10 @@ def _shrunk(default: Any) -> dict[str, Any]:
     names = set(inspect.signature(type(default).__init__).parameters) | set(vars(default))
     mapped = getattr(type(default), "attribute_map", {})
     for name in sorted(names):
-        value = getattr(default, name, None)
+        try:
+            value = getattr(default, name, None)
+        except Exception:  # a value that may differ from layer to layer has none for all
+            value = None
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             fields[name] = _shrunk(value)
         elif name in _SIZES and name not in mapped and not isinstance(value, (list, tuple, dict)):
@@ -190,11 +203,9 @@ def check(model: Any, batch: dict[str, Any] | None, scheme: str, build: Any = No
         assert str(report)
         qcut.save(changed, Path(folder) / "saved")
         back = qcut.load(Path(folder) / "saved", model=build, progress=False)
-        assert set(report.schemes) == {name for name, m in changed.named_modules() if isinstance(m, qcut.Linear)}
+        assert set(report.schemes) == set(quantized_layers(changed))
         error = _compare_states(changed, back) if batch is None else _compare_runs(model, changed, back, batch)
-    # Where a mixture's router chooses another expert for one token, the output jumps.
-    bound = BOUNDS[scheme] + (0.2 if "experts" in report.percent else 0.0)
-    assert error <= bound, f"{scheme}: error {error:.3f}"
+    assert error <= BOUNDS[scheme], f"{scheme}: error {error:.3f}"
     return Outcome(len(report.layers), len(report.skipped), error, report.percent)
 
 
@@ -206,11 +217,21 @@ def _compare_states(changed: nn.Module, back: nn.Module) -> float:
 
 
 def _compare_runs(model: nn.Module, changed: nn.Module, back: nn.Module, batch: dict[str, Any]) -> float:
-    """The relative error of the quantized model's output; the loaded model's is the same, bit by bit."""
-    want, again, got = run(model, batch), run(model, batch), run(changed, batch)
+    """The relative error of the quantized model's output; the loaded model's is the same, bit by bit.
+
+    Routers of random models are near ties, and the output jumps where one token gets another expert: the quantized
+    models take the float model's routes.
+    """
+    with recorded_routes(model) as record:
+        want = run(model, batch)
+    with forced_routes(changed, record):
+        got = run(changed, batch)
+    again = run(model, batch)
     if not torch.equal(want, again) or want.shape != got.shape:
         return 0.0  # noise in the forward, or a length that depends on values
-    assert torch.equal(run(back, batch), got), "the loaded model computes something else"
+    with forced_routes(back, record):
+        assert torch.equal(run(back, batch), got), "the loaded model computes something else"
+    assert torch.equal(run(back, batch), run(changed, batch)), "the loaded model has other routes"
     finite = want.isfinite()
     assert torch.equal(finite, got.isfinite())
     a, b = want[finite].double(), got[finite].double()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.forms import BatchedExperts, DenseExperts, ParallelExperts, SharedExperts
-from qcut.models.classes import is_exactly, is_unwatched, library_class
+from qcut.models.classes import computes_its_own, is_exactly, is_unwatched, library_class
 from qcut.models.modules import WEIGHT_DTYPES
 from qcut.numerics.gating import Gating, gating_of
 
@@ -61,8 +61,7 @@ def expert_weights(module: nn.Module) -> ExpertWeights | str:
     if uses_interface(type(module)):
         read = _of_interface
     else:
-        classes = {name: library_class(f"transformers.models.{place}", name) for place, name in _READERS}
-        read = next((r for (_, name), r in _READERS.items() if is_exactly(module, classes[name])), None)
+        read = next((r for place, r in _READERS.items() if type(module) is _class(*place)), None)
     if read is None:
         return f"its weights have three dimensions, and {kind} is no class whose experts qcut knows"
     norm = getattr(module, "post_expert_norm", None)
@@ -76,6 +75,11 @@ def expert_weights(module: nn.Module) -> ExpertWeights | str:
         return read(module)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         return f"{kind} is not laid out as its class is: {' '.join(str(error).split())[:120]}"
+
+
+def _class(place: str, name: str) -> type[nn.Module] | None:
+    found = library_class(f"transformers.models.{place}", name)
+    return found if found is not None and computes_its_own(found) else None
 
 
 def uses_interface(cls: type) -> bool:
