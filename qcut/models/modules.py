@@ -62,10 +62,12 @@ class ExpertsModule(nn.Module):
 
     Attributes:
         num_experts: how many.
+        identities: how many more that are the identity.
         gating: what is between their products, a `qcut.numerics.gating.Gating`.
     """
 
     num_experts: int
+    identities: int
     gating: Any
 
 
@@ -76,7 +78,7 @@ _DBRX = ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts")
 def expert_count(module: nn.Module) -> int:
     """The experts in a module, whose matrices lie in parameters of three dimensions or are layers; 0 if it has none."""
     if isinstance(module, ExpertsModule):
-        return module.num_experts
+        return module.num_experts + module.identities
     if isinstance(module, _ConvNd):
         return 0
     dbrx = library_class(*_DBRX)

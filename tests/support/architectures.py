@@ -18,7 +18,7 @@ import qcut
 from qcut.layers.quantized import quantized_layers
 from qcut.models.modules import output_tensor, tensor_key
 from qcut.models.selection import linear_layers
-from tests.support.mixtures import forced_routes, recorded_routes
+from tests.support.mixtures import forced_routes, recorded_routes, unread_parameters
 
 BOUNDS = {"w8a16": 0.05, "w8a8": 0.12, "codebook4": 0.8}
 """Schemes, and how far the output of a random model may go: ``‖y - ŷ‖ / ‖y‖``."""
@@ -54,10 +54,10 @@ _SIZES: dict[str, Any] = {
 
 _ALSO: dict[str, dict[str, Any]] = {
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "hidden_size": 64},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
     },
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"expert_ffn_hidden_size": 64, "zero_expert_num": 2, "moe_topk": 2, "num_layers": 1},
     "nllb-moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "expert_capacity": 64},
@@ -65,6 +65,16 @@ _ALSO: dict[str, dict[str, Any]] = {
     "mamba": {"time_step_rank": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},
     "falcon_h1": {"mamba_d_state": 16},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 16,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+        "global_head_dim": 16,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granite": {"attention_multiplier": 0.25},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -193,7 +203,7 @@ def check(model: Any, batch: dict[str, Any] | None, scheme: str, build: Any = No
         build: makes a model of its class, where qcut.load cannot.
     """
     changed = copy.deepcopy(model)
-    total = sum({tensor_key(p): p.numel() for p in model.parameters()}.values())
+    total = sum({tensor_key(p): p.numel() for p in model.parameters()}.values()) - unread_parameters(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         report = qcut.quantize(changed, scheme, skip=(), progress=False)
         assert sum(report.parameters.values()) == total, (report.parameters, total)

@@ -142,6 +142,12 @@ class Holder(nn.Module):
         return self.experts(*arguments)
 
 
+def unread_parameters(model: nn.Module) -> int:
+    """Parameters of experts that are the identity, which LongCat's class has and never reads: nothing keeps them."""
+    found: list[Any] = [m for m in model.modules() if type(m).__name__ == "LongcatFlashExperts"]
+    return sum(m.gate_up_proj[m.num_routed_experts :].numel() for m in found)
+
+
 Routes = dict[str, list[Any]]
 """By module, what the router gave in each call: what experts got besides tokens, or a router's result."""
 
