@@ -79,7 +79,7 @@ def expert_count(module: nn.Module) -> int:
     """The experts in a module, whose matrices lie in parameters of three dimensions or are layers; 0 if it has none."""
     if isinstance(module, ExpertsModule):
         return module.num_experts + module.identities
-    if isinstance(module, _ConvNd):
+    if isinstance(module, _ConvNd) or type(module).__module__.startswith("torch."):
         return 0
     dbrx = library_class(*_DBRX)
     if dbrx is not None and isinstance(module, dbrx):

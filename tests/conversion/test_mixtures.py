@@ -46,7 +46,7 @@ def test_experts_in_half_precision(name: str) -> None:
     assert ((got - want).norm() / want.norm()).item() < 0.08
 
 
-def test_a_mixture_on_meta_is_opened_by_its_classes() -> None:
+def test_mixture_on_meta_is_opened() -> None:
     from transformers import Llama4ForCausalLM
 
     from tests.support.architectures import tiny_config

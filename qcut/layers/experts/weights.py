@@ -92,6 +92,8 @@ def _probe(made: Experts, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     chosen = torch.rand(_PROBE_TOKENS, count, generator=generator, dtype=torch.float32, device="cpu")
     pool = torch.randperm(made.num_experts, generator=generator, dtype=torch.int64, device="cpu")[:count]
     index = pool[chosen.argsort(1)[:, :2]]
+    if made.identities:
+        index[0, 0] = made.num_experts + made.identities - 1
     routes = torch.rand(index.shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
     x, routes, index = x.to(weight), routes.to(weight), index.to(weight.device)
     with torch.no_grad():

@@ -302,6 +302,17 @@ def test_dense_experts_compute_chosen_tokens_only() -> None:
 
 
 @torch.no_grad()
+def test_dense_experts_skip_tokens_of_others() -> None:
+    base, seen = experts_of(None), [0] * E
+    experts = DenseExperts(base.up, base.down, base.gating)
+    for e, layer in enumerate(base.up):  # type: ignore[arg-type]
+        layer.register_forward_pre_hook(lambda _, args, e=e: seen.__setitem__(e, seen[e] + len(args[0])))
+    index = torch.tensor([[0], [3], [3], [5]])
+    experts(*experts.arguments(tokens(4), index, torch.ones(4, 1)))
+    assert seen == [1, 0, 0, 2, 0, 1]
+
+
+@torch.no_grad()
 def test_parallel_experts_are_one_projection() -> None:
     stack = stack_of("w8a8", E, 33, H, name="input_linear.up")
     experts = ParallelExperts(stack, nn.ModuleList(), Gating("none", gated=False), name="input_linear")
