@@ -241,7 +241,8 @@ def _compare_runs(model: nn.Module, changed: nn.Module, back: nn.Module, batch: 
         return 0.0  # noise in the forward, or a length that depends on values
     with forced_routes(back, record):
         assert torch.equal(run(back, batch), got), "the loaded model computes something else"
-    assert torch.equal(run(back, batch), run(changed, batch)), "the loaded model has other routes"
+    if record:
+        assert torch.equal(run(back, batch), run(changed, batch)), "the loaded model has other routes"
     finite = want.isfinite()
     assert torch.equal(finite, got.isfinite())
     a, b = want[finite].double(), got[finite].double()

@@ -122,6 +122,19 @@ def test_indices_beyond_the_experts_add_nothing(scheme: str | None) -> None:
     assert not experts(x, index, weights)[5].any()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bad_tokens_change_no_others(scheme: str | None) -> None:
+    experts, x, (index, weights) = experts_of(scheme), tokens(9), routes(9, E, E)
+    want = experts(x, index, weights)
+    for value in (NAN, INF):
+        x[4, 7] = value
+        got = experts(x, index, weights)
+        others = torch.arange(9) != 4
+        assert scheme == "w8a8_static" or not got[4].isfinite().all()  # a static range clips
+        torch.testing.assert_close(got[others], want[others], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("e", "weight", "message"),
     [
