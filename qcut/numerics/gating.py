@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -90,27 +90,28 @@ class Gating:
         """
         v = y.float()
         if not self.gated:
-            return self._activated(v).to(y.dtype)
+            return self._apply(v).to(y.dtype)
         g, u = v.chunk(2, -1)
         if self.limit is not None:
             g, u = g if self.limit_after else g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
         if self.up_cap is not None:
             u = torch.tanh(u / self.up_cap) * self.up_cap
-        g = self._activated(g)
+        g = self._apply(g)
         if self.limit_after:
             g = g.clamp(max=self.limit)
         return (g * (u + 1 if self.plus_one else u)).to(y.dtype)
 
+    def _apply(self, g: Tensor) -> Tensor:
+        wants_gradient = self.kind != "none" and torch.is_grad_enabled() and g.requires_grad
+        return cast(Tensor, _Activation.apply(g, self)) if wants_gradient else self._activated(g)
+
     def _activated(self, g: Tensor) -> Tensor:
         if self.kind == "relu2":
             return torch.relu(g).square()
-        if self.kind == "silu":
-            factor = g if self.gate_cap is None else torch.tanh(g / self.gate_cap) * self.gate_cap
-            return factor / (torch.exp(g * -self.alpha) + 1.0)
-        # A backward pass needs what apply_activation overwrites.
-        if self.kind in ("gelu_erf", "gelu_tanh") and g.requires_grad and torch.is_grad_enabled():
-            return torch.nn.functional.gelu(g, approximate="tanh" if self.kind == "gelu_tanh" else "none")
-        return apply_activation(g, self.kind)
+        if self.kind != "silu" or (self.alpha == 1.0 and self.gate_cap is None):
+            return apply_activation(g, self.kind)
+        factor = g if self.gate_cap is None else torch.tanh(g / self.gate_cap) * self.gate_cap
+        return factor / torch.exp(g * -self.alpha).add_(1.0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the fields that are not their defaults, and the kind."""
@@ -125,6 +126,38 @@ class Gating:
             ConfigError: something else (named).
         """
         return cls(**schema.conform(data, GATING, where, ConfigError))
+
+
+class _Activation(torch.autograd.Function):
+    """The activation of a `Gating`, bit by bit, whose operations in place torch could not go back through."""
+
+    @staticmethod
+    def forward(g: Tensor, gating: Gating) -> Tensor:
+        return gating._activated(g)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Gating], output: Tensor) -> None:
+        ctx.gating = inputs[1]
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gating: Gating = ctx.gating
+        (g,) = ctx.saved_tensors
+        match gating.kind:
+            case "relu":
+                return torch.where(g > 0, dy, 0.0), None
+            case "relu2":
+                return dy * 2 * torch.relu(g), None
+            case "gelu_erf" | "gelu_tanh":
+                approximate = "tanh" if gating.kind == "gelu_tanh" else "none"
+                return torch.ops.aten.gelu_backward(dy, g, approximate=approximate), None
+        share = torch.sigmoid(gating.alpha * g)
+        factor, slope = g, torch.ones_like(g)
+        if gating.gate_cap is not None:
+            bent = torch.tanh(g / gating.gate_cap)
+            factor, slope = bent * gating.gate_cap, 1 - bent.square()
+        return dy * (slope * share + factor * gating.alpha * share * (1 - share)), None
 
 
 @outside_modes()

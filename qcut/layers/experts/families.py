@@ -8,9 +8,9 @@ calling it (`gating_of`), and the whole is compared with the module's own result
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -88,13 +88,22 @@ def uses_interface(cls: type) -> bool:
     forward = vars(cls).get("forward")
     if interface is None or not isinstance(forward, FunctionType):
         return False
-    written = getattr(forward, "__wrapped__", None)
+    decorator, written = getattr(interface, "use_experts_implementation", None), getattr(forward, "__wrapped__", None)
     return (
-        forward.__globals__ is vars(interface)
-        and forward.__code__.co_qualname.startswith("use_experts_implementation.")
+        isinstance(decorator, FunctionType)
+        and forward.__globals__ is vars(interface)
+        and any(forward.__code__ is code for code in _codes(decorator.__code__))
         and isinstance(written, FunctionType)
         and written.__qualname__ == f"{cls.__qualname__}.forward"
     )
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and those of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
 
 
 def _of_interface(module: Any) -> ExpertWeights | str:
@@ -193,6 +202,8 @@ def _checked(
     kind = type(module).__name__
     if up.ndim != 3 or down.ndim != 3:
         return f"{kind} has weights of {up.ndim} and {down.ndim} dimensions; those of experts have 3"
+    if not up.numel() or not down.numel():
+        return f"{kind} has weights that are no matrices: {list(up.shape)} and {list(down.shape)}"
     (count, rows, columns), width = up.shape, down.shape[2]
     if (count, columns, rows) != (down.shape[0], down.shape[1], width * (1 + gated)):
         return f"{kind} has weights of {list(up.shape)} and {list(down.shape)}, which do not fit together"

@@ -15,8 +15,8 @@ from qcut.errors import DeviceError, DtypeError, RangeError, ShapeError, Unsuppo
 from qcut.layers.experts.experts import Experts, layer_of
 from qcut.layers.experts.forms import BatchedExperts, DenseExperts, ParallelExperts, SharedExperts
 from qcut.numerics.gating import Gating
+from tests.layers.experts.classes import routes
 from tests.layers.experts.stacks import EXACT, experts_of, stack_of
-from tests.support.mixtures import routes
 from tests.support.oracles import FLOATS, INF, NAN
 
 E, H = 6, 64

@@ -17,8 +17,8 @@ from qcut.layers.experts.forms import BatchedExperts, DenseExperts, ParallelExpe
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.experts.opening import opened
 from qcut.layers.experts.weights import open_experts
+from tests.layers.experts.classes import EXPERTS, HIDDEN, Holder, mixture_classes, routes, tiny_experts
 from tests.support.architectures import BOUNDS
-from tests.support.mixtures import EXPERTS, HIDDEN, Holder, mixture_classes, routes, tiny_experts
 
 pytest.importorskip("transformers")
 

@@ -16,8 +16,8 @@ from qcut.errors import QuantizationError, QuantizationWarning
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.opening import opened
 from qcut.layers.experts.weights import open_experts
+from tests.layers.experts.classes import EXPERTS, HIDDEN, WIDTH, Holder, class_of, mixture_classes, routes, tiny_experts
 from tests.layers.experts.stacks import Routed
-from tests.support.mixtures import EXPERTS, HIDDEN, WIDTH, Holder, class_of, mixture_classes, routes, tiny_experts
 
 pytest.importorskip("transformers")
 

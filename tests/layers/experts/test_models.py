@@ -9,8 +9,7 @@ import qcut
 from qcut.conversion.inventory import QUANTIZED
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import ExpertsModule, has_stacked_weights
-from tests.support.architectures import check, inputs_of, run, tiny_model
-from tests.support.mixtures import forced_routes, recorded_routes
+from tests.support.architectures import check, forced_routes, inputs_of, recorded_routes, run, tiny_model
 
 pytest.importorskip("transformers")
 

@@ -7,17 +7,12 @@ import importlib.util
 import inspect
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from qcut.layers.experts.experts import Experts
-from qcut.layers.experts.forms import DenseExperts, ParallelExperts
 
 EXPERTS, HIDDEN, WIDTH = 4, 64, 32
 
@@ -140,63 +135,3 @@ class Holder(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return self.experts(*arguments)
-
-
-def unread_parameters(model: nn.Module) -> int:
-    """Parameters of experts that are the identity, which LongCat's class has and never reads: nothing keeps them."""
-    found: list[Any] = [m for m in model.modules() if type(m).__name__ == "LongcatFlashExperts"]
-    return sum(m.gate_up_proj[m.num_routed_experts :].numel() for m in found)
-
-
-Routes = dict[str, list[Any]]
-"""By module, what the router gave in each call: what experts got besides tokens, or a router's result."""
-
-
-@contextmanager
-def recorded_routes(model: nn.Module) -> Iterator[Routes]:
-    """Records the routes of every mixture of a float model."""
-    found: Routes = {}
-    handles = []
-    for name, module in model.named_modules():
-        calls = found.setdefault(name, []) if _routed(module) or _router(model, name) else None
-        if calls is None:
-            continue
-        if _routed(module):
-            handles.append(module.register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[1:])))
-        else:
-            handles.append(module.register_forward_hook(lambda _, __, result, calls=calls: calls.append(result)))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def forced_routes(model: nn.Module, record: Routes) -> Iterator[None]:
-    """Lets a quantized model take the routes that the float model took."""
-    handles = []
-    for name, calls in record.items():
-        module, left = model.get_submodule(name), iter(calls)
-        if _router(model, name):
-            handles.append(module.register_forward_hook(lambda _, __, ___, left=left: next(left)))
-        else:
-            handles.append(module.register_forward_pre_hook(lambda _, args, left=left: (args[0], *next(left))))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _routed(module: nn.Module) -> bool:
-    """Whether a module gets routes as arguments."""
-    own_routes = type(module).__name__ in ("Llama4TextExperts", "JetMoeParallelExperts")
-    if isinstance(module, Experts):
-        return not isinstance(module, (DenseExperts, ParallelExperts))
-    return type(module).__name__.endswith("Experts") and not own_routes
-
-
-def _router(model: nn.Module, name: str) -> bool:
-    """Whether a module is the router of experts that get none as arguments."""
-    return type(model.get_submodule(name)).__name__ in ("Llama4Router", "JetMoeTopKGating")
