@@ -61,7 +61,7 @@ def expert_weights(module: nn.Module) -> ExpertWeights | str:
     if uses_interface(type(module)):
         read = _of_interface
     else:
-        read = next((r for place, r in _READERS.items() if type(module) is _class(*place)), None)
+        read = next((r for place, (r, _) in _READERS.items() if type(module) is _class(*place)), None)
     if read is None:
         return f"its weights have three dimensions, and {kind} is no class whose experts qcut knows"
     norm = getattr(module, "post_expert_norm", None)
@@ -175,15 +175,31 @@ def _jetmoe(module: Any) -> ExpertWeights | str:
     return ExpertWeights(module.weight.detach(), None, Gating("none", gated=False), form=ParallelExperts)
 
 
-_READERS: dict[tuple[str, str], Callable[[Any], ExpertWeights | str]] = {
-    ("llama4.modeling_llama4", "Llama4TextExperts"): _llama4,
-    ("longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): _longcat,
-    ("step3p7.modeling_step3p7", "Step3p7Experts"): _step3p7,
-    ("inkling.modeling_inkling", "InklingSharedExperts"): _inkling_shared,
-    ("dbrx.modeling_dbrx", "DbrxExperts"): _dbrx,
-    ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): _jetmoe,
+_Columns = tuple[tuple[str, int], ...]
+_GATE_UP: _Columns = (("gate_up_proj", 2),)
+_READERS: dict[tuple[str, str], tuple[Callable[[Any], ExpertWeights | str], _Columns]] = {
+    ("llama4.modeling_llama4", "Llama4TextExperts"): (_llama4, (("gate_up_proj", 1),)),
+    ("longcat_flash.modeling_longcat_flash", "LongcatFlashExperts"): (_longcat, _GATE_UP),
+    ("step3p7.modeling_step3p7", "Step3p7Experts"): (_step3p7, _GATE_UP),
+    ("inkling.modeling_inkling", "InklingSharedExperts"): (_inkling_shared, (("gate_proj", 2), ("up_proj", 2))),
+    ("dbrx.modeling_dbrx", "DbrxExperts"): (_dbrx, (("mlp.w1", 1), ("mlp.v1", 1))),
+    ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): (_jetmoe, (("weight", 2),)),
 }
-"""Classes of transformers beside its interface, by module and name."""
+"""Classes of transformers beside its interface, by module and name: what reads them, and the parameters that multiply
+tokens, with the axis of their columns."""
+
+
+def up_parameters(module: Any) -> list[tuple[nn.Parameter, int]]:
+    """The parameters of a float module of experts that multiply tokens, each with the axis of its columns.
+
+    Args:
+        module: one whose weights `expert_weights` knows.
+    """
+    if uses_interface(type(module)):
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        return [(module.get_parameter(name), 1 if module.is_transposed else 2)]
+    columns = next(columns for place, (_, columns) in _READERS.items() if type(module) is _class(*place))
+    return [(module.get_parameter(name), axis) for name, axis in columns]
 
 
 def _checked(

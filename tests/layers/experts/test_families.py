@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import qcut
 from qcut.conversion.inventory import QUANTIZED
 from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.families import up_parameters
 from qcut.layers.experts.forms import BatchedExperts, DenseExperts, ParallelExperts, SharedExperts
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.experts.opening import opened
@@ -94,6 +95,19 @@ def test_class_is_quantized_saved_and_loaded(name: str, tmp_path: Path) -> None:
     back = qcut.load(tmp_path / "saved", model=lambda: Holder(tiny_experts(name, seed=1)), progress=False)
     assert torch.equal(called(back, args), got)
     assert back.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name.partition(":")[2] not in OF_MODULES])
+def test_columns_of_the_first_product(name: str) -> None:
+    """Doubled columns are as good as a doubled token."""
+    module = tiny_experts(name)
+    args = arguments(module, 9)
+    want = called(module, (args[0] * 2, *args[1:]))
+    with torch.no_grad():
+        for parameter, axis in up_parameters(module):
+            shape = [-1 if i == axis else 1 for i in range(parameter.ndim)]
+            parameter.mul_(torch.full((HIDDEN,), 2.0).view(shape))
+    assert torch.equal(called(module, args), want)
 
 
 @pytest.mark.parametrize(
