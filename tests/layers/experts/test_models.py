@@ -31,6 +31,26 @@ def test_family(name: str) -> None:
     assert outcome.percent[QUANTIZED] + outcome.percent["embeddings"] + outcome.percent.get("convolutions", 0) > 97
 
 
+NAMES = {
+    "DbrxForCausalLM": ("transformer.blocks.0.ffn.experts", ("up", "down")),
+    "Llama4ForCausalLM": ("model.layers.0.feed_forward.experts", ("up", "down")),
+    "JetMoeForCausalLM": ("model.layers.0.self_attention.experts.output_linear", ("up",)),
+    "LongcatFlashForCausalLM": ("model.layers.0.mlp.experts", ("up", "down")),
+    "InklingForCausalLM": ("model.layers.1.mlp.shared_experts", ("up", "down")),
+    "GptOssForCausalLM": ("model.layers.0.mlp.experts", ("up", "down")),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_tensors(name: str) -> None:
+    """Files are read by them."""
+    model, (experts, parts) = tiny_model(name), NAMES[name]
+    qcut.quantize(model, "w8a8", verify=False, progress=False)
+    found = {key.removeprefix(f"{experts}.") for key in model.state_dict() if key.startswith(f"{experts}.")}
+    bias = ("bias",) if name == "GptOssForCausalLM" else ()
+    assert found == {f"{part}.{key}" for part in parts for key in ("qweight", "weight_scale", *bias)}
+
+
 @pytest.mark.parametrize("name", ["Llama4ForCausalLM", "GptOssForCausalLM", "DbrxForCausalLM"])
 def test_experts_in_half_precision(name: str) -> None:
     model = tiny_model(name).to(torch.bfloat16)
