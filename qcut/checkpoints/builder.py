@@ -199,10 +199,14 @@ def _activation_parent(name: str, model: nn.Module, layers: Mapping[str, Any], p
 
 def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
     """Every tensor the model will have, by every name, and which of them belong to quantized layers."""
-    new = {id(model.get_submodule(name)): module for name, module in replacements.items()}
+    replaced = {name: model.get_submodule(name) for name in replacements}
+    new = {id(replaced[name]): module for name, module in replacements.items()}
+    inside = {id(part) for old in replaced.values() for part in old.modules()} - new.keys()
     wanted: dict[str, Tensor] = {}
     quantized: set[str] = set()
     for name, old in model.named_modules(remove_duplicate=False):
+        if id(old) in inside:
+            continue
         parts = new[id(old)].named_modules(prefix=name) if id(old) in new else [(name, old)]
         for prefix, module in parts:
             held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}

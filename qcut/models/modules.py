@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 
 from qcut.errors import (
@@ -23,7 +24,7 @@ from qcut.errors import (
     layer_prefix,
 )
 from qcut.models.affine import is_affine
-from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_written
+from qcut.models.classes import computes_its_own, conv1d_class, is_called_as_written, library_class
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
@@ -61,19 +62,30 @@ class ExpertsModule(nn.Module):
 
     Attributes:
         num_experts: how many.
+        identities: how many more that are the identity.
         gating: what is between their products, a `qcut.numerics.gating.Gating`.
     """
 
     num_experts: int
+    identities: int
     gating: Any
+
+
+_DBRX = ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts")
+"""Experts whose matrices lie one below the other in parameters of two dimensions."""
 
 
 def expert_count(module: nn.Module) -> int:
     """The experts in a module, whose matrices lie in parameters of three dimensions or are layers; 0 if it has none."""
     if isinstance(module, ExpertsModule):
-        return module.num_experts
+        return module.num_experts + module.identities
+    if isinstance(module, _ConvNd) or type(module).__module__.startswith("torch."):
+        return 0
+    dbrx = library_class(*_DBRX)
+    if dbrx is not None and isinstance(module, dbrx):
+        return int(module.num_experts)  # type: ignore[arg-type]
     own = (p for p in module._parameters.values() if p is not None)
-    return max((len(p) for p in own if p.ndim == 3 and len(p) > 1), default=0)
+    return max((len(p) for p in own if p.ndim == 3 and min(p.shape) > 1), default=0)
 
 
 def has_stacked_weights(module: nn.Module) -> bool:

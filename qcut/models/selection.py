@@ -192,16 +192,21 @@ def float_by_default(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[
 def _experts_beside(model: nn.Module) -> list[tuple[str, str, int]]:
     """Of every mixture: what the names of modules beside its experts begin with, those of its experts, and the number.
 
-    Experts are in parameters of three dimensions, or in a container of modules that is called so.
+    A module with parameters of its own may hold the router too; of its experts, no module has a name.
+
+    Experts are opened ones, or matrices in parameters of three dimensions, or a container of modules; of the last two
+    only where the name or class says so, for attention has such parameters too.
     """
     found = []
     for name, module in model.named_modules():
         outer, _, key = name.rpartition(".")
-        count = expert_count(module)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in key:
-            count = len(module)
-        if name and count > 1:
-            found.append((f"{outer}." if outer else "", f"{name}.", count))
+        count, whole = expert_count(module), isinstance(module, ExpertsModule)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            count, whole = len(module), True
+        called = f"{key} {type(module).__name__}".lower()
+        known = isinstance(module, ExpertsModule) or any(word in called for word in ("expert", "moe", "mixture"))
+        if count > 1 and known:
+            found.append((f"{outer}." if outer else "", f"{name}." if whole else "\0", count))
     return found
 
 

@@ -47,10 +47,6 @@ def report_of(name: str, scheme: str = "w8a8") -> Any:
 @pytest.mark.parametrize(
     ("name", "kind", "least"),
     [
-        ("MixtralForCausalLM", "experts", 60),
-        ("Qwen3MoeForCausalLM", "experts", 30),
-        ("GptOssForCausalLM", "experts", 30),
-        ("DeepseekV3ForCausalLM", "experts", 10),
         ("WhisperForConditionalGeneration", "convolutions", 10),
         ("MambaForCausalLM", "linear layers", 30),
         ("GPT2LMHeadModel", "embeddings", 10),

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 import qcut
 from qcut import errors
 from qcut.layers.embedding import Embedding
+from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
 from tests.layers import test_codebook, test_embedding, test_integers, test_shifted
+from tests.layers.experts import stacks
 from tests.layers.test_linear import SCHEMES, conv1d, quantized, same_state
 from tests.support.oracles import INF, NAN
 
@@ -69,6 +71,17 @@ def chain(bits: int) -> Kind:
     return Kind(lambda: test_integers.made(bits)[1], empty, lambda: torch.randn(2, 3, 37), 10)
 
 
+def stacked(scheme: str) -> Kind:
+    """Experts of two stacks, and a router."""
+
+    def empty(device: Any) -> nn.Module:
+        experts = stacks.experts_of(scheme)
+        parts = [LinearStack.from_json(part.to_json(), "empty").to_empty(device=device) for part in experts.children()]
+        return stacks.Routed(experts.with_projections(*parts))
+
+    return Kind(lambda: stacks.Routed(stacks.experts_of(scheme)), empty, lambda: torch.randn(2, 3, 64), 64)
+
+
 LINEAR = {
     **{scheme: linear(quantized, scheme, 33, 21) for scheme in SCHEMES},
     **{f"{scheme} without bias": linear(quantized, scheme, 33, 21, False) for scheme in SCHEMES},
@@ -76,8 +89,10 @@ LINEAR = {
     **{f"shifted {case}": shifted(case) for case in test_shifted.CASES},
 }
 CHAINS = {f"chain of int{bits}": chain(bits) for bits in (8, 16)}
+STACKED = ("w8a8", "w8a8_static", "w8a16", "int16x8", "codebook4", "codebook2", "codebook4+4_int8", "int4")
+STACKS = {f"experts of {scheme}": stacked(scheme) for scheme in STACKED}
 EMBEDDINGS = {f"embedding of {scheme}": embedding(scheme) for scheme in ("w8a16", "codebook4", "codebook4+4")}
-KINDS = LINEAR | CHAINS | EMBEDDINGS
+KINDS = LINEAR | CHAINS | STACKS | EMBEDDINGS
 COMPILED = (*SCHEMES, f"shifted {test_shifted.CASES[0]}", *CHAINS)
 
 
@@ -108,7 +123,7 @@ def test_state_dict_round_trip(name: str) -> None:
         assert torch.equal(layer(x), other(x))
 
 
-@pytest.mark.parametrize("name", LINEAR | CHAINS)
+@pytest.mark.parametrize("name", LINEAR | CHAINS | STACKS)
 def test_moves_keep_every_dtype(name: str) -> None:
     kind = KINDS[name]
     layer, x = kind.made(), kind.x()
@@ -128,7 +143,7 @@ def test_moves_keep_every_dtype(name: str) -> None:
     assert torch.equal(layer(x), before(x))
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", LINEAR | STACKS)
 def test_moves_to_another_device(name: str) -> None:
     kind = KINDS[name]
     layer, x = kind.made(), kind.x()

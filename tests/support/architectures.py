@@ -7,6 +7,7 @@ import inspect
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import qcut
+from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.forms import DenseExperts, ParallelExperts
+from qcut.layers.quantized import quantized_layers
 from qcut.models.modules import output_tensor, tensor_key
 from qcut.models.selection import linear_layers
 
@@ -51,10 +55,28 @@ _SIZES: dict[str, Any] = {
 }
 
 _ALSO: dict[str, dict[str, Any]] = {
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"expert_ffn_hidden_size": 64, "zero_expert_num": 2, "moe_topk": 2, "num_layers": 1},
+    "nllb-moe": {"encoder_sparse_step": 1, "decoder_sparse_step": 1, "expert_capacity": 64},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "expert_capacity": 64},
     "mamba": {"time_step_rank": 8},
     "mamba2": {"head_dim": 32, "num_heads": 4},
     "falcon_h1": {"mamba_d_state": 16},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 16,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 16,
+        "global_head_dim": 16,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granite": {"attention_multiplier": 0.25},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -87,7 +109,10 @@ def _shrunk(default: Any) -> dict[str, Any]:
     names = set(inspect.signature(type(default).__init__).parameters) | set(vars(default))
     mapped = getattr(type(default), "attribute_map", {})
     for name in sorted(names):
-        value = getattr(default, name, None)
+        try:
+            value = getattr(default, name, None)
+        except Exception:  # a value that may differ from layer to layer has none for all
+            value = None
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             fields[name] = _shrunk(value)
         elif name in _SIZES and name not in mapped and not isinstance(value, (list, tuple, dict)):
@@ -180,7 +205,7 @@ def check(model: Any, batch: dict[str, Any] | None, scheme: str, build: Any = No
         build: makes a model of its class, where qcut.load cannot.
     """
     changed = copy.deepcopy(model)
-    total = sum({tensor_key(p): p.numel() for p in model.parameters()}.values())
+    total = sum({tensor_key(p): p.numel() for p in model.parameters()}.values()) - unread_parameters(model)
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         report = qcut.quantize(changed, scheme, skip=(), progress=False)
         assert sum(report.parameters.values()) == total, (report.parameters, total)
@@ -190,11 +215,9 @@ def check(model: Any, batch: dict[str, Any] | None, scheme: str, build: Any = No
         assert str(report)
         qcut.save(changed, Path(folder) / "saved")
         back = qcut.load(Path(folder) / "saved", model=build, progress=False)
-        assert set(report.schemes) == {name for name, m in changed.named_modules() if isinstance(m, qcut.Linear)}
+        assert set(report.schemes) == set(quantized_layers(changed))
         error = _compare_states(changed, back) if batch is None else _compare_runs(model, changed, back, batch)
-    # Where a mixture's router chooses another expert for one token, the output jumps.
-    bound = BOUNDS[scheme] + (0.2 if "experts" in report.percent else 0.0)
-    assert error <= bound, f"{scheme}: error {error:.3f}"
+    assert error <= BOUNDS[scheme], f"{scheme}: error {error:.3f}"
     return Outcome(len(report.layers), len(report.skipped), error, report.percent)
 
 
@@ -206,11 +229,22 @@ def _compare_states(changed: nn.Module, back: nn.Module) -> float:
 
 
 def _compare_runs(model: nn.Module, changed: nn.Module, back: nn.Module, batch: dict[str, Any]) -> float:
-    """The relative error of the quantized model's output; the loaded model's is the same, bit by bit."""
-    want, again, got = run(model, batch), run(model, batch), run(changed, batch)
+    """The relative error of the quantized model's output; the loaded model's is the same, bit by bit.
+
+    Routers of random models are near ties, and the output jumps where one token gets another expert: the quantized
+    models take the float model's routes.
+    """
+    with recorded_routes(model) as record:
+        want = run(model, batch)
+    with forced_routes(changed, record):
+        got = run(changed, batch)
+    again = run(model, batch)
     if not torch.equal(want, again) or want.shape != got.shape:
         return 0.0  # noise in the forward, or a length that depends on values
-    assert torch.equal(run(back, batch), got), "the loaded model computes something else"
+    with forced_routes(back, record):
+        assert torch.equal(run(back, batch), got), "the loaded model computes something else"
+    if record:
+        assert torch.equal(run(back, batch), run(changed, batch)), "the loaded model has other routes"
     finite = want.isfinite()
     assert torch.equal(finite, got.isfinite())
     a, b = want[finite].double(), got[finite].double()
@@ -221,3 +255,63 @@ def run(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """The model's output, from one state of the generator."""
     torch.manual_seed(5)
     return output_tensor(model(**batch)).float()
+
+
+def unread_parameters(model: nn.Module) -> int:
+    """Parameters of experts that are the identity, which LongCat's class has and never reads: nothing keeps them."""
+    found: list[Any] = [m for m in model.modules() if type(m).__name__ == "LongcatFlashExperts"]
+    return sum(m.gate_up_proj[m.num_routed_experts :].numel() for m in found)
+
+
+Routes = dict[str, list[Any]]
+"""By module, what the router gave in each call: what experts got besides tokens, or a router's result."""
+
+
+@contextmanager
+def recorded_routes(model: nn.Module) -> Iterator[Routes]:
+    """Records the routes of every mixture of a float model."""
+    found: Routes = {}
+    handles = []
+    for name, module in model.named_modules():
+        calls = found.setdefault(name, []) if _routed(module) or _router(model, name) else None
+        if calls is None:
+            continue
+        if _routed(module):
+            handles.append(module.register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[1:])))
+        else:
+            handles.append(module.register_forward_hook(lambda _, __, result, calls=calls: calls.append(result)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def forced_routes(model: nn.Module, record: Routes) -> Iterator[None]:
+    """Lets a quantized model take the routes that the float model took."""
+    handles = []
+    for name, calls in record.items():
+        module, left = model.get_submodule(name), iter(calls)
+        if _router(model, name):
+            handles.append(module.register_forward_hook(lambda _, __, ___, left=left: next(left)))
+        else:
+            handles.append(module.register_forward_pre_hook(lambda _, args, left=left: (args[0], *next(left))))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _routed(module: nn.Module) -> bool:
+    """Whether a module gets routes as arguments."""
+    own_routes = type(module).__name__ in ("Llama4TextExperts", "JetMoeParallelExperts")
+    if isinstance(module, Experts):
+        return not isinstance(module, (DenseExperts, ParallelExperts))
+    return type(module).__name__.endswith("Experts") and not own_routes
+
+
+def _router(model: nn.Module, name: str) -> bool:
+    """Whether a module is the router of experts that get none as arguments."""
+    return type(model.get_submodule(name)).__name__ in ("Llama4Router", "JetMoeTopKGating")

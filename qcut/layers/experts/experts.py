@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from qcut.errors import DtypeError, RangeError, ShapeError, UnsupportedError, layer_prefix
+from qcut.errors import DeviceError, DtypeError, RangeError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
 from qcut.models.modules import ExpertsModule, dtype_name
 from qcut.numerics.gating import Gating
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Projection = LinearStack | nn.ModuleList
 """One projection of all experts: quantized in one stack, or a linear layer each."""
@@ -26,6 +29,7 @@ class Experts(ExpertsModule):
         gating: what is between them.
         post_expert_norm: applied to an expert's result, before the route's weight; None for none.
         name: of the module, for error messages.
+        identities: experts without weights, whose result is the token: E, E + 1 and so on.
 
     Attributes:
         num_experts: E.
@@ -38,18 +42,28 @@ class Experts(ExpertsModule):
         gating: Gating,
         post_expert_norm: nn.Module | None = None,
         name: str | None = None,
+        identities: int = 0,
     ) -> None:
         super().__init__()
         self.up, self.down, self.post_expert_norm = up, down, post_expert_norm
-        self.gating, self.name, self.num_experts = gating, name, count_of(up)
+        self.gating, self.name, self.num_experts, self.identities = gating, name, count_of(up), identities
+
+    def with_projections(self, up: Projection, down: Projection) -> Self:
+        """These experts with other layers."""
+        made = type(self)(up, down, self.gating, self.post_expert_norm, self.name, self.identities)
+        return made.train(self.training)
+
+    def arguments(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Any, ...]:
+        """What `forward` takes for tokens ``[T, H]``, the experts of each ``[T, k]`` and their weights."""
+        return x, index, weights
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Applies to each token the experts that the router chose.
 
         Args:
             hidden_states: ``[T, H]``.
-            top_k_index: the experts of each token, integers ``[T, k]``. An index of E or more is a route that another
-                process computes; its weight is 0.
+            top_k_index: the experts of each token, integers ``[T, k]``. An index beyond all experts is a route that
+                another process computes; its weight is 0.
             top_k_weights: of each route, floating point ``[T, k]``.
 
         Returns:
@@ -58,15 +72,20 @@ class Experts(ExpertsModule):
         Raises:
             ShapeError: shapes that do not fit together.
             DtypeError: indices that are no integers, or weights that are no floats.
-            RangeError: an index below 0, or of E or more with a weight, or a weight that is NaN or infinite.
-            UnsupportedError: a CUDA graph is captured, in which no host can read the routes.
+            DeviceError: indices or weights on another device than the tokens.
+            RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite.
+            UnsupportedError: a CUDA graph or a program is captured, in which no host can read the routes.
 
         Exactness: products are those of the experts' layers; their results are multiplied by the weights and added in
-        float32 in the order of the routes, and rounded once. Nothing depends on the other tokens.
+        float32 in the order of the routes, and rounded once. Other tokens change nothing but what the layers' own
+        products owe to their number of tokens, which integer products do not.
         """
         x, index, weights = hidden_states, top_k_index, top_k_weights
+        refuse_capture(x, layer_prefix(self.name))
         self._check(x, index, weights)
-        routes = index.shape[1]
+        if x.is_meta:
+            return torch.empty_like(x)
+        routes, index = index.shape[1], index.long()
         order = index.reshape(-1).argsort(stable=True)
         counts = torch.bincount(index.reshape(-1).clamp(max=self.num_experts), minlength=self.num_experts + 1)
         parts, first = [], 0
@@ -74,8 +93,9 @@ class Experts(ExpertsModule):
             if count:
                 parts.append(self._expert(e, x[order[first : first + count] // routes]))
                 first += count
-        # Routes of other processes are last in the order, and add nothing.
-        parts.append(x.new_zeros(len(order) - first, x.shape[1]))
+        # Routes without an expert are last: those of other processes add nothing.
+        last = x[order[first:] // routes]
+        parts.append(last if self.identities else torch.zeros_like(last))
         results = torch.cat(parts)[order.argsort()].view(*index.shape, x.shape[1])
         return weighted_sum(results, weights).to(x.dtype)
 
@@ -84,32 +104,47 @@ class Experts(ExpertsModule):
         return cast(Tensor, y if self.post_expert_norm is None else self.post_expert_norm(y))
 
     def _check(self, x: Tensor, index: Tensor, weights: Tensor) -> None:
-        where = layer_prefix(self.name)
-        if x.ndim != 2 or index.ndim != 2 or index.shape != weights.shape or len(index) != len(x):
+        where, columns = layer_prefix(self.name), columns_of(self.up)
+        if x.ndim != 2 or index.ndim != 2 or index.shape != weights.shape or (len(index), columns) != x.shape:
             raise ShapeError(
                 f"{where}tokens {list(x.shape)}, indices {list(index.shape)} and weights {list(weights.shape)}; "
-                "allowed: [T, H], [T, k] and [T, k]"
+                f"allowed: [T, {columns}], [T, k] and [T, k]"
             )
         if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
             raise DtypeError(f"{where}indices are {dtype_name(index.dtype)}; allowed: integers")
         if not weights.is_floating_point():
             raise DtypeError(f"{where}weights are {dtype_name(weights.dtype)}; allowed: floating point")
-        if torch.compiler.is_compiling() or index.is_meta:
+        if not x.device == index.device == weights.device:
+            raise DeviceError(
+                f"{where}tokens are on {x.device}, indices on {index.device}, weights on {weights.device}; allowed: one"
+            )
+        if x.is_meta:
             return
-        if index.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(f"{where}experts read their routes on the host; no CUDA graph can capture that")
-        wrong = (index < 0) | ((index >= self.num_experts) & (weights != 0)) | ~weights.isfinite()
+        beyond = index >= self.num_experts + self.identities
+        wrong = (index < 0) | (beyond & (weights != 0)) | ~weights.isfinite()
         if wrong.any():
             token, route = wrong.nonzero()[0].tolist()
             raise RangeError(
                 f"{where}token {token}: found expert {int(index[token, route])} with weight "
-                f"{float(weights[token, route])}; allowed: experts 0 to {self.num_experts - 1} with finite weights, "
-                "and larger indices with weight 0"
+                f"{float(weights[token, route])}; allowed: experts 0 to {self.num_experts + self.identities - 1} with "
+                "finite weights, and larger indices with weight 0"
             )
 
     def extra_repr(self) -> str:
         """Number of experts and gating, for ``print(model)``."""
         return f"num_experts={self.num_experts}, gating={self.gating}"
+
+
+def refuse_capture(x: Tensor, where: str) -> None:
+    """Refuse to be captured with tokens.
+
+    Raises:
+        UnsupportedError: by a CUDA graph, or by ``torch.export``.
+    """
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(f"{where}experts read their routes on the host; torch.export cannot trace that")
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(f"{where}experts read their routes on the host; no CUDA graph can capture that")
 
 
 def weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
@@ -123,6 +158,12 @@ def weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
 def count_of(projection: Projection) -> int:
     """The number of experts."""
     return projection.experts if isinstance(projection, LinearStack) else len(projection)
+
+
+def columns_of(projection: Projection) -> int:
+    """Columns of every expert's layer."""
+    one = projection if isinstance(projection, LinearStack) else cast(nn.Linear, projection[0])
+    return one.in_features
 
 
 def layer_of(projection: Projection, e: int) -> nn.Linear | Linear:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,13 +101,16 @@ class LinearStack(QuantizedLayer):
         """
         if not 0 <= e < self.experts:
             raise IndexError(f"{layer_prefix(self.name)}expert {e}; allowed: 0 to {self.experts - 1}")
-        one = copy(self._one)
         buffers = {key: None if buffer is None else buffer[e] for key, buffer in self._buffers.items()}
-        state: dict[str, Any] = one.__dict__
-        state |= {key: OrderedDict() for key, hooks in state.items() if isinstance(hooks, OrderedDict)}
-        state |= {"_buffers": buffers, "_parameters": {}, "_read": None, "training": self.training}
+        held = next(buffer for buffer in buffers.values() if buffer is not None)
+        size = self.out_features, self.in_features
+        parameters = {"weight": FrozenWeight(size, buffers, self.weight_dtype, held.device)}
+        one = object.__new__(type(self._one))
+        # Hooks of a view are its own, and a cache of its weight.
+        state = {key: OrderedDict() if isinstance(v, OrderedDict) else v for key, v in self._one.__dict__.items()}
+        state |= {"_buffers": buffers, "_parameters": parameters, "_read": None, "training": self.training}
         state |= {"name": f"{self.name}.{e}" if self.name else None, "input_gradients": self.input_gradients}
-        one._settle(self.weight_dtype)
+        one.__dict__ = state
         return one
 
     @property
@@ -193,8 +195,12 @@ class LinearStack(QuantizedLayer):
     def _settle(self, dtype: torch.dtype) -> None:
         """Let the parameter be of a dtype, and where the buffers are."""
         device = next(b for b in self._buffers.values() if b is not None).device
-        rows = self.experts * self.out_features
-        self._parameters["weight"] = FrozenWeight((rows, self.in_features), self._buffers, dtype, device)
+        held = self._parameters.get("weight")
+        if held is not None and held.device.type == device.type:
+            held.data = held.data.to(device, dtype)
+        else:
+            rows = self.experts * self.out_features
+            self._parameters["weight"] = FrozenWeight((rows, self.in_features), self._buffers, dtype, device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         refuse_foreign_saving(self.name)

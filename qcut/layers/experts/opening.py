@@ -47,7 +47,7 @@ class Opened:
             f"{name}.{key}": [f"{name}.{key}.{e}" for e in range(experts.num_experts)]
             for name, experts in self.experts.items()
             for key in PROJECTIONS
-            if isinstance(getattr(experts, key), nn.ModuleList)
+            if isinstance(getattr(experts, key), nn.ModuleList) and len(getattr(experts, key))
         }
 
 
@@ -83,7 +83,6 @@ def stacked(opened: Opened, layers: dict[str, Linear]) -> dict[str, Experts]:
     made: dict[str, Experts] = {}
     if not opened.experts:
         return made
-    from qcut.layers.experts.experts import Experts
     from qcut.layers.experts.linear_stack import LinearStack
 
     for name, experts in opened.experts.items():
@@ -95,6 +94,5 @@ def stacked(opened: Opened, layers: dict[str, Linear]) -> dict[str, Experts]:
                 layers.update(zip(names, made_of.layers, strict=True))
                 parts[key] = made_of
         if parts:
-            whole = parts.get("up", experts.up), parts.get("down", experts.down)
-            made[name] = Experts(*whole, experts.gating, experts.post_expert_norm, name).train(experts.training)
+            made[name] = experts.with_projections(parts.get("up", experts.up), parts.get("down", experts.down))
     return made

@@ -1,123 +1,20 @@
-"""Reads the weights of experts, and lays them out in one way.
-
-Experts are taken for what they compute, not for what their class is called: the module goes through transformers'
-interface for experts, whose flags say how the weights lie; its gate is found by calling it (`gating_of`); and the whole
-is compared with the module's own result on random tokens (`qcut.layers.experts.opening`).
-"""
+"""Opens a module of experts as linear layers, where its result on random tokens is theirs."""
 
 from __future__ import annotations
-
-import sys
-from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from qcut.layers.experts.experts import Experts, Projection, layer_of
+from qcut.layers.experts.families import ExpertWeights, expert_weights
 from qcut.layers.experts.linear_stack import LinearStack
-from qcut.models.classes import is_unwatched
-from qcut.models.modules import WEIGHT_DTYPES
-from qcut.numerics.gating import Gating, gating_of
+from qcut.numerics.plain_state import outside_modes
 
 _PROBE_TOKENS, _PROBE_EXPERTS = 6, 4
-_INTERFACE = "transformers.integrations.moe"
-_WEIGHTS = {"gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"}
+_LARGEST = 100.0
 
 
-@dataclass(frozen=True)
-class ExpertWeights:
-    """The weights of one mixture's experts, as layers read them; views of the module's parameters where they can be.
-
-    Attributes:
-        up: ``[E, 2 I, H]`` with the gate above, or ``[E, I, H]`` without one.
-        down: ``[E, H, I]``.
-        up_bias: ``[E, 2 I]`` or ``[E, I]``; or None.
-        down_bias: ``[E, H]`` or None.
-        gating: what is between the products.
-        post_expert_norm: of an expert's result, or None.
-    """
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-    gating: Gating
-    post_expert_norm: nn.Module | None = None
-
-
-def uses_interface(cls: type) -> bool:
-    """Whether objects of a class are computed by transformers' interface for experts."""
-    interface = sys.modules.get(_INTERFACE)
-    forward = vars(cls).get("forward")
-    if interface is None or not isinstance(forward, FunctionType):
-        return False
-    written = getattr(forward, "__wrapped__", None)
-    return (
-        forward.__globals__ is vars(interface)
-        and forward.__code__.co_qualname.startswith("use_experts_implementation.")
-        and isinstance(written, FunctionType)
-        and written.__qualname__ == f"{cls.__qualname__}.forward"
-    )
-
-
-def expert_weights(module: Any) -> ExpertWeights | str:
-    """The weights of a module of experts, or why it has none that qcut knows.
-
-    Args:
-        module: with stacked weights. On the meta device too.
-    """
-    kind = type(module).__name__
-    if not uses_interface(type(module)):
-        return f"{kind} does not go through transformers' interface for experts"
-    if not is_unwatched(module):
-        return f"{kind} has hooks, or a forward of its own"
-    held = {key: p for key, p in module._parameters.items() if p is not None}
-    if not held.keys() <= _WEIGHTS or module._buffers:
-        return f"{kind} has parameters that experts of the interface have not: {sorted(held.keys() - _WEIGHTS)}"
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    if any(p.ndim != 3 or not p.numel() or p.dtype not in WEIGHT_DTYPES for p in (held[name], held["down_proj"])):
-        return f"{kind} has weights that are no matrices of floating point"
-    up, down = held[name].detach(), held["down_proj"].detach()
-    bias, down_bias = ((held[f"{key}_bias"].detach() if module.has_bias else None) for key in (name, "down_proj"))
-    if module.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    rows = up.shape[1] // 2 if module.has_gate else up.shape[1]
-    if (up.shape[0], up.shape[2], rows) != (down.shape[0], down.shape[1], down.shape[2]):
-        return f"{kind} has weights of {list(up.shape)} and {list(down.shape)}, which do not fit together"
-    interleaved = module.has_gate and not module.is_concatenated
-    gating = _gating(module, rows, interleaved)
-    if gating is None:
-        return f"{kind} has a gate that qcut does not know"
-    if interleaved:
-        up, bias = _halves(up), None if bias is None else _halves(bias)
-    norm = module.post_expert_norm if module.has_post_expert_norm else None
-    return ExpertWeights(up, down, bias, down_bias, gating, norm)
-
-
-def _halves(t: Tensor) -> Tensor:
-    """Rows gate, up, gate, up … as all gates above all ups."""
-    return torch.cat([t[:, 0::2], t[:, 1::2]], 1)
-
-
-def _gating(module: Any, width: int, interleaved: bool) -> Gating | None:
-    gated = bool(module.has_gate)
-
-    def function(rows: Tensor) -> Tensor:
-        if interleaved:
-            rows = torch.stack(rows.chunk(2, -1), -1).flatten(-2)
-        return cast(Tensor, module._apply_gate(rows) if gated else module.act_fn(rows))
-
-    numbers = {float(v) for m in module.modules() for v in vars(m).values() if type(v) in (int, float)}
-    sizes = {float(size) for p in module._parameters.values() if p is not None for size in p.shape}
-    try:
-        with torch.no_grad():
-            return gating_of(function, width, gated, sorted(numbers - sizes)[:8])
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return None
-
-
+@outside_modes()
 def open_experts(module: nn.Module, name: str | None = None) -> Experts | str:
     """The experts of a module as linear layers, or why it has none that qcut knows.
 
@@ -126,11 +23,10 @@ def open_experts(module: nn.Module, name: str | None = None) -> Experts | str:
         name: of the module.
 
     Returns:
-        `Experts` in the memory of the module; weights whose rows are interleaved are copied.
+        `Experts` in the memory of the module; weights are copied where gate and up are interleaved or apart.
     """
     if isinstance(module, Experts):
-        made = Experts(_opened(module.up), _opened(module.down), module.gating, module.post_expert_norm, module.name)
-        return made.train(module.training)
+        return module.with_projections(_opened(module.up), _opened(module.down))
     weights = expert_weights(module)
     if isinstance(weights, str):
         return weights
@@ -141,16 +37,17 @@ def open_experts(module: nn.Module, name: str | None = None) -> Experts | str:
 def experts_of(weights: ExpertWeights, name: str | None = None) -> Experts:
     """Float experts with these weights, not copied."""
     up, down = _linears(weights.up, weights.up_bias), _linears(weights.down, weights.down_bias)
-    return Experts(up, down, weights.gating, weights.post_expert_norm, name)
+    return weights.form(up, down, weights.gating, weights.post_expert_norm, name, weights.identities)
 
 
 def _opened(projection: Projection) -> nn.ModuleList:
     return nn.ModuleList(projection.layers) if isinstance(projection, LinearStack) else projection
 
 
-def _linears(weight: Tensor, bias: Tensor | None) -> nn.ModuleList:
+def _linears(weight: Tensor | None, bias: Tensor | None) -> nn.ModuleList:
     layers = nn.ModuleList()
-    for e in range(len(weight)):
+    for e in range(0 if weight is None else len(weight)):
+        assert weight is not None
         layer = nn.Linear(weight.shape[2], weight.shape[1], bias is not None, device="meta")
         layer.weight = nn.Parameter(weight[e], requires_grad=False)
         if bias is not None:
@@ -162,28 +59,45 @@ def _linears(weight: Tensor, bias: Tensor | None) -> nn.ModuleList:
 def _difference(module: nn.Module, made: Experts) -> str | None:
     """What differs between a module's result on random tokens and that of its experts laid open; None if nothing.
 
-    Weights on the meta device compute nothing: there the flags decide.
+    Weights on the meta device compute nothing: there class and flags decide. NaN and infinite values are for the layers
+    to refuse, by name.
     """
-    weight = next(module.parameters())
+    weight, kind = next(module.parameters()), type(module).__name__
     if weight.is_meta:
         return None
-    generator = torch.Generator().manual_seed(0)
-    count = min(_PROBE_EXPERTS, made.num_experts)
-    columns = layer_of(made.up, 0).in_features
-    x = torch.randn(_PROBE_TOKENS, columns, generator=generator, dtype=torch.float32, device="cpu")
-    chosen = torch.rand(_PROBE_TOKENS, made.num_experts, generator=generator, dtype=torch.float32, device="cpu")
-    pool = torch.randperm(made.num_experts, generator=generator, dtype=torch.int64, device="cpu")[:count]
-    index = pool[chosen[:, :count].argsort(1)[:, : min(2, count)]]
-    routes = torch.rand(index.shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
-    x, routes, index = x.to(weight), routes.to(weight), index.to(weight.device)
+    x, index, routes = _probe(made, weight)
+    arguments = made.arguments(x, index, routes)
     try:
         with torch.no_grad():
-            expected = module(x.clone(), index.clone(), routes.clone())
-            found = made(x, index, routes)
+            expected = module(*(a.clone() if isinstance(a, Tensor) else a for a in arguments)).float()
+            found = made(*arguments).float()
     except Exception as error:  # what a foreign module raises is not known
-        return f"{type(module).__name__} fails on random tokens: {' '.join(str(error).split())[:120]}"
+        return f"{kind} fails on random tokens: {' '.join(str(error).split())[:120]}"
     allowed = 1e-4 if weight.dtype.itemsize >= 4 and not weight.is_cuda else 0.03
-    size = expected.float().norm().item()
-    if found.shape != expected.shape or not (found.float() - expected.float()).norm().item() <= allowed * size:
-        return f"{type(module).__name__} computes something else than its weights and flags say"
-    return None
+    if found.shape == expected.shape:
+        far = (found - expected).norm(dim=-1) > allowed * expected.norm(dim=-1)
+        if not far.any() and torch.equal(found.isfinite(), expected.isfinite()):
+            return None
+    return f"{kind} computes something else than its weights and flags say"
+
+
+def _probe(made: Experts, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Random tokens, a few experts and weights, as the float weight's dtype and device.
+
+    Results of ``up`` are from a half to 16 in size, for gates differ where they are far from zero.
+    """
+    generator = torch.Generator().manual_seed(0)
+    count, first = min(_PROBE_EXPERTS, made.num_experts), layer_of(made.up, 0)
+    x = torch.randn(_PROBE_TOKENS, first.in_features, generator=generator, dtype=torch.float32, device="cpu")
+    chosen = torch.rand(_PROBE_TOKENS, count, generator=generator, dtype=torch.float32, device="cpu")
+    pool = torch.randperm(made.num_experts, generator=generator, dtype=torch.int64, device="cpu")[:count]
+    index = pool[chosen.argsort(1)[:, :2]]
+    if made.identities:
+        index[0, 0] = made.num_experts + made.identities - 1
+    routes = torch.rand(index.shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
+    x, routes, index = x.to(weight), routes.to(weight), index.to(weight.device)
+    with torch.no_grad():
+        size = first(x).float().square().mean(1).sqrt().nan_to_num(1.0, posinf=1.0)
+    wanted = torch.tensor([0.5, 1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float32, device=weight.device)
+    scale = (wanted / size.clamp(min=1e-6)).clamp(max=_LARGEST)[:, None]
+    return (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(weight.dtype), index, routes

@@ -13,8 +13,9 @@ from qcut.checkpoints.formats.experts.names import ExpertNames
 from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.families import expert_weights
 from qcut.layers.experts.linear_stack import LinearStack
-from qcut.layers.experts.weights import expert_weights, experts_of
+from qcut.layers.experts.weights import experts_of
 
 _PROJECTIONS = {"gate_up_proj": "up", "up_proj": "up", "down_proj": "down"}
 """By the parameter of transformers' experts, the projection of `Experts`."""
