@@ -469,9 +469,9 @@ def apply_activation(v: Tensor, activation: str) -> Tensor:
             return torch.erf(v * math.sqrt(0.5)).add_(1.0).mul_(v * 0.5)
         case "gelu_tanh":
             inner = (v * v).mul_(v).mul_(0.044715).add_(v).mul_(math.sqrt(2.0 / math.pi))
-            return torch.tanh(inner).add(1.0).mul_(v * 0.5)
+            return inner.tanh_().add_(1.0).mul_(v * 0.5)
         case "silu":
-            return v / torch.exp(-v).add(1.0)
+            return v / torch.neg(v).exp_().add_(1.0)
     return v
 
 
