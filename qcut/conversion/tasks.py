@@ -15,6 +15,7 @@ from qcut.models.modules import tied_elsewhere, weight_nk
 from qcut.models.selection import (
     DEFAULT_SKIP,
     check_model,
+    expert_stacks,
     find_layers,
     float_by_default,
     linear_layers,
@@ -40,19 +41,25 @@ class Task:
         scheme: its new scheme.
         static_range: calibrated range of the layer's input, for schemes that need one.
         activation: activation that the layer computes after its bias.
-        second_moment: ``E[x x^T]`` of its input ``[K, K]``, or the loss's curvature by its weight, which a codebook is
-            fitted to.
+        moments: by layer, what codebooks are fitted to; None where this layer is not.
         scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
         note: why the scheme is not the requested one; empty if it is.
+        name: of the layer in ``moments``.
     """
 
     module: nn.Module
     scheme: Scheme
     static_range: StaticRange | None = None
     activation: str = "none"
-    second_moment: Tensor | Curvature | None = None
+    moments: Mapping[str, Tensor | Curvature] | None = None
     scale: Tensor | None = None
     note: str = ""
+    name: str = ""
+
+    @property
+    def second_moment(self) -> Tensor | Curvature | None:
+        """``E[x x^T]`` of the layer's input ``[K, K]``, or the loss's curvature by its weight; see `moment_of`."""
+        return None if self.moments is None else moment_of(self.moments, self.name, self.module)
 
 
 def layer_tasks(
@@ -84,10 +91,10 @@ def layer_tasks(
     else:
         tasks, left = _uniform_tasks(model, parsed, calibration, chosen, allow_growth)
     skipped |= left
-    stay = float_by_default(model, every) if include is None else {}
+    stay, stacks = float_by_default(model, every) if include is None else {}, expert_stacks(model)
     for name in every:
         if name not in tasks and name not in skipped:
-            skipped[name] = "matched by skip" if matches(name, patterns) else stay.get(name, "not in include")
+            skipped[name] = "matched by skip" if matches(name, patterns, stacks) else stay.get(name, "not in include")
     if not tasks:
         raise QuantizationError(f"{type(model).__name__}: no layer to quantize: {summary_of(skipped)}")
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -178,7 +185,11 @@ def add_second_moments(
     """
     for name, task in tasks.items():
         if task.scheme.takes_second_moments and (name in moments or name not in optional):
-            task.second_moment = moment_of(moments, name, task.module)
+            if name not in moments:
+                raise _no_moment(name)
+            task.moments, task.name = moments, name
+            if not getattr(moments, "in_turns", False):  # those run the model
+                moment_of(moments, name, task.module)
 
 
 def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.Module) -> Tensor | Curvature:
@@ -187,11 +198,9 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
     Raises:
         CalibrationError: there is none, or one of another size.
     """
-    moment = moments.get(name)
-    if moment is None:
-        raise CalibrationError(
-            f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for each"
-        )
+    if name not in moments:
+        raise _no_moment(name)
+    moment = moments[name]
     from qcut.numerics.codebook.fitting.curvature import as_curvature
 
     (n, k), curvature = weight_nk(module).shape, as_curvature(moment)
@@ -200,6 +209,12 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
         if held is not None and held.shape != (size, size):
             raise CalibrationError(f"layer {name!r}: {what} has shape {list(held.shape)}; allowed: {[size, size]}")
     return moment
+
+
+def _no_moment(name: str) -> CalibrationError:
+    return CalibrationError(
+        f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for each"
+    )
 
 
 def check_stacks(tasks: Mapping[str, Task], mixtures: Opened) -> None:
