@@ -15,6 +15,7 @@ from qcut.models.modules import tied_elsewhere, weight_nk
 from qcut.models.selection import (
     DEFAULT_SKIP,
     check_model,
+    expert_layers,
     expert_stacks,
     find_layers,
     float_by_default,
@@ -150,23 +151,32 @@ def _uniform_tasks(
 
 
 def _planned_tasks(model: nn.Module, plan: Plan, every: dict[str, nn.Module]) -> tuple[dict[str, Task], dict[str, str]]:
-    """Each layer of a plan under its own scheme."""
+    """Each layer of a plan under its own scheme; of experts, all of a projection under one."""
     plan.check()
-    tasks = {}
-    skipped = {name: "not in the plan" for name in every if name not in plan.layers}
+    tasks: dict[str, Task] = {}
+    units = expert_layers(model, every)
+    planned = {layer for name in plan.layers for layer in units.get(name, [name])}
+    skipped = {name: "not in the plan" for name in every if name not in planned}
     for name, entry in plan.layers.items():
-        if name not in every:
+        names = units.get(name, [name])
+        if names[0] not in every:
             raise PlanError(f"layer {name!r} of the plan is no linear layer of {type(model).__name__}")
-        n, k = weight_nk(every[name]).shape
-        if (n, k) != (entry.out_features, entry.in_features):
+        n, k = weight_nk(every[names[0]]).shape
+        if (n * len(names), k) != (entry.out_features, entry.in_features):
             raise PlanError(
-                f"layer {name!r}: the plan has {entry.out_features} x {entry.in_features}, the model {n} x {k}"
+                f"layer {name!r}: the plan has {entry.out_features} x {entry.in_features}, the model "
+                f"{n * len(names)} x {k}"
             )
         scheme = parse_scheme(entry.scheme)
         if scheme.is_float:
-            skipped[name] = f"{scheme.name} by the plan"
-        else:
-            tasks[name] = Task(every[name], scheme, entry.static_range if scheme.needs_range else None)
+            skipped |= dict.fromkeys(names, f"{scheme.name} by the plan")
+            continue
+        ranges: Sequence[StaticRange | None] = [None] * len(names)
+        if scheme.needs_range:
+            ranges = entry.static_ranges or [entry.static_range] * len(names)
+        if len(ranges) != len(names):
+            raise PlanError(f"layer {name!r}: the plan has {len(ranges)} static ranges, the model {len(names)} experts")
+        tasks |= {layer: Task(every[layer], scheme, one) for layer, one in zip(names, ranges, strict=True)}
     split = tied_elsewhere(model, {name: task.module for name, task in tasks.items()})
     for name, other in split.items():
         raise PlanError(

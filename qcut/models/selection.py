@@ -85,6 +85,15 @@ def expert_stacks(model: nn.Module) -> set[str]:
     return {f"{name}.{key}" for name, module in found for key in module._modules}
 
 
+def expert_layers(model: nn.Module, layers: Iterable[str]) -> dict[str, list[str]]:
+    """Of layers by name, those of experts, by the stack that they belong to."""
+    stacks, found = expert_stacks(model), dict[str, list[str]]()
+    for name in layers:
+        if (stack := name.rpartition(".")[0]) in stacks:
+            found.setdefault(stack, []).append(name)
+    return found
+
+
 def globs(patterns: Any, what: str) -> tuple[str, ...]:
     """Globs of module names; a single one may be a string.
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, shrunk, stacks_among, turns_of
+from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, shrunk, turns_of
 from qcut.conversion.calibration.observers import all_of, run_observed
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import first_input, forward, model_device, output_tensor, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, find_layers
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
 
@@ -82,9 +82,9 @@ def collect_curvature(
     if loss not in ("tokens", "outputs", None):
         raise ConfigError(f"loss: found {loss!r}; allowed: tokens, outputs or None")
     check_model(model)
-    with opened(model) as mixtures:
+    with opened(model):
         sizes = {name: _bytes(*weight_nk(module).shape) for name, module in find_layers(model, layers, skip).items()}
-        turns = turns_of(sizes, mixtures, most_bytes)
+        turns = turns_of(sizes, expert_layers(model, sizes), most_bytes)
         held = batches if len(turns) == 1 else all_of(batches)
         return Moments(turns, partial(_collected, model, held, loss=loss, seed=seed, progress=progress))
 
@@ -105,7 +105,7 @@ def _collected(
         _differentiate(forward(model, batch), loss, generator)
         anchor.grad = None
 
-    with opened(model) as mixtures:
+    with opened(model):
         chosen = {name: model.get_submodule(name) for name in names}
         sums = {name: _Sums(name, len(weight_nk(module))) for name, module in chosen.items()}
         hooks = (
@@ -114,7 +114,7 @@ def _collected(
         )
         with frozen(model), torch.enable_grad():
             count = run_observed(model, batches, hooks, run, "curvature", progress)
-        stacks = stacks_among(names, mixtures)
+        stacks = expert_layers(model, names)
     tokens = {name: one.tokens for name, one in sums.items()}
     check_seen(tokens, stacks, count, "derivative of the loss")
     for one in sums.values():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from qcut.errors import CalibrationError, ConfigError
-from qcut.layers.experts.opening import Opened
 
 M = TypeVar("M")
 
@@ -71,12 +70,14 @@ class Moments(Mapping[str, M], Generic[M]):
         return len(self._turn_of)
 
 
-def turns_of(sizes: Mapping[str, int], mixtures: Opened, most_bytes: float | None) -> list[list[str]]:
+def turns_of(
+    sizes: Mapping[str, int], stacks: Mapping[str, Sequence[str]], most_bytes: float | None
+) -> list[list[str]]:
     """Layers that are collected together: those next to each other, as far as the bytes go.
 
     Args:
         sizes: bytes that are collected of each layer.
-        mixtures: all experts of a projection are in one turn.
+        stacks: layers that are in one turn: all experts of a projection.
         most_bytes: of a turn; one layer, or one projection of experts, may take more. None: one turn for all.
 
     Raises:
@@ -86,9 +87,10 @@ def turns_of(sizes: Mapping[str, int], mixtures: Opened, most_bytes: float | Non
         return [list(sizes)]
     if not most_bytes > 0:
         raise ConfigError(f"most_bytes: found {most_bytes}; a positive number is allowed, such as 8e9")
+    stack_of = {name: stack for stack, names in stacks.items() for name in names}
     units: dict[str, list[str]] = {}
     for name in sizes:
-        units.setdefault(mixtures.stack_of(name) or name, []).append(name)
+        units.setdefault(stack_of.get(name, name), []).append(name)
     turns: list[list[str]] = []
     left = 0.0
     for names in units.values():
@@ -99,15 +101,6 @@ def turns_of(sizes: Mapping[str, int], mixtures: Opened, most_bytes: float | Non
         turns[-1] += names
         left -= size
     return turns
-
-
-def stacks_among(names: Iterable[str], mixtures: Opened) -> dict[str, list[str]]:
-    """The layers of experts among layers, by their projection."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        if (stack := mixtures.stack_of(name)) is not None:
-            found.setdefault(stack, []).append(name)
-    return found
 
 
 def check_seen(tokens: Mapping[str, int], stacks: Mapping[str, Sequence[str]], batches: int, what: str) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, shrunk, stacks_among, turns_of
+from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, shrunk, turns_of
 from qcut.conversion.calibration.observers import all_of, input_hooks, run_observed
 from qcut.errors import CalibrationError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import forward, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, find_layers
 from qcut.numerics.plain_state import in_plain_state
 
 
@@ -60,9 +60,9 @@ def collect_second_moments(
     not share a matrix.
     """
     check_model(model)
-    with opened(model) as mixtures:
+    with opened(model):
         sizes = {n: 4 * weight_nk(m).shape[1] ** 2 for n, m in find_layers(model, layers, skip).items()}
-        turns = turns_of(sizes, mixtures, most_bytes)
+        turns = turns_of(sizes, expert_layers(model, sizes), most_bytes)
         held = batches if len(turns) == 1 else all_of(batches)
         return Moments(turns, partial(_collected, model, held, progress=progress))
 
@@ -73,7 +73,7 @@ def _collected(
     model: nn.Module, batches: Iterable[Any], names: Sequence[str], progress: bool
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The moments of layers, and the tokens that they saw."""
-    with opened(model) as mixtures:
+    with opened(model):
         chosen = {name: model.get_submodule(name) for name in names}
         collector = _Collector()
 
@@ -82,7 +82,7 @@ def _collected(
             collector.release()
 
         count = run_observed(model, batches, input_hooks(chosen, collector.add), run, "second moments", progress)
-        stacks = stacks_among(names, mixtures)
+        stacks = expert_layers(model, names)
     tokens = {name: collector.tokens.get(collector.owner.get(name, name), 0) for name in names}
     check_seen(tokens, stacks, count, "token")
     collector.check()
