@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, shrunk, turns_of
+from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, checked_prior, shrunk, turns_of
 from qcut.conversion.calibration.observers import all_of, run_observed
 from qcut.errors import CalibrationError, ConfigError
 from qcut.layers.experts.opening import opened
@@ -37,6 +37,7 @@ def collect_curvature(
     loss: Loss | None = None,
     seed: int = 0,
     most_bytes: float | None = None,
+    prior: float = PRIOR,
     progress: bool = True,
 ) -> Moments[Curvature]:
     """Second moments of the inputs of a model's linear layers and of the loss's derivatives by their outputs.
@@ -62,6 +63,7 @@ def collect_curvature(
             model returns ``logits``, else ``outputs``.
         seed: of the labels and directions, drawn on the CPU; in each turn they are the same.
         most_bytes: of matrices that are held at once; see `qcut.collect_second_moments`.
+        prior: of experts; see `qcut.collect_second_moments`.
         progress: show a progress bar.
 
     Returns:
@@ -71,7 +73,7 @@ def collect_curvature(
     Raises:
         CalibrationError: no batch, a layer that never ran or that the loss does not depend on (of experts, all of a
             projection), or NaN or Inf in a layer's input or derivative.
-        ConfigError: another loss, ``most_bytes`` that is not positive, or a model that cannot be differentiated.
+        ConfigError: another loss, ``most_bytes`` or ``prior`` out of range, or a model that cannot be differentiated.
         QuantizationError: no layer matches.
 
     Exactness: float32 sums, in the order of the batches.
@@ -86,7 +88,9 @@ def collect_curvature(
         sizes = {name: _bytes(*weight_nk(module).shape) for name, module in find_layers(model, layers, skip).items()}
         turns = turns_of(sizes, expert_layers(model, sizes), most_bytes)
         held = batches if len(turns) == 1 else all_of(batches)
-        return Moments(turns, partial(_collected, model, held, loss=loss, seed=seed, progress=progress))
+        return Moments(
+            turns, partial(_collected, model, held, loss=loss, seed=seed, prior=checked_prior(prior), progress=progress)
+        )
 
 
 def _bytes(n: int, k: int) -> int:
@@ -95,7 +99,13 @@ def _bytes(n: int, k: int) -> int:
 
 @in_plain_state
 def _collected(
-    model: nn.Module, batches: Iterable[Any], names: Sequence[str], loss: Loss | None, seed: int, progress: bool
+    model: nn.Module,
+    batches: Iterable[Any],
+    names: Sequence[str],
+    loss: Loss | None,
+    seed: int,
+    prior: float,
+    progress: bool,
 ) -> tuple[dict[str, Curvature], dict[str, int]]:
     """The curvatures of layers, and how many tokens there were derivatives of."""
     generator = torch.Generator().manual_seed(seed)
@@ -120,11 +130,13 @@ def _collected(
     for one in sums.values():
         one.check()
     found: dict[str, Curvature] = {}
-    for members in stacks.values():
-        counts = [tokens[name] for name in members]
-        inputs = shrunk([sums[name].inputs for name in members], counts, PRIOR)
-        whole = any(sums[name].outputs is not None for name in members)
-        outputs = shrunk([sums[name].outputs for name in members], counts, PRIOR) if whole else [None] * len(members)
+    for stack, members in stacks.items():
+        counts, up = [tokens[name] for name in members], stack.endswith(".up")
+        # Tokens go into up and come out of down; between the two, each expert has channels of its own.
+        inputs = shrunk([sums[name].inputs for name in members], counts, up, prior)
+        outputs: Sequence[Tensor | None] = [sums[name].outputs for name in members]
+        if any(one is not None for one in outputs):
+            outputs = shrunk(outputs, counts, not up, prior)
         found |= {name: Curvature(h, g) for name, h, g in zip(members, inputs, outputs, strict=True)}
     return {name: found[name] if name in found else sums[name].mean() for name in names}, tokens
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
@@ -13,7 +14,7 @@ from qcut.errors import CalibrationError, ConfigError
 M = TypeVar("M")
 
 PRIOR = 1.0
-"""What the moments of all experts of a projection count in those of one, in tokens for each column."""
+"""What is known of all experts of a projection counts as so many tokens of one, for each column, by default."""
 
 
 class Moments(Mapping[str, M], Generic[M]):
@@ -70,6 +71,17 @@ class Moments(Mapping[str, M], Generic[M]):
         return len(self._turn_of)
 
 
+def checked_prior(prior: float) -> float:
+    """A prior of `shrunk`.
+
+    Raises:
+        ConfigError: it is negative, or no finite number.
+    """
+    if not 0 <= prior < math.inf:
+        raise ConfigError(f"prior: found {prior}; allowed: 0 and more, such as {PRIOR}")
+    return prior
+
+
 def turns_of(
     sizes: Mapping[str, int], stacks: Mapping[str, Sequence[str]], most_bytes: float | None
 ) -> list[list[str]]:
@@ -120,26 +132,31 @@ def check_seen(tokens: Mapping[str, int], stacks: Mapping[str, Sequence[str]], b
             )
 
 
-def shrunk(sums: Sequence[Tensor | None], tokens: Sequence[int], prior: float) -> list[Tensor]:
-    """Means for experts, each drawn to that of all: ``(sum_e + n0 * mean) / (tokens_e + n0)``, ``n0 = prior * K``.
+def shrunk(sums: Sequence[Tensor | None], tokens: Sequence[int], common: bool, prior: float = PRIOR) -> list[Tensor]:
+    """Moments of experts, drawn to what is known of all: ``(sum_e + n0 * P) / (tokens_e + n0)``, ``n0 = prior * K``.
 
-    With few tokens, a matrix of an expert's own says more about these tokens than about the expert.
+    With few tokens, a matrix of an expert's own says more about these tokens than about the expert. Where channels mean
+    the same to all experts, as those of tokens do, P is the mean of all; inside an expert they do not, and P is a
+    multiple of the identity, of the mean's trace.
 
     Args:
         sums: float32 ``[K, K]`` of each expert, overwritten; None of one without tokens.
         tokens: of each expert; of one at least.
-        prior: tokens for each column that the mean of all counts for.
+        common: whether channels mean the same to all experts.
+        prior: tokens for each column that P counts for.
 
     Returns:
-        The means; experts without tokens share the mean of all.
+        The moments; experts without tokens share P.
     """
-    mean = torch.zeros_like(next(one for one in sums if one is not None))
+    known = torch.zeros_like(next(one for one in sums if one is not None))
     for one in sums:
         if one is not None:
-            mean += one
-    mean /= sum(tokens)
-    n0 = prior * len(mean)
+            known += one
+    known /= sum(tokens)
+    if not common:
+        known = torch.diag(known.diagonal().mean().expand(len(known)))
+    n0 = prior * len(known)
     return [
-        mean if one is None else one.add_(mean, alpha=n0).div_(count + n0)
+        known if one is None else one.add_(known, alpha=n0).div_(count + n0)
         for one, count in zip(sums, tokens, strict=True)
     ]

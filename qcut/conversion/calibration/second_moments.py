@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, shrunk, turns_of
+from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, checked_prior, shrunk, turns_of
 from qcut.conversion.calibration.observers import all_of, input_hooks, run_observed
 from qcut.errors import CalibrationError
 from qcut.layers.experts.opening import opened
@@ -26,6 +26,7 @@ def collect_second_moments(
     *,
     skip: Sequence[str] = DEFAULT_SKIP,
     most_bytes: float | None = None,
+    prior: float = PRIOR,
     progress: bool = True,
 ) -> Moments[Tensor]:
     """``sum x^T x / tokens`` of the inputs of a model's linear layers over real batches.
@@ -34,8 +35,8 @@ def collect_second_moments(
     under their names. A matrix of K = 14336 takes 0.8 GB: ``most_bytes`` collects those of a large model in turns.
 
     Experts of a mixture are layers like others, ``mlp.experts.up.17`` and ``mlp.experts.down.17``. The moment of an
-    expert is drawn to that of all experts of its projection, as far as it saw few tokens
-    (`qcut.conversion.calibration.moments.shrunk`); experts that no token came to have that of all. They take
+    expert is drawn to what is known of all, as far as the expert saw few tokens
+    (`qcut.conversion.calibration.moments.shrunk`). They take
     ``4 E (H^2 + I^2)`` bytes a layer: 2.5 GB for 128 experts of H = 2048 and I = 768, and 118 GB for 48 such layers.
 
     Args:
@@ -45,6 +46,8 @@ def collect_second_moments(
         skip: globs of layers to leave out.
         most_bytes: of matrices that are held at once. The result then runs the model when a layer is asked for whose
             moment is not held; the model has to be as it is now until then. None: all are collected now.
+        prior: of experts: what is known of all counts as so many tokens for each column; 0 takes an expert's own moment
+            as it is.
         progress: show a progress bar.
 
     Returns:
@@ -53,7 +56,7 @@ def collect_second_moments(
     Raises:
         CalibrationError: no batch, a layer that never ran (of experts, all of a projection), NaN or Inf in a layer's
             input, or a layer that reads another's tensor in some calls only.
-        ConfigError: ``most_bytes`` is not positive.
+        ConfigError: ``most_bytes`` or ``prior`` is out of range.
         QuantizationError: no layer matches.
 
     Exactness: float32 sums, in the order of the batches; in turns the same, except that layers of different turns do
@@ -64,13 +67,13 @@ def collect_second_moments(
         sizes = {n: 4 * weight_nk(m).shape[1] ** 2 for n, m in find_layers(model, layers, skip).items()}
         turns = turns_of(sizes, expert_layers(model, sizes), most_bytes)
         held = batches if len(turns) == 1 else all_of(batches)
-        return Moments(turns, partial(_collected, model, held, progress=progress))
+        return Moments(turns, partial(_collected, model, held, prior=checked_prior(prior), progress=progress))
 
 
 @torch.no_grad()
 @in_plain_state
 def _collected(
-    model: nn.Module, batches: Iterable[Any], names: Sequence[str], progress: bool
+    model: nn.Module, batches: Iterable[Any], names: Sequence[str], prior: float, progress: bool
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The moments of layers, and the tokens that they saw."""
     with opened(model):
@@ -87,8 +90,9 @@ def _collected(
     check_seen(tokens, stacks, count, "token")
     collector.check()
     found: dict[str, Tensor] = {}
-    for members in stacks.values():
-        means = shrunk([collector.sums.pop(n, None) for n in members], [tokens[n] for n in members], PRIOR)
+    for stack, members in stacks.items():
+        up = stack.endswith(".up")  # whose columns are those of tokens
+        means = shrunk([collector.sums.pop(n, None) for n in members], [tokens[n] for n in members], up, prior)
         found |= dict(zip(members, means, strict=True))
     for owner, total in collector.sums.items():
         total /= collector.tokens[owner]
