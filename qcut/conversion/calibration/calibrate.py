@@ -57,7 +57,12 @@ _SCHEMA = schema.record(
                 {"borrowed": (schema.boolean(), False)},
             )
         ),
-        "pairs": schema.items(schema.record({"norm": schema.text(), "layers": schema.items(schema.text())})),
+        "pairs": schema.items(
+            schema.record(
+                {"norm": schema.text(), "layers": schema.items(schema.text())},
+                {"routers": (schema.items(schema.text()), [])},
+            )
+        ),
         "refused": schema.table(schema.text(most=1 << 16)),
     },
     more=True,
@@ -231,7 +236,7 @@ class Calibration:
                 stats = layers[name] = LayerStats(tokens=sizes["tokens"], borrowed=sizes["borrowed"], **parts)
                 if problem := stats.problem():
                     raise CalibrationError(f"{file.path}: tensor '{name}.{problem[0]}': {problem[1]}")
-        pairs = [NormPair(pair["norm"], tuple(pair["layers"])) for pair in data["pairs"]]
+        pairs = [NormPair(pair["norm"], tuple(pair["layers"]), tuple(pair["routers"])) for pair in data["pairs"]]
         refused = dict(data["refused"])
         if data["version"] == _FIRST_BATCH_ALONE:
             refused |= {pair.norm: "its readers were looked for in only one batch; calibrate anew" for pair in pairs}

@@ -13,7 +13,7 @@ from qcut.errors import CalibrationError, ConfigError
 
 M = TypeVar("M")
 
-PRIOR = 1.0
+PRIOR = 4.0
 """What is known of all experts of a projection counts as so many tokens of one, for each column, by default."""
 
 

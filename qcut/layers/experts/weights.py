@@ -118,6 +118,12 @@ def _gating(module: Any, width: int, interleaved: bool) -> Gating | None:
         return None
 
 
+def up_parameter(module: Any) -> tuple[nn.Parameter, int]:
+    """Where a module of transformers' interface keeps the weights of the first product, and the axis of its columns."""
+    parameter: nn.Parameter = module.gate_up_proj if module.has_gate else module.up_proj
+    return parameter, 1 if module.is_transposed else 2
+
+
 def open_experts(module: nn.Module, name: str | None = None) -> Experts | str:
     """The experts of a module as linear layers, or why it has none that qcut knows.
 

@@ -133,7 +133,7 @@ def test_moments_of_experts_are_drawn_to_all(collect: Any) -> None:
         if key == "down":
             prior = torch.eye(64) * prior.trace() / 64
         for name, h, n in zip(names, own, counts, strict=True):
-            wanted = (h * n + 64 * prior) / (n + 64) if n else prior
+            wanted = (h * n + 4 * 64 * prior) / (n + 4 * 64) if n else prior
             torch.testing.assert_close(as_curvature(found[name]).inputs, wanted, rtol=1e-3, atol=1e-4)
     x = inputs_of(model, f"{LAYER}.down.1")
     if collect is collect_second_moments:
