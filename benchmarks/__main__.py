@@ -15,7 +15,7 @@ SUBJECTS = {
     "layers": "gemm linear codebook crossover zero_points triton epilogue capture overhead tutorial",
     "attention": "decode prompt",
     "engine": "steps families caches breakdown batching server compare vllm gpt2 allreduce",
-    "perplexity": "schemes codebooks mixtures plans caches sizes encoder shards",
+    "perplexity": "schemes codebooks mixtures experts plans caches sizes encoder shards",
     "load": "quantize memory first_use install",
     "publish": "tables scale",
 }

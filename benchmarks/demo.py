@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -338,7 +338,7 @@ def quantized(
     setup: Setup,
     calibration: qcut.Calibration | None,
     plan: qcut.Plan | None,
-    moments: dict[str, qcut.Curvature] | None,
+    moments: Mapping[str, qcut.Curvature] | None,
 ) -> tuple[Any, dict[str, str]]:
     """A fresh model quantized as the row `name` of the table, and its layers' schemes by name."""
     model = fresh_model(setup)

@@ -233,7 +233,7 @@ def measure(path: Path, args: argparse.Namespace, results: Results, processes: P
     model, bar = text.model, text.progress
     layers = find_layers(model)
     originals = {name: weight_nk(module).clone() for name, module in layers.items()}
-    given: dict[str, dict[str, Curvature]] = {"inputs": {}, "curvature": {}}
+    given: dict[str, Mapping[str, Curvature]] = {"inputs": {}, "curvature": {}}
     to_refine = torch.empty(0)
     if any(kind_of(name) for name in args.variants):
         count = args.refine_windows if any(map(is_refined, args.variants)) else 0

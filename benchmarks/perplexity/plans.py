@@ -64,7 +64,7 @@ class Subject(Evaluated):
         self.tried = self.reference(args.plan_windows).split(8)
         self.layers = find_layers(self.model)
         self.float = {name: weight_nk(module).clone() for name, module in self.layers.items()}
-        self.moments: dict[str, qcut.Curvature] | None = None
+        self.moments: Mapping[str, qcut.Curvature] | None = None
         self.passes: dict[tuple[str, str], Any] = {}
         if "fitted" in args.weights:
             own = own_text(self.model, args.calibration_windows, args.window, self.model.config.vocab_size)

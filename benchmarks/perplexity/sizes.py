@@ -15,7 +15,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Subject(Evaluated):
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         super().__init__(path, options, harness.served_dtype(options.device))
-        self.moments: dict[str, qcut.Curvature] = {}
+        self.moments: Mapping[str, qcut.Curvature] = {}
         if any(name.endswith("_fit") for name in options.schemes):
             say(f"{path.name}: {options.calibration_windows} windows of its own text")
             own = own_text(self.model, options.calibration_windows, options.window, self.model.config.vocab_size)

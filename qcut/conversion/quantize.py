@@ -167,7 +167,7 @@ def quantize(
         covered = coverage(model, replaced, work.skipped, DEFAULT_SKIP if skip is None else skip)
         if include is None and not is_plan(scheme):
             warn_of_float(model, covered, stacklevel=4)
-        updates = _float_updates(model, smoothing, layers) if smoothing else []
+        updates = _float_updates(model, smoothing, layers, mixtures) if smoothing else []
 
     single = {name: task for name, task in work.tasks.items() if mixtures.stack_of(name) is None}
     replacements: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in single.items()}
@@ -344,17 +344,12 @@ def _make_tables(
 
 
 def _float_updates(
-    model: nn.Module, smoothing: Smoothing, layers: Mapping[str, Linear]
+    model: nn.Module, smoothing: Smoothing, layers: Mapping[str, Linear], mixtures: Opened
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """New values that smoothing gives to norms and to layers that stay in float."""
-    from qcut.conversion.smooth import norm_updates, scaled_weight
+    from qcut.conversion.smooth import float_updates
 
-    updates: list[tuple[nn.Parameter, Tensor]] = []
-    for migration in smoothing.migrations:
-        updates += norm_updates(model, migration)
-        kept = (model.get_submodule(name) for name in migration.layers if name not in layers)
-        updates += [(weight_of(module), scaled_weight(module, migration.scale)) for module in kept]
-    return updates
+    return [update for one in smoothing.migrations for update in float_updates(model, one, layers, mixtures)]
 
 
 def _source(task: Task, device: torch.device | None) -> nn.Module:

@@ -13,7 +13,7 @@ through); Hinton et al., "Distilling the knowledge in a neural network" (2015), 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from qcut.conversion.report import weight_error
 from qcut.conversion.verification import Proof, excerpt
 from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.experts.opening import Opened, opened
 from qcut.layers.quantized import quantized_layers
 from qcut.models.fusion import Change
 from qcut.models.modules import (
@@ -43,7 +44,7 @@ from qcut.models.modules import (
     to_device,
     weight_nk,
 )
-from qcut.models.selection import check_model, globs, linear_layers, matches
+from qcut.models.selection import check_model, expert_stacks, globs, linear_layers, matches
 from qcut.numerics.codebook.rotation import NO_ROTATION
 from qcut.numerics.plain_state import in_plain_state
 
@@ -108,7 +109,8 @@ def refine(
         batches: what both models are called on, text like that which they will read; see `qcut.calibrate`. Unpadded.
             All are held in memory.
         steps: how many; None takes every batch once. Batches come in a new random order each time all were taken.
-        layers: globs of layer names; None takes all codebook layers that are not tied to another.
+        layers: globs of layer names; None takes all codebook layers that are not tied to another, those of experts
+            (``*.mlp.experts``) among them. Experts that no token of the batches comes to stay as they are.
         rate: of norms, relative to themselves, and of vectors.
         code_rate: of codes, in units of the least distance of two codebook values; 0 leaves them.
         seed: of the order of batches.
@@ -132,7 +134,6 @@ def refine(
     """
     check_model(model)
     check_model(reference)
-    chosen = _layers(model, layers)
     for what, value in (("rate", rate), ("code_rate", code_rate)):
         if not 0 <= value < math.inf:
             raise ConfigError(f"{what}: found {value}; allowed: 0 and more")
@@ -143,6 +144,25 @@ def refine(
     steps = len(held) if steps is None else steps
     if steps < 1:
         raise ConfigError(f"steps: found {steps}; allowed: 1 and more")
+    with opened(model) as mixtures, opened(reference):
+        chosen = _layers(model, layers)
+        return _refined(model, reference, held, steps, chosen, mixtures, rate, code_rate, seed, verify, progress)
+
+
+def _refined(
+    model: nn.Module,
+    reference: nn.Module,
+    held: list[Any],
+    steps: int,
+    chosen: dict[str, CodebookLinear],
+    mixtures: Opened,
+    rate: float,
+    code_rate: float,
+    seed: int,
+    verify: Any,
+    progress: bool,
+) -> Refinement:
+    """See `refine`; the experts of both models are open."""
     device = model_device(model)
     proof = Proof(verify, excerpt(held[0]))
     loss_before = _loss_on(model, reference, proof.batch) if proof.active else math.inf
@@ -177,8 +197,25 @@ def refine(
                 "twice that. Take lower rates, or more batches"
             )
 
+    for experts, key in _stacks(mixtures, chosen):
+        old = mixtures.original[experts]._modules[key]
+        put = partial(mixtures.original[experts]._modules.__setitem__, key)
+        changes.append(Change(partial(_restack, put, mixtures, experts, key), partial(put, old)))
     commit(changes, check)
     return Refinement(tuple(losses), changed / total)
+
+
+def _stacks(mixtures: Opened, chosen: Mapping[str, CodebookLinear]) -> list[tuple[str, str]]:
+    """The projections of experts that have tuned layers."""
+    found = dict.fromkeys(stack for name in chosen if (stack := mixtures.stack_of(name)) is not None)
+    return [(experts, key) for experts, _, key in (stack.rpartition(".") for stack in found)]
+
+
+def _restack(put: Callable[[nn.Module], None], mixtures: Opened, experts: str, key: str) -> None:
+    """Put a stack of a projection's layers as they are now in its place."""
+    from qcut.layers.experts.linear_stack import LinearStack  # most models have no experts
+
+    put(LinearStack.of([*getattr(mixtures.experts[experts], key)], f"{experts}.{key}"))
 
 
 def _train(
@@ -257,12 +294,12 @@ def _layers(model: nn.Module, layers: Sequence[str] | None) -> dict[str, Codeboo
     for name, module in model.named_modules():
         if isinstance(norms := getattr(module, "norms", None), Tensor):
             owners.setdefault(tensor_key(norms), []).append(name)
-    layers = None if layers is None else globs(layers, "layers")
+    layers, stacks = None if layers is None else globs(layers, "layers"), expert_stacks(model)
     tied = {name for names in owners.values() if len(names) > 1 for name in names}
     chosen = {
         name: layer
         for name, layer in found.items()
-        if name not in tied and (layers is None or any(matches(name, [glob]) for glob in layers))
+        if name not in tied and (layers is None or matches(name, layers, stacks))
     }
     if not chosen:
         among = "all" if layers is None else ", ".join(layers)

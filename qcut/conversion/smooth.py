@@ -7,6 +7,7 @@ either side: the float model computes the same bits as before, and the static ra
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 
 from qcut.conversion.calibration.calibrate import Calibration
 from qcut.errors import CalibrationError, ConfigError
-from qcut.models.modules import weight_nk, weight_of
+from qcut.layers.experts.opening import Opened, opened
+from qcut.models.modules import ExpertsModule, weight_nk, weight_of
 from qcut.models.selection import check_model
 from qcut.models.tracing import NormPair
 from qcut.numerics.plain_state import in_plain_state
+
+_NAMED = 8  # layers shown for a norm
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,14 @@ class Migration:
     Attributes:
         norm: the norm's name.
         layers: all layers that read its output.
+        routers: weights of routers that read it too.
         scale: float32 ``[K]`` on the CPU, positive.
     """
 
     norm: str
     layers: tuple[str, ...]
     scale: Tensor
+    routers: tuple[str, ...] = ()
 
     @property
     def moved(self) -> int:
@@ -60,7 +66,8 @@ class Smoothing:
         lines = [f"Smoothing: alpha {self.alpha}, {'powers of two' if self.exact else 'any scale (rounds)'}"]
         for m in self.migrations:
             low, high = m.scale.min().item(), m.scale.max().item()
-            lines.append(f"  {m.norm} -> {', '.join(m.layers)}: {m.moved} channels, scales {low:g} to {high:g}")
+            readers = ", ".join([*_shortly(m.layers), *m.routers])
+            lines.append(f"  {m.norm} -> {readers}: {m.moved} channels, scales {low:g} to {high:g}")
         lines += [f"  {norm}: left as it is: {reason}" for norm, reason in self.refused.items()]
         return "\n".join(lines)
 
@@ -70,19 +77,24 @@ class Smoothing:
         return {layer: m.scale for m in self.migrations for layer in m.layers}
 
 
+def _shortly(layers: Sequence[str]) -> list[str]:
+    """Names of layers; of many, the first ones and the number of the others."""
+    return list(layers) if len(layers) <= _NAMED else [*layers[:_NAMED], f"{len(layers) - _NAMED} others"]
+
+
 def migrations_for(model: nn.Module, calibration: Calibration, alpha: float = 0.5, *, exact: bool = True) -> Smoothing:
-    """Choose the scales of `smooth` without touching the model.
+    """Choose the scales of `smooth` without touching the model, whose experts are open.
 
     Args and Raises: see `smooth`.
     """
-    check_model(model)
     if not 0.0 <= alpha <= 1.0:
         raise ConfigError(f"smooth: found alpha = {alpha}; allowed is 0 <= alpha <= 1")
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     refused = dict(calibration.refused)
     migrations = []
     for pair in calibration.pairs:
         missing = [name for name in (pair.norm, *pair.layers) if getattr(modules.get(name), "weight", None) is None]
+        missing += [name for name in pair.routers if name not in parameters]
         if missing:
             raise CalibrationError(
                 f"{type(model).__name__} has no module {missing[0]!r}: the calibration is another model's"
@@ -93,16 +105,18 @@ def migrations_for(model: nn.Module, calibration: Calibration, alpha: float = 0.
             continue
         norm, layers = modules[pair.norm], [modules[name] for name in pair.layers]
         weights = [weight_nk(layer) for layer in layers]
-        absmax = calibration.absmax(known[0])
+        # Experts see a part of the tokens each.
+        absmax = torch.stack([calibration.absmax(name) for name in known]).amax(0)
         for weight in weights:
             calibration.check(known[0], weight.shape[1])
         columns = torch.stack([w.float().abs().amax(0).cpu() for w in weights]).amax(0)
         scale = _scale(pair, absmax, columns, alpha, exact)
         if exact:
             vectors = [p.detach()[None] for p in norm._parameters.values() if p is not None]
-            held = [_survives(w, scale) for w in weights] + [_survives(v, 1 / scale) for v in vectors]
+            held = [_survives(w, scale) for w in (*weights, *(parameters[name].detach() for name in pair.routers))]
+            held += [_survives(v, 1 / scale) for v in vectors]
             scale = torch.where(torch.stack(held).all(0), scale, 1.0)
-        migrations.append(Migration(pair.norm, pair.layers, scale))
+        migrations.append(Migration(pair.norm, pair.layers, scale, pair.routers))
     return Smoothing(migrations, refused, alpha, exact)
 
 
@@ -130,20 +144,46 @@ def scaled_weight(module: nn.Module, scale: Tensor) -> Tensor:
 
     ``w'[n, j] = dtype(f32(w[n, j]) · scale[j])``.
     """
-    weight = weight_of(module).detach()
-    factor = scale.to(weight.device)
-    factor = factor if isinstance(module, nn.Linear) else factor[:, None]
-    return (weight.float() * factor).to(weight.dtype)
+    return _scaled(weight_of(module), scale if isinstance(module, nn.Linear) else scale[:, None])
 
 
-def norm_updates(model: nn.Module, migration: Migration) -> list[tuple[nn.Parameter, Tensor]]:
-    """The norm's parameters with the values they get: ``dtype(f32(p[j]) / scale[j])``."""
-    norm = model.get_submodule(migration.norm)
-    return [
-        (p, (p.detach().float() / migration.scale.to(p.device)).to(p.dtype))
-        for p in norm._parameters.values()
-        if p is not None
+def float_updates(
+    model: nn.Module, migration: Migration, quantized: Container[str], mixtures: Opened
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that stay in float, with the values they get.
+
+    A norm's: ``dtype(f32(p[j]) / scale[j])``; for layers and routers see `scaled_weight`.
+
+    Args:
+        model: its experts are open.
+        migration: of one norm.
+        quantized: layers that are quantized, whose weights stay as they are.
+        mixtures: the experts; weights are written where the model keeps them.
+    """
+    norm, scale = model.get_submodule(migration.norm), migration.scale
+    updates = [
+        (p, (p.detach().float() / scale.to(p.device)).to(p.dtype)) for p in norm._parameters.values() if p is not None
     ]
+    for name in migration.layers:
+        stack = mixtures.stack_of(name)
+        experts = "" if stack is None else stack.rpartition(".")[0]
+        original = mixtures.original.get(experts)
+        if name in quantized:
+            continue
+        if original is None or isinstance(original, ExpertsModule) or f"{experts}.down.0" in quantized:
+            module = model.get_submodule(name)  # which is, or will be, in the model
+            updates.append((weight_of(module), scaled_weight(module, scale)))
+        elif name.endswith(".0"):
+            from qcut.layers.experts.families import up_parameters  # most models have no experts
+
+            for parameter, axis in up_parameters(original):
+                shape = [-1 if i == axis else 1 for i in range(parameter.dim())]
+                updates.append((parameter, _scaled(parameter, scale.view(shape))))
+    return updates + [(p, _scaled(p, scale)) for p in map(model.get_parameter, migration.routers)]
+
+
+def _scaled(parameter: Tensor, factor: Tensor) -> Tensor:
+    return (parameter.detach().float() * factor.to(parameter.device)).to(parameter.dtype)
 
 
 @in_plain_state
@@ -155,7 +195,8 @@ def smooth(model: nn.Module, calibration: Calibration, alpha: float = 0.5, *, ex
     either maximum is 0. The factor ``c``, which no scheme's error depends on, makes the median 1, so that most channels
     stay as they are. With ``exact``, ``s`` is rounded to the nearest power of two (in the logarithm), and is 1 for a
     channel where a weight or the norm's parameter would underflow or overflow. Then the norm's weight and bias are
-    divided by ``s`` and the layers' columns multiplied by it.
+    divided by ``s`` and the layers' columns multiplied by it. The first products of experts are such layers; where a
+    norm is before experts, the columns of the router's weight are multiplied too, and routes stay as they are.
 
     The model and the calibration change together: the calibration's channel minima and maxima and its sample are
     divided by ``s`` too, so that every range it gives, by any method, is that of the smoothed model. Nothing needs to
@@ -179,13 +220,10 @@ def smooth(model: nn.Module, calibration: Calibration, alpha: float = 0.5, *, ex
     underflows or overflows (float16 activations under 6e-5 lose bits); without, weights and norms round once each.
     Source: Xiao et al., SmoothQuant (2023), section 4, equation 4; the powers of two are ours.
     """
-    done = migrations_for(model, calibration, alpha, exact=exact)
-    modules = dict(model.named_modules())
-    updates: list[tuple[nn.Parameter, Tensor]] = []
-    for migration in done.migrations:
-        updates += norm_updates(model, migration)
-        for name in migration.layers:
-            updates.append((weight_of(modules[name]), scaled_weight(modules[name], migration.scale)))
+    check_model(model)
+    with opened(model) as mixtures:
+        done = migrations_for(model, calibration, alpha, exact=exact)
+        updates = [update for migration in done.migrations for update in float_updates(model, migration, (), mixtures)]
     for parameter, value in updates:
         parameter.data = value
     rescale(calibration, done)

@@ -15,6 +15,8 @@ from qcut.models.modules import tied_elsewhere, weight_nk
 from qcut.models.selection import (
     DEFAULT_SKIP,
     check_model,
+    expert_layers,
+    expert_stacks,
     find_layers,
     float_by_default,
     linear_layers,
@@ -40,19 +42,25 @@ class Task:
         scheme: its new scheme.
         static_range: calibrated range of the layer's input, for schemes that need one.
         activation: activation that the layer computes after its bias.
-        second_moment: ``E[x x^T]`` of its input ``[K, K]``, or the loss's curvature by its weight, which a codebook is
-            fitted to.
+        moments: by layer, what codebooks are fitted to; None where this layer is not.
         scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
         note: why the scheme is not the requested one; empty if it is.
+        name: of the layer in ``moments``.
     """
 
     module: nn.Module
     scheme: Scheme
     static_range: StaticRange | None = None
     activation: str = "none"
-    second_moment: Tensor | Curvature | None = None
+    moments: Mapping[str, Tensor | Curvature] | None = None
     scale: Tensor | None = None
     note: str = ""
+    name: str = ""
+
+    @property
+    def second_moment(self) -> Tensor | Curvature | None:
+        """``E[x x^T]`` of the layer's input ``[K, K]``, or the loss's curvature by its weight; see `moment_of`."""
+        return None if self.moments is None else moment_of(self.moments, self.name, self.module)
 
 
 def layer_tasks(
@@ -84,10 +92,10 @@ def layer_tasks(
     else:
         tasks, left = _uniform_tasks(model, parsed, calibration, chosen, allow_growth)
     skipped |= left
-    stay = float_by_default(model, every) if include is None else {}
+    stay, stacks = float_by_default(model, every) if include is None else {}, expert_stacks(model)
     for name in every:
         if name not in tasks and name not in skipped:
-            skipped[name] = "matched by skip" if matches(name, patterns) else stay.get(name, "not in include")
+            skipped[name] = "matched by skip" if matches(name, patterns, stacks) else stay.get(name, "not in include")
     if not tasks:
         raise QuantizationError(f"{type(model).__name__}: no layer to quantize: {summary_of(skipped)}")
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
@@ -143,23 +151,32 @@ def _uniform_tasks(
 
 
 def _planned_tasks(model: nn.Module, plan: Plan, every: dict[str, nn.Module]) -> tuple[dict[str, Task], dict[str, str]]:
-    """Each layer of a plan under its own scheme."""
+    """Each layer of a plan under its own scheme; of experts, all of a projection under one."""
     plan.check()
-    tasks = {}
-    skipped = {name: "not in the plan" for name in every if name not in plan.layers}
+    tasks: dict[str, Task] = {}
+    units = expert_layers(model, every)
+    planned = {layer for name in plan.layers for layer in units.get(name, [name])}
+    skipped = {name: "not in the plan" for name in every if name not in planned}
     for name, entry in plan.layers.items():
-        if name not in every:
+        names = units.get(name, [name])
+        if names[0] not in every:
             raise PlanError(f"layer {name!r} of the plan is no linear layer of {type(model).__name__}")
-        n, k = weight_nk(every[name]).shape
-        if (n, k) != (entry.out_features, entry.in_features):
+        n, k = weight_nk(every[names[0]]).shape
+        if (n * len(names), k) != (entry.out_features, entry.in_features):
             raise PlanError(
-                f"layer {name!r}: the plan has {entry.out_features} x {entry.in_features}, the model {n} x {k}"
+                f"layer {name!r}: the plan has {entry.out_features} x {entry.in_features}, the model "
+                f"{n * len(names)} x {k}"
             )
         scheme = parse_scheme(entry.scheme)
         if scheme.is_float:
-            skipped[name] = f"{scheme.name} by the plan"
-        else:
-            tasks[name] = Task(every[name], scheme, entry.static_range if scheme.needs_range else None)
+            skipped |= dict.fromkeys(names, f"{scheme.name} by the plan")
+            continue
+        ranges: Sequence[StaticRange | None] = [None] * len(names)
+        if scheme.needs_range:
+            ranges = entry.static_ranges or [entry.static_range] * len(names)
+        if len(ranges) != len(names):
+            raise PlanError(f"layer {name!r}: the plan has {len(ranges)} static ranges, the model {len(names)} experts")
+        tasks |= {layer: Task(every[layer], scheme, one) for layer, one in zip(names, ranges, strict=True)}
     split = tied_elsewhere(model, {name: task.module for name, task in tasks.items()})
     for name, other in split.items():
         raise PlanError(
@@ -178,7 +195,11 @@ def add_second_moments(
     """
     for name, task in tasks.items():
         if task.scheme.takes_second_moments and (name in moments or name not in optional):
-            task.second_moment = moment_of(moments, name, task.module)
+            if name not in moments:
+                raise _no_moment(name)
+            task.moments, task.name = moments, name
+            if not getattr(moments, "in_turns", False):  # those run the model
+                moment_of(moments, name, task.module)
 
 
 def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.Module) -> Tensor | Curvature:
@@ -187,11 +208,9 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
     Raises:
         CalibrationError: there is none, or one of another size.
     """
-    moment = moments.get(name)
-    if moment is None:
-        raise CalibrationError(
-            f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for each"
-        )
+    if name not in moments:
+        raise _no_moment(name)
+    moment = moments[name]
     from qcut.numerics.codebook.fitting.curvature import as_curvature
 
     (n, k), curvature = weight_nk(module).shape, as_curvature(moment)
@@ -200,6 +219,12 @@ def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.M
         if held is not None and held.shape != (size, size):
             raise CalibrationError(f"layer {name!r}: {what} has shape {list(held.shape)}; allowed: {[size, size]}")
     return moment
+
+
+def _no_moment(name: str) -> CalibrationError:
+    return CalibrationError(
+        f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for each"
+    )
 
 
 def check_stacks(tasks: Mapping[str, Task], mixtures: Opened) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,14 +65,33 @@ def check_model(model: Any) -> None:
     raise DtypeError(f"model: found {what}; an nn.Module with its weights is needed")
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str], stacks: Container[str] = ()) -> bool:
     """Whether a glob matches the whole dotted name or its end: ``lm_head``, ``*.mlp.*``, ``h.0.attn.c_attn``.
 
-    A layer inside an adapter goes by the name of its place too: ``lm_head`` matches ``lm_head.base_layer``.
+    A layer inside an adapter goes by the name of its place too: ``lm_head`` matches ``lm_head.base_layer``. A layer of
+    an expert, ``mlp.experts.up.3``, goes by those of its stack (of ``stacks``) and of the experts: ``mlp.experts.up``
+    and ``mlp.experts`` match it.
     """
     outer, _, last = name.rpartition(".")
-    names = (name, outer) if last in _WRAPPED else (name,)
+    names = [name, outer] if last in _WRAPPED else [name]
+    if outer in stacks:
+        names += [outer, outer.rpartition(".")[0]]
     return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for n in names for p in patterns)
+
+
+def expert_stacks(model: nn.Module) -> set[str]:
+    """Names of the stacks whose layers a model's experts are, as `qcut.layers.experts.opening` lays them open."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, ExpertsModule)]
+    return {f"{name}.{key}" for name, module in found for key in module._modules}
+
+
+def expert_layers(model: nn.Module, layers: Iterable[str]) -> dict[str, list[str]]:
+    """Of layers by name, those of experts, by the stack that they belong to."""
+    stacks, found = expert_stacks(model), dict[str, list[str]]()
+    for name in layers:
+        if (stack := name.rpartition(".")[0]) in stacks:
+            found.setdefault(stack, []).append(name)
+    return found
 
 
 def globs(patterns: Any, what: str) -> tuple[str, ...]:
@@ -158,14 +177,14 @@ def find_layers(
     check_model(model)
     include, skip = None if include is None else globs(include, "include"), globs(skip, "skip")
     layers, left = linear_layers(model) if known is None else known
-    stay = float_by_default(model, layers)
+    stay, stacks = float_by_default(model, layers), expert_stacks(model)
     for pattern in include or ():
-        if not any(matches(name, [pattern]) for name in layers):
+        if not any(matches(name, [pattern], stacks) for name in layers):
             raise QuantizationError(_unmatched(model, pattern, layers, left))
     chosen = {
         name: module
         for name, module in layers.items()
-        if (name not in stay if include is None else matches(name, include)) and not matches(name, skip)
+        if (name not in stay if include is None else matches(name, include, stacks)) and not matches(name, skip, stacks)
     }
     if not chosen:
         raise QuantizationError(_nothing(model, layers, left | stay, skip))

@@ -8,7 +8,7 @@ in the code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from qcut.models.classes import is_unwatched
-from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
+from qcut.models.modules import ExpertsModule, first_input, is_linear, tensor_key, weight_holders, weight_of
 from qcut.models.selection import held_elsewhere
 from qcut.models.weight_sharing.norm_outputs import Places, branches_by_values
 from qcut.models.weight_sharing.readers import layers_read
@@ -26,14 +26,21 @@ from qcut.models.weight_sharing.readers import layers_read
 
 @dataclass(frozen=True)
 class NormPair:
-    """A norm and all the linear layers that read its output, by name."""
+    """A norm and all that reads its output, by name.
+
+    Attributes:
+        norm: the norm.
+        layers: linear layers, those of experts among them.
+        routers: weights ``[E, K]`` of routers that are no linear layers, such as ``mlp.gate.weight``.
+    """
 
     norm: str
     layers: tuple[str, ...]
+    routers: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {"norm": self.norm, "layers": list(self.layers)}
+        return {"norm": self.norm, "layers": list(self.layers), "routers": list(self.routers)}
 
 
 class NormTracer(TorchFunctionMode):
@@ -43,7 +50,8 @@ class NormTracer(TorchFunctionMode):
     Readers are recognized by the identity of the tensor: every torch function that takes the norm's output, outside a
     linear layer it was passed to, is another reader (a residual, a view, an unquantized module), unless the
     function returns no tensor (``x.shape``). The model's caller is a reader too, of all that the model returns, and so
-    is a hook.
+    is a hook. A view with the same rows, or a copy of another dtype, is the output still. Experts read it with their
+    first product, and a router that calls ``linear`` with a parameter of its own reads it with that.
 
     What no call comes to may read the output as well. A norm is refused where a module near it and its readers never
     ran, and where code may read its output at a place that no call came to (`qcut.models.weight_sharing`).
@@ -70,7 +78,25 @@ class NormTracer(TorchFunctionMode):
         self.watched = {name for name, module in self.modules.items() if not is_unwatched(module)}
         self.places = Places(NormTracer.run.__code__)
         self.handles: list[Any] = []
+        self.routers: dict[str, list[str]] = {}
+        self.weights: dict[int, tuple[str, Tensor]] = {}
+        """Weights that routers may have, by id."""
+        self.misread: dict[str, str] = {}
+        """Functions that read such a weight otherwise than a router does."""
         for name, module in self.modules.items():
+            for key, p in () if is_linear(module) else module._parameters.items():
+                if p is not None and p.dim() == 2:
+                    self.weights[id(p)] = (f"{name}.{key}", p)
+        self.matrices = dict(self.weights)
+        """The same, and copies in another dtype."""
+        experts = {name: module for name, module in self.modules.items() if isinstance(module, ExpertsModule)}
+        inside = {id(part) for module in experts.values() for part in module.modules()}
+        for name, module in experts.items():
+            self.handles.append(module.register_forward_pre_hook(self._experts(name), with_kwargs=True, prepend=True))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for name, module in self.modules.items():
+            if id(module) in inside:
+                continue
             if is_linear(module):
                 self.handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True))
                 self.handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -87,6 +113,7 @@ class NormTracer(TorchFunctionMode):
             if id(leaf) in self.outputs:
                 self.reasons.setdefault(self.outputs[id(leaf)][0], "its output is part of the model's output")
         self.outputs.clear()
+        self.matrices = dict(self.weights)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -95,10 +122,20 @@ class NormTracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        values = args if kwargs is None else (*args, *kwargs.values())
+        if not self.probing:
+            self._note_matrices(func, values, result)
         if self.outputs and self.depth == 0 and not self.probing:
-            for leaf in self._among(args) if kwargs is None else self._among((*args, *kwargs.values())):
+            for leaf in self._among(values):
                 norm, name = self.outputs[id(leaf)][0], getattr(func, "__name__", str(func))
-                if not _harmless(func, leaf, result):
+                if leaf is values[0] and (router := self._router(func, values)) is not None:
+                    if router not in self.routers.setdefault(norm, []):
+                        self.routers[norm].append(router)
+                    self.places.reads(norm, router, self._copies(norm))
+                elif _keeps_rows(func, leaf, result):
+                    self.outputs[id(result)] = (norm, result)
+                    self.places.passes(norm, name, new=True)
+                elif not _harmless(func, leaf, result):
                     self.reasons.setdefault(norm, f"its output is also read by {name}()")
                 elif result is leaf:
                     self.places.passes(norm, name)
@@ -112,6 +149,47 @@ class NormTracer(TorchFunctionMode):
             elif isinstance(value, (list, tuple)):
                 yield from self._among(value)
 
+    def _copies(self, norm: str) -> list[Tensor]:
+        """A norm's output, and views and copies of it."""
+        return [output for name, output in self.outputs.values() if name == norm]
+
+    def _note_matrices(self, func: Any, values: Sequence[Any], result: Any) -> None:
+        """Note copies of matrices in another dtype, and reads that are none of a router."""
+        for value in values:
+            if id(value) in self.matrices:
+                name = self.matrices[id(value)][0]
+                if _keeps_rows(func, value, result):
+                    self.matrices[id(result)] = (name, result)
+                elif self._router(func, values) is None and not _harmless(func, value, result):
+                    self.misread.setdefault(name, getattr(func, "__name__", str(func)))
+
+    def _router(self, func: Any, values: Sequence[Any]) -> str | None:
+        """The matrix that a call multiplies a norm's output by, if it does so and nothing more."""
+        if func is not torch.nn.functional.linear or len(values) < 2 or id(values[0]) not in self.outputs:
+            return None
+        name = self.matrices[id(values[1])][0] if id(values[1]) in self.matrices else None
+        return None if any(value is values[0] for value in values[1:]) else name
+
+    def _experts(self, name: str) -> Callable[..., None]:
+        layers = [f"{name}.up.{e}" for e in range(len(self.modules[f"{name}.up"]))]  # type: ignore[arg-type]
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.depth += 1
+            self.ran |= {id(part) for part in module.modules()}
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if id(leaf) in self.outputs]
+            source = self.outputs[id(given[0])][0] if given and given[0] is first_input(args, kwargs) else None
+            for leaf in given:
+                norm = self.outputs[id(leaf)][0]
+                if leaf is not first_input(args, kwargs):
+                    self.reasons.setdefault(norm, f"experts {name!r} read its output as their routes")
+                self.places.reads(norm, name, self._copies(norm))
+            for layer in layers:
+                if source is not None and layer not in self.layers[source]:
+                    self.layers[source].append(layer)
+                self.sources.setdefault(layer, set()).add(source)
+
+        return hook
+
     def _enter(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.depth += 1
@@ -122,7 +200,7 @@ class NormTracer(TorchFunctionMode):
                     source = self.outputs[id(leaf)][0]
                     if name not in self.layers[source]:
                         self.layers[source].append(name)
-                    self.places.reads(source, name, leaf)
+                    self.places.reads(source, name, self._copies(source))
             self.sources.setdefault(name, set()).add(source)
 
         return hook
@@ -176,10 +254,15 @@ class NormTracer(TorchFunctionMode):
             if not reason and branches_by_values(self.modules[norm]):
                 reason = "its forward goes another way with other values"
             if not reason and norm not in self.reasons:
-                reason = self.places.problem(self.model, norm, [self.modules[layer] for layer in layers])
+                readers = [*layers, *(router.rpartition(".")[0] for router in self.routers.get(norm, ()))]
+                reason = self.places.problem(self.model, norm, [self.modules[reader] for reader in readers])
             if reason:
                 self.reasons.setdefault(norm, reason)
-        pairs = [NormPair(norm, tuple(layers)) for norm, layers in self.layers.items() if norm not in self.reasons]
+        pairs = [
+            NormPair(norm, tuple(layers), tuple(self.routers.get(norm, ())))
+            for norm, layers in self.layers.items()
+            if norm not in self.reasons
+        ]
         return pairs, {norm: self.reasons[norm] for norm in self.layers if norm in self.reasons}
 
     def _unknown(self, norm: str, layers: list[str], idle: Iterable[str]) -> str | None:
@@ -200,15 +283,34 @@ class NormTracer(TorchFunctionMode):
         for layer in layers:
             if self.sources[layer] != {norm}:
                 return f"layer {layer!r} also reads other tensors"
-        allowed = {norm, *layers}
+        for router in self.routers.get(norm, ()):
+            if router in self.misread:
+                return f"{router!r}, which reads its output, is also read by {self.misread[router]}()"
+        routers = {router.rpartition(".")[0] for router in self.routers.get(norm, ())}
+        allowed = {norm, *layers, *routers}
         for name in allowed:
             for key, parameter in self.modules[name]._parameters.items():
-                if parameter is not None and (name == norm or key == "weight"):
+                if parameter is not None and (name in {norm, *routers} or key == "weight"):
                     others = set(self.holders[tensor_key(parameter)]) - allowed
                     if others:
                         return f"the {key} of {name!r} is shared with {min(others)!r}"
         weights = [tensor_key(weight_of(self.modules[layer])) for layer in layers]
         return "two of its layers share one weight" if len(set(weights)) < len(weights) else None
+
+
+_MOVES = ("view", "reshape", "flatten", "contiguous", "float", "half", "bfloat16", "to", "type")
+"""Functions whose result may be the same rows, seen in another way or in another dtype."""
+
+
+def _keeps_rows(func: Any, tensor: Tensor, result: Any) -> bool:
+    """Whether a call returns another tensor of the same rows."""
+    if getattr(func, "__name__", "") not in _MOVES or not isinstance(result, Tensor) or result is tensor:
+        return False
+    if result.shape[-1:] != tensor.shape[-1:] or result.numel() != tensor.numel() or not result.is_floating_point():
+        return False
+    with torch._C.DisableTorchFunction():
+        k = tensor.shape[-1]
+        return torch.equal(result.detach().reshape(-1, k), tensor.detach().to(result).reshape(-1, k))
 
 
 def _looks_like_norm(module: nn.Module) -> bool:

@@ -111,7 +111,7 @@ class Gating:
         if self.kind != "silu" or (self.alpha == 1.0 and self.gate_cap is None):
             return apply_activation(g, self.kind)
         factor = g if self.gate_cap is None else torch.tanh(g / self.gate_cap) * self.gate_cap
-        return factor / torch.exp(g * -self.alpha).add_(1.0)
+        return factor / (torch.exp(g * -self.alpha) + 1.0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the fields that are not their defaults, and the kind."""

@@ -461,17 +461,17 @@ def apply_activation(v: Tensor, activation: str) -> Tensor:
     Exactness: ``none`` and ``relu`` bitwise; the others within 4 ulp of ``max(|v|, |act(v)|)``.
     """
     # Written as single operations: torch's fused functions differ in the last bit with an element's position. v is
-    # halved before it is doubled, since 2 v may be beyond float32.
+    # halved before it is doubled, since 2 v may be beyond float32. In place, they could not be differentiated.
     match check_activation(activation):
         case "relu":
             return torch.relu(v)
         case "gelu_erf":
-            return torch.erf(v * math.sqrt(0.5)).add_(1.0).mul_(v * 0.5)
+            return (torch.erf(v * math.sqrt(0.5)) + 1.0) * (v * 0.5)
         case "gelu_tanh":
-            inner = (v * v).mul_(v).mul_(0.044715).add_(v).mul_(math.sqrt(2.0 / math.pi))
-            return inner.tanh_().add_(1.0).mul_(v * 0.5)
+            inner = (v * v * v * 0.044715 + v) * math.sqrt(2.0 / math.pi)
+            return (inner.tanh() + 1.0) * (v * 0.5)
         case "silu":
-            return v / torch.neg(v).exp_().add_(1.0)
+            return v / (torch.exp(-v) + 1.0)
     return v
 
 

@@ -84,7 +84,8 @@ def test_gemma_norms_are_refused_by_name() -> None:
 REFUSED = {
     "residual": (lambda m, x: m.a(h := m.norm(x)) + h, "also read by add"),
     "residual before": (lambda m, x: (h := m.norm(x)) * 2 + m.a(h), "also read by mul"),
-    "view": (lambda m, x: m.a(m.norm(x).reshape(-1, WIDTH)), "also read by reshape"),
+    "view": (lambda m, x: m.a(m.norm(x).reshape(-1, 2, WIDTH // 2).flatten(1)), "also read by reshape"),
+    "view in place": (lambda m, x: m.a(m.norm(x).view(-1, WIDTH).add_(1.0)), "also read by add_"),
     "slice": (lambda m, x: m.a(h := m.norm(x)) + m.b(h[:1]), "also read by __getitem__"),
     "module": (lambda m, x: m.a(h := m.norm(x)) + m.other(h), "also read by tanh"),
     "functional": (lambda m, x: m.a(h := m.norm(x)) + nn.functional.linear(h, m.b.weight), "also read by linear"),
@@ -94,6 +95,27 @@ REFUSED = {
     "unread": (lambda m, x: (m.norm(x), m.a(x))[1], "no linear layer"),
     "two sources": (lambda m, x: m.a(m.norm(x)) + m.a(x), "also reads other tensors"),
 }
+
+
+def test_views_of_the_same_rows_are_the_output() -> None:
+    def body(m: Wired, x: Tensor) -> Tensor:
+        h = m.norm(x).view(1, -1, WIDTH)
+        return m.a(h) + m.b(h.reshape(-1, WIDTH))
+
+    pairs, refused = trace(Wired(body), torch.randn(4, WIDTH))
+    assert [pair.layers for pair in pairs] == [("a", "b")], refused
+
+
+def test_view_that_other_inputs_read_is_refused() -> None:
+    def body(m: Wired, x: Tensor) -> Tensor:
+        h = m.norm(x)
+        y = m.a(h) + m.b(h)
+        seen = h.view(-1, WIDTH)
+        return y + seen if x.sum() > 1e9 else y
+
+    pairs, refused = trace(Wired(body), torch.randn(4, WIDTH))
+    assert not pairs
+    assert "where other inputs may take it" in refused["norm"]
 
 
 @pytest.mark.parametrize("case", REFUSED)

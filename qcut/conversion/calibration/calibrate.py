@@ -7,7 +7,7 @@ needs, and the layer errors that reports and plans print. All of it is rescaled 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from qcut.common import schema
 from qcut.common.safetensors import read_index
 from qcut.common.safetensors_writer import TensorFiles
+from qcut.conversion.calibration.layer_stats import PARTS, LayerStats
 from qcut.conversion.calibration.observers import input_hooks, run_observed
 from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
+from qcut.layers.experts.opening import Opened, opened
+from qcut.layers.linear import Linear
 from qcut.models.modules import forward, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, find_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers
 from qcut.models.tracing import NormPair, NormTracer
-from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
 from qcut.numerics.plain_state import in_plain_state
 from qcut.schemes import StaticRange
@@ -35,13 +37,14 @@ Method = Literal["minmax", "quantile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 SAMPLE_SIZE = 1 << 18
-"""Values kept per layer by default: 1 MB in float32."""
+"""Values kept per layer by default: 1 MB in float32. All experts of a projection share as many."""
+_EXPERT_ROWS = 8
+"""Tokens kept per expert, at least."""
 _MSE_VALUES = 1 << 14
 _FORMAT, _VERSION = "qcut-calibration", 2
 _FIRST_BATCH_ALONE = 1
 """The version whose pairs are those that the first batch showed: other batches may have had other readers."""
 _INDEX = "calibration.json"
-_PARTS = ("lo", "hi", "sample")
 _SIZE = schema.integer(1)
 _SCHEMA = schema.record(
     {
@@ -49,43 +52,21 @@ _SCHEMA = schema.record(
         "quantile": schema.number(0.5, 1.0),
         "file": schema.text(),
         "layers": schema.table(
-            schema.record({"tokens": schema.integer(1, (1 << 62) - 1), "sample": schema.items(_SIZE, 2)})
+            schema.record(
+                {"tokens": schema.integer(0, (1 << 62) - 1), "sample": schema.items(_SIZE, 2)},
+                {"borrowed": (schema.boolean(), False)},
+            )
         ),
-        "pairs": schema.items(schema.record({"norm": schema.text(), "layers": schema.items(schema.text())})),
+        "pairs": schema.items(
+            schema.record(
+                {"norm": schema.text(), "layers": schema.items(schema.text())},
+                {"routers": (schema.items(schema.text()), [])},
+            )
+        ),
         "refused": schema.table(schema.text(most=1 << 16)),
     },
     more=True,
 )
-
-
-@dataclass
-class LayerStats:
-    """Statistics of one layer's input ``[..., K]``, on the CPU in float32.
-
-    Attributes:
-        lo: ``[K]`` least value of every channel over all tokens.
-        hi: ``[K]`` greatest value.
-        sample: ``[R, K]`` tokens drawn uniformly without replacement; R is bounded.
-        tokens: how many tokens were seen.
-    """
-
-    lo: Tensor
-    hi: Tensor
-    sample: Tensor
-    tokens: int
-
-    def problem(self) -> tuple[str, str] | None:
-        """The first part that no observation gives, and what was found and is allowed; None if all can be."""
-        for part in _PARTS:
-            if found := out_of_range(getattr(self, part)):
-                return part, f"found {found}; finite values are allowed"
-        if found := _first(self.hi < self.lo):
-            return "hi", f"found less than lo in channel {found}; lo <= hi is needed"
-        if not 1 <= len(self.sample) <= self.tokens:
-            return "sample", f"found {len(self.sample)} tokens of {self.tokens}; 1 to all are allowed"
-        if found := _first((self.sample < self.lo) | (self.sample > self.hi)):
-            return "sample", f"found a value outside of lo and hi at {found}"
-        return None
 
 
 @dataclass
@@ -120,6 +101,11 @@ class Calibration:
         )
 
     __repr__ = __str__
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """How many tokens each layer saw; 0 of an expert that no token came to."""
+        return {name: stats.tokens for name, stats in self.layers.items()}
 
     def stats(self, name: str) -> LayerStats:
         """The statistics of a layer.
@@ -180,9 +166,7 @@ class Calibration:
 
     def divide_channels(self, name: str, scale: Tensor) -> None:
         """Make the statistics those of ``x / scale``; exact where every ``scale[k]`` is a power of two."""
-        stats = self.stats(name)
-        scale = scale.to("cpu", torch.float32)
-        self.layers[name] = LayerStats(stats.lo / scale, stats.hi / scale, stats.sample / scale, stats.tokens)
+        self.layers[name] = self.stats(name).divided(scale)
         self._ranges = {key: value for key, value in self._ranges.items() if key[0] != name}
 
     def copy(self) -> Calibration:
@@ -198,7 +182,7 @@ class Calibration:
             CalibrationError: the directory cannot be written, or another process does not end its save. What was there
                 is then in force as before.
         """
-        tensors = {f"{n}.{part}": getattr(s, part).contiguous() for n, s in self.layers.items() for part in _PARTS}
+        tensors = {f"{n}.{part}": getattr(s, part).contiguous() for n, s in self.layers.items() for part in PARTS}
         try:
             with TensorFiles(Path(directory), "calibration", _INDEX) as files:
                 files.commit(
@@ -209,7 +193,9 @@ class Calibration:
                         "quantile": self.quantile,
                         "file": files.add(tensors),
                         "layers": {
-                            n: {"tokens": s.tokens, "sample": list(s.sample.shape)} for n, s in self.layers.items()
+                            n: {"tokens": s.tokens, "sample": list(s.sample.shape)}
+                            | ({"borrowed": True} if s.borrowed else {})
+                            for n, s in self.layers.items()
                         },
                         "pairs": [pair.to_json() for pair in self.pairs],
                         "refused": self.refused,
@@ -235,22 +221,22 @@ class Calibration:
         (file,) = files.values()
         layers = {}
         with file:
-            if file.headers.keys() != {f"{name}.{part}" for name in data["layers"] for part in _PARTS}:
+            if file.headers.keys() != {f"{name}.{part}" for name in data["layers"] for part in PARTS}:
                 raise CalibrationError(f"{file.path}: its tensors are not those of the layers that {path.name} lists")
             for name, sizes in data["layers"].items():
                 rows, columns = sizes["sample"]
                 parts = {}
-                for part, shape in zip(_PARTS, ([columns], [columns], [rows, columns]), strict=True):
+                for part, shape in zip(PARTS, ([columns], [columns], [rows, columns]), strict=True):
                     header = file.headers[f"{name}.{part}"]
                     if header.code != "F32" or header.shape != shape:
                         raise CalibrationError(
                             f"{file.path}: {name}.{part}: found {header.code} {header.shape}, F32 {shape} is needed"
                         )
                     parts[part] = file.read(f"{name}.{part}", verify=verify)
-                stats = layers[name] = LayerStats(tokens=sizes["tokens"], **parts)
+                stats = layers[name] = LayerStats(tokens=sizes["tokens"], borrowed=sizes["borrowed"], **parts)
                 if problem := stats.problem():
                     raise CalibrationError(f"{file.path}: tensor '{name}.{problem[0]}': {problem[1]}")
-        pairs = [NormPair(pair["norm"], tuple(pair["layers"])) for pair in data["pairs"]]
+        pairs = [NormPair(pair["norm"], tuple(pair["layers"]), tuple(pair["routers"])) for pair in data["pairs"]]
         refused = dict(data["refused"])
         if data["version"] == _FIRST_BATCH_ALONE:
             refused |= {pair.norm: "its readers were looked for in only one batch; calibrate anew" for pair in pairs}
@@ -271,10 +257,6 @@ def _checked(data: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str
     except ConfigError as exc:
         raise CalibrationError(f"{path}: {exc}") from exc
     return data, [data["file"]]
-
-
-def _first(wrong: Tensor) -> str | None:
-    return str(wrong.nonzero()[0].tolist()) if wrong.any() else None
 
 
 def _check_method(method: str) -> Method:
@@ -388,11 +370,16 @@ def calibrate(
     batches are also traced to find the norms that smoothing can rescale. Every row of a layer's input counts,
     padding included: pass unpadded text.
 
+    Experts of a mixture are layers like others, ``mlp.experts.up.17`` and ``mlp.experts.down.17``; those of one
+    projection share ``sample_size``, with eight tokens each at least. An expert that saw few tokens, or none, gets
+    statistics with tokens of the others (`qcut.conversion.calibration.few_tokens`).
+
     Args:
         model: run in evaluation mode without gradients; modes are restored.
         batches: what the model is called on: tensors (first argument), tuples (arguments) or dicts (keywords), of any
             rank; moved to the model's device; read once.
-        layers: globs of layer names (``h.*.mlp.c_fc``); None takes every ``nn.Linear`` and ``Conv1D``.
+        layers: globs of layer names (``h.*.mlp.c_fc``, ``*.mlp.experts``); None takes every ``nn.Linear`` and
+            ``Conv1D``, and experts.
         skip: globs of layers to leave out.
         method: what `Calibration.range` returns by default: ``minmax``, ``quantile`` or ``mse``.
         quantile: for ``method="quantile"``, on both sides.
@@ -404,7 +391,8 @@ def calibrate(
         The `Calibration`.
 
     Raises:
-        CalibrationError: no batch, a layer that never ran, or NaN or Inf in a layer's input (layer and batch named).
+        CalibrationError: no batch, a layer that never ran (of experts, all of a projection), or NaN or Inf in a layer's
+            input (layer and batch named).
         QuantizationError: no layer matches.
         ConfigError: an unknown method, or a quantile or sample size out of range.
 
@@ -414,9 +402,34 @@ def calibrate(
     _check_quantile(quantile)
     if sample_size < 1:
         raise ConfigError(f"sample_size: found {sample_size}; at least 1 is allowed")
-    chosen = find_layers(model, layers, skip)
-    columns = {name: weight_nk(module).shape[1] for name, module in chosen.items()}
-    observers = {name: _Observer(name, max(1, sample_size // k), k, seed) for name, k in columns.items()}
+    check_model(model)
+    with opened(model) as mixtures:
+        chosen = find_layers(model, layers, skip)
+        stats, tracer, batch = _observed(model, batches, chosen, mixtures, sample_size, seed, progress)
+        pairs, refused = tracer.verdict()
+    return Calibration(stats, method, quantile, pairs, refused, batch)
+
+
+def _observed(
+    model: nn.Module,
+    batches: Iterable[Any],
+    chosen: Mapping[str, nn.Module],
+    mixtures: Opened,
+    sample_size: int,
+    seed: int,
+    progress: bool,
+) -> tuple[dict[str, LayerStats], NormTracer, Any]:
+    """Statistics of chosen layers, the tracer that has seen all batches, and a small part of the first of them."""
+    layers = dict(chosen)
+    observers = {}
+    experts_of = dict.fromkeys(chosen, 1)
+    for experts, names in mixtures.members(chosen).items():
+        layers |= {name: model.get_submodule(name) for name in names}
+        experts_of |= dict.fromkeys(names, mixtures.experts[experts].num_experts)
+    for name, module in layers.items():
+        k = module.in_features if isinstance(module, nn.Linear | Linear) else weight_nk(module).shape[1]
+        rows = max(sample_size // (k * experts_of[name]), 1 if experts_of[name] == 1 else _EXPERT_ROWS)
+        observers[name] = _Observer(name, rows, k, seed)
     excerpts: list[Any] = []
     done = 0
     tracer = NormTracer(model)
@@ -434,15 +447,18 @@ def calibrate(
 
     try:
         with torch.no_grad():
-            run_observed(model, batches, input_hooks(chosen, observe), run, "calibrate", progress)
+            run_observed(model, batches, input_hooks(layers, observe), run, "calibrate", progress)
     finally:
         tracer.remove()
-    pairs, refused = tracer.verdict()
-    idle = [name for name, observer in observers.items() if observer.tokens == 0]
+    stats = {name: observer.stats() for name, observer in observers.items() if observer.tokens}
+    if mixtures.experts:
+        from qcut.conversion.calibration.few_tokens import lend  # most models have no experts
+
+        stats = lend(stats, mixtures)
+    idle = [name for name in chosen if name not in stats]
     if idle:
         raise CalibrationError(
             f"layer {idle[0]!r} saw no token in {done} batches (nor did {len(idle) - 1} others); "
             "pass data that reaches it, or leave it out with skip=[...]"
         )
-    stats = {name: observer.stats() for name, observer in observers.items()}
-    return Calibration(stats, method, quantile, pairs, refused, excerpts[0])
+    return {name: stats[name] for name in chosen}, tracer, excerpts[0]

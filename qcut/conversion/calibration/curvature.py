@@ -10,10 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qcut.conversion.calibration.observers import run_observed
+from qcut.conversion.calibration.moments import PRIOR, Moments, check_seen, checked_prior, shrunk, turns_of
+from qcut.conversion.calibration.observers import all_of, run_observed
 from qcut.errors import CalibrationError, ConfigError
+from qcut.layers.experts.opening import opened
 from qcut.models.modules import first_input, forward, model_device, output_tensor, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, find_layers
+from qcut.models.selection import DEFAULT_SKIP, check_model, expert_layers, find_layers
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
 
@@ -34,8 +36,10 @@ def collect_curvature(
     skip: Sequence[str] = DEFAULT_SKIP,
     loss: Loss | None = None,
     seed: int = 0,
+    most_bytes: float | None = None,
+    prior: float = PRIOR,
     progress: bool = True,
-) -> dict[str, Curvature]:
+) -> Moments[Curvature]:
     """Second moments of the inputs of a model's linear layers and of the loss's derivatives by their outputs.
 
     Each batch is one pass forward and one back. Derivatives are those of a loss that the float model itself expects:
@@ -43,26 +47,33 @@ def collect_curvature(
     the curvature of the model's divergence from itself (the Fisher information).
 
     A layer of N rows and K columns takes ``4 (K^2 + N^2)`` bytes, 46 GB in all for a Llama of 8 billion parameters:
-    ``layers`` takes the layers of a large model in turns.
+    ``most_bytes`` collects those of a large model in turns.
+
+    Experts of a mixture are layers like others; see `qcut.collect_second_moments` for those of few tokens. A mixture of
+    128 experts with 2048 columns and twice 768 rows takes 5.9 GB a layer, 281 GB for 48 layers: with
+    ``most_bytes=8e9``, each layer is a turn, and the batches are run 48 times.
 
     Args:
         model: run in evaluation mode; modes and ``requires_grad`` are restored, gradients are left as they are.
-        batches: what the model is called on; see `qcut.calibrate`.
-        layers: globs of layer names; None takes every ``nn.Linear`` and ``Conv1D``.
+        batches: what the model is called on; see `qcut.calibrate`. In turns, all are held, and read again in each turn.
+        layers: globs of layer names; None takes every ``nn.Linear`` and ``Conv1D``, and experts.
         skip: globs of layers to leave out.
         loss: ``tokens``: cross-entropy of labels drawn from the output's softmax, at every position; ``outputs``: the
             squared error of the output tensor (in random directions), for encoders; None takes ``tokens`` where the
             model returns ``logits``, else ``outputs``.
-        seed: of the labels and directions, drawn on the CPU.
+        seed: of the labels and directions, drawn on the CPU; in each turn they are the same.
+        most_bytes: of matrices that are held at once; see `qcut.collect_second_moments`.
+        prior: of experts; see `qcut.collect_second_moments`.
         progress: show a progress bar.
 
     Returns:
-        `qcut.Curvature` by layer name, on the model's device. Layers of more than 8192 rows have no ``outputs``.
+        `qcut.Curvature` by layer name, on the model's device; see `Moments`. Layers of more than 8192 rows have no
+        ``outputs``.
 
     Raises:
-        CalibrationError: no batch, a layer that never ran or that the loss does not depend on, or NaN or Inf in a
-            layer's input or derivative.
-        ConfigError: another loss, or a model that cannot be differentiated.
+        CalibrationError: no batch, a layer that never ran or that the loss does not depend on (of experts, all of a
+            projection), or NaN or Inf in a layer's input or derivative.
+        ConfigError: another loss, ``most_bytes`` or ``prior`` out of range, or a model that cannot be differentiated.
         QuantizationError: no layer matches.
 
     Exactness: float32 sums, in the order of the batches.
@@ -72,56 +83,95 @@ def collect_curvature(
     """
     if loss not in ("tokens", "outputs", None):
         raise ConfigError(f"loss: found {loss!r}; allowed: tokens, outputs or None")
-    chosen = find_layers(model, layers, skip)
+    check_model(model)
+    with opened(model):
+        sizes = {name: _bytes(*weight_nk(module).shape) for name, module in find_layers(model, layers, skip).items()}
+        turns = turns_of(sizes, expert_layers(model, sizes), most_bytes)
+        held = batches if len(turns) == 1 else all_of(batches)
+        return Moments(
+            turns, partial(_collected, model, held, loss=loss, seed=seed, prior=checked_prior(prior), progress=progress)
+        )
+
+
+def _bytes(n: int, k: int) -> int:
+    return 4 * (k * k + (n * n if n <= OUTPUT_LIMIT else 0))
+
+
+@in_plain_state
+def _collected(
+    model: nn.Module,
+    batches: Iterable[Any],
+    names: Sequence[str],
+    loss: Loss | None,
+    seed: int,
+    prior: float,
+    progress: bool,
+) -> tuple[dict[str, Curvature], dict[str, int]]:
+    """The curvatures of layers, and how many tokens there were derivatives of."""
     generator = torch.Generator().manual_seed(seed)
     anchor = torch.zeros((), device=model_device(model), dtype=torch.float32, requires_grad=True)
-    sums = {name: _Sums(name, *weight_nk(module).shape) for name, module in chosen.items()}
-    hooks = (
-        partial(module.register_forward_hook, _observe(sums[name], anchor), with_kwargs=True)
-        for name, module in chosen.items()
-    )
 
     def run(batch: Any) -> None:
         _differentiate(forward(model, batch), loss, generator)
         anchor.grad = None
 
-    with frozen(model), torch.enable_grad():
-        count = run_observed(model, batches, hooks, run, "curvature", progress)
-    return {name: one.mean(count) for name, one in sums.items()}
+    with opened(model):
+        chosen = {name: model.get_submodule(name) for name in names}
+        sums = {name: _Sums(name, len(weight_nk(module))) for name, module in chosen.items()}
+        hooks = (
+            partial(module.register_forward_hook, _observe(sums[name], anchor), with_kwargs=True)
+            for name, module in chosen.items()
+        )
+        with frozen(model), torch.enable_grad():
+            count = run_observed(model, batches, hooks, run, "curvature", progress)
+        stacks = expert_layers(model, names)
+    tokens = {name: one.tokens for name, one in sums.items()}
+    check_seen(tokens, stacks, count, "derivative of the loss")
+    for one in sums.values():
+        one.check()
+    found: dict[str, Curvature] = {}
+    for stack, members in stacks.items():
+        counts, up = [tokens[name] for name in members], stack.endswith(".up")
+        # Tokens go into up and come out of down; between the two, each expert has channels of its own.
+        inputs = shrunk([sums[name].inputs for name in members], counts, up, prior)
+        outputs: Sequence[Tensor | None] = [sums[name].outputs for name in members]
+        if any(one is not None for one in outputs):
+            outputs = shrunk(outputs, counts, not up, prior)
+        found |= {name: Curvature(h, g) for name, h, g in zip(members, inputs, outputs, strict=True)}
+    return {name: found[name] if name in found else sums[name].mean() for name in names}, tokens
 
 
 class _Sums:
-    """Running sums of one layer."""
+    """Running sums of one layer of N rows; none where it saw nothing."""
 
-    def __init__(self, name: str, n: int, k: int) -> None:
-        self.name, self.tokens, self.inputs = name, 0, torch.zeros((), dtype=torch.float32, device="cpu")
-        self.outputs: Tensor | None = torch.zeros((), dtype=torch.float32, device="cpu") if n <= OUTPUT_LIMIT else None
+    def __init__(self, name: str, n: int) -> None:
+        self.name, self.tokens, self.both = name, 0, n <= OUTPUT_LIMIT
+        self.inputs: Tensor | None = None
+        self.outputs: Tensor | None = None
 
     @torch.no_grad()
     def add(self, x: Tensor, g: Tensor) -> None:
         x = x.reshape(-1, x.shape[-1]).float()
         g = g.reshape(-1, g.shape[-1]).float()
         product = x.t() @ (x * g.square().sum(1, keepdim=True))
-        self.inputs = product if not self.tokens else self.inputs.add_(product)
-        if self.outputs is not None:
-            self.outputs = g.t() @ g if not self.tokens else self.outputs.addmm_(g.t(), g)
+        self.inputs = product if self.inputs is None else self.inputs.add_(product)
+        if self.both:
+            self.outputs = g.t() @ g if self.outputs is None else self.outputs.addmm_(g.t(), g)
         self.tokens += len(x)
 
-    def mean(self, batches: int) -> Curvature:
-        if not self.tokens:
-            raise CalibrationError(
-                f"layer {self.name!r} saw no derivative of the loss in {batches} batches; pass data that reaches it, "
-                f"or leave it out with skip=[{self.name!r}]"
-            )
+    def check(self) -> None:
         for moment in (self.inputs, self.outputs):
-            if moment is None:
-                continue
-            if not moment.isfinite().all():
+            if moment is not None and not moment.isfinite().all():
                 raise CalibrationError(
                     f"layer {self.name!r}: found NaN or Inf in its input or in the loss's derivative by its output; "
                     "every value must be finite"
                 )
-            moment /= self.tokens
+
+    def mean(self) -> Curvature:
+        for moment in (self.inputs, self.outputs):
+            if moment is not None:
+                moment /= self.tokens
+        assert self.inputs is not None
         return Curvature(self.inputs, self.outputs)
 
 

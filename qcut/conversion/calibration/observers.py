@@ -66,3 +66,13 @@ def run_observed(
     if count == 0:
         raise CalibrationError("batches: found none; calibration needs at least one batch")
     return count
+
+
+def all_of(batches: Iterable[Any]) -> list[Any]:
+    """All batches, to run them more than once.
+
+    Raises:
+        DtypeError: they are no iterable, or a single batch.
+    """
+    check_batches(batches)
+    return list(batches)

@@ -30,6 +30,7 @@ from qcut.models.modules import (
     output_tensor,
     to_device,
 )
+from qcut.models.selection import expert_layers
 
 _ROWS = 1024
 """Calibration tokens that errors of a layer's output are measured on."""
@@ -89,6 +90,9 @@ def channel_weights(
     finally:
         for handle in handles:
             handle.remove()
+    for names in expert_layers(model, layers).values():
+        if reached := [name for name in names if name in found]:
+            found = {name: torch.zeros_like(found[reached[0]]) for name in names} | found  # no token came to the others
     for name in layers:
         if name not in found or not bool(found[name].isfinite().all()):
             what = "NaN or Inf" if name in found else "none"

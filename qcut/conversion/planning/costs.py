@@ -20,7 +20,9 @@ class LayerSize:
         bias: whether the layer has a bias.
         float_bytes: bytes of the layer's parameters as they are now.
         rows: N of the product that the engine computes the layer in: the sum of all N of fused projections of one
-            scheme (`qcut.conversion.calibration.fused_projections`); 0 means ``out_features``.
+            scheme (`qcut.conversion.calibration.fused_projections`), or of all experts; 0 means ``out_features``.
+        experts: of an expert's layer, how many experts there are; 0 of other layers.
+        routes: of an expert's layer, how many experts a token goes to.
     """
 
     name: str
@@ -29,6 +31,16 @@ class LayerSize:
     bias: bool
     float_bytes: int
     rows: int = 0
+    experts: int = 0
+    routes: int = 1
+
+    def tokens_of(self, tokens: int) -> float:
+        """Of a call of so many tokens, those that the layer computes: an equal share of their routes."""
+        return tokens * self.routes / self.experts if self.experts else tokens
+
+    def share_read(self, tokens: int) -> float:
+        """How likely a call of so many tokens reads the weight: 1 - (1 - k/E)^M, where all experts are chosen alike."""
+        return 1.0 - (1.0 - self.routes / self.experts) ** tokens if self.experts else 1.0
 
 
 CostModel = Callable[[LayerSize, str], float]
@@ -66,7 +78,7 @@ class TimeCost:
     one byte a value, and 8 a token for dynamic scales) and of the output (2 a value); a second pass of a codebook
     reads and multiplies the input again. Launches, and separate passes that quantize or rotate the
     input, are not counted, since fusion and CUDA graphs remove them. The defaults are rates that an H200 sustains;
-    only the ratios between schemes matter to a plan.
+    only the ratios between schemes matter to a plan. An expert computes its share of the tokens.
 
     Attributes:
         tokens: M, the tokens of a call; the default is a prompt's. With few tokens, bytes decide the time and the plan.
@@ -82,11 +94,12 @@ class TimeCost:
 
     def __call__(self, layer: LayerSize, scheme: str) -> float:
         """The time of one call of the layer under the scheme."""
-        m, n, k = self.tokens, layer.out_features, layer.in_features
+        m, n, k = layer.tokens_of(self.tokens), layer.out_features, layer.in_features
         parsed = parse_scheme(scheme)
         int8, passes = parsed.int8_products, parsed.passes
         rate = self.int8_tops if int8 else self.fp16_tflops
-        moved = parsed.weight_bytes(n, k) + passes * m * k * (1 if int8 else 2) + 2 * m * n
+        moved = layer.share_read(self.tokens) * parsed.weight_bytes(n, k)
+        moved += passes * m * k * (1 if int8 else 2) + 2 * m * n
         moved += 8 * m if int8 and not parsed.needs_range else 0
         return (2 * passes * m * n * k / rate + moved / self.bandwidth) * 1e-6
 
@@ -97,8 +110,8 @@ class StepCost:
 
     A start is paid for each product: fused projections of one scheme share it. Start and rate are lines through times
     of whole layers, rotation included, measured on an H200 with one token (benchmarks/perplexity/sizes.py), which they
-    meet within 15 %; on another GPU the rate goes with the memory's bandwidth, and the start to the clock. Attention,
-    norms and the classifier are not counted.
+    meet within 15 %; on another GPU the rate goes with the memory's bandwidth, and the start to the clock. Of experts,
+    a token reads k of E, and all of a projection are one product. Attention, norms and the classifier are not counted.
 
     Attributes:
         gpu: a GPU's name, or an architecture, as `qcut.dispatch.gpus.target_named` knows it.
@@ -107,13 +120,13 @@ class StepCost:
     gpu: str = "NVIDIA H200"
 
     def __call__(self, layer: LayerSize, scheme: str) -> float:
-        """The time of the layer under the scheme: of fused projections, the share of the layer's rows."""
+        """The time of the layer under the scheme: of fused projections and experts, the share of the layer's rows."""
         from qcut.dispatch.gpus import target_named
 
         parsed, n, k = parse_scheme(scheme), layer.out_features, layer.in_features
         start, rate = _step_line(parsed)
         machine = target_named(self.gpu).machine
-        read = parsed.weight_bytes(n, k)
+        read = layer.share_read(1) * parsed.weight_bytes(n, k)
         return start / machine.clock * n / (layer.rows or n) + read / (rate * machine.gb_s / _H200_GB_S * 1e6)
 
 

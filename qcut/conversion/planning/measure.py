@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from qcut.common.progress import with_progress
 from qcut.conversion.calibration.calibrate import Calibration, calibrate
 from qcut.conversion.calibration.fused_projections import fused_projections
+from qcut.conversion.calibration.observers import run_observed
 from qcut.conversion.calibration.second_order import channel_weights, expected_loss
 from qcut.conversion.fitting import fitting_scheme
 from qcut.conversion.planning.budget import Budget
@@ -20,8 +25,16 @@ from qcut.conversion.tasks import moment_of
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
-from qcut.models.modules import check_batches, tensor_key, tied_elsewhere, weight_nk, weight_of
-from qcut.models.selection import find_layers, globs
+from qcut.models.modules import (
+    ExpertsModule,
+    check_batches,
+    forward,
+    tensor_key,
+    tied_elsewhere,
+    weight_nk,
+    weight_of,
+)
+from qcut.models.selection import expert_layers, find_layers, globs
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.schemes import Float, Scheme, StaticRange
@@ -41,12 +54,14 @@ class Group:
 
     Attributes:
         names: the layers.
+        stack: the projection whose experts they are; empty of others.
         layers: per scheme, the quantized layers; nothing for ``fp16``.
         cost: per scheme.
         sensitivity: per scheme, the loss with only these layers quantized.
     """
 
     names: list[str]
+    stack: str = ""
     layers: dict[str, dict[str, Linear]] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     sensitivity: dict[str, float] = field(default_factory=dict)
@@ -62,8 +77,12 @@ class Group:
         return min(self.cost, key=lambda scheme: (self.sensitivity[scheme], -self.cost[scheme]))
 
 
-def groups_of(modules: Mapping[str, nn.Module], projections: Sequence[Sequence[str]]) -> list[Group]:
-    """Layers that share a weight or are fused projections are one group; in the order of the layers."""
+def groups_of(
+    modules: Mapping[str, nn.Module],
+    projections: Sequence[Sequence[str]],
+    stacks: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[Group]:
+    """Layers that share a weight, are fused projections or one of experts are a group; in the order of the layers."""
     owner = {name: name for name in modules}
 
     def root(name: str) -> str:
@@ -73,14 +92,15 @@ def groups_of(modules: Mapping[str, nn.Module], projections: Sequence[Sequence[s
 
     first: dict[tuple[Any, ...], str] = {}
     pairs = [(first.setdefault(tensor_key(weight_of(module)), name), name) for name, module in modules.items()]
-    pairs += [(names[0], name) for names in projections for name in names[1:]]
+    pairs += [(names[0], name) for names in (*projections, *stacks.values()) for name in names[1:]]
     order = {name: i for i, name in enumerate(modules)}
     for a, b in pairs:
         low, high = sorted((root(a), root(b)), key=order.__getitem__)
         owner[high] = low
     groups: dict[str, Group] = {}
+    stack_of = {name: stack for stack, names in stacks.items() for name in names}
     for name in modules:
-        groups.setdefault(root(name), Group([])).names.append(name)
+        groups.setdefault(root(name), Group([], stack_of.get(name, ""))).names.append(name)
     return list(groups.values())
 
 
@@ -105,6 +125,7 @@ class SearchSpace:
 
     Attributes:
         modules: the float layers by name.
+        stacks: of experts, the layers of each projection.
         projections: names of fused projections.
         groups: `Group`, with costs after `check`, and quantized layers after `quantize`.
         costs: by layer and scheme.
@@ -139,16 +160,22 @@ class SearchSpace:
         self._model, self._batches, self._progress = model, list(batches), progress
         if not self._batches:
             raise CalibrationError("batches: found none; a plan needs at least one batch")
-        self.modules = _layers_to_plan(model, include, skip)
+        self.modules, tied = _layers_to_plan(model, include, skip)
+        self.stacks = expert_layers(model, self.modules)
+        self._experts = _experts_of(model, self.stacks)
+        self._routes = routes_of(model, self._batches[0], self._experts) if self._experts else {}
         self.projections = fused_projections(model, self._batches, self.modules)
         if calibration is None and (measure != "model" or any(scheme.needs_range for scheme in schemes)):
-            calibration = calibrate(model, self._batches, layers=list(self.modules), skip=skip, progress=progress)
+            calibration = calibrate(model, self._batches, layers=include, skip=(*skip, *tied), progress=progress)
         self._measure, self._few, self._calibration = measure, sensitivity_batches, calibration
         self._moments, self._passes = second_moments, passes or {}
         self.additive, self.fitted = measure != "layer", second_moments is not None
         joined = self.projections if together else []
-        self._rows = {name: sum(len(weight_nk(self.modules[n])) for n in names) for names in joined for name in names}
-        self.groups = groups_of(self.modules, joined)
+        products = [*joined, *self.stacks.values()]
+        self._rows: dict[str, int] = {}
+        for names in products:
+            self._rows |= dict.fromkeys(names, sum(len(weight_nk(self.modules[n])) for n in names))
+        self.groups = groups_of(self.modules, joined, self.stacks)
         self.costs: dict[str, dict[str, float]] = {}
         self.ranges: dict[str, tuple[StaticRange, str]] = {}
         self._named = [scheme.name for scheme in schemes]
@@ -175,8 +202,10 @@ class SearchSpace:
                 group.sensitivity[scheme.name] = 0.0
                 for name in () if scheme.is_float else group.names:
                     layer = self._layer(name, scheme)
-                    for owner in (one for layers in group.layers.values() for one in layers.values()):
-                        layer.tie_to(owner)
+                    weight = tensor_key(weight_of(self.modules[name]))
+                    for owner, made in ((o, one) for layers in group.layers.values() for o, one in layers.items()):
+                        if not group.stack or tensor_key(weight_of(self.modules[owner])) == weight:
+                            layer.tie_to(made)
                     group.layers.setdefault(scheme.name, {})[name] = layer
 
     def measure(self) -> None:
@@ -220,10 +249,13 @@ class SearchSpace:
         """Errors of the layers' own outputs; with weights, estimates of what these add to the model's loss."""
         assert self._calibration is not None
         found = []
-        for name, layer in layers.items():
+        seen = [self._calibration.stats(name).tokens for name in layers]
+        for (name, layer), tokens in zip(layers.items(), seen, strict=True):
             module, sample = self.modules[name], self._calibration.stats(name).sample
             if weights is None:
-                found.append(output_error(module, layer, sample))
+                # An expert's error counts as often as it is chosen.
+                share = tokens / max(1, sum(seen)) if name in self._routes else 1.0
+                found.append(share * output_error(module, layer, sample))
             else:
                 found.append(expected_loss(module, layer, sample, weights[name]))
         return found
@@ -258,13 +290,51 @@ class SearchSpace:
             self._calibration.check(name, k)
         parameters = [p for p in module._parameters.values() if p is not None]
         size = sum(p.nbytes for p in parameters)
-        return LayerSize(name, n, k, len(parameters) > 1, size, self._rows.get(name, n))
+        experts, routes = self._experts.get(name), self._routes.get(name, 1)
+        count = 0 if experts is None else experts.num_experts
+        return LayerSize(name, n, k, len(parameters) > 1, size, self._rows.get(name, n), count, routes)
 
 
-def _layers_to_plan(model: nn.Module, include: Sequence[str] | None, skip: Sequence[str]) -> dict[str, nn.Module]:
+def _layers_to_plan(
+    model: nn.Module, include: Sequence[str] | None, skip: Sequence[str]
+) -> tuple[dict[str, nn.Module], list[str]]:
+    """The layers, and others that could be if their weights were not used by something else too."""
     modules = find_layers(model, include, skip)
-    for name in tied_elsewhere(model, modules):
+    tied = list(tied_elsewhere(model, modules))
+    for name in tied:
         del modules[name]
     if not modules:
         raise PlanError(f"{type(model).__name__}: no layer to plan for: every weight is tied to something else")
-    return modules
+    return modules, tied
+
+
+def _experts_of(model: nn.Module, stacks: Mapping[str, Sequence[str]]) -> dict[str, ExpertsModule]:
+    """By layer of an expert, the experts that it is of.
+
+    Raises:
+        ConfigError: of the experts of a projection, some have no layer to plan for.
+    """
+    found: dict[str, ExpertsModule] = {}
+    for stack, names in stacks.items():
+        experts = model.get_submodule(stack.rpartition(".")[0])
+        assert isinstance(experts, ExpertsModule)
+        if len(names) < experts.num_experts:
+            raise ConfigError(
+                f"layer {stack!r}: {len(names)} of its {experts.num_experts} experts are to be planned for, such as "
+                f"{names[0]!r}; all of a projection or none is allowed: {stack!r} names them"
+            )
+        found |= dict.fromkeys(names, experts)
+    return found
+
+
+@torch.no_grad()
+def routes_of(model: nn.Module, batch: Any, experts: Mapping[str, ExpertsModule]) -> dict[str, int]:
+    """By layer of an expert, how many experts a token goes to."""
+    found: dict[int, int] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        found[id(module)] = inspect.signature(module.forward).bind(*args, **kwargs).arguments["top_k_index"].shape[1]
+
+    hooks = (partial(one.register_forward_pre_hook, note, with_kwargs=True) for one in set(experts.values()))
+    run_observed(model, [batch], hooks, partial(forward, model), "routes", progress=False)
+    return {name: found.get(id(one), one.num_experts) for name, one in experts.items()}

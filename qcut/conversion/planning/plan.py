@@ -22,6 +22,7 @@ _LAYER = schema.record(
     {"scheme": schema.text(), "in_features": schema.integer(1), "out_features": schema.integer(1)},
     {
         "static_range": (schema.nothing_or(_RANGE), None),
+        "static_ranges": (schema.items(_RANGE), []),
         "range_method": (schema.text(), ""),
         "sensitivity": (_BY_SCHEME, {}),
         "cost": (_BY_SCHEME, {}),
@@ -55,17 +56,18 @@ _SCHEMA = schema.record(
 
 @dataclass
 class LayerPlan:
-    """One layer of a plan.
+    """One layer of a plan, or one projection of all experts of a mixture (``mlp.experts.up``).
 
     Attributes:
         scheme: ``w8a8_static``, ``w8a8``, ``w8a16``, ``fp16`` or a codebook's name. Users may edit this field.
         in_features: K.
-        out_features: N.
+        out_features: N; of experts, that of all together.
         static_range: the range with which ``w8a8_static`` quantizes the input, for every layer that could use it.
         range_method: the method that derived ``static_range``.
         sensitivity: by scheme, the loss with only this layer quantized, in the unit of `Plan.metric`.
         cost: by scheme, the cost in the unit of `Plan.objective`: µs or bytes.
         reason: why the layer does not have the cheapest scheme; empty if it has.
+        static_ranges: of experts, the range of each.
     """
 
     scheme: str
@@ -76,6 +78,7 @@ class LayerPlan:
     sensitivity: dict[str, float] = field(default_factory=dict)
     cost: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    static_ranges: list[StaticRange] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ class Plan:
                 scheme = parse_scheme(layer.scheme)
             except ConfigError as exc:
                 raise PlanError(f"layer {name!r}: {exc}") from exc
-            if scheme.needs_range and layer.static_range is None:
+            if scheme.needs_range and layer.static_range is None and not layer.static_ranges:
                 raise PlanError(
                     f"layer {name!r}: scheme {scheme.name!r} needs a static_range, and the plan has none for it"
                 )
@@ -281,7 +284,11 @@ def _layer(data: dict[str, Any]) -> LayerPlan:
         key: {scheme: math.inf if v is None else v for scheme, v in data[key].items()}
         for key in ("sensitivity", "cost")
     }
-    return LayerPlan(**{**data, "static_range": None if given is None else StaticRange.from_json(given), **measured})
+    ranges = {
+        "static_range": None if given is None else StaticRange.from_json(given),
+        "static_ranges": [StaticRange.from_json(one) for one in data["static_ranges"]],
+    }
+    return LayerPlan(**{**data, **ranges, **measured})
 
 
 def _finite(data: Any) -> Any:

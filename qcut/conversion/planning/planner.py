@@ -14,8 +14,9 @@ from qcut.conversion.planning.costs import CostModel
 from qcut.conversion.planning.measure import Group, Measure, SearchSpace
 from qcut.conversion.planning.plan import LayerPlan, Plan
 from qcut.errors import ConfigError
+from qcut.layers.experts.opening import opened
 from qcut.models.modules import weight_nk
-from qcut.models.selection import DEFAULT_SKIP
+from qcut.models.selection import DEFAULT_SKIP, check_model
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.plain_state import in_plain_state
 from qcut.schemes import Scheme
@@ -70,6 +71,9 @@ def plan(
     calibration)` first
     and pass the same calibration: the plan then belongs to the smoothed model.
 
+    All experts of a projection get one scheme: they are one layer of the plan, ``mlp.experts.up``, with a static range
+    for each expert.
+
     Args:
         model: the float model; it is not changed. Beside it, quantized copies of its layers exist during the search:
             one in int8, and one for each codebook among the candidates.
@@ -120,23 +124,25 @@ def plan(
     schemes = limit.schemes(candidates)
     if sensitivity_batches is not None and sensitivity_batches < 1:
         raise ConfigError(f"sensitivity_batches: found {sensitivity_batches}; at least 1 is allowed, or None for all")
-    space = SearchSpace(
-        model,
-        batches,
-        schemes,
-        calibration=calibration,
-        second_moments=second_moments,
-        measure=measure,
-        together=limit.loss is None if together is None else together,
-        sensitivity_batches=sensitivity_batches,
-        include=include,
-        skip=skip,
-        progress=progress,
-    )
-    space.check(limit)
-    space.quantize()
-    space.measure()
-    return plan_within(space, limit)
+    check_model(model)
+    with opened(model):
+        space = SearchSpace(
+            model,
+            batches,
+            schemes,
+            calibration=calibration,
+            second_moments=second_moments,
+            measure=measure,
+            together=limit.loss is None if together is None else together,
+            sensitivity_batches=sensitivity_batches,
+            include=include,
+            skip=skip,
+            progress=progress,
+        )
+        space.check(limit)
+        space.quantize()
+        space.measure()
+        return plan_within(space, limit)
 
 
 def plan_within(space: SearchSpace, budget: Budget) -> Plan:
@@ -149,15 +155,23 @@ def plan_within(space: SearchSpace, budget: Budget) -> Plan:
     groups, metric = space.groups, space.judge.metric
     found = within_cost(space, budget) if budget.loss is None else within_loss(space, budget.loss)
     layers: dict[str, LayerPlan] = {}
+    unit_of = {name: stack for stack, names in space.stacks.items() for name in names}
     for group, scheme in zip(groups, found.choice, strict=True):
         reason = _reason(group, scheme, metric if space.additive else "its output error")
+        n, k = weight_nk(space.modules[group.names[0]]).shape
+        if group.stack:
+            ranges = [space.ranges[name] for name in group.names if name in space.ranges]
+            methods = "/".join(sorted({method for _, method in ranges}))
+            found_by = None, methods, dict(group.sensitivity), dict(group.cost), reason, [one for one, _ in ranges]
+            layers[group.stack] = LayerPlan(scheme, k, n * len(group.names), *found_by)
+            continue
         for name in group.names:
             n, k = weight_nk(space.modules[name]).shape
             static_range, method = space.ranges.get(name, (None, ""))
             costs = dict(space.costs[name])
             layers[name] = LayerPlan(scheme, k, n, static_range, method, dict(group.sensitivity), costs, reason)
     return Plan(
-        {name: layers[name] for name in space.modules},
+        {unit: layers[unit] for unit in dict.fromkeys(unit_of.get(name, name) for name in space.modules)},
         budget.loss,
         metric,
         budget.objective,

@@ -5,7 +5,7 @@ What works on linear layers (calibration, moments, plans, quantizing, verificati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -40,6 +40,16 @@ class Opened:
         stack, _, number = name.rpartition(".")
         experts, _, projection = stack.rpartition(".")
         return stack if experts in self.experts and projection in PROJECTIONS and number.isdigit() else None
+
+    def members(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The layers of all experts, up before down, of the experts that some of the named layers belong to."""
+        stacks = self.stacks()
+        found = {stack.rpartition(".")[0] for name in names if (stack := self.stack_of(name)) is not None}
+        return {
+            experts: [one for key in PROJECTIONS for one in stacks.get(f"{experts}.{key}", ())]
+            for experts in self.experts
+            if experts in found
+        }
 
     def stacks(self) -> dict[str, list[str]]:
         """The layers of every open projection, by its name."""

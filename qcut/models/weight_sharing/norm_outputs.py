@@ -113,22 +113,30 @@ class Places:
             if direct:
                 seen.results.add((frame.f_code, span))
 
-    def reads(self, norm: str, reader: str, output: Tensor) -> None:
-        """Note where a linear layer is called from with a norm's output, and the names that hold the output."""
+    def reads(self, norm: str, reader: str, outputs: Sequence[Tensor]) -> None:
+        """Note where a linear layer is called from with a norm's output, and the names that hold the output.
+
+        Args:
+            norm: the norm.
+            reader: the layer.
+            outputs: the output, and views and copies of it.
+        """
         seen = self._norms[norm]
         for frame, span, _ in self._new_frames(norm, reader):
             seen.read.add((frame.f_code.co_filename, span))
             names = seen.names[_holder(frame)]
             for name, value in frame.f_locals.items():
                 if isinstance(value, nn.Module):
-                    for key in (key for key, one in vars(value).items() if _holds(one, output)):
+                    for key in (key for key, one in vars(value).items() if _holds(one, outputs)):
                         seen.kept = f"{type(value).__name__} keeps its output as {key!r}"
-                elif _holds(value, output):
+                elif _holds(value, outputs):
                     names.add(name)
 
-    def passes(self, norm: str, function: str) -> None:
-        """Note where a function is called that returns a norm's output as it is."""
+    def passes(self, norm: str, function: str, new: bool = False) -> None:
+        """Note where a function is called that returns a norm's output as it is, or a new tensor of the same rows."""
         for frame, span, _ in self._new_frames(norm, function)[:1]:
+            if new:
+                self._norms[norm].results.add((frame.f_code, span))
             self._norms[norm].read.add((frame.f_code.co_filename, span))
             self._norms[norm].again.add((frame.f_code, span))
 
@@ -238,10 +246,12 @@ def _holder(frame: FrameType) -> _Holder:
     return _Holder(code, first if isinstance(first, nn.Module) else None)
 
 
-def _holds(value: Any, output: Tensor) -> bool:
+def _holds(value: Any, outputs: Sequence[Tensor]) -> bool:
     if isinstance(value, (list, tuple, set)):
-        return any(one is output for one in value)
-    return any(one is output for one in value.values()) if isinstance(value, dict) else value is output
+        return any(_holds(one, outputs) for one in value if isinstance(one, Tensor))
+    if isinstance(value, dict):
+        return any(_holds(one, outputs) for one in value.values() if isinstance(one, Tensor))
+    return any(value is output for output in outputs)
 
 
 def branches_by_values(module: nn.Module) -> bool:

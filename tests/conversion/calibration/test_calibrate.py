@@ -288,7 +288,7 @@ def test_statistics_that_cannot_be_are_refused(folder: Path, change, message: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": -5}, r"tokens': found -5; allowed: a whole number from 1"),
+        ({"tokens": -5}, r"tokens': found -5; allowed: a whole number from 0"),
         ({"tokens": 1}, r"tokens of 1; 1 to all"),
         ({"tokens": "9"}, "found '9'"),
         ({"sample": [1 << 62, 1 << 62]}, "allowed: a whole number from 1"),
