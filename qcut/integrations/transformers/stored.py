@@ -10,10 +10,10 @@ import contextlib
 import copy
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from qcut.checkpoints.builder import Skeleton, check_kinds, fill_layer, finish, skeleton_of, tie_layers
 from qcut.checkpoints.description import Description, description_of, passing_buffers
 from qcut.checkpoints.detect import check_layer_sizes, headers_of
+from qcut.checkpoints.expert_tensors import join, one_piece, piece_entries, pieces_of
 from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Stored
 from qcut.checkpoints.formats.reader import format_of, stored_in
-from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
+from qcut.checkpoints.marks import expert_marks_pattern, is_mark, marks_among, marks_pattern
 from qcut.common.safetensors import TensorFile, TensorHeader, torch_dtype
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
@@ -32,15 +33,20 @@ from qcut.integrations.transformers.placing import (
     ignore_unexpected,
     keep_present_ties,
     loading_dtype,
+    names_here,
     tie_parameters,
     without_weight,
 )
 from qcut.layers.experts.opening import PROJECTIONS
 from qcut.layers.linear import Linear
-from qcut.layers.quantized import FrozenWeight, set_weight_dtype
+from qcut.layers.quantized import FrozenWeight, QuantizedLayer, StateEntry, set_weight_dtype
+from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json
+
+if TYPE_CHECKING:
+    from qcut.layers.experts.linear_stack import LinearStack
 
 _WHERE = Path("config.json")
 
@@ -86,27 +92,41 @@ class StoredLoading:
         renamed = _renamed(whole, model, self._new_head)
         self._saved = _with_own_tables(whole, _present(renamed, model) if other_class else renamed)
         self._other_class = other_class
+        if parallel is not None and self._saved.experts:
+            raise UnsupportedError(
+                f"{next(iter(self._saved.experts))}: tp_size={parallel.size} for quantized experts, which are not cut; "
+                "allowed: one process"
+            )
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
         self._paths = files
+        self._stored_as: dict[str, str] = {}
         stored_headers = headers_of(files)
         marked = {name for name in marks_among(stored_headers) if is_mark(stored_headers.get(name))}
         headers = {name: header for name, header in stored_headers.items() if name not in marked}
+        # A state dict has stacks; only files have each expert's tensors by themselves.
+        self._pieces = pieces_of(self._saved.experts, where) if files else {}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
         self._ignored = model._keys_to_ignore_on_load_unexpected
         elsewhere = {*self._saved.tied.values()} - {*whole.tied.values()}  # read from the files
         ignore_unexpected(model, [marks, *(rf"(^|\.){re.escape(name)}$" for name in sorted(elsewhere))])
         self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
+        for name in self._saved.experts:
+            ignore_unexpected(model, [expert_marks_pattern([name])])
+            replace_modules(model, {id(model.get_submodule(name)): self._skeleton.modules[name]})
         self._keys: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
             wanted = {key: entry.read() for key, entry in layer.stored().items()}
             self._keys[name] = wanted
-            self._make_room(model, name, wanted)
+            if name in self._pieces:
+                self._make_room_for_pieces(model, name)
+            else:
+                self._make_room(model, name, wanted)
         for name in self._saved.embeddings:
             without_weight(model.get_submodule(name))
         keep_present_ties(model)
         if files:
-            self._check(model, headers)
+            self._check(model, self._by_names_here(model, headers) if self._saved.experts else headers)
         self._parallel = parallel
         self._files = ExitStack()
         weakref.finalize(self, self._files.close)
@@ -142,6 +162,12 @@ class StoredLoading:
         """
         model._keys_to_ignore_on_load_unexpected = self._ignored
         self._fill(model)
+        for name in self._saved.experts:
+            experts = self._skeleton.modules[name]
+            for key in [key for key in experts._modules if key.isdigit()]:  # of the pieces
+                del experts._modules[key]
+            for part in PROJECTIONS:
+                experts._modules[part] = self._skeleton.layers.get(f"{name}.{part}", experts._modules[part])
         self._skeleton.put_into(model)
         tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
         for name, parameter in model.named_parameters():
@@ -159,16 +185,42 @@ class StoredLoading:
         if self._parallel is not None:
             self._parallel.install()
 
+    def _by_names_here(self, model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        """Headers by the names that the model has, those that belong to it; without marks, and float weights in parts.
+
+        transformers stores the tensors of several families under other names, and the parts of some float weights.
+        """
+        marks = re.compile(expert_marks_pattern(self._saved.experts))
+        found = {}
+        for name, (new, in_parts) in names_here(model, headers).items():
+            if is_mark(headers[name]) and marks.search(new):
+                continue
+            self._stored_as[new] = name
+            if not in_parts:
+                found[new] = headers[name]
+        return found
+
+    def _file(self, name: str) -> Path:
+        """The file of a tensor, by the name that the model has, or that of the description."""
+        stored = self._stored_as.get(name, name)
+        for path in self._paths:
+            with TensorFile(path, CheckpointError) as file:
+                if stored in file.headers:
+                    return path
+        return self._where
+
     def _fill(self, model: Any) -> None:
         if self._parallel is not None:
             self._fill_shards(model, self._parallel)
             return
-        held = {name: self._arrived(model, name) for name in self._keys}
+        held: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
             state = {}
             for key, wanted in self._keys[name].items():
                 owner = self._saved.tied.get(f"{name}.{key}", f"{name}.{key}")
                 parent, _, owner_key = owner.rpartition(".")
+                if parent in self._keys and parent not in held:
+                    held[parent] = self._arrived(model, parent)
                 tensor = held.get(parent, {}).get(owner_key)
                 if tensor is None and parent not in self._keys:
                     tensor = self._read_stored(owner, _device_of(model))
@@ -179,9 +231,21 @@ class StoredLoading:
                         f"{self._where}: tensor {owner!r}: found {tensor.dtype}, {wanted.dtype} is needed"
                     )
                 state[key] = tensor.to(wanted.dtype)  # transformers may have widened it, which loses nothing
-            fill_layer(layer, state, name, self._where)
+            self._fill_layer(model, name, layer, state)
             layer.train(False)
             self._drop(model, name, held)
+
+    def _fill_layer(self, model: Any, name: str, layer: QuantizedLayer, state: Mapping[str, Tensor]) -> None:
+        try:
+            fill_layer(layer, state, name, self._where)
+        except CheckpointError:
+            if name in self._pieces:  # name the tensor that is stored
+                piece = one_piece(self._stack(name), len(self._pieces[name]))
+                for each, held in self._held_pieces(model, name).items():
+                    if problem := piece.state_problem(held):
+                        full = f"{name.rpartition('.')[0]}.{each}.{problem[0]}"
+                        raise CheckpointError(f"{self._file(full)}: tensor {full!r}: {problem[1]}") from None
+            raise
 
     def _fill_shards(self, model: Any, parallel: TensorParallel) -> None:
         """Read the layers from the files, and make this process's shards of them; the bias is read whole."""
@@ -233,51 +297,118 @@ class StoredLoading:
         if table_of in self._saved.embeddings and name.endswith(".table"):
             module: nn.Module = nn.Module()
             model.get_submodule(table_of).add_module("table", module)
-        else:
+        elif isinstance(self._skeleton.layers[name], Linear):
             module = model.get_submodule(name)
             without_weight(module)
             if "bias" in module._parameters:
                 del module._parameters["bias"]
             if "bias" not in wanted:
                 module.__dict__["bias"] = None
+        else:
+            module = self._room_of_stack(model, name)
         for key, tensor in wanted.items():
             if f"{name}.{key}" not in self._saved.tied:
                 module.register_buffer(key, tensor)
 
+    def _room_of_stack(self, model: nn.Module, name: str) -> nn.Module:
+        outer, _, part = name.rpartition(".")
+        module = model.get_submodule(outer)._modules[part] = nn.Module()
+        return module
+
+    def _make_room_for_pieces(self, model: nn.Module, name: str) -> None:
+        self._room_of_stack(model, name)
+        experts = model.get_submodule(name.rpartition(".")[0])
+        for piece, entries in piece_entries(self._stack(name), self._pieces[name]).items():
+            e, _, key = piece.partition(".")
+            if e not in experts._modules:
+                experts.add_module(e, nn.Module())
+            room = nn.Module()
+            for tensor, entry in entries.items():
+                if f"{name}.{tensor}" not in self._saved.tied:
+                    room.register_buffer(tensor, entry.read())
+            model_part = experts._modules[e]
+            assert model_part is not None
+            model_part.add_module(key, room)
+
+    def _stack(self, name: str) -> LinearStack:
+        stack: Any = self._skeleton.layers[name]
+        return cast("LinearStack", stack)
+
+    def _held_pieces(self, model: nn.Module, name: str) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a stack that have arrived, by piece and key."""
+        experts = model.get_submodule(name.rpartition(".")[0])
+        found = {}
+        for piece in piece_entries(self._stack(name), self._pieces[name]):
+            buffers = experts.get_submodule(piece)._buffers
+            found[piece] = {key: t for key, t in buffers.items() if t is not None and _has_arrived(t)}
+        return found
+
+    def _joined(self, model: nn.Module, name: str) -> dict[str, Tensor]:
+        """The tensors of a stack, of its pieces.
+
+        Raises:
+            CheckpointError: some pieces have arrived, and another has not (named), or pieces contradict one another.
+        """
+        experts, held = name.rpartition(".")[0], self._held_pieces(model, name)
+        joined = {}
+        for key in self._keys[name]:
+            if f"{name}.{key}" in self._saved.tied:
+                continue
+            if missing := next((piece for piece, tensors in held.items() if key not in tensors), None):
+                raise CheckpointError(f"{self._where}: tensor {f'{experts}.{missing}.{key}'!r} is missing")
+            pieces = {piece: tensors[key] for piece, tensors in held.items()}
+            joined[key] = join(self._stack(name), self._pieces[name], key, pieces, f"{self._where}: {experts}")
+        return joined
+
     def _arrived(self, model: nn.Module, name: str) -> dict[str, Tensor]:
+        if name in self._pieces:
+            return self._joined(model, name)
         buffers = model.get_submodule(name)._buffers
         given = {key: buffers.get(key) for key in self._keys[name]}
-        # transformers fills what is missing with memory as it finds it, and marks what it has loaded.
-        return {key: t for key, t in given.items() if t is not None and getattr(t, "_is_hf_initialized", False)}
+        return {key: t for key, t in given.items() if t is not None and _has_arrived(t)}
 
     def _drop(self, model: nn.Module, name: str, held: dict[str, dict[str, Tensor]]) -> None:
         """Let go of tensors that no other layer is made of."""
         if name not in {owner.rpartition(".")[0] for owner in self._saved.tied.values()}:
             held[name].clear()
             model.get_submodule(name)._buffers.clear()
+            if name in self._pieces:
+                experts = model.get_submodule(name.rpartition(".")[0])
+                for piece in piece_entries(self._stack(name), self._pieces[name]):
+                    experts.get_submodule(piece)._buffers.clear()
+
+    def _wanted(self) -> Iterator[tuple[str, StateEntry | Tensor]]:
+        """What the files have of quantized layers, by the names that the model has."""
+        for name, wanted in self._keys.items():
+            if name not in self._pieces:
+                yield from ((f"{name}.{key}", tensor) for key, tensor in wanted.items())
+                continue
+            experts = name.rpartition(".")[0]
+            tied = {key for key in wanted if f"{name}.{key}" in self._saved.tied}
+            for piece, entries in piece_entries(self._stack(name), self._pieces[name]).items():
+                yield from ((f"{experts}.{piece}.{key}", one) for key, one in entries.items() if key not in tied)
 
     def _check(self, model: Any, headers: Mapping[str, TensorHeader]) -> None:
         base = f"{model.base_model_prefix}."
         converted = _converted(model)
         by_name = {name.removeprefix(base): header for name, header in headers.items()}
-        for name, wanted in self._keys.items():
-            for key, tensor in wanted.items():
-                full = f"{name}.{key}"
-                header = by_name.get(self._saved.tied.get(full, full).removeprefix(base))
-                if header is None and converted:
-                    continue  # stored under another name; `finish` looks whether it has arrived
-                if header is None:
-                    raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
-                dtype = torch_dtype(header.code)
-                if dtype != tensor.dtype or header.shape != list(tensor.shape):
-                    raise CheckpointError(
-                        f"{self._where}: tensor {full!r}: found {dtype} {header.shape}, {tensor.dtype} "
-                        f"{list(tensor.shape)} is needed"
-                    )
+        for full, tensor in self._wanted():
+            stored = self._saved.tied.get(full, full)
+            header = by_name.get(stored.removeprefix(base))
+            if header is None and converted and not self._saved.experts:
+                continue  # stored under another name; `finish` looks whether it has arrived
+            if header is None:
+                raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
+            dtype = torch_dtype(header.code)
+            if dtype != tensor.dtype or header.shape != list(tensor.shape):
+                raise CheckpointError(
+                    f"{self._file(stored)}: tensor {full!r}: found {dtype} {header.shape}, {tensor.dtype} "
+                    f"{list(tensor.shape)} is needed"
+                )
         codes = {name: header.code for name, header in headers.items()}
         check_kinds(model, codes, self._where)
         known = {name.removeprefix(base) for name in (*model.state_dict(), *passing_buffers(model))}
-        layers = tuple(f"{name.removeprefix(base)}." for name in self._keys)
+        layers = tuple(f"{name.removeprefix(base)}." for name in (*self._keys, *self._saved.experts))
         children = [name for name, _ in model.named_children()]
         inside = ("",) if model.base_model_prefix in children else (base, *(f"{child}." for child in children))
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
@@ -288,7 +419,7 @@ class StoredLoading:
                 continue
             expected = converted or self._other_class or any(pattern.search(name) for pattern in ignored)
             if name.removeprefix(base).startswith(layers) or not expected:
-                raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
+                raise CheckpointError(f"{self._file(name)}: tensor {name!r} does not belong to the model")
         tied = model.all_tied_weights_keys
         optional = {*tied, *tied.values()}
         for name, parameter in model.named_parameters():
@@ -376,6 +507,11 @@ def _inside(model: nn.Module, tensors: dict[str, Stored]) -> dict[str, Stored]:
     return {name.removeprefix(prefix): stored for name, stored in tensors.items() if name.startswith(prefix)}
 
 
+def _has_arrived(tensor: Tensor) -> bool:
+    """Whether transformers has loaded a tensor; what is missing it fills with memory as it finds it."""
+    return bool(getattr(tensor, "_is_hf_initialized", False))
+
+
 def _own(tensor: Tensor) -> Tensor:
     """What this process has of a tensor that transformers may have cut across processes."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
@@ -435,6 +571,7 @@ def _renamed(saved: Description, model: Any, new_head: bool) -> Description:
         new_head: the model has the base that was saved, and another head: what is outside the base is left out.
     """
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {f"{name}.{part}" for name in saved.experts if name in names for part in PROJECTIONS}
     prefix = f"{model.base_model_prefix}."
     tops = {name for name, _ in model.named_children()}
     prefixed = any(name.startswith(prefix) for name in (*saved.layers, *saved.fused, *saved.embeddings))
