@@ -370,7 +370,7 @@ class StoredLoading:
     def _drop(self, model: nn.Module, name: str, held: dict[str, dict[str, Tensor]]) -> None:
         """Let go of tensors that no other layer is made of."""
         if name not in {owner.rpartition(".")[0] for owner in self._saved.tied.values()}:
-            held[name].clear()
+            held.get(name, {}).clear()
             model.get_submodule(name)._buffers.clear()
             if name in self._pieces:
                 experts = model.get_submodule(name.rpartition(".")[0])
