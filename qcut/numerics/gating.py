@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,13 +79,17 @@ class Gating:
         """
         v = y.float()
         if not self.gated:
-            return self._activated(v).to(y.dtype)
+            return self._apply(v).to(y.dtype)
         g, u = v.chunk(2, -1)
         if self.limit is not None:
             g, u = g.clamp(max=self.limit), u.clamp(-self.limit, self.limit)
         if self.up_cap is not None:
             u = torch.tanh(u / self.up_cap) * self.up_cap
-        return (self._activated(g) * (u + 1 if self.plus_one else u)).to(y.dtype)
+        return (self._apply(g) * (u + 1 if self.plus_one else u)).to(y.dtype)
+
+    def _apply(self, g: Tensor) -> Tensor:
+        wants_gradient = torch.is_grad_enabled() and g.requires_grad
+        return cast(Tensor, _Activation.apply(g, self)) if wants_gradient else self._activated(g)
 
     def _activated(self, g: Tensor) -> Tensor:
         if self.kind == "relu2":
@@ -108,6 +112,36 @@ class Gating:
             ConfigError: something else (named).
         """
         return cls(**schema.conform(data, GATING, where, ConfigError))
+
+
+class _Activation(torch.autograd.Function):
+    """The activation of a `Gating`, bit by bit, whose operations in place torch could not go back through."""
+
+    @staticmethod
+    def forward(g: Tensor, gating: Gating) -> Tensor:
+        return gating._activated(g)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Gating], output: Tensor) -> None:
+        ctx.gating = inputs[1]
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gating: Gating = ctx.gating
+        (g,) = ctx.saved_tensors
+        match gating.kind:
+            case "relu":
+                return torch.where(g > 0, dy, 0.0), None
+            case "relu2":
+                return dy * 2 * torch.relu(g), None
+            case "gelu_erf" | "gelu_tanh":
+                approximate = "tanh" if gating.kind == "gelu_tanh" else "none"
+                return torch.ops.aten.gelu_backward(dy, g, approximate=approximate), None
+        share = torch.sigmoid(gating.alpha * g)
+        bent = None if gating.gate_cap is None else torch.tanh(g / gating.gate_cap)
+        factor, slope = (g, 1.0) if bent is None else (bent * gating.gate_cap, 1 - bent.square())
+        return dy * (slope * share + factor * gating.alpha * share * (1 - share)), None
 
 
 @outside_modes()
