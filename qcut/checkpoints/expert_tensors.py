@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from qcut.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from qcut.layers.experts.linear_stack import LinearStack
     from qcut.layers.linear import Linear
     from qcut.layers.quantized import StateEntry
@@ -117,6 +116,8 @@ def join(stack: LinearStack, names: Sequence[str], key: str, pieces: Mapping[str
     Raises:
         CheckpointError: pieces of an expert differ in what they share (named).
     """
+    import torch  # reading headers needs none of it
+
     entry = stack.stored()[key]
     first = next(iter(pieces.values()))
     made = torch.empty(entry.shape, dtype=entry.dtype, device=first.device)

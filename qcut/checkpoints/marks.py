@@ -66,6 +66,12 @@ def is_mark(header: TensorHeader | None) -> bool:
     return header is not None and header.code == "U8" and header.nbytes <= 2
 
 
+def expert_marks_among(headers: Mapping[str, TensorHeader]) -> set[str]:
+    """The marks of experts among stored tensors, by names that transformers may have changed or cut up."""
+    keys = ("weight", *_OF_EXPERTS)
+    return {name for name, header in headers.items() if is_mark(header) and name.rpartition(".")[2] in keys}
+
+
 def marks_pattern(layers: Iterable[str], embeddings: Mapping[str, Any]) -> str:
     """A regular expression for the names of `mark` as the model has them, with any prefix."""
     names = "|".join(map(re.escape, sorted({*layers, *embeddings})))

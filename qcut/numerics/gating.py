@@ -139,8 +139,10 @@ class _Activation(torch.autograd.Function):
                 approximate = "tanh" if gating.kind == "gelu_tanh" else "none"
                 return torch.ops.aten.gelu_backward(dy, g, approximate=approximate), None
         share = torch.sigmoid(gating.alpha * g)
-        bent = None if gating.gate_cap is None else torch.tanh(g / gating.gate_cap)
-        factor, slope = (g, 1.0) if bent is None else (bent * gating.gate_cap, 1 - bent.square())
+        factor, slope = g, torch.ones_like(g)
+        if gating.gate_cap is not None:
+            bent = torch.tanh(g / gating.gate_cap)
+            factor, slope = bent * gating.gate_cap, 1 - bent.square()
         return dy * (slope * share + factor * gating.alpha * share * (1 - share)), None
 
 
