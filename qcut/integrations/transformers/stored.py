@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from qcut.checkpoints.builder import Skeleton, check_kinds, fill_layer, finish, skeleton_of, tie_layers
 from qcut.checkpoints.description import Description, description_of, passing_buffers
 from qcut.checkpoints.detect import check_layer_sizes, headers_of
-from qcut.checkpoints.expert_tensors import join, one_piece, piece_entries, pieces_of
 from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Stored
 from qcut.checkpoints.formats.reader import format_of, stored_in
-from qcut.checkpoints.marks import expert_marks_pattern, is_mark, marks_among, marks_pattern
+from qcut.checkpoints.marks import is_mark, marks_among, marks_pattern
 from qcut.common.safetensors import TensorFile, TensorHeader, torch_dtype
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.transformers.parallel import TensorParallel, Whole
@@ -33,7 +32,6 @@ from qcut.integrations.transformers.placing import (
     ignore_unexpected,
     keep_present_ties,
     loading_dtype,
-    names_here,
     tie_parameters,
     without_weight,
 )
@@ -46,7 +44,7 @@ from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json
 
 if TYPE_CHECKING:
-    from qcut.layers.experts.linear_stack import LinearStack
+    from qcut.integrations.transformers.stored_experts import StoredExperts
 
 _WHERE = Path("config.json")
 
@@ -99,34 +97,28 @@ class StoredLoading:
             )
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
         self._paths = files
-        self._stored_as: dict[str, str] = {}
         stored_headers = headers_of(files)
         marked = {name for name in marks_among(stored_headers) if is_mark(stored_headers.get(name))}
         headers = {name: header for name, header in stored_headers.items() if name not in marked}
-        # A state dict has stacks; only files have each expert's tensors by themselves.
-        self._pieces = pieces_of(self._saved.experts, where) if files else {}
         if files:
             check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
         self._ignored = model._keys_to_ignore_on_load_unexpected
         elsewhere = {*self._saved.tied.values()} - {*whole.tied.values()}  # read from the files
         ignore_unexpected(model, [marks, *(rf"(^|\.){re.escape(name)}$" for name in sorted(elsewhere))])
         self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
-        for name in self._saved.experts:
-            ignore_unexpected(model, [expert_marks_pattern([name])])
-            replace_modules(model, {id(model.get_submodule(name)): self._skeleton.modules[name]})
+        self._experts: StoredExperts | None = None
+        if self._saved.experts:
+            self._experts = self._with_experts(model, files)
         self._keys: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
             wanted = {key: entry.read() for key, entry in layer.stored().items()}
             self._keys[name] = wanted
-            if name in self._pieces:
-                self._make_room_for_pieces(model, name)
-            else:
-                self._make_room(model, name, wanted)
+            self._make_room(model, name, wanted)
         for name in self._saved.embeddings:
             without_weight(model.get_submodule(name))
         keep_present_ties(model)
         if files:
-            self._check(model, self._by_names_here(model, headers) if self._saved.experts else headers)
+            self._check(model, headers if self._experts is None else self._experts.headers(model, headers))
         self._parallel = parallel
         self._files = ExitStack()
         weakref.finalize(self, self._files.close)
@@ -162,10 +154,10 @@ class StoredLoading:
         """
         model._keys_to_ignore_on_load_unexpected = self._ignored
         self._fill(model)
+        if self._experts is not None:
+            self._experts.close()
         for name in self._saved.experts:
             experts = self._skeleton.modules[name]
-            for key in [key for key in experts._modules if key.isdigit()]:  # of the pieces
-                del experts._modules[key]
             for part in PROJECTIONS:
                 experts._modules[part] = self._skeleton.layers.get(f"{name}.{part}", experts._modules[part])
         self._skeleton.put_into(model)
@@ -185,29 +177,26 @@ class StoredLoading:
         if self._parallel is not None:
             self._parallel.install()
 
-    def _by_names_here(self, model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """Headers by the names that the model has, those that belong to it; without marks, and float weights in parts.
+    def _with_experts(self, model: Any, files: list[Path]) -> StoredExperts:
+        """Put the experts that are to be filled in place of the model's own."""
+        from qcut.integrations.transformers.stored_experts import StoredExperts  # most models have none
 
-        transformers stores the tensors of several families under other names, and the parts of some float weights.
-        """
-        marks = re.compile(expert_marks_pattern(self._saved.experts))
-        found = {}
-        for name, (new, in_parts) in names_here(model, headers).items():
-            if is_mark(headers[name]) and marks.search(new):
-                continue
-            self._stored_as[new] = name
-            if not in_parts:
-                found[new] = headers[name]
-        return found
+        made = StoredExperts(self._saved.experts, self._skeleton.layers, files, self._where)
+        ignore_unexpected(model, made.unexpected(f"{model.base_model_prefix}."))
+        for name in self._saved.experts:
+            replace_modules(model, {id(model.get_submodule(name)): self._skeleton.modules[name]})
+        return made
 
     def _file(self, name: str) -> Path:
-        """The file of a tensor, by the name that the model has, or that of the description."""
-        stored = self._stored_as.get(name, name)
-        for path in self._paths:
-            with TensorFile(path, CheckpointError) as file:
-                if stored in file.headers:
-                    return path
-        return self._where
+        return self._where if self._experts is None else self._experts.file(name)
+
+    def _in_pieces(self, name: str) -> bool:
+        """Whether a layer is a stack of which each expert lies in the files by itself."""
+        return self._experts is not None and name in self._experts
+
+    def _own_keys(self, name: str) -> list[str]:
+        """The tensors of a layer that are stored under its own name."""
+        return [key for key in self._keys[name] if f"{name}.{key}" not in self._saved.tied]
 
     def _fill(self, model: Any) -> None:
         if self._parallel is not None:
@@ -231,21 +220,17 @@ class StoredLoading:
                         f"{self._where}: tensor {owner!r}: found {tensor.dtype}, {wanted.dtype} is needed"
                     )
                 state[key] = tensor.to(wanted.dtype)  # transformers may have widened it, which loses nothing
-            self._fill_layer(model, name, layer, state)
+            self._fill_layer(name, layer, state)
             layer.train(False)
             self._drop(model, name, held)
 
-    def _fill_layer(self, model: Any, name: str, layer: QuantizedLayer, state: Mapping[str, Tensor]) -> None:
+    def _fill_layer(self, name: str, layer: QuantizedLayer, state: Mapping[str, Tensor]) -> None:
         try:
             fill_layer(layer, state, name, self._where)
-        except CheckpointError:
-            if name in self._pieces:  # name the tensor that is stored
-                piece = one_piece(self._stack(name), len(self._pieces[name]))
-                for each, held in self._held_pieces(model, name).items():
-                    if problem := piece.state_problem(held):
-                        full = f"{name.rpartition('.')[0]}.{each}.{problem[0]}"
-                        raise CheckpointError(f"{self._file(full)}: tensor {full!r}: {problem[1]}") from None
-            raise
+        except CheckpointError as error:
+            whole = self._experts is not None and name in self._experts and len(self._own_keys(name)) == len(state)
+            problem = self._experts.problem(name, list(state)) if self._experts is not None and whole else None
+            raise problem or error from None
 
     def _fill_shards(self, model: Any, parallel: TensorParallel) -> None:
         """Read the layers from the files, and make this process's shards of them; the bias is read whole."""
@@ -305,88 +290,35 @@ class StoredLoading:
             if "bias" not in wanted:
                 module.__dict__["bias"] = None
         else:
-            module = self._room_of_stack(model, name)
+            outer, _, part = name.rpartition(".")
+            module = model.get_submodule(outer)._modules[part] = nn.Module()
+            if self._in_pieces(name):
+                return
         for key, tensor in wanted.items():
             if f"{name}.{key}" not in self._saved.tied:
                 module.register_buffer(key, tensor)
 
-    def _room_of_stack(self, model: nn.Module, name: str) -> nn.Module:
-        outer, _, part = name.rpartition(".")
-        module = model.get_submodule(outer)._modules[part] = nn.Module()
-        return module
-
-    def _make_room_for_pieces(self, model: nn.Module, name: str) -> None:
-        self._room_of_stack(model, name)
-        experts = model.get_submodule(name.rpartition(".")[0])
-        for piece, entries in piece_entries(self._stack(name), self._pieces[name]).items():
-            e, _, key = piece.partition(".")
-            if e not in experts._modules:
-                experts.add_module(e, nn.Module())
-            room = nn.Module()
-            for tensor, entry in entries.items():
-                if f"{name}.{tensor}" not in self._saved.tied:
-                    room.register_buffer(tensor, entry.read())
-            model_part = experts._modules[e]
-            assert model_part is not None
-            model_part.add_module(key, room)
-
-    def _stack(self, name: str) -> LinearStack:
-        stack: Any = self._skeleton.layers[name]
-        return cast("LinearStack", stack)
-
-    def _held_pieces(self, model: nn.Module, name: str) -> dict[str, dict[str, Tensor]]:
-        """The tensors of a stack that have arrived, by piece and key."""
-        experts = model.get_submodule(name.rpartition(".")[0])
-        found = {}
-        for piece in piece_entries(self._stack(name), self._pieces[name]):
-            buffers = experts.get_submodule(piece)._buffers
-            found[piece] = {key: t for key, t in buffers.items() if t is not None and _has_arrived(t)}
-        return found
-
-    def _joined(self, model: nn.Module, name: str) -> dict[str, Tensor]:
-        """The tensors of a stack, of its pieces.
-
-        Raises:
-            CheckpointError: some pieces have arrived, and another has not (named), or pieces contradict one another.
-        """
-        experts, held = name.rpartition(".")[0], self._held_pieces(model, name)
-        joined = {}
-        for key in self._keys[name]:
-            if f"{name}.{key}" in self._saved.tied:
-                continue
-            if missing := next((piece for piece, tensors in held.items() if key not in tensors), None):
-                raise CheckpointError(f"{self._where}: tensor {f'{experts}.{missing}.{key}'!r} is missing")
-            pieces = {piece: tensors[key] for piece, tensors in held.items()}
-            joined[key] = join(self._stack(name), self._pieces[name], key, pieces, f"{self._where}: {experts}")
-        return joined
-
     def _arrived(self, model: nn.Module, name: str) -> dict[str, Tensor]:
-        if name in self._pieces:
-            return self._joined(model, name)
+        if self._experts is not None and name in self._experts:
+            return self._experts.read(name, self._own_keys(name), _device_of(model))
         buffers = model.get_submodule(name)._buffers
         given = {key: buffers.get(key) for key in self._keys[name]}
-        return {key: t for key, t in given.items() if t is not None and _has_arrived(t)}
+        # transformers fills what is missing with memory as it finds it, and marks what it has loaded.
+        return {key: t for key, t in given.items() if t is not None and getattr(t, "_is_hf_initialized", False)}
 
     def _drop(self, model: nn.Module, name: str, held: dict[str, dict[str, Tensor]]) -> None:
         """Let go of tensors that no other layer is made of."""
         if name not in {owner.rpartition(".")[0] for owner in self._saved.tied.values()}:
             held.get(name, {}).clear()
             model.get_submodule(name)._buffers.clear()
-            if name in self._pieces:
-                experts = model.get_submodule(name.rpartition(".")[0])
-                for piece in piece_entries(self._stack(name), self._pieces[name]):
-                    experts.get_submodule(piece)._buffers.clear()
 
     def _wanted(self) -> Iterator[tuple[str, StateEntry | Tensor]]:
         """What the files have of quantized layers, by the names that the model has."""
         for name, wanted in self._keys.items():
-            if name not in self._pieces:
+            if self._experts is not None and name in self._experts:
+                yield from self._experts.wanted(name, wanted.keys() - self._own_keys(name))
+            else:
                 yield from ((f"{name}.{key}", tensor) for key, tensor in wanted.items())
-                continue
-            experts = name.rpartition(".")[0]
-            tied = {key for key in wanted if f"{name}.{key}" in self._saved.tied}
-            for piece, entries in piece_entries(self._stack(name), self._pieces[name]).items():
-                yield from ((f"{experts}.{piece}.{key}", one) for key, one in entries.items() if key not in tied)
 
     def _check(self, model: Any, headers: Mapping[str, TensorHeader]) -> None:
         base = f"{model.base_model_prefix}."
@@ -395,7 +327,7 @@ class StoredLoading:
         for full, tensor in self._wanted():
             stored = self._saved.tied.get(full, full)
             header = by_name.get(stored.removeprefix(base))
-            if header is None and converted and not self._saved.experts:
+            if header is None and converted and self._experts is None:
                 continue  # stored under another name; `finish` looks whether it has arrived
             if header is None:
                 raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
@@ -408,6 +340,7 @@ class StoredLoading:
         codes = {name: header.code for name, header in headers.items()}
         check_kinds(model, codes, self._where)
         known = {name.removeprefix(base) for name in (*model.state_dict(), *passing_buffers(model))}
+        known |= {name.removeprefix(base) for name, _ in self._wanted()}
         layers = tuple(f"{name.removeprefix(base)}." for name in (*self._keys, *self._saved.experts))
         children = [name for name, _ in model.named_children()]
         inside = ("",) if model.base_model_prefix in children else (base, *(f"{child}." for child in children))
@@ -505,11 +438,6 @@ def _inside(model: nn.Module, tensors: dict[str, Stored]) -> dict[str, Stored]:
     if prefix == "." or hasattr(model, prefix[:-1]) or not any(name.startswith(prefix) for name in tensors):
         return tensors
     return {name.removeprefix(prefix): stored for name, stored in tensors.items() if name.startswith(prefix)}
-
-
-def _has_arrived(tensor: Tensor) -> bool:
-    """Whether transformers has loaded a tensor; what is missing it fills with memory as it finds it."""
-    return bool(getattr(tensor, "_is_hf_initialized", False))
 
 
 def _own(tensor: Tensor) -> Tensor:
