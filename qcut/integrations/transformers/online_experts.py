@@ -23,6 +23,7 @@ from qcut.layers.experts.opening import Opened, stacked
 from qcut.layers.experts.weights import open_experts
 from qcut.layers.linear import Linear
 from qcut.models.modules import replace_modules, weight_of
+from qcut.numerics.checks import out_of_range
 
 Hold = Callable[[str, nn.Module, Task, Linear, float], None]
 """Holds a quantized layer to its float one: name, float layer, task, quantized layer, error of its weight."""
@@ -68,7 +69,7 @@ class Mixture:
             hold: see `Hold`.
 
         Raises:
-            CheckpointError: it is of another size than the model's.
+            CheckpointError: it is of another size than the model's, or holds NaN or Inf.
             QcutError: see `qcut.Linear.from_float`.
         """
         wanted = self.meta[name]
@@ -76,6 +77,8 @@ class Mixture:
             raise CheckpointError(
                 f"tensor {name!r}: found {list(tensor.shape)}, the configuration needs {list(wanted.shape)}"
             )
+        if found := out_of_range(tensor):
+            raise CheckpointError(f"tensor {name!r}: found {found}; finite values are needed")
         self._put(name, nn.Parameter(tensor.to(wanted.dtype), requires_grad=wanted.requires_grad))
         self.awaited.discard(name)
         if not self.awaited:
@@ -194,12 +197,13 @@ def check_experts(names: Iterable[str], mixtures: Mapping[str, Mixture], where: 
         if match := _OF_EXPERT.match(name):
             found.setdefault(match[1], {}).setdefault(match[3], set()).add(int(match[2]))
     for experts, tensors in found.items():
-        present = set(range(min(counts))).union(*tensors.values())
         for key, numbers in tensors.items():
-            if missing := present - numbers:
-                raise CheckpointError(f"{where}: tensor {f'{experts}.{min(missing)}.{key}'!r} is missing")
             if max(numbers) >= max(counts):
                 raise CheckpointError(
                     f"{where}: tensor {f'{experts}.{max(numbers)}.{key}'!r} does not belong to the model, which has "
                     f"{max(counts)} experts"
                 )
+        present = set(range(min(counts))).union(*tensors.values())
+        for key, numbers in tensors.items():
+            if missing := present - numbers:
+                raise CheckpointError(f"{where}: tensor {f'{experts}.{min(missing)}.{key}'!r} is missing")
