@@ -60,7 +60,7 @@ def test_ranges_and_moments_reach_experts(tmp_path: Path) -> None:
     with laid_open(model):
         calibration = qcut.calibrate(model, batches, progress=False)
         moments = qcut.collect_second_moments(model, batches, progress=False)
-        after, during, *_ = both(tmp_path, "w8a8_static", calibration=calibration)
+    after, during, *_ = both(tmp_path, "w8a8_static", calibration=calibration)
     assert same(during, after)
     assert during.model.layers[0].mlp.experts.up.input_scale.shape == (4, 1)
     after, during, *_ = both(tmp_path, "codebook4_g32", second_moments=moments)
