@@ -225,9 +225,10 @@ class OnlineLoading:
             replacements[id(task.module)] = layer.train(task.module.training)
         for name, table in self._work.tables.items():
             replacements[id(table)] = self._tables[name].train(table.training)
+        sizes = {tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
         with self._laid_open(model):
             replaced = {*replacements, *(id(task.module) for task in self._work.tasks.values())}
-            report = self._report(model, replaced) if self._config.report else None
+            report = self._report(model, replaced, sizes) if self._config.report else None
             if self._config.include is None and isinstance(self._config.scheme, Scheme):
                 kept = self._config.modules_to_not_convert
                 skip = DEFAULT_SKIP if kept is None else kept
@@ -269,9 +270,8 @@ class OnlineLoading:
         with opened(model):
             self._proof.check(model, {name: model.get_submodule(name) for name in names}, {})
 
-    def _report(self, model: nn.Module, replaced: Container[int]) -> Report:
+    def _report(self, model: nn.Module, replaced: Container[int], sizes: dict[tuple[Any, ...], int]) -> Report:
         """The report of `qcut.quantize`, before the modules are replaced."""
-        sizes = {tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
         by_layer: dict[str, _Shared] = {}
         by_table: dict[str, _Shared] = {}
         for one in self._weights().values():
