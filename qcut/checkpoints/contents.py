@@ -25,7 +25,8 @@ from qcut.checkpoints.detect import (
     safetensors_files,
     weight_map,
 )
-from qcut.checkpoints.marks import marks_among
+from qcut.checkpoints.expert_tensors import pieces_of
+from qcut.checkpoints.marks import expert_marks_among, marks_among
 from qcut.common import schema
 from qcut.common.safetensors import TensorFile, TensorHeader, plain_name
 from qcut.common.schema import read_json
@@ -37,6 +38,9 @@ _LAYER = schema.record(
     {"scheme": schema.anything(), "in_features": schema.integer(1), "out_features": schema.integer(1)}, more=True
 )
 _TABLES = schema.table(schema.record({"table": schema.text()}, more=True))
+_EXPERTS = schema.table(
+    schema.record({}, {"pieces": (schema.nothing_or(schema.table(schema.items(schema.text()))), None)}, more=True)
+)
 _LAYERS, _NAMES = schema.table(_LAYER), schema.table(schema.text())
 
 
@@ -154,8 +158,8 @@ def contents(directory: str | Path) -> Contents:
             where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
             files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
             headers = read_headers(files, where, path)
-            layers = _own_layers(index, headers, files, path)
-            return _contents(directory, form, str(index.get("model_class") or ""), layers, headers, files)
+            layers, modules = _own_layers(index, headers, files, path)
+            return _contents(directory, form, str(index.get("model_class") or ""), layers, headers, files, modules)
         model = _model_name(_config(directory))
         if form == TURBOQUANT:
             files, headers = _all_of(directory, TURBOQUANT_TENSORS, opened)
@@ -163,13 +167,14 @@ def contents(directory: str | Path) -> Contents:
             return _contents(directory, form, model, layers, headers, files)
         files, headers = _headers(directory, opened)
         layers = []
+        modules = set()
         if form == PRETRAINED and found is not None:
             form = QCUT
-            files, headers = _without_marks(files, headers)
-            layers = _own_layers(found.config, headers, files, directory / "config.json")
+            files, headers = _without_marks(files, headers, bool(found.config.get("experts")))
+            layers, modules = _own_layers(found.config, headers, files, directory / "config.json")
         elif found is not None:
             layers = _packed_layers(form, headers)
-        return _contents(directory, form, model, layers, headers, files)
+        return _contents(directory, form, model, layers, headers, files, modules)
 
 
 def _config(directory: Path) -> dict[str, Any]:
@@ -203,35 +208,63 @@ def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str,
 
 
 def _without_marks(
-    files: Mapping[str, TensorFile], headers: Mapping[str, TensorHeader]
+    files: Mapping[str, TensorFile], headers: Mapping[str, TensorHeader], experts: bool
 ) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
     """The model's tensors, and the files with any of them."""
-    marks = marks_among(headers)
+    marks = marks_among(headers) | (expert_marks_among(headers) if experts else set())
     kept = {name: header for name, header in headers.items() if name not in marks}
     return {name: file for name, file in files.items() if kept.keys() & file.headers.keys()}, kept
 
 
 def _own_layers(
     index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, TensorFile], path: Path
-) -> list[StoredLayer]:
+) -> tuple[list[StoredLayer], set[str]]:
+    """The quantized layers, and the modules by whose names their tensors are stored."""
     specs = schema.conform(index.get("layers", {}), _LAYERS, path, CheckpointError)
     check_layer_sizes(specs, sum(file.size for file in files.values()), path)
     tied = schema.conform(index.get("tied", {}), _NAMES, path, CheckpointError)
     owners = {name.rpartition(".")[0]: owner.rpartition(".")[0] for name, owner in tied.items()}
     stored = _by_module(headers)
-    layers = []
+    pieces = _pieces(index, stored, path)
+    layers, own = [], set(specs)
     for name, spec in specs.items():
         try:
             given = spec["scheme"]
             scheme = parse_scheme(given) if isinstance(given, str) else scheme_from_json(given)
         except ConfigError as error:
             raise CheckpointError(f"{path}: layer {name!r}: {error}") from error
-        nbytes = sum(header.nbytes for header in stored.get(name, {}).values())
+        modules = pieces.get(name, [name])
+        own.update(modules)
+        nbytes = sum(header.nbytes for module in modules for header in stored.get(module, {}).values())
         owner = None if nbytes else owners.get(name)
         if not nbytes and owner not in specs:
             raise CheckpointError(f"{path}: layer {name!r}: the files have no tensors of it")
         layers.append(StoredLayer(name, scheme.name, spec["out_features"], spec["in_features"], nbytes, owner))
-    return layers + _tied_tables(index, {layer.name: layer for layer in layers}, path)
+    return layers + _tied_tables(index, {layer.name: layer for layer in layers}, path), own
+
+
+def _pieces(index: Mapping[str, Any], stored: Iterable[str], path: Path) -> dict[str, list[str]]:
+    """By the name of each stack whose experts' tensors are stored by themselves, the modules of its pieces.
+
+    A family's checkpoints may have another name for what the experts are in; the numbers in the names are the same.
+    """
+    experts = schema.conform(index.get("experts", {}), _EXPERTS, path, CheckpointError)
+    places: dict[tuple[str, ...], str] = {}
+    found: dict[str, list[str]] = {}
+    for stack, names in pieces_of(experts, path).items():
+        found[stack] = []
+        places |= {(*_numbers(stack), name): stack for name in names}
+    for module in stored:
+        outer, _, name = module.rpartition(".")
+        outer, _, number = outer.rpartition(".")
+        place = places.get((*_numbers(outer), name))
+        if place is not None and number.isdigit():
+            found[place].append(module)
+    return found
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    return tuple(part for part in name.split(".") if part.isdigit())
 
 
 def _tied_tables(index: Mapping[str, Any], layers: Mapping[str, StoredLayer], path: Path) -> list[StoredLayer]:
@@ -287,8 +320,9 @@ def _contents(
     layers: list[StoredLayer],
     headers: Mapping[str, TensorHeader],
     files: Mapping[str, TensorFile],
+    own: Iterable[str] = (),
 ) -> Contents:
-    quantized = {layer.name for layer in layers}
+    quantized = {*own, *(layer.name for layer in layers)}
     tensors = tuple(_outside(quantized, headers))
     return Contents(directory, form, model, tuple(layers), tensors, {name: file.size for name, file in files.items()})
 

@@ -33,7 +33,11 @@ _LAYER = schema.record(
     },
     {"experts": (schema.nothing_or(schema.integer(1, _MOST_EXPERTS)), None)},
 )
-_EXPERTS = schema.record({"count": schema.integer(1, _MOST_EXPERTS), "gating": schema.anything()})
+_PIECES = schema.items(schema.text(), most=2)
+_EXPERTS = schema.record(
+    {"count": schema.integer(1, _MOST_EXPERTS), "gating": schema.anything()},
+    {"pieces": (schema.nothing_or(schema.record({"up": _PIECES, "down": _PIECES})), None)},
+)
 _EMBEDDING = schema.record({"table": schema.text(), "dtype": schema.text(choices=[*map(dtype_name, WEIGHT_DTYPES)])})
 
 LAYERS = schema.table(_LAYER)
@@ -66,7 +70,9 @@ class Description(NamedTuple):
         embeddings: by name, the layer that each `qcut.Embedding` reads, its own or the classifier's, and its dtype.
         fused: activations that layers compute, by the name of the activation's module.
         tied: tensors that are stored under another name, with that name.
-        experts: by name, the number and the gating of each `Experts` with a `LinearStack`.
+        experts: by name, the number and the gating of each `Experts` with a `LinearStack`; and where the tensors of
+            each expert are stored by themselves, the names of its pieces by projection, see
+            `qcut.checkpoints.expert_tensors`.
     """
 
     layers: dict[str, Any]

@@ -27,19 +27,32 @@ ADVICE = "import qcut before from_pretrained"
 NO_FILE = "transformers_weights"
 """The field of ``config.json`` that names the file of the weights."""
 KEYS = ("weight", ADVICE)
+_OF_EXPERTS = {"gate_up_proj": (1, 2, 1), "up_proj": (1, 1, 1), "down_proj": (1, 1, 1)}
+"""Shapes of the marks of experts, which transformers may cut up by expert, as it does float weights, and join again."""
 
 
-def mark(layers: Iterable[str], embeddings: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The marks of a model, by name; one byte each.
+def mark(
+    layers: Iterable[str], embeddings: Mapping[str, Any], experts: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """The marks of a model, by name; one or two bytes each.
 
     Args:
-        layers: names of the quantized layers, tables of embeddings among them.
+        layers: names of the quantized layers, tables of embeddings and stacks of experts among them.
         embeddings: names of the quantized embeddings, in whose places float models have their tables.
+        experts: by name, what is described of quantized experts, in whose places float models have parameters of three
+            dimensions.
     """
     import torch
 
-    names = sorted({*layers, *embeddings} - {f"{name}.table" for name in embeddings})
-    return {f"{name}.{key}": torch.zeros(1, dtype=torch.uint8, device="cpu") for name in names for key in KEYS}
+    layers, experts = set(layers), experts or {}
+    stacks = {f"{name}.{part}" for name in experts for part in ("up", "down")} & layers
+    names = sorted({*layers, *embeddings} - {f"{name}.table" for name in embeddings} - stacks)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.{key}": (1,) for name in names for key in KEYS}
+    for name, spec in experts.items():
+        up = "gate_up_proj" if spec["gating"].get("gated", True) else "up_proj"
+        keys = [key for part, key in (("up", up), ("down", "down_proj")) if f"{name}.{part}" in stacks]
+        shapes |= {f"{name}.{key}": _OF_EXPERTS[key] for key in keys} | {f"{name}.{ADVICE}": (1,)}
+    return {name: torch.zeros(shape, dtype=torch.uint8, device="cpu") for name, shape in shapes.items()}
 
 
 def marks_among(names: Iterable[str]) -> set[str]:
@@ -49,11 +62,23 @@ def marks_among(names: Iterable[str]) -> set[str]:
 
 
 def is_mark(header: TensorHeader | None) -> bool:
-    """Whether a stored tensor is of the size of a mark."""
-    return header is not None and header.code == "U8" and header.shape == [1]
+    """Whether a stored tensor is of the size of a mark, or of a piece of one."""
+    return header is not None and header.code == "U8" and header.nbytes <= 2
+
+
+def expert_marks_among(headers: Mapping[str, TensorHeader]) -> set[str]:
+    """The marks of experts among stored tensors, by names that transformers may have changed or cut up."""
+    keys = ("weight", *_OF_EXPERTS)
+    return {name for name, header in headers.items() if is_mark(header) and name.rpartition(".")[2] in keys}
 
 
 def marks_pattern(layers: Iterable[str], embeddings: Mapping[str, Any]) -> str:
     """A regular expression for the names of `mark` as the model has them, with any prefix."""
     names = "|".join(map(re.escape, sorted({*layers, *embeddings})))
     return rf"(^|\.)({names})\.({'|'.join(map(re.escape, KEYS))})$"
+
+
+def expert_marks_pattern(experts: Iterable[str]) -> str:
+    """A regular expression for the names of `mark_experts` as the model has them, with any prefix."""
+    names = "|".join(map(re.escape, sorted(experts)))
+    return rf"(^|\.)({names})\.({'|'.join(map(re.escape, (*_OF_EXPERTS, ADVICE)))})$"

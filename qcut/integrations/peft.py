@@ -148,9 +148,10 @@ def _has_quantized(model: nn.Module) -> bool:
 
 
 def _quantized_names(model: nn.Module) -> set[str]:
-    """Names of a model's quantized layers: tables and the classifier, which PEFT leaves out too, are not among them."""
+    """Names of a model's quantized layers: without stacks of experts, and tables and the classifier, as PEFT's own."""
     classifier = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
     inside = {f"{name}.table" for name, module in modules.items() if isinstance(module, Embedding)}
     inside |= {f"{name}.base_layer" for name in modules}  # the wrapper's own name stands for it
-    return {name for name, layer in quantized_layers(model).items() if layer is not classifier and name not in inside}
+    layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Linear)}
+    return {name for name, layer in layers.items() if layer is not classifier and name not in inside}

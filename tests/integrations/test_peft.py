@@ -21,6 +21,7 @@ from qcut.errors import UnsupportedError
 from qcut.integrations import peft as lora
 from qcut.layers.linear import Linear
 from qcut.models.modules import is_conv1d
+from tests.integrations.transformers.mixtures import quantized_mixture
 from tests.support.zoo import tiny_hf
 
 peft = pytest.importorskip("peft")
@@ -318,3 +319,23 @@ def test_adapters_are_injected_without_a_model_of_peft() -> None:
     assert sum(isinstance(m, lora.wrapper_class()) for m in injected.modules()) == 6
     mixed = PeftMixedModel(quantized(), config())
     assert sum(isinstance(m, lora.wrapper_class()) for m in mixed.modules()) == 6
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
+def test_adapters_train_beside_frozen_experts(targets: Any, tmp_path: Path) -> None:
+    model = quantized_mixture()
+    frozen = copy.deepcopy(model.state_dict())
+    qcut.enable_input_gradients(model)
+    wrapped = adapted(model, target_modules=targets)
+    trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    assert not any("experts" in name for name in trained)
+    wrapped(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None and p.grad.norm() > 0 for name, p in trained.items() if "self_attn" in name)
+    torch.optim.SGD(trained.values(), lr=0.1).step()
+    wrapped.eval().save_pretrained(tmp_path)
+    again = quantized_mixture()
+    assert all(torch.equal(tensor, frozen[name]) for name, tensor in again.state_dict().items())
+    loaded = peft.PeftModel.from_pretrained(again, tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, wrapped(IDS).logits)
+        assert not torch.equal(loaded(IDS).logits, quantized_mixture()(IDS).logits)

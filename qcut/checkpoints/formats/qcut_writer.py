@@ -86,11 +86,13 @@ def save(
             weight_map = _write_shards(files, tensors, apart, max_shard_bytes, progress)
             described = Description.of(model, tied)
             marked: dict[str, str] = {}
+            mark_bytes = 0
             if huggingface:
                 from qcut.checkpoints.marks import mark
 
-                marks = mark(described.layers, described.embeddings)
+                marks = mark(described.layers, described.embeddings, described.experts)
                 marked = dict.fromkeys(marks, files.add(marks)) if marks else {}
+                mark_bytes = sum(tensor.nbytes for tensor in marks.values())
             files.commit(
                 {
                     "format": FORMAT,
@@ -100,7 +102,7 @@ def save(
                     **{key: value for key, value in described._asdict().items() if key != "experts" or value},
                     "weight_map": weight_map,
                 },
-                _beside(model, huggingface, tied, tensors, weight_map, marked),
+                _beside(model, huggingface, tied, tensors, weight_map, marked, mark_bytes),
             )
         if tokenizer is not None or hasattr(model, "config"):
             from qcut.checkpoints.tokenizers import copy_tokenizer
@@ -154,6 +156,7 @@ def _beside(
     tensors: dict[str, StateEntry],
     weight_map: dict[str, str],
     marked: dict[str, str],
+    mark_bytes: int,
 ) -> dict[str, dict[str, Any]]:
     """The files by which transformers finds the same tensors, by name."""
     if not huggingface:
@@ -166,7 +169,7 @@ def _beside(
         config |= {"quantization_config": entry, NO_FILE: ADVICE}
     passing = passing_buffers(model)
     listed = {name: file for name, file in weight_map.items() if name not in passing}
-    size = sum(tensors[name].nbytes for name in listed) + len(marked)
+    size = sum(tensors[name].nbytes for name in listed) + mark_bytes
     index = {"metadata": {"total_size": size}, "weight_map": {**listed, **marked}}
     files = {"config.json": config, "model.safetensors.index.json": index}
     if "generation_config" in huggingface:

@@ -47,6 +47,8 @@ _WHERE = "quantization_config"
 class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How transformers' ``from_pretrained`` quantizes a model while it loads: one layer's float weight at a time.
 
+    Of a mixture, the float weights of one block's experts are in memory at a time.
+
     ``AutoModelForCausalLM.from_pretrained(folder, quantization_config=qcut.QcutConfig("codebook4"))`` gives the layers
     that `qcut.quantize` with the same arguments makes of the loaded float model. What ``save_pretrained`` then writes
     loads without a configuration.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,7 +13,10 @@ from qcut.layers.embedding import Embedding
 from qcut.layers.linear import Linear
 from qcut.layers.parallel import refuse_parts
 from qcut.models.fusion import FusedActivation, unfuse
-from qcut.models.modules import is_conv1d, replace_modules
+from qcut.models.modules import ExpertsModule, is_conv1d, replace_modules
+
+if TYPE_CHECKING:
+    from qcut.layers.experts.experts import Experts
 
 
 def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
@@ -40,12 +43,17 @@ def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
     weights: dict[int, nn.Parameter] = {}
     new: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (Linear, Embedding, FusedActivation)) and not _inside(name, new):
+        if isinstance(module, (Linear, Embedding, FusedActivation, ExpertsModule)) and not _inside(name, new):
             try:
                 new[name] = plain.get_submodule(name)
             except AttributeError as error:
                 raise UnsupportedError(f"{name}: {type(model).__name__} has no such module of its own") from error
-            _fill(new[name], module, dtype, weights)
+            if isinstance(module, ExpertsModule):
+                from qcut.integrations.transformers.float_experts import fill_experts  # most models have none
+
+                fill_experts(new[name], cast("Experts", module), dtype, name)
+            else:
+                _fill(new[name], module, dtype, weights)
     replace_modules(model, {id(model.get_submodule(name)): m.train(model.training) for name, m in new.items()})
     unfuse(model)
     return model

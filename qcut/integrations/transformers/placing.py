@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,29 @@ def ignore_unexpected(model: Any, patterns: Sequence[str]) -> None:
     ignored = model._keys_to_ignore_on_load_unexpected
     kind = set if isinstance(ignored, set) else list  # older versions of transformers add a list to it
     model._keys_to_ignore_on_load_unexpected = kind((*(ignored or ()), *patterns))
+
+
+def names_here(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """The names that a model has for stored tensors, and whether transformers joins or cuts them, as it loads them.
+
+    Args:
+        model: on the meta device, with all that it is to load.
+        stored: names in the files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in conversions if isinstance(one, WeightConverter)]
+    state = model.state_dict()
+    found = {}
+    for name in stored:
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if new not in state and name in state:
+            new, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
+        found[name] = new, pattern is not None
+    return found
 
 
 def loading_dtype(model: Any) -> torch.dtype:

@@ -122,6 +122,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
             codes = {name: header.code for name, header in headers_of(paths).items()}
             check_kinds(model, codes, paths[0].parent if paths else "from_pretrained")
             self._loading = OnlineLoading(model, config, parallel)
+            self._loading.check_stored(codes, paths[0].parent if paths else "from_pretrained")
         self._parallel = parallel
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

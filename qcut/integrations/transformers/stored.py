@@ -10,10 +10,10 @@ import contextlib
 import copy
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,14 @@ from qcut.integrations.transformers.placing import (
 )
 from qcut.layers.experts.opening import PROJECTIONS
 from qcut.layers.linear import Linear
-from qcut.layers.quantized import FrozenWeight, set_weight_dtype
+from qcut.layers.quantized import FrozenWeight, QuantizedLayer, StateEntry, set_weight_dtype
+from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json
+
+if TYPE_CHECKING:
+    from qcut.integrations.transformers.stored_experts import StoredExperts
 
 _WHERE = Path("config.json")
 
@@ -86,6 +90,11 @@ class StoredLoading:
         renamed = _renamed(whole, model, self._new_head)
         self._saved = _with_own_tables(whole, _present(renamed, model) if other_class else renamed)
         self._other_class = other_class
+        if parallel is not None and self._saved.experts:
+            raise UnsupportedError(
+                f"{next(iter(self._saved.experts))}: tp_size={parallel.size} for quantized experts, which are not cut; "
+                "allowed: one process"
+            )
         marks = marks_pattern({*whole.layers, *self._saved.layers}, {**whole.embeddings, **self._saved.embeddings})
         self._paths = files
         stored_headers = headers_of(files)
@@ -97,6 +106,9 @@ class StoredLoading:
         elsewhere = {*self._saved.tied.values()} - {*whole.tied.values()}  # read from the files
         ignore_unexpected(model, [marks, *(rf"(^|\.){re.escape(name)}$" for name in sorted(elsewhere))])
         self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
+        self._experts: StoredExperts | None = None
+        if self._saved.experts:
+            self._experts = self._with_experts(model, files)
         self._keys: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
             wanted = {key: entry.read() for key, entry in layer.stored().items()}
@@ -106,7 +118,7 @@ class StoredLoading:
             without_weight(model.get_submodule(name))
         keep_present_ties(model)
         if files:
-            self._check(model, headers)
+            self._check(model, headers if self._experts is None else self._experts.headers(model, headers))
         self._parallel = parallel
         self._files = ExitStack()
         weakref.finalize(self, self._files.close)
@@ -142,6 +154,12 @@ class StoredLoading:
         """
         model._keys_to_ignore_on_load_unexpected = self._ignored
         self._fill(model)
+        if self._experts is not None:
+            self._experts.close()
+        for name in self._saved.experts:
+            experts = self._skeleton.modules[name]
+            for part in PROJECTIONS:
+                experts._modules[part] = self._skeleton.layers.get(f"{name}.{part}", experts._modules[part])
         self._skeleton.put_into(model)
         tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
         for name, parameter in model.named_parameters():
@@ -159,16 +177,39 @@ class StoredLoading:
         if self._parallel is not None:
             self._parallel.install()
 
+    def _with_experts(self, model: Any, files: list[Path]) -> StoredExperts:
+        """Put the experts that are to be filled in place of the model's own."""
+        from qcut.integrations.transformers.stored_experts import StoredExperts  # most models have none
+
+        made = StoredExperts(self._saved.experts, self._skeleton.layers, files, self._where)
+        ignore_unexpected(model, made.unexpected(f"{model.base_model_prefix}."))
+        for name in self._saved.experts:
+            replace_modules(model, {id(model.get_submodule(name)): self._skeleton.modules[name]})
+        return made
+
+    def _file(self, name: str) -> Path:
+        return self._where if self._experts is None else self._experts.file(name)
+
+    def _in_pieces(self, name: str) -> bool:
+        """Whether a layer is a stack of which each expert lies in the files by itself."""
+        return self._experts is not None and name in self._experts
+
+    def _own_keys(self, name: str) -> list[str]:
+        """The tensors of a layer that are stored under its own name."""
+        return [key for key in self._keys[name] if f"{name}.{key}" not in self._saved.tied]
+
     def _fill(self, model: Any) -> None:
         if self._parallel is not None:
             self._fill_shards(model, self._parallel)
             return
-        held = {name: self._arrived(model, name) for name in self._keys}
+        held: dict[str, dict[str, Tensor]] = {}
         for name, layer in self._skeleton.layers.items():
             state = {}
             for key, wanted in self._keys[name].items():
                 owner = self._saved.tied.get(f"{name}.{key}", f"{name}.{key}")
                 parent, _, owner_key = owner.rpartition(".")
+                if parent in self._keys and parent not in held:
+                    held[parent] = self._arrived(model, parent)
                 tensor = held.get(parent, {}).get(owner_key)
                 if tensor is None and parent not in self._keys:
                     tensor = self._read_stored(owner, _device_of(model))
@@ -179,9 +220,17 @@ class StoredLoading:
                         f"{self._where}: tensor {owner!r}: found {tensor.dtype}, {wanted.dtype} is needed"
                     )
                 state[key] = tensor.to(wanted.dtype)  # transformers may have widened it, which loses nothing
-            fill_layer(layer, state, name, self._where)
+            self._fill_layer(name, layer, state)
             layer.train(False)
             self._drop(model, name, held)
+
+    def _fill_layer(self, name: str, layer: QuantizedLayer, state: Mapping[str, Tensor]) -> None:
+        try:
+            fill_layer(layer, state, name, self._where)
+        except CheckpointError as error:
+            whole = self._experts is not None and name in self._experts and len(self._own_keys(name)) == len(state)
+            problem = self._experts.problem(name, list(state)) if self._experts is not None and whole else None
+            raise problem or error from None
 
     def _fill_shards(self, model: Any, parallel: TensorParallel) -> None:
         """Read the layers from the files, and make this process's shards of them; the bias is read whole."""
@@ -233,18 +282,25 @@ class StoredLoading:
         if table_of in self._saved.embeddings and name.endswith(".table"):
             module: nn.Module = nn.Module()
             model.get_submodule(table_of).add_module("table", module)
-        else:
+        elif isinstance(self._skeleton.layers[name], Linear):
             module = model.get_submodule(name)
             without_weight(module)
             if "bias" in module._parameters:
                 del module._parameters["bias"]
             if "bias" not in wanted:
                 module.__dict__["bias"] = None
+        else:
+            outer, _, part = name.rpartition(".")
+            module = model.get_submodule(outer)._modules[part] = nn.Module()
+            if self._in_pieces(name):
+                return
         for key, tensor in wanted.items():
             if f"{name}.{key}" not in self._saved.tied:
                 module.register_buffer(key, tensor)
 
     def _arrived(self, model: nn.Module, name: str) -> dict[str, Tensor]:
+        if self._experts is not None and name in self._experts:
+            return self._experts.read(name, self._own_keys(name), _device_of(model))
         buffers = model.get_submodule(name)._buffers
         given = {key: buffers.get(key) for key in self._keys[name]}
         # transformers fills what is missing with memory as it finds it, and marks what it has loaded.
@@ -253,31 +309,39 @@ class StoredLoading:
     def _drop(self, model: nn.Module, name: str, held: dict[str, dict[str, Tensor]]) -> None:
         """Let go of tensors that no other layer is made of."""
         if name not in {owner.rpartition(".")[0] for owner in self._saved.tied.values()}:
-            held[name].clear()
+            held.get(name, {}).clear()
             model.get_submodule(name)._buffers.clear()
+
+    def _wanted(self) -> Iterator[tuple[str, StateEntry | Tensor]]:
+        """What the files have of quantized layers, by the names that the model has."""
+        for name, wanted in self._keys.items():
+            if self._experts is not None and name in self._experts:
+                yield from self._experts.wanted(name, wanted.keys() - self._own_keys(name))
+            else:
+                yield from ((f"{name}.{key}", tensor) for key, tensor in wanted.items())
 
     def _check(self, model: Any, headers: Mapping[str, TensorHeader]) -> None:
         base = f"{model.base_model_prefix}."
         converted = _converted(model)
         by_name = {name.removeprefix(base): header for name, header in headers.items()}
-        for name, wanted in self._keys.items():
-            for key, tensor in wanted.items():
-                full = f"{name}.{key}"
-                header = by_name.get(self._saved.tied.get(full, full).removeprefix(base))
-                if header is None and converted:
-                    continue  # stored under another name; `finish` looks whether it has arrived
-                if header is None:
-                    raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
-                dtype = torch_dtype(header.code)
-                if dtype != tensor.dtype or header.shape != list(tensor.shape):
-                    raise CheckpointError(
-                        f"{self._where}: tensor {full!r}: found {dtype} {header.shape}, {tensor.dtype} "
-                        f"{list(tensor.shape)} is needed"
-                    )
+        for full, tensor in self._wanted():
+            stored = self._saved.tied.get(full, full)
+            header = by_name.get(stored.removeprefix(base))
+            if header is None and converted and self._experts is None:
+                continue  # stored under another name; `finish` looks whether it has arrived
+            if header is None:
+                raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
+            dtype = torch_dtype(header.code)
+            if dtype != tensor.dtype or header.shape != list(tensor.shape):
+                raise CheckpointError(
+                    f"{self._file(stored)}: tensor {full!r}: found {dtype} {header.shape}, {tensor.dtype} "
+                    f"{list(tensor.shape)} is needed"
+                )
         codes = {name: header.code for name, header in headers.items()}
         check_kinds(model, codes, self._where)
         known = {name.removeprefix(base) for name in (*model.state_dict(), *passing_buffers(model))}
-        layers = tuple(f"{name.removeprefix(base)}." for name in self._keys)
+        known |= {name.removeprefix(base) for name, _ in self._wanted()}
+        layers = tuple(f"{name.removeprefix(base)}." for name in (*self._keys, *self._saved.experts))
         children = [name for name, _ in model.named_children()]
         inside = ("",) if model.base_model_prefix in children else (base, *(f"{child}." for child in children))
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
@@ -288,7 +352,7 @@ class StoredLoading:
                 continue
             expected = converted or self._other_class or any(pattern.search(name) for pattern in ignored)
             if name.removeprefix(base).startswith(layers) or not expected:
-                raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
+                raise CheckpointError(f"{self._file(name)}: tensor {name!r} does not belong to the model")
         tied = model.all_tied_weights_keys
         optional = {*tied, *tied.values()}
         for name, parameter in model.named_parameters():
@@ -439,6 +503,7 @@ def _renamed(saved: Description, model: Any, new_head: bool) -> Description:
         new_head: the model has the base that was saved, and another head: what is outside the base is left out.
     """
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {f"{name}.{part}" for name in saved.experts if name in names for part in PROJECTIONS}
     prefix = f"{model.base_model_prefix}."
     tops = {name for name, _ in model.named_children()}
     prefixed = any(name.startswith(prefix) for name in (*saved.layers, *saved.fused, *saved.embeddings))

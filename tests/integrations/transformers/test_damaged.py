@@ -48,7 +48,7 @@ def refused(folder: Path, match: str) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda q: q.update(format_version=3), r"format_version 3; 'qcut' and one of \(1, 2\) are needed"),
+        (lambda q: q.update(format_version=4), r"format_version 4; 'qcut' and one of \(1, 2, 3\) are needed"),
         (lambda q: q.pop("format_version"), "format_version None"),
         (lambda q: q.update(bits=4), "bits"),
         (lambda q: q.pop("layers"), "layers"),
