@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from qcut.errors import QuantizationWarning
 from qcut.layers.quantized import QuantizedLayer
-from qcut.models.modules import ExpertsModule, looks_linear, tensor_key
+from qcut.models.modules import ExpertsModule, expert_count, looks_linear, tensor_key
 from qcut.models.selection import matches
 
 QUANTIZED, ALREADY = "quantized", "already quantized"
@@ -159,7 +159,7 @@ def _kind(module: nn.Module, of_experts: Container[int]) -> str:
         return "convolutions"
     if looks_linear(module):
         return "experts" if id(module) in of_experts else "linear layers"
-    if any(p.ndim == 3 and min(p.shape) > 1 for p in own):
+    if expert_count(module):
         return "experts"
     weight = module._parameters.get("weight")
     return "norms" if weight is not None and all(p.ndim == 1 for p in own) and not module._modules else "other"

@@ -306,7 +306,7 @@ def _make_layers(
                 reports.append(_report(name, task, source, layer, calibration, tied_to))
                 x = proof.sample(name)
                 x = x if x is None or task.scale is None else x / task.scale.to(x.device)
-                proof.layer(name, source, layer, reports[-1].weight_error, task.second_moment is not None, x)
+                proof.layer(name, source, layer, reports[-1].weight_error, task.is_fitted, x)
                 if tied_to is not None:
                     layer.tie_to(layers[tied_to])
                 keep_hooks(task.module, layer)
@@ -319,9 +319,7 @@ def _made_together(
     tasks: Mapping[str, Task], mixtures: Opened, device: torch.device | None
 ) -> Iterator[dict[str, Task]]:
     """Tasks that are done at once: fitted experts of a projection, as many as memory allows; others one by one."""
-    for stack, members in groupby(
-        tasks, lambda name: tasks[name].second_moment is not None and mixtures.stack_of(name)
-    ):
+    for stack, members in groupby(tasks, lambda name: tasks[name].is_fitted and mixtures.stack_of(name)):
         names, count = list(members), 1
         if stack:
             from qcut.numerics.codebook.fitting.fit import experts_at_once  # a dense model needs none

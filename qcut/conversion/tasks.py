@@ -60,7 +60,16 @@ class Task:
     @property
     def second_moment(self) -> Tensor | Curvature | None:
         """``E[x x^T]`` of the layer's input ``[K, K]``, or the loss's curvature by its weight; see `moment_of`."""
-        return None if self.moments is None else moment_of(self.moments, self.name, self.module)
+        if self.moments is None:
+            return None
+        # Where all were there, `add_second_moments` has checked them; since then the weight may have been cut in parts.
+        in_turns = getattr(self.moments, "in_turns", False)
+        return moment_of(self.moments, self.name, self.module) if in_turns else self.moments[self.name]
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there is a second moment."""
+        return self.moments is not None
 
 
 def layer_tasks(

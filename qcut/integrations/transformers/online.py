@@ -361,7 +361,7 @@ class OnlineLoading:
         calibrated = None if self._config.calibration is None else self._config.calibration.layers.get(name)
         sample = None if calibrated is None else calibrated.sample[:SAMPLE_ROWS]
         with plain_state():
-            self._proof.layer(name, source, layer, error, task.second_moment is not None, sample)
+            self._proof.layer(name, source, layer, error, task.is_fitted, sample)
 
 
 def _mixtures_of(
