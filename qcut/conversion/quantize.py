@@ -161,7 +161,7 @@ def quantize(
         for name, module in work.tables.items():
             error = weight_error(module.weight, tables[name].dequantized_weight())
             reports.append(table_report(name, tables[name], layers, module.weight.nbytes, error))
-        experts = stacked(mixtures, layers)
+        experts = stacked(mixtures, layers, target)
         replaced = {id(task.module) for task in work.tasks.values()} | {id(module) for module in work.tables.values()}
         parameters = count_parameters(model, replaced)
         covered = coverage(model, replaced, work.skipped, DEFAULT_SKIP if skip is None else skip)

@@ -37,6 +37,7 @@ def results(made: list[nn.Sequential], batches: list[Tensor]) -> dict[str, Any]:
     ):
         options = {"second_moments": moment, "calibration": calibration, "allow_growth": True, "progress": False}
         found[scheme] = str(qcut.quantize(made[1 + i], scheme, **options)), made[1 + i].state_dict()
+    found["moments"] = dict(moments), {name: (one.inputs, one.outputs) for name, one in curvature.items()}
     found["losses"] = list(qcut.refine(made[1], made[4], batches, steps=3, progress=False).losses)
     found["refined"] = made[1].state_dict()
     options = {"candidates": ["w8a8", "w8a8_static", "codebook3", "fp16"], "progress": False}

@@ -25,7 +25,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Mixtures of experts": (
         *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"),
-        *("GptOssForCausalLM", "JambaForCausalLM"),
+        *("GptOssForCausalLM", "OlmoeForCausalLM", "GraniteMoeForCausalLM"),
+        *("PhimoeForCausalLM", "Glm4MoeForCausalLM"),
+        *("MiniMaxM2ForCausalLM", "NemotronHForCausalLM", "JambaForCausalLM", "Llama4ForCausalLM"),
+        *("JetMoeForCausalLM", "LongcatFlashForCausalLM"),
     ),
     "State spaces and other recurrences": (
         *("MambaForCausalLM", "Mamba2ForCausalLM", "FalconH1ForCausalLM", "Lfm2ForCausalLM", "RwkvForCausalLM"),
@@ -48,7 +51,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Classes of transformers by the heading of their table."""
 
-_KINDS = {"experts": "matrices in one parameter", "linear layers": "other linear layers"}
+_KINDS = {"linear layers": "other linear layers"}
 _HEADER = [
     *("`model_type`", "class", "layers", "float, %", "most of it", "cosine `w8a8`", "cosine `codebook4`"),
     *("`qcut.save`", "`save_pretrained`", "while loading", "`generate`", "engine", "notes"),
@@ -120,8 +123,8 @@ model with random weights for each architecture, quantizes it as `w8a8` and as `
 
 - **layers**: the linear layers that `qcut.quantize` replaces in a model with the default sizes of its configuration
   class. **float** is the share of that model's parameters that stays in float, and **most of it** names the largest
-  kind. With `embeddings="w8a16"`, token embeddings and the classifier are quantized too. Matrices in one
-  three-dimensional parameter (the experts of a mixture) are not.
+  kind. With `embeddings="w8a16"`, token embeddings and the classifier are quantized too. All experts
+  of a projection of a mixture are one layer; routers stay in float ([Mixtures of experts](mixtures.md)).
 - **cosine**: between the outputs of the quantized and the float model, logits or hidden states, the last digit rounded
   down. With random weights this shows that the architecture is computed correctly, not the quality of a trained model:
   for that see [Performance](performance.md).

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from qcut.models.modules import ExpertsModule, has_stacked_weights, replace_modules
@@ -82,13 +83,14 @@ def opened(model: nn.Module) -> Iterator[Opened]:
         replace_modules(model, {id(made): found.original[name] for name, made in found.experts.items()})
 
 
-def stacked(opened: Opened, layers: dict[str, Linear]) -> dict[str, Experts]:
+def stacked(opened: Opened, layers: dict[str, Linear], device: torch.device | None = None) -> dict[str, Experts]:
     """Experts with quantized stacks, by name, of those of which layers were quantized.
 
     Args:
         opened: the float experts.
         layers: quantized layers by name, all experts of a projection or none; a projection without any stays in float.
             Those of experts are replaced by layers in the stacks' memory, so that no expert takes memory twice.
+        device: of a projection that stays in float beside a quantized one; None leaves it where it is.
     """
     made: dict[str, Experts] = {}
     if not opened.experts:
@@ -104,5 +106,8 @@ def stacked(opened: Opened, layers: dict[str, Linear]) -> dict[str, Experts]:
                 layers.update(zip(names, made_of.layers, strict=True))
                 parts[key] = made_of
         if parts:
+            for key in PROJECTIONS:
+                if device is not None and key not in parts:
+                    getattr(experts, key).to(device)
             made[name] = experts.with_projections(parts.get("up", experts.up), parts.get("down", experts.down))
     return made
