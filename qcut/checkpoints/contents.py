@@ -55,6 +55,7 @@ class StoredLayer:
         in_features: K; None where another library's format does not state it.
         nbytes: bytes of its tensors that are stored under its own name.
         tied_to: the layer that stores its tensors, or None.
+        experts: whether it is a projection of all experts of a mixture, whose rows count together.
     """
 
     name: str
@@ -63,6 +64,7 @@ class StoredLayer:
     in_features: int | None
     nbytes: int
     tied_to: str | None = None
+    experts: bool = False
 
     @property
     def weights(self) -> int | None:
@@ -133,6 +135,12 @@ class Contents:
     def percent_float(self) -> float | None:
         """Of the parameters, the per cent that is in floating point."""
         return None if not self.parameters else 100 * self.float_parameters / self.parameters
+
+    @cached_property
+    def percent_experts(self) -> float | None:
+        """Of the parameters, the per cent that are quantized weights of experts."""
+        weights = sum(layer.weights or 0 for layer in self.layers if layer.experts)
+        return None if not self.parameters else 100 * weights / self.parameters
 
 
 def contents(directory: str | Path) -> Contents:
@@ -239,7 +247,8 @@ def _own_layers(
         owner = None if nbytes else owners.get(name)
         if not nbytes and owner not in specs:
             raise CheckpointError(f"{path}: layer {name!r}: the files have no tensors of it")
-        layers.append(StoredLayer(name, scheme.name, spec["out_features"], spec["in_features"], nbytes, owner))
+        sizes = spec["out_features"], spec["in_features"]
+        layers.append(StoredLayer(name, scheme.name, *sizes, nbytes, owner, bool(spec.get("experts"))))
     return layers + _tied_tables(index, {layer.name: layer for layer in layers}, path), own
 
 

@@ -28,6 +28,7 @@ FIELDS = {
     "schemes": "by scheme, {layers, bytes}",
     "parameters": "number of weights and other floating-point values, shared ones once; null if unknown",
     "percent_float": "percentage of the parameters in floating point; null if unknown",
+    "percent_experts": "percentage of the parameters that are quantized weights of experts; null if unknown",
     "bytes": "bytes of the files with the model's tensors",
     "files": "bytes by file",
 }
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         "schemes": schemes,
         "parameters": found.parameters,
         "percent_float": found.percent_float,
+        "percent_experts": found.percent_experts,
         "bytes": sum(found.files.values()),
         "files": found.files,
     }
@@ -107,7 +109,9 @@ def _text(found: Contents, each: bool) -> str:
     stored, files = sum(found.files.values()), len(found.files)
     lines.append(f"{len(found.layers)} quantized layers; {stored / 1e6:,.2f} MB in {files} file{'s' * (files != 1)}")
     if found.parameters is not None and found.percent_float is not None:
-        lines.append(f"{found.parameters:,} parameters, {found.percent_float:.1f} % of them in floating point")
+        experts = f", {found.percent_experts:.1f} % quantized experts" if found.percent_experts else ""
+        share = f"{found.percent_float:.1f} % of them in floating point{experts}"
+        lines.append(f"{found.parameters:,} parameters, {share}")
     return "\n".join(lines)
 
 
