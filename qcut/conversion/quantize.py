@@ -178,7 +178,7 @@ def quantize(
     commit(changes, lambda: _check(proof, model, [*layers, *tables], scales))
     notify_quantized(model)
     return Report(
-        tuple(stack_reports(reports, mixtures, experts)),
+        tuple(stack_reports(reports, mixtures, experts, calibration, second_moments)),
         stack_reasons(work.skipped, mixtures),
         before,
         model_bytes(model),

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from qcut.layers.experts.opening import Opened
 
 
+FEW_TOKENS = 256
+"""Of calibration: of later tokens, one in a hundred has a value beyond the range of so many."""
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """One quantized layer.
@@ -35,6 +39,7 @@ class LayerReport:
         note: why its scheme is not the requested one; empty if it is.
         weight_norm: ``‖W‖``.
         experts: of a projection of experts, their number; N counts the rows of all. 0 for a layer by itself.
+        few_tokens: of these experts, how many saw fewer tokens in calibration than `FEW_TOKENS`.
     """
 
     name: str
@@ -49,6 +54,7 @@ class LayerReport:
     note: str = ""
     weight_norm: float = 0.0
     experts: int = 0
+    few_tokens: int = 0
 
     @property
     def bits_per_weight(self) -> float:
@@ -130,6 +136,8 @@ class Report:
             sqnr = "" if r.output_sqnr_db is None else f"{r.output_sqnr_db:.1f} dB"
             tied = f"  tied to {r.tied_to}" if r.tied_to else ""
             note = f"  {r.note}" if r.note else ""
+            if r.few_tokens:
+                note += f"  {r.few_tokens} of {r.experts} experts saw fewer than {FEW_TOKENS} tokens"
             shape = f"{r.out_features} x {r.in_features}"
             lines.append(
                 f"{r.name:<{width}}  {r.scheme:<{wide}}  {shape:>13}  {size:>15}  {r.bits_per_weight:>11.2f}  "
@@ -172,12 +180,21 @@ class Report:
 
 
 def stack_reports(
-    reports: Iterable[LayerReport], mixtures: Opened, experts: Mapping[str, Experts]
+    reports: Iterable[LayerReport], mixtures: Opened, experts: Mapping[str, Experts], *seen: Any
 ) -> list[LayerReport]:
     """Reports of layers, with one for all experts of a projection, in the order of the first ones.
 
     Errors are those of the whole projection; the signal over noise is that of the expert with the least.
+
+    Args:
+        reports: of layers, experts' among them.
+        mixtures: the model's experts as they were open.
+        experts: the quantized ones.
+        *seen: the calibration and the second moments, with ``tokens`` by layer; or None.
     """
+    tokens: dict[str, int] = {}
+    for one in seen:
+        tokens |= getattr(one, "tokens", None) or {}
     found: list[LayerReport] = []
     of_stack: dict[str, list[LayerReport]] = {}
     for one in reports:
@@ -189,11 +206,14 @@ def stack_reports(
         else:
             of_stack[stack] = [one]
             found.append(one)
-    return [_whole(of_stack, mixtures.stack_of(one.name), experts) or one for one in found]
+    return [_whole(of_stack, mixtures.stack_of(one.name), experts, tokens) or one for one in found]
 
 
 def _whole(
-    of_stack: Mapping[str, list[LayerReport]], stack: str | None, experts: Mapping[str, Experts]
+    of_stack: Mapping[str, list[LayerReport]],
+    stack: str | None,
+    experts: Mapping[str, Experts],
+    tokens: Mapping[str, int],
 ) -> LayerReport | None:
     if stack is None:
         return None
@@ -213,6 +233,7 @@ def _whole(
         weight_norm=math.sqrt(squares),
         output_sqnr_db=min(sqnr, default=None),
         experts=made.experts,
+        few_tokens=sum(tokens.get(one.name, FEW_TOKENS) < FEW_TOKENS for one in members),
         note=next((one.note for one in members if one.note), ""),
     )
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from qcut.conversion.calibration.layer_stats import LayerStats
+from qcut.conversion.report import FEW_TOKENS
 from qcut.layers.experts.opening import Opened
 from qcut.models.modules import Quantized, as_given, float_linear
 
-FEW_TOKENS = 256
-"""An expert of fewer tokens borrows: of later tokens, one in a hundred has a value beyond the range of so many."""
 _ROWS = 1024
 """Tokens of a mixture that an expert is applied to, at most."""
 

@@ -308,7 +308,7 @@ class OnlineLoading:
             reports.append(table_report(name, self._tables[name], self._layers, one.nbytes, error))
         parameters, already = count_parameters(model, replaced), tuple(quantized_layers(model))
         made = {name: mixture.made for name, mixture in self._mixtures.items() if mixture.made is not None}
-        whole = tuple(stack_reports(reports, self._opened, made))
+        whole = tuple(stack_reports(reports, self._opened, made, self._config.calibration, self._config.second_moments))
         skipped = stack_reasons(self._work.skipped, self._opened)
         return Report(whole, skipped, sum(sizes.values()), 0, parameters, already, coverage=covered)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import qcut
 from qcut.conversion.calibration.calibrate import Calibration, calibrate
 from qcut.conversion.calibration.curvature import collect_curvature
-from qcut.conversion.calibration.few_tokens import FEW_TOKENS
 from qcut.conversion.calibration.moments import Moments
 from qcut.conversion.calibration.second_moments import collect_second_moments
 from qcut.conversion.calibration.second_order import channel_weights
+from qcut.conversion.report import FEW_TOKENS
 from qcut.errors import CalibrationError, ConfigError, QuantizationError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import as_given, float_linear
@@ -235,3 +235,14 @@ def test_static_ranges_of_experts_are_their_own() -> None:
     assert len({float(layer.input_scale) for layer in stack.layers}) > 1
     x = as_given(found.layers[f"{LAYER}.down.4"].sample, nn.Linear(64, 64))
     assert bool(stack.expert(4)(x).isfinite().all())
+
+
+def test_report_counts_experts_of_few_tokens() -> None:
+    model, batches = tiny_mixture(), mixture_batches(40)
+    calibration = qcut.calibrate(model, batches, progress=False)
+    report = qcut.quantize(model, "w8a8", calibration=calibration, verify=False, progress=False)
+    (up,) = (layer for layer in report.layers if layer.name.endswith("layers.0.mlp.experts.up"))
+    few = [e for e in range(EXPERTS) if calibration.tokens[f"{up.name}.{e}"] < FEW_TOKENS]
+    assert set(NEVER) <= set(few) != set(range(EXPERTS))
+    assert up.few_tokens == len(few)
+    assert f"{len(few)} of {EXPERTS} experts saw fewer than {FEW_TOKENS} tokens" in str(report)
