@@ -116,7 +116,7 @@ def _of_interface(module: Any) -> ExpertWeights | str:
     bias, down_bias = held.get(f"{name}_bias"), held.get("down_proj_bias")
     if module.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    if module.has_gate and not module.is_concatenated:
+    if module.has_gate and not _is_concatenated(module, up.shape[1] // 2):
 
         def interleaved(rows: Tensor) -> Tensor:
             return cast(Tensor, module._apply_gate(torch.stack(rows.chunk(2, -1), -1).flatten(-2)))
@@ -125,8 +125,14 @@ def _of_interface(module: Any) -> ExpertWeights | str:
         function = interleaved
     else:
         function = module._apply_gate if module.has_gate else module.act_fn
-    norm = module.post_expert_norm if module.has_post_expert_norm else None
+    norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     return _checked(module, up, down, function, bool(module.has_gate), bias, down_bias, norm)
+
+
+def _is_concatenated(module: Any, width: int) -> bool:
+    """Whether all gates are above all ups; where transformers has no such flag yet, the gate tells."""
+    flag = getattr(module, "is_concatenated", None)
+    return _gating(module, module._apply_gate, width, True) is not None if flag is None else bool(flag)
 
 
 def _halves(t: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ def _stack(model: nn.Module, parameter: str, form: Format, layers: list[list[Par
             "compressed-tensors"
         )
     why = expert_weights(module)
-    if not isinstance(why, str) and (module.is_transposed or not module.is_concatenated):
+    if not isinstance(why, str) and (module.is_transposed or not getattr(module, "is_concatenated", True)):
         why = f"{type(module).__name__} does not have gate above up in its rows"
     if isinstance(why, str):
         raise UnsupportedError(f"{where}: experts {name!r} have quantized tensors; {why}")
