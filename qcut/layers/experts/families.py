@@ -132,6 +132,8 @@ def _of_interface(module: Any) -> ExpertWeights | str:
 def _is_concatenated(module: Any, width: int) -> bool:
     """Whether all gates are above all ups; where transformers has no such flag yet, the gate tells."""
     flag = getattr(module, "is_concatenated", None)
+    if not width:  # of which nothing is to be told
+        return True
     return _gating(module, module._apply_gate, width, True) is not None if flag is None else bool(flag)
 
 

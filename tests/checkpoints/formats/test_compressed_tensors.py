@@ -179,6 +179,7 @@ def test_columns_sorted_by_activation(tmp_path: Path) -> None:
         ("int-quantized", {**INT8, "strategy": "tensor"}, "w8a16"),
     ],
 )
+@samples.newer_experts
 def test_experts_are_the_librarys(tmp_path: Path, family: str, form: str, weights: dict[str, Any], scheme: str) -> None:
     if weights["strategy"] == "tensor":
 
@@ -206,6 +207,7 @@ def test_experts_are_the_librarys(tmp_path: Path, family: str, form: str, weight
 
 
 @pytest.mark.parametrize("family", samples.MIXTURES)
+@samples.newer_experts
 def test_int8_experts_are_w8a8_bit_for_bit(tmp_path: Path, family: str) -> None:
     stored: dict[str, dict[str, Tensor]] = {}
 
@@ -238,6 +240,7 @@ def test_int8_experts_are_w8a8_bit_for_bit(tmp_path: Path, family: str) -> None:
         reload(model, tmp_path)
 
 
+@samples.newer_experts
 def test_experts_of_several_groups(tmp_path: Path) -> None:
     four = int4(True, 32)
 
@@ -261,6 +264,7 @@ def test_experts_of_several_groups(tmp_path: Path) -> None:
         ("w1", r"'.*experts\.0\.w3' has 4 bits .*, and '.*experts\.0\.w1' has 8 bits in groups of 64"),
     ],
 )
+@samples.newer_experts
 def test_experts_of_two_forms_are_refused(tmp_path: Path, target: str, text: str) -> None:
     four = int4(True, 32)
     both = config("pack-quantized", four)

@@ -23,6 +23,7 @@ from tests.checkpoints.formats import samples
 from tests.checkpoints.formats.samples import AWQ, GPTQ, PACKED
 from tests.support.architectures import tiny_model
 
+pytestmark = samples.newer_experts
 Pack = Callable[[str, Tensor], samples.Packed | None]
 EXPERTS = "model.layers.0.mlp.experts"
 """Of qwen3_moe."""
