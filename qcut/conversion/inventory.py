@@ -58,6 +58,9 @@ def count_parameters(model: nn.Module, chosen: Container[int]) -> dict[str, int]
     return {kind: count for kind, count in counts.items() if count}
 
 
+FEW_TOKENS = 256
+"""Of an expert in calibration: of later tokens, one in a hundred has a value beyond the range of so many."""
+
 EXPECTED_SHARE = 0.9
 """Of the parameters that a user expects to be quantized, the share from which on no warning is given."""
 _BY_CHOICE = ("matched by skip", "not in include", "not in the plan")

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from qcut.conversion.inventory import ALREADY, QUANTIZED, Coverage
+from qcut.conversion.inventory import ALREADY, FEW_TOKENS, QUANTIZED, Coverage
 
 if TYPE_CHECKING:
     from qcut.conversion.smooth import Smoothing
     from qcut.layers.experts.experts import Experts
     from qcut.layers.experts.linear_stack import LinearStack
     from qcut.layers.experts.opening import Opened
-
-
-FEW_TOKENS = 256
-"""Of calibration: of later tokens, one in a hundred has a value beyond the range of so many."""
 
 
 @dataclass(frozen=True)

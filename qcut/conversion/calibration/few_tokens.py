@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.conversion.calibration.layer_stats import LayerStats
-from qcut.conversion.report import FEW_TOKENS
+from qcut.conversion.inventory import FEW_TOKENS
 from qcut.layers.experts.opening import Opened
 from qcut.models.modules import Quantized, as_given, float_linear
 

@@ -17,7 +17,7 @@ from qcut.conversion.calibration.curvature import collect_curvature
 from qcut.conversion.calibration.moments import Moments
 from qcut.conversion.calibration.second_moments import collect_second_moments
 from qcut.conversion.calibration.second_order import channel_weights
-from qcut.conversion.report import FEW_TOKENS
+from qcut.conversion.inventory import FEW_TOKENS
 from qcut.errors import CalibrationError, ConfigError, QuantizationError
 from qcut.layers.experts.opening import opened
 from qcut.models.modules import as_given, float_linear
