@@ -15,8 +15,10 @@ from qcut.engine.families import FAMILIES  # noqa: E402
 from tests.supported_models.checking import NO, NONE, YES, Finding, examine  # noqa: E402
 from tests.supported_models.page import CLASSES, PAGE, cells, page, rows, versions  # noqa: E402
 
-COSINES = {"w8a8": 0.99, "codebook4": 0.88}
+COSINES = {"w8a8": 0.99, "codebook4": 0.9}
 """Least cosines of the page's random models."""
+LESS = {"BlipForConditionalGeneration": {"w8a8": 0.99, "codebook4": 0.88}}
+"""Of models whose class leaves parameters as memory, which are drawn at random for the page."""
 NUMBERS = slice(5, 7)
 """Cells with cosines, whose last digits depend on the processor."""
 
@@ -49,7 +51,7 @@ def test_no_row_hides_a_failure(name: str) -> None:
     notes = row[12:]
     assert int(layers) > 0
     assert 0 < float(percent) < 100
-    assert all(float(cosine) > least for cosine, least in zip(cosines, COSINES.values(), strict=True))
+    assert all(float(cosine) > least for cosine, least in zip(cosines, LESS.get(name, COSINES).values(), strict=True))
     claims = {", qcut.load": saved, ", from_pretrained": pretrained, ", QcutConfig": loading, ", generate": generates}
     for what, claim in claims.items():
         assert claim in (YES, NO, NONE)
