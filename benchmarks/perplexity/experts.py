@@ -2,7 +2,7 @@
 
     python benchmarks perplexity experts --models-dir DIR --models qwen3moe-12m --text FILE
 
-The experts alone are quantized; attention and all else stays in float32. Calibrated fits see text that the model itself
+Only the experts are quantized; attention and all else stays in float32. Calibrated fits see text that the model itself
 writes. Of every number of tokens, moments are collected once. Rules: ``nearest`` rounds without moments; ``own`` takes
 each expert's own moment; ``all`` the mean of all experts of a projection; ``mean`` draws the own one to that mean; and
 ``shrunk``, as `qcut.collect_second_moments` does, to that mean where channels mean the same to all experts, and to a
@@ -38,7 +38,7 @@ RULES: dict[str, tuple[bool, tuple[float, ...]]] = {
     "mean": (False, PRIORS),
     "shrunk": (True, PRIORS),
 }
-"""Whether channels inside of experts are told from those of tokens, and the priors."""
+"""Whether channels inside of experts are distinguished from those of tokens, and the priors."""
 KEY = ("model", "fit", "scheme", "rule", "prior", "tokens")
 
 

@@ -30,7 +30,7 @@ def hub_names(model: Any, gated: bool) -> dict[str, list[str]]:
 
     Args:
         model: of transformers, which may know that its checkpoints have a layer for each expert.
-        gated: whether there is a gate beside ``up``.
+        gated: whether there is a gate next to ``up``.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 

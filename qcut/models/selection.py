@@ -194,7 +194,7 @@ def find_layers(
 def float_by_default(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """The linear layers that stay in float unless they are included by name, with the reason.
 
-    Those are layers of one output, and routers: as many outputs as there are experts beside them. An error of a router
+    Those are layers of one output, and routers: as many outputs as there are experts next to them. An error of a router
     sends tokens to other experts, and it has few weights.
     """
     counts = _experts_beside(model)
@@ -209,7 +209,7 @@ def float_by_default(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[
 
 
 def _experts_beside(model: nn.Module) -> list[tuple[str, str, int]]:
-    """Of every mixture: what the names of modules beside its experts begin with, those of its experts, and the number.
+    """Of every mixture: what the names of modules next to its experts begin with, those of its experts, and the number.
 
     A module with parameters of its own may hold the router too; of its experts, no module has a name.
 

@@ -31,7 +31,7 @@ def state_of(model: Any, original_names: bool = False) -> dict[str, Tensor]:
     """The tensors to save, by name, tied ones once; those of experts under the names that the configuration states.
 
     Args:
-        model: with quantized layers, of which `describe` has been told.
+        model: with quantized layers, that `describe` knows.
         original_names: whether transformers is to turn them into those of the family's first checkpoints.
 
     Raises:

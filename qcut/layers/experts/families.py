@@ -132,7 +132,7 @@ def _of_interface(module: Any) -> ExpertWeights | str:
 def _is_concatenated(module: Any, width: int) -> bool:
     """Whether all gates are above all ups; where transformers has no such flag yet, the gate tells."""
     flag = getattr(module, "is_concatenated", None)
-    if not width:  # of which nothing is to be told
+    if not width:
         return True
     return _gating(module, module._apply_gate, width, True) is not None if flag is None else bool(flag)
 
@@ -193,7 +193,7 @@ _READERS: dict[tuple[str, str], tuple[Callable[[Any], ExpertWeights | str], _Col
     ("dbrx.modeling_dbrx", "DbrxExperts"): (_dbrx, (("mlp.w1", 1), ("mlp.v1", 1))),
     ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): (_jetmoe, (("weight", 2),)),
 }
-"""Classes of transformers beside its interface, by module and name: what reads them, and the parameters that multiply
+"""Classes of transformers outside of its interface, by module and name: what reads them, and the parameters that multiply
 tokens, with the axis of their columns."""
 
 

@@ -29,7 +29,7 @@ class LinearStack(QuantizedLayer):
     """Linear layers of one scheme and one size, an expert's each, with their tensors stacked.
 
     Every tensor of the layers is here once, with the expert in front: ``qweight`` of W8A8 is ``[E, N, K_padded]``.
-    What an expert's rows hold, and what it computes, is bitwise what a `qcut.Linear` of its weight alone does.
+    What an expert's rows hold, and what it computes, is bitwise what a `qcut.Linear` of only its weight does.
 
     Args:
         experts: E.

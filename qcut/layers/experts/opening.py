@@ -90,7 +90,7 @@ def stacked(opened: Opened, layers: dict[str, Linear], device: torch.device | No
         opened: the float experts.
         layers: quantized layers by name, all experts of a projection or none; a projection without any stays in float.
             Those of experts are replaced by layers in the stacks' memory, so that no expert takes memory twice.
-        device: of a projection that stays in float beside a quantized one; None leaves it where it is.
+        device: of a projection that stays in float next to a quantized one; None leaves it where it is.
     """
     made: dict[str, Experts] = {}
     if not opened.experts:

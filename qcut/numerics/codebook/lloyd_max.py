@@ -90,7 +90,7 @@ class Cells:
     def nearest(self, numbers: Tensor) -> Tensor:
         """int32 indices, of the numbers' shape, of the values nearest to numbers; of two as near, the lower one.
 
-        Exactness: bitwise ``torch.searchsorted`` in the `boundaries`, in a tenth of its time on a processor. NaN has
+        Exactness: bitwise ``torch.searchsorted`` in the `boundaries`. NaN has
         the last index.
         """
         if numbers.numel() < _FEW or numbers.device.type != "cpu":

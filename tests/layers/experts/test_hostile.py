@@ -82,7 +82,7 @@ def test_another_forward_of_the_class_is_left(name: str, monkeypatch: pytest.Mon
 
 
 def test_another_gate_of_the_class_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate is what calling it gives, whoever wrote it."""
+    """The gate is what calling it gives, in any class."""
     module = tiny_experts(OSS)
     monkeypatch.setattr(class_of(OSS), "_apply_gate", no_limit)
     made = open_experts(module)

@@ -1,4 +1,4 @@
-"""Quantized layers of experts, whose integers are stored for each expert, or for its gate and its up alone."""
+"""Quantized layers of experts, whose integers are stored for each expert, or for its gate and its up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def expert_layers(form: IntegerFormat, experts: Sequence[Sequence[Parts]]) -> It
         CheckpointError: values that cannot be (named).
         UnsupportedError: rows that no layer holds together, or experts that are not of one form (named).
 
-    Exactness: rows and values are those of a layer of each part alone.
+    Exactness: rows and values are those of a layer of only that part.
     """
     grids = [_joined([form.grid(one) for one in parts], parts) for parts in experts]
     needs = Needs()
