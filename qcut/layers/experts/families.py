@@ -193,8 +193,9 @@ _READERS: dict[tuple[str, str], tuple[Callable[[Any], ExpertWeights | str], _Col
     ("dbrx.modeling_dbrx", "DbrxExperts"): (_dbrx, (("mlp.w1", 1), ("mlp.v1", 1))),
     ("jetmoe.modeling_jetmoe", "JetMoeParallelExperts"): (_jetmoe, (("weight", 2),)),
 }
-"""Classes of transformers outside of its interface, by module and name: what reads them, and the parameters that multiply
-tokens, with the axis of their columns."""
+"""Classes of transformers outside of its interface, by module and name.
+
+What reads them, and the parameters that multiply tokens, with the axis of their columns."""
 
 
 def up_parameters(module: Any) -> list[tuple[nn.Parameter, int]]:
