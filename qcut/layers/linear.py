@@ -335,20 +335,6 @@ class Linear(QuantizedLayer):
         return plain
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """The dtype of the float weight that the layer stands for; ``.half()`` and the like change it.
-
-        Model code reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
-        """
-        held = self._parameters["weight"]
-        assert held is not None
-        return held.dtype
-
-    @weight_dtype.setter
-    def weight_dtype(self, dtype: torch.dtype) -> None:
-        self._settle(dtype)
-
-    @property
     def weight(self) -> Tensor:
         """``[N, K]`` for what model code asks of it: its shape, its device, and the float weight's dtype.
 
@@ -399,14 +385,6 @@ class Linear(QuantizedLayer):
         """See `QuantizedLayer.from_json`."""
         sizes, scheme = (int(spec["in_features"]), int(spec["out_features"])), scheme_from_json(spec["scheme"])
         return cls(*sizes, bool(spec["bias"]), scheme, spec["activation"], device="meta", name=name)
-
-    def tie_to(self, owner: Self) -> None:
-        """Hold the owner's tensors wherever this layer's have the same values."""
-        for name, buffer in owner._buffers.items():
-            mine = self._buffers.get(name)
-            if buffer is not None and mine is not None and torch.equal(buffer, mine):
-                self._buffers[name] = buffer
-        self._parameters["weight"] = owner._parameters["weight"]
 
     def extra_repr(self) -> str:
         """Sizes, bias, scheme and activation, for ``print(model)``."""
@@ -469,17 +447,6 @@ class Linear(QuantizedLayer):
             yield
         finally:
             self._parameters["weight"] = held
-
-    def _settle(self, dtype: torch.dtype) -> None:
-        """Let the parameter be of a dtype, and where the buffers are."""
-        device = next(self.buffers()).device
-        held = self._parameters.get("weight")
-        if held is not None and held.device.type == device.type:
-            held.data = held.data.to(device, dtype)
-        else:
-            self._parameters["weight"] = FrozenWeight(
-                (self.out_features, self.in_features), self._buffers, dtype, device
-            )
 
     def _product(self, x: Tensor) -> Tensor:
         """Compute `forward` for x with K columns."""

@@ -56,7 +56,6 @@ class QuantizedLayer(Quantized):
         scheme: how the weights are quantized.
         in_features: columns of the weight.
         out_features: its rows.
-        weight_dtype: dtype of the float weights that the layer stands for.
         float_count: elements of the float layer's weights and biases.
         input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
         parts: processes that have a part each of a layer that is cut across them; 1 where the layer is whole. Nothing
@@ -67,10 +66,28 @@ class QuantizedLayer(Quantized):
     scheme: Scheme
     in_features: int
     out_features: int
-    weight_dtype: torch.dtype
     float_count: int
     input_gradients: bool = False
     parts: int = 1
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The dtype of the float weight that the layer stands for; ``.half()`` and the like change it.
+
+        Model code reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
+        """
+        held = self._parameters["weight"]
+        assert held is not None
+        return held.dtype
+
+    @weight_dtype.setter
+    def weight_dtype(self, dtype: torch.dtype) -> None:
+        self._settle(dtype)
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of all float weights that the layer stands for."""
+        return self.out_features
 
     @property
     def weight_bytes(self) -> int:
@@ -112,7 +129,22 @@ class QuantizedLayer(Quantized):
 
     def tie_to(self, owner: Self) -> None:
         """Hold the owner's tensors wherever this layer's have the same values."""
-        raise NotImplementedError
+        for name, buffer in owner._buffers.items():
+            mine = self._buffers.get(name)
+            if buffer is not None and mine is not None and torch.equal(buffer, mine):
+                self._buffers[name] = buffer
+        self._parameters["weight"] = owner._parameters["weight"]
+
+    def _settle(self, dtype: torch.dtype) -> None:
+        """Let the parameter be of a dtype, and where the buffers are."""
+        device = next(self.buffers()).device
+        held = self._parameters.get("weight")
+        if held is not None and held.device.type == device.type:
+            held.data = held.data.to(device, dtype)
+        else:
+            self._parameters["weight"] = FrozenWeight(
+                (self.weight_rows, self.in_features), self._buffers, dtype, device
+            )
 
 
 class FrozenWeight(nn.Parameter):

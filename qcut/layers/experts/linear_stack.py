@@ -136,19 +136,13 @@ class LinearStack(QuantizedLayer):
         return self.experts * self._one.float_count
 
     @property
-    def weight_dtype(self) -> torch.dtype:
-        """See `Linear.weight_dtype`."""
-        held = self._parameters["weight"]
-        assert held is not None
-        return held.dtype
-
-    @weight_dtype.setter
-    def weight_dtype(self, dtype: torch.dtype) -> None:
-        self._settle(dtype)
+    def weight_rows(self) -> int:
+        """See `QuantizedLayer.weight_rows`."""
+        return self.experts * self.out_features
 
     def to_json(self) -> dict[str, Any]:
         """What `Linear.to_json` says of one layer, with the rows of all, and the number of experts."""
-        return {**self._one.to_json(), "out_features": self.experts * self.out_features, "experts": self.experts}
+        return {**self._one.to_json(), "out_features": self.weight_rows, "experts": self.experts}
 
     @classmethod
     def from_json(cls, spec: Mapping[str, Any], name: str) -> Self:
@@ -180,27 +174,9 @@ class LinearStack(QuantizedLayer):
                 return problem[0], f"expert {e}: {problem[1]}"
         return None
 
-    def tie_to(self, owner: Self) -> None:
-        """See `Linear.tie_to`."""
-        for key, buffer in owner._buffers.items():
-            mine = self._buffers.get(key)
-            if buffer is not None and mine is not None and torch.equal(buffer, mine):
-                self._buffers[key] = buffer
-        self._parameters["weight"] = owner._parameters["weight"]
-
     def extra_repr(self) -> str:
         """Number of experts, sizes, bias, scheme and activation, for ``print(model)``."""
         return f"experts={self.experts}, {self._one.extra_repr()}"
-
-    def _settle(self, dtype: torch.dtype) -> None:
-        """Let the parameter be of a dtype, and where the buffers are."""
-        device = next(b for b in self._buffers.values() if b is not None).device
-        held = self._parameters.get("weight")
-        if held is not None and held.device.type == device.type:
-            held.data = held.data.to(device, dtype)
-        else:
-            rows = self.experts * self.out_features
-            self._parameters["weight"] = FrozenWeight((rows, self.in_features), self._buffers, dtype, device)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         refuse_foreign_saving(self.name)
