@@ -29,7 +29,6 @@ from benchmarks.perplexity.models import Evaluated, own_text
 from benchmarks.publish.markdown import markdown
 from qcut.layers.experts.opening import opened
 from qcut.models.evaluation import token_nll
-from qcut.models.modules import expert_count
 
 VARIANTS: dict[str, tuple[str, bool]] = {
     "w8a16": ("w8a16", False),
@@ -133,19 +132,6 @@ class Judged:
                 self.moved += int((index[:, :, None] != other[:, None, :]).all(-1).sum())
 
 
-def fewest_tokens(model: nn.Module, windows: Tensor) -> int:
-    """Tokens that the expert with the fewest has seen in calibration."""
-    routes: Routes = {}
-    with torch.no_grad(), hooked(model, noting(routes)):
-        for ids in windows.split(8):
-            model(ids, use_cache=False)
-    fewest = []
-    for name, module in experts_of(model).items():
-        chosen = torch.cat([index.flatten() for index, _ in routes[name]])
-        fewest.append(int(chosen.bincount(minlength=expert_count(module)).min()))
-    return min(fewest)
-
-
 def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     """One model: a row for the float model and for every variant."""
     text = Evaluated(path, args)
@@ -155,7 +141,7 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     if fitted:
         own = own_text(model, args.calibration_windows, args.window, model.config.vocab_size)
         moments = qcut.collect_curvature(model, own.split(8), progress=bar)
-        fewest = fewest_tokens(model, own)
+        fewest = min(count for name, count in moments.tokens.items() if ".experts." in name)
     total = text.windows.shape[0] * (text.windows.shape[1] - 1)
     baseline = text.perplexity()
     for variant in ("float32", *args.variants):

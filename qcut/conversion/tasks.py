@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from qcut.conversion.fitting import fitting_scheme
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
 from qcut.layers.experts.opening import Opened
+from qcut.layers.linear import Linear
 from qcut.models.modules import tied_elsewhere, weight_nk
 from qcut.models.selection import (
     DEFAULT_SKIP,
@@ -65,6 +66,17 @@ class Task:
         # Where all were there, `add_second_moments` has checked them; since then the weight may have been cut in parts.
         in_turns = getattr(self.moments, "in_turns", False)
         return moment_of(self.moments, self.name, self.module) if in_turns else self.moments[self.name]
+
+    def quantized(self, source: nn.Module, name: str) -> Linear:
+        """The quantized layer of a float one, under this task's scheme; errors as of `Linear.from_float`."""
+        return Linear.from_float(
+            source,
+            self.scheme,
+            activation=self.activation,
+            static_range=self.static_range,
+            second_moment=self.second_moment,
+            name=name,
+        )
 
     @property
     def is_fitted(self) -> bool:

@@ -326,7 +326,7 @@ class OnlineLoading:
         weight_nk = weight.t() if is_conv1d(module) else weight
         for layer_name, task in one.layers.items():
             source = _stand_in(weight_nk)
-            layer = _from_float(source, task, layer_name)
+            layer = task.quantized(source, layer_name)
             _tie(layer, one.made, name, again=before is not None)
             one.made = one.made or layer
             if before is None:
@@ -340,7 +340,7 @@ class OnlineLoading:
         if not one.layers:
             assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
             served, _ = rotatable(self._config.embeddings, weight.shape[1])
-            made = _from_float(_stand_in(weight), Task(module, served), next(iter(one.tables)))
+            made = Task(module, served).quantized(_stand_in(weight), next(iter(one.tables)))
             _tie(made, one.made, name, again=before is not None)
             one.made = one.made or made
             self._measure(one, next(iter(one.tables)), weight, made)
@@ -382,17 +382,6 @@ def _stand_in(weight: Tensor) -> nn.Linear:
     stand_in = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     stand_in.weight = nn.Parameter(weight, requires_grad=False)
     return stand_in
-
-
-def _from_float(source: nn.Linear, task: Task, name: str) -> Linear:
-    return Linear.from_float(
-        source,
-        task.scheme,
-        activation=task.activation,
-        static_range=task.static_range,
-        second_moment=task.second_moment,
-        name=name,
-    )
 
 
 def _tie(layer: Linear, owner: Linear | None, name: str, *, again: bool) -> None:

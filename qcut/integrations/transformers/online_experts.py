@@ -103,14 +103,7 @@ class Mixture:
         layers = {}
         for name, task in self.tasks.items():
             source = cast(nn.Linear, layer_of(*_place(made, name)))
-            layer = Linear.from_float(
-                source,
-                task.scheme,
-                activation=task.activation,
-                static_range=task.static_range,
-                second_moment=task.second_moment,
-                name=name,
-            )
+            layer = task.quantized(source, name)
             weight = weight_of(source).detach().float()
             error = weight_error(weight, layer.dequantized_weight()) if measured else 0.0
             hold(name, source, task, layer, error)
