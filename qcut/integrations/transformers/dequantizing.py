@@ -49,7 +49,7 @@ def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
             except AttributeError as error:
                 raise UnsupportedError(f"{name}: {type(model).__name__} has no such module of its own") from error
             if isinstance(module, ExpertsModule):
-                from qcut.integrations.transformers.float_experts import fill_experts  # most models have none
+                from qcut.integrations.transformers.experts.dequantized import fill_experts  # most models have none
 
                 fill_experts(new[name], cast("Experts", module), dtype, name)
             else:

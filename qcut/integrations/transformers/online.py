@@ -35,7 +35,7 @@ from qcut.numerics.plain_state import plain_state
 from qcut.schemes import Scheme
 
 if TYPE_CHECKING:
-    from qcut.integrations.transformers.online_experts import Mixture
+    from qcut.integrations.transformers.experts.online import Mixture
 
 _LARGE_BYTES = 1 << 20
 """From here on a weight leaves holes in the heap that count."""
@@ -159,13 +159,13 @@ class OnlineLoading:
         return {name: one for name, one in self.targets.items() if isinstance(one, _Shared)}
 
     def check_stored(self, names: Iterable[str], where: object) -> None:
-        """Look whether a checkpoint has all experts; see `qcut.integrations.transformers.online_experts`.
+        """Look whether a checkpoint has all experts; see `qcut.integrations.transformers.experts.online`.
 
         Raises:
             CheckpointError: a tensor of an expert is missing, or superfluous (named).
         """
         if self._mixtures:
-            from qcut.integrations.transformers.online_experts import check_experts
+            from qcut.integrations.transformers.experts.online import check_experts
 
             check_experts(names, self._mixtures, where)
 
@@ -249,7 +249,7 @@ class OnlineLoading:
         """Let experts stand in the model as linear layers, for a while."""
         if not self._mixtures:
             return nullcontext()
-        from qcut.integrations.transformers.online_experts import laid_open
+        from qcut.integrations.transformers.experts.online import laid_open
 
         return laid_open(model, self._mixtures.values())
 
@@ -367,7 +367,7 @@ class OnlineLoading:
 def _mixtures_of(
     model: nn.Module, mixtures: Opened, tasks: Mapping[str, Task], parallel: TensorParallel | None
 ) -> dict[str, Mixture]:
-    from qcut.integrations.transformers.online_experts import mixtures_of
+    from qcut.integrations.transformers.experts.online import mixtures_of
 
     found = mixtures_of(model, mixtures, tasks)
     if found and parallel is not None:

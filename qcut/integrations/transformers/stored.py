@@ -44,7 +44,7 @@ from qcut.numerics.plain_state import outside_modes
 from qcut.schemes import scheme_from_json
 
 if TYPE_CHECKING:
-    from qcut.integrations.transformers.stored_experts import StoredExperts
+    from qcut.integrations.transformers.experts.stored import StoredExperts
 
 _WHERE = Path("config.json")
 
@@ -179,7 +179,7 @@ class StoredLoading:
 
     def _with_experts(self, model: Any, files: list[Path]) -> StoredExperts:
         """Put the experts that are to be filled in place of the model's own."""
-        from qcut.integrations.transformers.stored_experts import StoredExperts  # most models have none
+        from qcut.integrations.transformers.experts.stored import StoredExperts  # most models have none
 
         made = StoredExperts(self._saved.experts, self._skeleton.layers, files, self._where)
         ignore_unexpected(model, made.unexpected(f"{model.base_model_prefix}."))
