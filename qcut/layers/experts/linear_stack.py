@@ -190,10 +190,9 @@ class LinearStack(QuantizedLayer):
         prefix: str,
         local_metadata: dict[str, Any],
         strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *lists: list[str],
     ) -> None:
+        missing_keys, unexpected_keys, error_msgs = lists
         own = {key: t for key, t in state_dict.items() if key.startswith(prefix)}
         stored = {prefix + key: entry for key, entry in self._one.stored().items()}
         missing_keys += [key for key in stored if key not in own]
@@ -211,7 +210,7 @@ class LinearStack(QuantizedLayer):
                 one = one.to_empty(device=held.device)
             local = local_metadata | {"assign_to_params_buffers": True}
             mine = {key: own[key][e].to(None if held.is_meta else held.device) for key in stored}
-            one._load_from_state_dict(mine, prefix, local, strict, missing_keys, unexpected_keys, error_msgs)
+            one._load_from_state_dict(mine, prefix, local, strict, *lists)
             layers.append(one)
         if not error_msgs:
             dtype = self.weight_dtype
