@@ -61,6 +61,9 @@ def names_here(model: Any, stored: Iterable[str]) -> dict[str, tuple[str, bool]]
     found = {}
     for name in stored:
         new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if pattern is not None and pattern.rstrip("$").endswith("weight") and not name.endswith("weight"):
+            # Of the oldest versions, patterns find the beginning of ``weight_scale`` too.
+            new, pattern = rename_source_key(name, renamings, [], model.base_model_prefix, state)
         if new not in state and name in state:
             new, pattern = rename_source_key(name, [], [], model.base_model_prefix, state)
         found[name] = new, pattern is not None
