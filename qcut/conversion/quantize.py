@@ -16,12 +16,21 @@ from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.embeddings import classifier_tasks, quantized_table, table_report
 from qcut.conversion.inventory import count_parameters, coverage, warn_of_float
 from qcut.conversion.report import LayerReport, Report, stack_reports, weight_error
-from qcut.conversion.tasks import Task, add_second_moments, check_stacks, is_plan, layer_tasks, stack_reasons
+from qcut.conversion.tasks import (
+    Task,
+    add_second_moments,
+    check_stacks,
+    fitted_at_once,
+    is_plan,
+    layer_tasks,
+    quantized_together,
+    stack_reasons,
+)
 from qcut.conversion.verification import Proof
 from qcut.errors import ConfigError
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.layers.experts.opening import Opened, opened, stacked
-from qcut.layers.linear import Known, Linear
+from qcut.layers.linear import Linear
 from qcut.models.fusion import fusible_activations
 from qcut.models.modules import as_given, float_linear, keep_hooks, tensor_bytes, tensor_key, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, check_model, globs, quantized_layers
@@ -293,13 +302,7 @@ def _make_layers(
     with progress_bar(len(tasks), "quantize", "layer", shown=progress) as advance:
         for group in _made_together(tasks, mixtures, device):
             sources = [_source(task, device) for task in group.values()]
-            made = Linear.all_from_float(
-                sources,
-                next(iter(group.values())).scheme,
-                [task.activation for task in group.values()],
-                [Known(task.static_range, _scaled_moment(task)) for task in group.values()],
-                list(group),
-            )
+            made = quantized_together(group, sources)
             for (name, task), source, layer in zip(group.items(), sources, made, strict=True):
                 owner = owners.setdefault(tensor_key(weight_of(task.module)), name)
                 tied_to = None if owner == name else owner
@@ -320,15 +323,10 @@ def _made_together(
 ) -> Iterator[dict[str, Task]]:
     """Tasks that are done at once: fitted experts of a projection, as many as memory allows; others one by one."""
     for stack, members in groupby(tasks, lambda name: tasks[name].is_fitted and mixtures.stack_of(name)):
-        names, count = list(members), 1
-        if stack:
-            from qcut.numerics.codebook.fitting.fit import experts_at_once  # a dense model needs none
-
-            weight = weight_nk(tasks[names[0]].module)
-            n, k = weight.shape
-            count = experts_at_once(n, k, device or weight.device)
-        for first in range(0, len(names), count):
-            yield {name: tasks[name] for name in names[first : first + count]}
+        names = list(members)
+        alone = [[name] for name in names]
+        for batch in fitted_at_once(names, weight_nk(tasks[names[0]].module), device) if stack else alone:
+            yield {name: tasks[name] for name in batch}
 
 
 def _make_tables(
@@ -366,17 +364,6 @@ def _source(task: Task, device: torch.device | None) -> nn.Module:
     if bias is not None:
         stand_in.bias = nn.Parameter(bias.detach().to(weight.device), requires_grad=False)
     return stand_in
-
-
-def _scaled_moment(task: Task) -> Tensor | Curvature | None:
-    """The second moment of the layer's input, divided by the scale as the input is."""
-    moment = task.second_moment
-    if moment is None or task.scale is None:
-        return moment
-    if not isinstance(moment, Tensor):
-        return moment.divided(task.scale)
-    inverse = 1 / task.scale.to(moment.device, moment.dtype)
-    return moment * inverse[:, None] * inverse
 
 
 def _report(

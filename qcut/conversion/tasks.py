@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from qcut.conversion.fitting import fitting_scheme
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
 from qcut.layers.experts.opening import Opened
-from qcut.layers.linear import Linear
+from qcut.layers.linear import Known, Linear
 from qcut.models.modules import tied_elsewhere, weight_nk
 from qcut.models.selection import (
     DEFAULT_SKIP,
@@ -60,28 +61,59 @@ class Task:
 
     @property
     def second_moment(self) -> Tensor | Curvature | None:
-        """``E[x x^T]`` of the layer's input ``[K, K]``, or the loss's curvature by its weight; see `moment_of`."""
+        """What `moment_of` has for the layer, divided by the scale as the layer's input is."""
         if self.moments is None:
             return None
         # Where all were there, `add_second_moments` has checked them; since then the weight may have been cut in parts.
         in_turns = getattr(self.moments, "in_turns", False)
-        return moment_of(self.moments, self.name, self.module) if in_turns else self.moments[self.name]
+        moment = moment_of(self.moments, self.name, self.module) if in_turns else self.moments[self.name]
+        if self.scale is None:
+            return moment
+        if not isinstance(moment, Tensor):
+            return moment.divided(self.scale)
+        inverse = 1 / self.scale.to(moment.device, moment.dtype)
+        return moment * inverse[:, None] * inverse
 
     def quantized(self, source: nn.Module, name: str) -> Linear:
         """The quantized layer of a float one, under this task's scheme; errors as of `Linear.from_float`."""
-        return Linear.from_float(
-            source,
-            self.scheme,
-            activation=self.activation,
-            static_range=self.static_range,
-            second_moment=self.second_moment,
-            name=name,
-        )
+        return quantized_together({name: self}, [source])[0]
 
     @property
     def is_fitted(self) -> bool:
         """Whether there is a second moment."""
         return self.moments is not None
+
+
+def quantized_together(tasks: Mapping[str, Task], sources: Sequence[nn.Module]) -> list[Linear]:
+    """The quantized layers of float ones, of one size and scheme; errors as of `Linear.from_float`.
+
+    Args:
+        tasks: by the layers' names; experts of one projection, or one layer.
+        sources: of each, the float layer, scaled as the task says.
+    """
+    return Linear.all_from_float(
+        sources,
+        next(iter(tasks.values())).scheme,
+        [task.activation for task in tasks.values()],
+        [Known(task.static_range, task.second_moment) for task in tasks.values()],
+        list(tasks),
+    )
+
+
+def fitted_at_once(names: Sequence[str], weight: Tensor, device: torch.device | None = None) -> Iterator[Sequence[str]]:
+    """Cut the experts of a projection into those that are fitted together, as many as memory allows.
+
+    Args:
+        names: of the experts' layers.
+        weight: of one, ``[N, K]``.
+        device: that they are fitted on; None: the weight's.
+    """
+    from qcut.numerics.codebook.fitting.fit import experts_at_once  # a model without experts needs none
+
+    n, k = weight.shape
+    count = experts_at_once(n, k, device or weight.device)
+    for first in range(0, len(names), count):
+        yield names[first : first + count]
 
 
 def layer_tasks(

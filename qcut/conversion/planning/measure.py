@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from qcut.conversion.fitting import fitting_scheme
 from qcut.conversion.planning.budget import Budget
 from qcut.conversion.planning.costs import CostModel, LayerSize
 from qcut.conversion.planning.sensitivity import Judge, as_loss, best_range, output_error
-from qcut.conversion.tasks import moment_of
+from qcut.conversion.tasks import Task, fitted_at_once, moment_of, quantized_together
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
@@ -200,8 +200,7 @@ class SearchSpace:
         for group, fits in with_progress(both, "quantize candidates", "layer", shown=self._progress):
             for scheme in dict.fromkeys(fits.values()):
                 group.sensitivity[scheme.name] = 0.0
-                for name in () if scheme.is_float else group.names:
-                    layer = self._layer(name, scheme)
+                for name, layer in () if scheme.is_float else self._layers(group, scheme):
                     weight = tensor_key(weight_of(self.modules[name]))
                     for owner, made in ((o, one) for layers in group.layers.values() for o, one in layers.items()):
                         if not group.stack or tensor_key(weight_of(self.modules[owner])) == weight:
@@ -266,22 +265,37 @@ class SearchSpace:
         fits = {s.name: s if s.is_float else fitting_scheme(first, s).scheme for s in schemes}
         return {name: scheme for name, scheme in fits.items() if scheme is not None} or {_FLOAT: Float()}
 
-    def _layer(self, name: str, scheme: Scheme) -> Linear:
+    def _layers(self, group: Group, scheme: Scheme) -> Iterator[tuple[str, Linear]]:
+        """A group's layers under a scheme, by name; experts are fitted together."""
+        is_fitted = self._moments is not None and scheme.takes_second_moments
+        alone = [[name] for name in group.names]
+        weight = weight_nk(self.modules[group.names[0]])
+        for batch in fitted_at_once(group.names, weight) if group.stack and is_fitted else alone:
+            tasks = {name: self._task(name, scheme) for name in batch if not self._passes.get((scheme.name, name))}
+            made = quantized_together(tasks, [task.module for task in tasks.values()]) if tasks else []
+            layers = dict(zip(tasks, made, strict=True))
+            for name in batch:
+                yield name, layers.get(name) or self._of_passes(name, scheme)
+
+    def _of_passes(self, name: str, scheme: Scheme) -> Linear:
         module = self.modules[name]
-        if made := self._passes.get((scheme.name, name)):
-            layer = CodebookLinear.from_passes(made, module._parameters.get("bias"), scheme, name=name)
-            if layer.scheme != scheme:
-                raise ConfigError(f"layer {name!r}: passes are of {layer.scheme.name}; {scheme.name} is needed")
-            layer.weight_dtype = weight_of(module).dtype
-            return layer
-        static_range = moment = None
+        layer = CodebookLinear.from_passes(
+            self._passes[scheme.name, name], module._parameters.get("bias"), scheme, name=name
+        )
+        if layer.scheme != scheme:
+            raise ConfigError(f"layer {name!r}: passes are of {layer.scheme.name}; {scheme.name} is needed")
+        layer.weight_dtype = weight_of(module).dtype
+        return layer
+
+    def _task(self, name: str, scheme: Scheme) -> Task:
+        task = Task(self.modules[name], scheme, name=name)
         if scheme.needs_range:
             assert self._calibration is not None
-            self.ranges[name] = best_range(module, scheme, name, self._calibration)
-            static_range = self.ranges[name][0]
+            self.ranges[name] = best_range(task.module, scheme, name, self._calibration)
+            task.static_range = self.ranges[name][0]
         if self._moments is not None and scheme.takes_second_moments:
-            moment = moment_of(self._moments, name, module)
-        return Linear.from_float(module, scheme, static_range=static_range, second_moment=moment, name=name)
+            task.moments = {name: moment_of(self._moments, name, task.module)}
+        return task
 
     def _size(self, name: str) -> LayerSize:
         module = self.modules[name]

@@ -17,6 +17,8 @@ from qcut.conversion.planning.planner import plan
 from qcut.conversion.planning.sensitivity import Judge
 from qcut.errors import ConfigError, PlanError
 from qcut.layers.experts.opening import opened
+from qcut.numerics.codebook import passes
+from qcut.numerics.codebook.fitting.fit import fit_experts
 from tests.support.mixtures import EXPERTS, KINDS, mixture_batches, tiny_mixture
 
 STACK = "model.layers.0.mlp.experts.up"
@@ -72,6 +74,21 @@ def test_other_measures_take_experts(measure: Any) -> None:
     found = plan(model, mixture_batches(), bits=5.0, measure=measure, **options)
     losses = found.layers[STACK].sensitivity
     assert 0 < losses["w8a16"] < losses["codebook4_g64"] < 1
+
+
+def test_experts_are_fitted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counts = tiny_mixture(), []
+    moments = qcut.collect_second_moments(model, mixture_batches(), progress=False)
+
+    def counted(weights: Any, *args: Any, **options: Any) -> Any:
+        counts.append(len(weights))
+        return fit_experts(weights, *args, **options)
+
+    monkeypatch.setattr(passes, "fit_experts", counted)
+    options: dict[str, Any] = {"candidates": ["codebook4_g64", "w8a16"], "second_moments": moments, "progress": False}
+    found = plan(model, mixture_batches(), bits=5.0, **options)
+    assert counts.count(EXPERTS) == len(STACKS)
+    assert found.fitted
 
 
 def test_plan_has_a_static_range_for_each_expert(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.integrations.transformers.online import OnlineLoading
 from qcut.layers.experts.opening import opened as laid_open
 from qcut.layers.linear import Linear
+from qcut.numerics.codebook import passes
+from qcut.numerics.codebook.fitting.fit import fit_experts
 from tests.integrations.transformers.mixtures import FAMILIES, mixture
 from tests.integrations.transformers.support import IDS, opened, same
 from tests.support.files import rewrite
@@ -53,7 +55,7 @@ def test_bfloat16_experts_are_quantized_while_loading(tmp_path: Path) -> None:
     assert same(during, after)
 
 
-def test_ranges_and_moments_reach_experts(tmp_path: Path) -> None:
+def test_ranges_and_moments_reach_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture().save_pretrained(tmp_path)
     model = opened(tmp_path)
     batches = [torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))]
@@ -63,8 +65,16 @@ def test_ranges_and_moments_reach_experts(tmp_path: Path) -> None:
     after, during, *_ = both(tmp_path, "w8a8_static", calibration=calibration)
     assert same(during, after)
     assert during.model.layers[0].mlp.experts.up.input_scale.shape == (4, 1)
+    counts: list[int] = []
+
+    def counted(weights: Any, *args: Any, **options: Any) -> Any:
+        counts.append(len(weights))
+        return fit_experts(weights, *args, **options)
+
+    monkeypatch.setattr(passes, "fit_experts", counted)
     after, during, *_ = both(tmp_path, "codebook4_g32", second_moments=moments)
     assert same(during, after)
+    assert counts.count(4) == 2 * 2 * len(model.model.layers)  # both ways, up and down
     rounded = both(tmp_path, "codebook4_g32")[0]
     fitted, nearest = (model.model.layers[0].mlp.experts.up for model in (during, rounded))
     assert not torch.equal(fitted.norms, nearest.norms)
@@ -82,14 +92,14 @@ def test_one_layer_of_experts_is_in_float(tmp_path: Path, monkeypatch: pytest.Mo
     of_layer = 4 * 3 * 32 * 64 * 4  # experts, matrices of each, their sizes, bytes
     mixture(num_hidden_layers=3).save_pretrained(tmp_path)
     held = []
-    from_float = Linear.from_float.__func__  # type: ignore[attr-defined]
+    from_float = Linear.all_from_float.__func__  # type: ignore[attr-defined]
 
-    def watching(cls: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["name"].endswith(("experts.up.0", "experts.down.3")):
+    def watching(cls: Any, *args: Any) -> Any:
+        if args[-1][0].endswith(("experts.up.0", "experts.down.3")):
             held.append(sum(_float_experts()))
-        return from_float(cls, module, *args, **kwargs)
+        return from_float(cls, *args)
 
-    monkeypatch.setattr(Linear, "from_float", classmethod(watching))
+    monkeypatch.setattr(Linear, "all_from_float", classmethod(watching))
     gc.collect()
     gc.freeze()  # what is there already is not looked at
     try:

@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from qcut.conversion.report import LayerReport, weight_error
-from qcut.conversion.tasks import Task
+from qcut.conversion.tasks import Task, fitted_at_once, quantized_together
 from qcut.errors import CheckpointError
 from qcut.layers.experts.experts import Experts, layer_of
 from qcut.layers.experts.opening import Opened, stacked
@@ -100,27 +101,28 @@ class Mixture:
         if isinstance(made, str):
             self.left = made
             return
-        layers = {}
-        for name, task in self.tasks.items():
-            source = cast(nn.Linear, layer_of(*_place(made, name)))
-            layer = task.quantized(source, name)
-            weight = weight_of(source).detach().float()
-            error = weight_error(weight, layer.dequantized_weight()) if measured else 0.0
-            hold(name, source, task, layer, error)
-            if measured:
-                nbytes = sum(parameter.nbytes for parameter in source.parameters())
-                self.reports[name] = LayerReport(
-                    name,
-                    task.scheme.name,
-                    layer.in_features,
-                    layer.out_features,
-                    nbytes,
-                    layer.weight_bytes,
-                    error,
-                    note=task.note,
-                    weight_norm=weight.norm().item(),
-                )
-            layers[name] = layer
+        layers: dict[str, Linear] = {}
+        for batch in self._batches(made):
+            sources = [cast(nn.Linear, layer_of(*_place(made, name))) for name in batch]
+            for name, source, layer in zip(batch, sources, quantized_together(batch, sources), strict=True):
+                task = self.tasks[name]
+                weight = weight_of(source).detach().float()
+                error = weight_error(weight, layer.dequantized_weight()) if measured else 0.0
+                hold(name, source, task, layer, error)
+                if measured:
+                    nbytes = sum(parameter.nbytes for parameter in source.parameters())
+                    self.reports[name] = LayerReport(
+                        name,
+                        task.scheme.name,
+                        layer.in_features,
+                        layer.out_features,
+                        nbytes,
+                        layer.weight_bytes,
+                        error,
+                        note=task.note,
+                        weight_norm=weight.norm().item(),
+                    )
+                layers[name] = layer
         self.made = stacked(Opened({self.name: made}, {self.name: self.module}), layers)[self.name]
         for name, task in self.tasks.items():
             task.module = source = cast(nn.Linear, layer_of(*_place(made, name)))
@@ -132,6 +134,16 @@ class Mixture:
             if id(self.module.get_submodule(parent)._parameters[key]) not in kept:
                 self._put(name, parameter)
         self.open = made
+
+    def _batches(self, made: Experts) -> Iterator[dict[str, Task]]:
+        """Tasks that are done at once, by the layers' names."""
+        for _, members in groupby(self.tasks, lambda name: name.rpartition(".")[0]):
+            names = list(members)
+            first = self.tasks[names[0]]
+            weight = weight_of(layer_of(*_place(made, names[0])))
+            alone = [[name] for name in names]
+            for batch in fitted_at_once(names, weight) if first.is_fitted else alone:
+                yield {name: self.tasks[name] for name in batch}
 
 
 def _place(experts: Experts, name: str) -> tuple[nn.ModuleList, int]:
