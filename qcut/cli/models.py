@@ -64,6 +64,13 @@ def data_options(use: str, skipped: str, required: str = "") -> str:
 
 
 _USE = "the ranges of w8a8_static, --bits, --smooth, --fit and --refine (default: none)"
+FIT_MEMORY = """\
+--fit-memory GB: positive_float
+    with --fit, collect in turns what codebooks are fitted to, at most GB gigabytes at a time; each turn runs the model
+    on the text again (default: all at once; a layer of K columns and N rows takes 4 (K² + N²) bytes)
+"""
+"""Option of commands that have ``--fit``; `fit_bytes` reads it."""
+
 QUANTIZING = f"""\
 quantization:
 | --scheme NAME
@@ -78,6 +85,7 @@ quantization:
     (default: do not)
 --fit
     fit the indices of codebooks to the text, which loses less quality than rounding to nearest
+{FIT_MEMORY}\
 --refine N: positive
     train codebook layers and norms toward the float model's predictions on the whole text, in N steps of a few windows
     each; 1500 are usual (default: do not)
@@ -271,6 +279,7 @@ class Quantizing:
             scheme = parse_scheme(options.scheme)
         embeddings = None if options.embeddings is None else parse_scheme(options.embeddings)
         _check_needs(options, scheme)
+        fit_bytes(options)
         if options.bits is not None and options.smooth is not None:
             raise ConfigError("--smooth: not allowed with --bits, since the plan is made for the unsmoothed model")
         text = None if options.calibrate is None else read_text(options.calibrate, "--calibrate")
@@ -327,7 +336,7 @@ class Quantizing:
             batches = windows.split(batch)
             calibration = qcut.calibrate(model, batches, progress=shown())
             if given.fit:
-                moments = qcut.collect_curvature(model, batches, progress=shown())
+                moments = qcut.collect_curvature(model, batches, most_bytes=fit_bytes(given), progress=shown())
             if given.bits is not None:
                 few = windows[:PLAN_WINDOWS].split(batch)
                 chosen: dict[str, Any] = {} if given.skip is None else {"skip": given.skip}
@@ -372,6 +381,19 @@ def _check_reads_text(model: Any, tokenizer: Any) -> None:
             f"--calibrate TEXT: {type(model).__name__} reads {what}, not only text; qcut.calibrate takes such "
             "batches in Python"
         )
+
+
+def fit_bytes(arguments: argparse.Namespace) -> float | None:
+    """The bytes of ``--fit-memory``; None if it is not given.
+
+    Raises:
+        ConfigError: ``--fit`` is not given.
+    """
+    if arguments.fit_memory is None:
+        return None
+    if not arguments.fit:
+        raise ConfigError(f"--fit-memory {arguments.fit_memory:g} needs --fit")
+    return 1e9 * float(arguments.fit_memory)
 
 
 def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) -> None:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from qcut.cli.command import Answer, Command
 from qcut.cli.models import (
+    FIT_MEMORY,
     conversion_options,
     cut_text,
     data_options,
     device_options,
+    fit_bytes,
     open_model,
     read_text,
     shown,
@@ -64,6 +66,7 @@ _ARGUMENTS = f"""\
     of the layer's output, weighted by gradients of one backward pass or unweighted (default: model)
 --fit
     fit codebooks to the first {_FIT_WINDOWS} windows of the text; then give `qcut quantize` --fit and the text as well
+{FIT_MEMORY}\
 --apart
     with --bits or --step-us: allow different schemes for q, k and v, or gate and up, which the engine then computes
     separately (default: one scheme)
@@ -108,6 +111,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     schemes = None if arguments.candidates is None else [parse_scheme(name) for name in arguments.candidates]
     if arguments.gpu is not None and arguments.step_us is None:
         raise ConfigError("--gpu needs --step-us, the estimate that it is for")
+    most_bytes = fit_bytes(arguments)
     text = read_text(arguments.calibrate, "--calibrate")
     import qcut
     from qcut.conversion.planning.costs import StepCost
@@ -118,7 +122,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     batches = windows[: arguments.max_windows].split(arguments.batch)
     moments = None
     if arguments.fit:
-        moments = qcut.collect_curvature(model, windows.split(arguments.batch), progress=shown())
+        moments = qcut.collect_curvature(model, windows.split(arguments.batch), most_bytes=most_bytes, progress=shown())
     chosen = qcut.plan(
         model,
         batches,

@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import qcut
 from qcut.checkpoints.contents import contents
 from qcut.cli import main as cli
 from tests.support import ROOT
@@ -16,7 +18,9 @@ from tests.support.mixtures import tiny_mixture
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mixture") / "float"
-    tiny_mixture().save_pretrained(made)
+    model = tiny_mixture()
+    model.resize_token_embeddings(8192)  # the tokenizer's
+    model.save_pretrained(made)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ROOT / "models" / "gpt2-5m" / name, made)
     return made
@@ -44,3 +48,15 @@ def test_too_small_a_share_writes_nothing(folder: Path, tmp_path: Path, capfd: p
     assert not out.exists()
     with pytest.raises(SystemExit):
         cli.main([*arguments, "--require-quantized", "1.5"])
+
+
+def test_moments_in_turns_give_the_same_model(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Experts of few tokens are fitted to what all of them saw. " * 40)
+    arguments = ["quantize", str(folder), "--scheme", "codebook4_g64", "--device", "cpu", "--no-verify", "--fit"]
+    arguments += ["--calibrate", str(text), "--window", "32", "--max-windows", "4"]
+    for name, more in (("whole", ()), ("turns", ("--fit-memory", "1e-5"))):
+        assert cli.main([*arguments, "--out", str(tmp_path / name), *more]) == 0
+    first, second = (qcut.load(tmp_path / name, device="cpu").state_dict() for name in ("whole", "turns"))
+    assert [*first] == [*second]
+    assert all(torch.equal(first[name], second[name]) for name in first)
