@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def _own_layers(
             scheme = parse_scheme(given) if isinstance(given, str) else scheme_from_json(given)
         except ConfigError as error:
             raise CheckpointError(f"{path}: layer {name!r}: {error}") from error
-        modules = pieces.get(name, [name])
+        modules = pieces.get(name) or ([name] if name in stored else _renamed(name, stored.keys() - specs.keys()))
         own.update(modules)
         nbytes = sum(header.nbytes for module in modules for header in stored.get(module, {}).values())
         owner = None if nbytes else owners.get(name)
@@ -270,6 +271,23 @@ def _pieces(index: Mapping[str, Any], stored: Iterable[str], path: Path) -> dict
         if place is not None and number.isdigit():
             found[place].append(module)
     return found
+
+
+def _renamed(name: str, stored: Iterable[str]) -> list[str]:
+    """The stored module that a layer is under another outer name, if there is one.
+
+    A family's checkpoints may have another name for what all layers are in; the inner names are the same.
+    """
+
+    def common(module: str) -> int:
+        pairs = zip(reversed(name.split(".")), reversed(module.split(".")), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    last = name.rpartition(".")[2]
+    alike = [one for one in stored if one.rpartition(".")[2] == last and _numbers(one) == _numbers(name)]
+    most = max(map(common, alike), default=0)
+    nearest = [one for one in alike if common(one) == most]
+    return nearest if len(nearest) == 1 else []
 
 
 def _numbers(name: str) -> tuple[str, ...]:
