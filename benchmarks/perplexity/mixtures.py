@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
-from benchmarks.harness import Results, environment, list_of, model_options, script
+from benchmarks.harness import Results, environment, list_of, model_options, script, served_dtype
 from benchmarks.perplexity.models import Evaluated, own_text
 from benchmarks.publish.markdown import markdown
 from qcut.layers.experts.opening import opened
@@ -134,7 +134,9 @@ class Judged:
 
 def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     """One model: a row for the float model and for every variant."""
-    text = Evaluated(path, args)
+    # Kernels of codebooks take 16-bit tokens.
+    dtype = served_dtype(args.device)
+    text, name = Evaluated(path, args, dtype), str(dtype).removeprefix("torch.")
     model, bar = text.model, text.progress
     fitted = any(VARIANTS[name][1] for name in args.variants)
     moments, fewest = None, 0
@@ -144,10 +146,10 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
         fewest = min(count for name, count in moments.tokens.items() if ".experts." in name)
     total = text.windows.shape[0] * (text.windows.shape[1] - 1)
     baseline = text.perplexity()
-    for variant in ("float32", *args.variants):
+    for variant in (name, *args.variants):
         start = time.perf_counter()
         row: dict[str, object] = {"bench": results.bench, "model": path.name, "variant": variant}
-        if variant == "float32":
+        if variant == name:
             row |= {"perplexity": round(baseline, 4), "change_percent": 0.0}
         else:
             scheme, is_fitted = VARIANTS[variant]
