@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from qcut.layers.linear import Linear
 
 @dataclass
 class FloatWeights:
-    """The memory of every weight that has reached `Linear.from_float`.
+    """The memory of every weight that has reached `Linear.all_from_float`.
 
     Attributes:
         watched: each, in order.
@@ -32,18 +33,18 @@ class FloatWeights:
 
 
 def watch_float_weights(monkeypatch: pytest.MonkeyPatch) -> FloatWeights:
-    """Watch the weights that reach `Linear.from_float` from now on."""
+    """Watch the weights that reach `Linear.all_from_float` from now on."""
     found = FloatWeights()
-    from_float = Linear.from_float.__func__  # type: ignore[attr-defined]
+    from_float = Linear.all_from_float.__func__  # type: ignore[attr-defined]
 
-    def watching(cls: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Linear:
-        found.alive.append(found.now())
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        assert not weight.is_meta
-        found.watched.append(weakref.ref(weight.untyped_storage()))
-        made: Linear = from_float(cls, module, *args, **kwargs)
-        return made
+    def watching(cls: Any, modules: Sequence[nn.Module], *args: Any) -> Any:
+        for module in modules:
+            found.alive.append(found.now())
+            weight = module.weight
+            assert isinstance(weight, Tensor)
+            assert not weight.is_meta
+            found.watched.append(weakref.ref(weight.untyped_storage()))
+        return from_float(cls, modules, *args)
 
-    monkeypatch.setattr(Linear, "from_float", classmethod(watching))
+    monkeypatch.setattr(Linear, "all_from_float", classmethod(watching))
     return found
