@@ -20,7 +20,6 @@ from qcut.conversion.tasks import (
     Task,
     add_second_moments,
     check_stacks,
-    fitted_at_once,
     is_plan,
     layer_tasks,
     quantized_together,
@@ -323,10 +322,15 @@ def _made_together(
 ) -> Iterator[dict[str, Task]]:
     """Tasks that are done at once: fitted experts of a projection, as many as memory allows; others one by one."""
     for stack, members in groupby(tasks, lambda name: tasks[name].is_fitted and mixtures.stack_of(name)):
-        names = list(members)
-        alone = [[name] for name in names]
-        for batch in fitted_at_once(names, weight_nk(tasks[names[0]].module), device) if stack else alone:
-            yield {name: tasks[name] for name in batch}
+        names, count = list(members), 1
+        if stack:
+            from qcut.numerics.codebook.fitting.fit import experts_at_once  # a dense model needs none
+
+            weight = weight_nk(tasks[names[0]].module)
+            n, k = weight.shape
+            count = experts_at_once(n, k, device or weight.device)
+        for first in range(0, len(names), count):
+            yield {name: tasks[name] for name in names[first : first + count]}
 
 
 def _make_tables(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from qcut.conversion.fitting import fitting_scheme
@@ -98,22 +97,6 @@ def quantized_together(tasks: Mapping[str, Task], sources: Sequence[nn.Module]) 
         [Known(task.static_range, task.second_moment) for task in tasks.values()],
         list(tasks),
     )
-
-
-def fitted_at_once(names: Sequence[str], weight: Tensor, device: torch.device | None = None) -> Iterator[Sequence[str]]:
-    """Cut the experts of a projection into those that are fitted together, as many as memory allows.
-
-    Args:
-        names: of the experts' layers.
-        weight: of one, ``[N, K]``.
-        device: that they are fitted on; None: the weight's.
-    """
-    from qcut.numerics.codebook.fitting.fit import experts_at_once  # a model without experts needs none
-
-    n, k = weight.shape
-    count = experts_at_once(n, k, device or weight.device)
-    for first in range(0, len(names), count):
-        yield names[first : first + count]
 
 
 def layer_tasks(

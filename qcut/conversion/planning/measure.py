@@ -21,7 +21,7 @@ from qcut.conversion.fitting import fitting_scheme
 from qcut.conversion.planning.budget import Budget
 from qcut.conversion.planning.costs import CostModel, LayerSize
 from qcut.conversion.planning.sensitivity import Judge, as_loss, best_range, output_error
-from qcut.conversion.tasks import Task, fitted_at_once, moment_of, quantized_together
+from qcut.conversion.tasks import Task, moment_of, quantized_together
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
@@ -266,11 +266,8 @@ class SearchSpace:
         return {name: scheme for name, scheme in fits.items() if scheme is not None} or {_FLOAT: Float()}
 
     def _layers(self, group: Group, scheme: Scheme) -> Iterator[tuple[str, Linear]]:
-        """A group's layers under a scheme, by name; experts are fitted together."""
-        is_fitted = self._moments is not None and scheme.takes_second_moments
-        alone = [[name] for name in group.names]
-        weight = weight_nk(self.modules[group.names[0]])
-        for batch in fitted_at_once(group.names, weight) if group.stack and is_fitted else alone:
+        """A group's layers under a scheme, by name; the experts of a projection are made together."""
+        for batch in [group.names] if group.stack else [[name] for name in group.names]:
             tasks = {name: self._task(name, scheme) for name in batch if not self._passes.get((scheme.name, name))}
             made = quantized_together(tasks, [task.module for task in tasks.values()]) if tasks else []
             layers = dict(zip(tasks, made, strict=True))

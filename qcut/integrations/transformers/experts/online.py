@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.conversion.report import LayerReport, weight_error
-from qcut.conversion.tasks import Task, fitted_at_once, quantized_together
+from qcut.conversion.tasks import Task, quantized_together
 from qcut.errors import CheckpointError
 from qcut.layers.experts.experts import Experts, layer_of
 from qcut.layers.experts.opening import Opened, stacked
@@ -102,7 +102,8 @@ class Mixture:
             self.left = made
             return
         layers: dict[str, Linear] = {}
-        for batch in self._batches(made):
+        for _, names in groupby(self.tasks, lambda name: name.rpartition(".")[0]):  # a projection
+            batch = {name: self.tasks[name] for name in names}
             sources = [cast(nn.Linear, layer_of(*_place(made, name))) for name in batch]
             for name, source, layer in zip(batch, sources, quantized_together(batch, sources), strict=True):
                 task = self.tasks[name]
@@ -134,16 +135,6 @@ class Mixture:
             if id(self.module.get_submodule(parent)._parameters[key]) not in kept:
                 self._put(name, parameter)
         self.open = made
-
-    def _batches(self, made: Experts) -> Iterator[dict[str, Task]]:
-        """Tasks that are done at once, by the layers' names."""
-        for _, members in groupby(self.tasks, lambda name: name.rpartition(".")[0]):
-            names = list(members)
-            first = self.tasks[names[0]]
-            weight = weight_of(layer_of(*_place(made, names[0])))
-            alone = [[name] for name in names]
-            for batch in fitted_at_once(names, weight) if first.is_fitted else alone:
-                yield {name: self.tasks[name] for name in batch}
 
 
 def _place(experts: Experts, name: str) -> tuple[nn.ModuleList, int]:
