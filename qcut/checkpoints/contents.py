@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -274,20 +274,13 @@ def _pieces(index: Mapping[str, Any], stored: Iterable[str], path: Path) -> dict
 
 
 def _renamed(name: str, stored: Iterable[str]) -> list[str]:
-    """The stored module that a layer is under another outer name, if there is one.
+    """The stored module that a layer is under another outer name, if there is one: from the first number on, as named.
 
-    A family's checkpoints may have another name for what all layers are in; the inner names are the same.
+    A family's checkpoints may have another name for what all layers are in.
     """
-
-    def common(module: str) -> int:
-        pairs = zip(reversed(name.split(".")), reversed(module.split(".")), strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-    last = name.rpartition(".")[2]
-    alike = [one for one in stored if one.rpartition(".")[2] == last and _numbers(one) == _numbers(name)]
-    most = max(map(common, alike), default=0)
-    nearest = [one for one in alike if common(one) == most]
-    return nearest if len(nearest) == 1 else []
+    inner = re.search(r"\.\d+\..+", name)
+    found = [] if inner is None else [module for module in stored if module.endswith(inner[0])]
+    return found if len(found) == 1 else []
 
 
 def _numbers(name: str) -> tuple[str, ...]:
