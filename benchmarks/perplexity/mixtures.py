@@ -136,7 +136,7 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     """One model: a row for the float model and for every variant."""
     # Kernels of codebooks take 16-bit tokens.
     dtype = served_dtype(args.device)
-    text, name = Evaluated(path, args, dtype), str(dtype).removeprefix("torch.")
+    text, unchanged = Evaluated(path, args, dtype), str(dtype).removeprefix("torch.")
     model, bar = text.model, text.progress
     fitted = any(VARIANTS[name][1] for name in args.variants)
     moments, fewest = None, 0
@@ -146,10 +146,10 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
         fewest = min(count for name, count in moments.tokens.items() if ".experts." in name)
     total = text.windows.shape[0] * (text.windows.shape[1] - 1)
     baseline = text.perplexity()
-    for variant in (name, *args.variants):
+    for variant in (unchanged, *args.variants):
         start = time.perf_counter()
         row: dict[str, object] = {"bench": results.bench, "model": path.name, "variant": variant}
-        if variant == name:
+        if variant == unchanged:
             row |= {"perplexity": round(baseline, 4), "change_percent": 0.0}
         else:
             scheme, is_fitted = VARIANTS[variant]
