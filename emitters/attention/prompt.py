@@ -60,7 +60,7 @@ def tiles(rows: int, sequences: int, length: int, kv_heads: int, group: int) -> 
     return -(-length * group // rows) * kv_heads * sequences
 
 
-def raw_bytes(keys: DType, values: DType | None, columns: int, count: int) -> int:
+def raw_bytes(keys: DType, values: DType | None, columns: int, count: int, *, in_turns: bool) -> int:
     """Shared memory for compressed keys or values of a block before they become 16-bit floats, and for their scales.
 
     Args:
@@ -68,11 +68,18 @@ def raw_bytes(keys: DType, values: DType | None, columns: int, count: int) -> in
         values: type of values; None: that of keys.
         columns: of a product.
         count: rows of a block.
+        in_turns: keys and values use the same bytes in turns: their scales lie after the longer rows of both.
     """
 
-    def of(kind: DType) -> int:
+    def rounds(kind: DType) -> int:
         lanes = 1 << (-(-columns * kind.bits // 128) - 1).bit_length()  # that copy a row, 16 bytes each
-        rounds = -(-count * lanes // 128)
-        return 2048 * rounds + 8 * count + (512 * rounds if kind is DType.U4 else 0)
+        return -(-count * lanes // 128)
 
-    return max(of(keys), of(value_type(keys, values)))
+    kinds = (keys, value_type(keys, values))
+    longest = max(rounds(kind) for kind in kinds)
+
+    def of(kind: DType) -> int:
+        rows = 2048 * (longest if in_turns else rounds(kind))
+        return rows + 8 * count + (512 * rounds(kind) if kind is DType.U4 else 0)
+
+    return max(of(kind) for kind in kinds)

@@ -102,7 +102,7 @@ class PromptMma(Kernel):
     def smem_bytes(self) -> int:
         """Shared memory: queries, two stages of keys, values and scales, and int8 rows before they are converted."""
         row = 128 * -(-self.columns // 64)
-        raw = raw_bytes(self.cache, self.values, self.columns, self.keys)
+        raw = raw_bytes(self.cache, self.values, self.columns, self.keys, in_turns=False)
         scales, raw = (12 * self.keys, 2 * raw) if self.cache in SCALED else (0, 0)
         return self.rows * row + 2 * (2 * self.keys * row + scales) + raw
 

@@ -40,7 +40,7 @@ def _row_bytes(head: int) -> int:
 
 def _fixed_bytes(kernel: PromptWgmma) -> int:
     """Shared memory without slots: queries, two barriers, and int8 rows before they are converted."""
-    tile = raw_bytes(kernel.cache, kernel.values, _columns(kernel.head), kernel.keys)
+    tile = raw_bytes(kernel.cache, kernel.values, _columns(kernel.head), kernel.keys, in_turns=True)
     raw = RAW_TILES * tile if kernel.cache in SCALED else 0
     return kernel.rows * _row_bytes(kernel.head) + raw + 16
 

@@ -28,10 +28,8 @@ struct RawRows {
   static constexpr int kLanes = kNextPower<(kColumns * CacheType<C>::kBits / 8 + 15) / 16>;
   static constexpr int kStep = 128 / kLanes;
   static constexpr int kCount = (kKeys + kStep - 1) / kStep;
-  // Rows; scales of keys and values; and of Nibbles, words for each thread's own rows.
-  static constexpr int kScales = 2048 * kCount;
-  static constexpr int kWords = kScales + 8 * kKeys;
-  static constexpr int kBytes = kWords + (kNibbles ? 512 * kCount : 0);
+  static constexpr int kBytes = 2048 * kCount;
+  static constexpr int kWordBytes = kNibbles ? 512 * kCount : 0;  // words for each thread's own rows
 };
 
 // Copies the four bytes that hold the 16-bit word `i`: words start at a multiple of four bytes.
@@ -40,8 +38,9 @@ __device__ __forceinline__ void copy_word(uint32_t shared, const unsigned short*
 }
 __device__ __forceinline__ uint32_t word_of(uint32_t both, bool odd) { return odd ? both >> 16 : both & 0xffffu; }
 
-// kColumns, a multiple of 16, are those of products: kHead and zeros.
-template <class T, class Keys, class Values, int kHead, int kColumns, int kKeys>
+// kColumns, a multiple of 16, are those of products: kHead and zeros. kInTurns: keys and values use the same raw bytes in
+// turns, with no barrier between them.
+template <class T, class Keys, class Values, int kHead, int kColumns, int kKeys, bool kInTurns>
 struct PromptCopy {
   static constexpr int kBlock = 128 * kKeys;
   static constexpr int kLanes = kNextPower<kColumns / 8>;  // neighbours that copy a row, 16 bytes each
@@ -93,9 +92,18 @@ struct PromptCopy {
   // Copy of compressed rows in two steps: raw bytes, each to the thread that converts them, and
   // 16-bit floats, exactly. With keys come what the scores of the block need of its scales. `odd`: the first row is an
   // odd one of all rows of the cache.
-  static constexpr int kKeyBytes = RawRows<Keys, kHead, kColumns, kKeys>::kBytes;
-  static constexpr int kValueBytes = RawRows<Values, kHead, kColumns, kKeys>::kBytes;
-  static constexpr int kRawBytes = kKeyBytes > kValueBytes ? kKeyBytes : kValueBytes;
+  template <class C>
+  using Raw = RawRows<C, kHead, kColumns, kKeys>;
+  static constexpr int kMostRows = Raw<Keys>::kBytes > Raw<Values>::kBytes ? Raw<Keys>::kBytes : Raw<Values>::kBytes;
+  // Byte offsets after the rows. In turns, rows, scales and words of both lie at the same places, where each thread
+  // overwrites only what it has read itself.
+  template <class C>
+  static constexpr int kRawScales = kInTurns ? kMostRows : Raw<C>::kBytes;
+  template <class C>
+  static constexpr int kRawWords = kRawScales<C> + 8 * kKeys;
+  template <class C>
+  static constexpr int kRawEnd = kRawWords<C> + Raw<C>::kWordBytes;
+  static constexpr int kRawBytes = kRawEnd<Keys> > kRawEnd<Values> ? kRawEnd<Keys> : kRawEnd<Values>;
 
   template <bool kOfKeys, class Args>
   __device__ __forceinline__ void fetch(const Args& args, long long first, int count, uint32_t raw) const {
@@ -104,7 +112,7 @@ struct PromptCopy {
       if (thread >= kKeys) return;
       const bool absent = thread >= count;
       const long long at = absent ? first : first + thread;
-      const uint32_t to = raw + RawRows<Keys, kHead, kColumns, kKeys>::kScales + 8 * thread;
+      const uint32_t to = raw + kRawScales<Keys> + 8 * thread;
       fetch_scale(to, args.key_scales, at, absent);
       fetch_scale(to + 4, args.value_scales, at, absent);
     } else {
@@ -123,7 +131,7 @@ struct PromptCopy {
   __device__ __forceinline__ void convert_scales(uint32_t raw, float scale, uint32_t to, bool odd) const {
     if (thread >= kKeys) return;
     uint32_t w[2];
-    load_shared_8(w, raw + RawRows<Keys, kHead, kColumns, kKeys>::kScales + 8 * thread);
+    load_shared_8(w, raw + kRawScales<Keys> + 8 * thread);
     const float value = scale_of<Values>(w[1], odd);
     const float held = value < 0x1p-100f ? 0x1p-100f : value;  // 0 has no logarithm; NaN stays
     store_shared_8(to + 8 * thread, bits(scale_of<Keys>(w[0], odd) * scale), bits(log2f(held)));
@@ -150,45 +158,45 @@ struct PromptCopy {
   template <class C, class Scale>
   __device__ __forceinline__ void fetch_rows(const C* rows, const Scale* scales, long long first, int count,
                                              uint32_t raw) const {
-    using Raw = RawRows<C, kHead, kColumns, kKeys>;
-    const char* from = reinterpret_cast<const char*>(rows) + first * Raw::kRowBytes;
-    const int chunk = thread % Raw::kLanes;
-    const int row = thread / Raw::kLanes;
+    using Rows = Raw<C>;
+    const char* from = reinterpret_cast<const char*>(rows) + first * Rows::kRowBytes;
+    const int chunk = thread % Rows::kLanes;
+    const int row = thread / Rows::kLanes;
 #pragma unroll
-    for (int i = 0; i < Raw::kCount; ++i) {
-      const bool absent = row + i * Raw::kStep >= count || 16 * chunk >= Raw::kRowBytes;
+    for (int i = 0; i < Rows::kCount; ++i) {
+      const bool absent = row + i * Rows::kStep >= count || 16 * chunk >= Rows::kRowBytes;
       copy_async<16>(raw + 16 * thread + 2048 * i,
-                     absent ? from : from + (row + i * Raw::kStep) * Raw::kRowBytes + 16 * chunk, absent);
-      if constexpr (Raw::kNibbles) {
-        copy_word(raw + Raw::kWords + 512 * i + 4 * thread, scales, absent ? first : first + row + i * Raw::kStep,
+                     absent ? from : from + (row + i * Rows::kStep) * Rows::kRowBytes + 16 * chunk, absent);
+      if constexpr (Rows::kNibbles) {
+        copy_word(raw + kRawWords<C> + 512 * i + 4 * thread, scales, absent ? first : first + row + i * Rows::kStep,
                   absent);
       }
     }
   }
   template <class C>
   __device__ __forceinline__ void convert_rows(uint32_t raw, uint32_t to, bool odd) const {
-    using Raw = RawRows<C, kHead, kColumns, kKeys>;
+    using Rows = Raw<C>;
     constexpr int kChunk = 128 / CacheType<C>::kBits;  // columns
-    const int chunk = thread % Raw::kLanes;
-    const int row = thread / Raw::kLanes;
+    const int chunk = thread % Rows::kLanes;
+    const int row = thread / Rows::kLanes;
     if (kChunk * chunk >= kColumns) return;
     // Lanes of every other 64 columns store their halves in the other order: other banks.
     const int other = chunk / (64 / kChunk) & 1;
-    constexpr int kMost = Raw::kNibbles ? 2 : 4, kBatch = Raw::kCount < kMost ? Raw::kCount : kMost;  // in flight
+    constexpr int kMost = Rows::kNibbles ? 2 : 4, kBatch = Rows::kCount < kMost ? Rows::kCount : kMost;  // in flight
 #pragma unroll
-    for (int i0 = 0; i0 < Raw::kCount; i0 += kBatch) {
+    for (int i0 = 0; i0 < Rows::kCount; i0 += kBatch) {
       uint32_t bytes[kBatch][4], words[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (i0 + i >= Raw::kCount) break;
+        if (i0 + i >= Rows::kCount) break;
         load_shared_16(bytes[i], raw + 16 * thread + 2048 * (i0 + i));
-        if constexpr (Raw::kNibbles) words[i] = load_shared_4(raw + Raw::kWords + 512 * (i0 + i) + 4 * thread);
+        if constexpr (Rows::kNibbles) words[i] = load_shared_4(raw + kRawWords<C> + 512 * (i0 + i) + 4 * thread);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int to_row = row + (i0 + i) * Raw::kStep;
-        if (i0 + i >= Raw::kCount || (kKeys % Raw::kStep != 0 && to_row >= kKeys)) break;
-        if constexpr (Raw::kNibbles) {
+        const int to_row = row + (i0 + i) * Rows::kStep;
+        if (i0 + i >= Rows::kCount || (kKeys % Rows::kStep != 0 && to_row >= kKeys)) break;
+        if constexpr (Rows::kNibbles) {
           const float lift = RowScale(word_of(words[i], odd != (to_row % 2 == 1))).lift;
           const uint32_t lifts = pack_pair<T>(lift, lift);
 #pragma unroll

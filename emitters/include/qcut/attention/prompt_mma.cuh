@@ -17,7 +17,7 @@ struct PromptMmaTile {
   using Keys = Keys_;
   using Values = Values_;
   using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped, kRing>::Type;
-  using Copy = PromptCopy<T, Keys, Values, kHead_, kColumns_, kKeys_>;
+  using Copy = PromptCopy<T, Keys, Values, kHead_, kColumns_, kKeys_, false>;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of products: kHead and zeros
   static constexpr int kKeys = kKeys_;        // of a block

@@ -112,7 +112,8 @@ __device__ __forceinline__ void hold(float v) {
 template <class Tile>
 struct PromptFeed {
   using T = typename Tile::T;
-  using Copy = PromptCopy<T, typename Tile::Keys, typename Tile::Values, Tile::kHead, Tile::kColumns, Tile::kKeys>;
+  using Copy =
+      PromptCopy<T, typename Tile::Keys, typename Tile::Values, Tile::kHead, Tile::kColumns, Tile::kKeys, true>;
 
   uint32_t base;
   Copy copy;
