@@ -68,6 +68,7 @@ class Graphs:
             RuntimeError: torch's, where ``run`` cannot be captured.
         """
         from qcut.backends.cuda.launch.plans import recapturing
+        from qcut.backends.cuda.launch.streams import collection_paused
         from qcut.jit.waiting import dry_run_first
 
         dry_run_first(before or run)
@@ -77,7 +78,7 @@ class Graphs:
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         # Where a capture fails, torch takes no other into its pool, and its own context leaves the stream current.
-        with torch.cuda.stream(stream), capture, recapturing():
+        with collection_paused(), torch.cuda.stream(stream), capture, recapturing():
             run()
         self._pool = pool
         return graph

@@ -7,7 +7,6 @@ take turns, so that clock drift meets all of them alike.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import subprocess
@@ -20,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from qcut.backends.cuda.launch.streams import collection_paused
 from qcut.errors import QcutError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -114,19 +114,15 @@ class CudaClock:
         # torch.cuda.graph() would collect garbage and empty the allocator's cache on every capture.
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        gc.disable()
-        try:
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin()
-                try:
-                    body()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        finally:
-            gc.enable()
+        with collection_paused(), torch.cuda.stream(self._stream):
+            graph.capture_begin()
+            try:
+                body()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
 
     def time_us(self, replay: Callable[[], object]) -> float:

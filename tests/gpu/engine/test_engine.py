@@ -180,3 +180,26 @@ def test_host_copies_survive_later_steps() -> None:
     assert [tokens.wait() for tokens in arriving] == want
     loop.set_tokens(torch.tensor([3, 4], device=DEVICE))
     assert loop.host_copy().wait() == [3, 4]
+
+
+def test_engines_that_are_garbage_disturb_no_capture() -> None:
+    """The collector would finalize their events and graphs in the middle of a capture, which CUDA refuses."""
+    model, prompts = llama(), prompts_of(VOCABULARY, 5, 9)
+    want = Engine(model, batch=2).generate(prompts, 10)
+    garbage: list[Any] = [Engine(model, batch=2)]
+    garbage[0].generate(prompts, 10)
+    garbage.append(garbage)
+    captures = []
+
+    def collect(*_: object) -> None:  # as an allocation may anywhere
+        if torch.cuda.is_current_stream_capturing():
+            captures.append(gc.isenabled())
+            if gc.isenabled():
+                gc.collect()
+
+    engine = Engine(model, batch=2)
+    del garbage
+    with model.model.layers[1].mlp.down_proj.register_forward_pre_hook(collect):
+        assert engine.generate(prompts, 10) == want
+    assert captures
+    assert gc.isenabled()

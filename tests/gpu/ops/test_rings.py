@@ -210,6 +210,22 @@ def test_chunks_are_those_without(
             assert_same(mine, largest)
 
 
+@pytest.mark.parametrize("kind", KV_DTYPES)
+def test_prompts_are_the_same_every_time(kind: KVDtype) -> None:
+    """Also where other work, of other tests at the same time, holds up some warps of a CTA and not others."""
+    torch.manual_seed(4)
+    length, starts = 300, [0, 1, 468, 618, 767, 768, 1520, 2700, 500]
+    memory = whole_cache(F16, kind, 128, len(starts))
+    q = random_rows(F16, length * len(starts), 128, 4)[0]
+    first = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    chunk = (first, torch.full_like(first, length), 128**-0.5, length, None, 469)
+    want = OPS.prompt_attention(q, *memory, *chunk)
+    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(500):
+        differ += (OPS.prompt_attention(q, *memory, *chunk) != want).any()
+    assert differ.item() == 0
+
+
 @pytest.mark.parametrize("kind", ["auto", "int8"])
 def test_rings_are_near_the_cpu(kind: KVDtype) -> None:
     """Also where a ring holds no whole blocks: torch's attention reads prompts then."""

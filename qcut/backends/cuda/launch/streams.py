@@ -1,8 +1,11 @@
-"""CUDA streams: handles for launches, and events that say when their work is done."""
+"""CUDA streams: handles for launches, events that say when their work is done, and captures undisturbed by garbage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -34,3 +37,23 @@ def recorded_event(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+_COLLECTION = threading.Lock()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Keep Python's collector from running during a capture.
+
+    What it finalizes (events and graphs of engines that are garbage) calls what CUDA refuses while this thread
+    captures, and the capture would fail. One capture runs at a time.
+    """
+    with _COLLECTION:
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was:
+                gc.enable()
