@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 from torch import nn
@@ -47,7 +46,9 @@ def decoder_of(model: nn.Module) -> Decoder:
     try:
         return FAMILIES[model_type](model)
     except AttributeError as missing:
+        import transformers  # loaded before: check_model has read its code
+
         raise UnsupportedError(
-            f"{name} of transformers {version('transformers')}: {missing}; allowed: a version of transformers in which "
+            f"{name} of transformers {transformers.__version__}: {missing}; allowed: a version of transformers in which "
             f"models of type {model_type!r} have that part; or model.generate"
         ) from missing
