@@ -59,7 +59,7 @@ def wait(path: Path) -> Read:
 
 
 def swallow(path: Path) -> Read:
-    # Far more than is allowed: a busy machine takes resident memory away meanwhile.
+    # Far more than is allowed: a machine short of memory may take resident pages away meanwhile.
     return Read("right" if b"x" * (400 << 20) else "")
 
 
