@@ -49,6 +49,6 @@ def decoder_of(model: nn.Module) -> Decoder:
         import transformers  # loaded before: check_model has read its code
 
         raise UnsupportedError(
-            f"{name} of transformers {transformers.__version__}: {missing}; allowed: a version of transformers in which "
-            f"models of type {model_type!r} have that part; or model.generate"
+            f"{name} of transformers {transformers.__version__}: {missing}; allowed: a version of transformers in "
+            f"which models of type {model_type!r} have that part; or model.generate"
         ) from missing
