@@ -13,6 +13,7 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
+from qcut.emitters.core.experts import expert_rows
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.stream.family import ROW_TILE, StreamFamily
@@ -127,7 +128,8 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
 
     Arguments are ``problem.params()`` in order: n >= 1, 1 <= m <= ``tile.tokens``, 1 <= units_k <= ``tile.capacity``.
     D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after
-    the previous kernel's end; all other arguments may be read before.
+    the previous kernel's end; all other arguments may be read before. With experts, everything is read after it, and m
+    counts the routes of all tiles, ``tile.tokens`` each; a route's row of D is written, and no other.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
     ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: products are exact, sums
@@ -153,7 +155,8 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
             tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
             shared="qcut::StreamShared",
             shared_last=shared_last(problem),
-            tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
+            tokens=_tokens(problem),
+            rows=f", {expert_rows(tile.tokens)}" if problem.experts else "",
             block=32 * tile.warps,
             smem_bytes=smem_bytes(problem, tile),
             cluster=tile.splits,
@@ -169,7 +172,10 @@ def shared_last(problem: CodebookProblem) -> str:
     return ", true" if problem.pairs and problem.x is DType.S8 else ""
 
 
-def _row_token(problem: CodebookProblem) -> str:
+def _tokens(problem: CodebookProblem) -> str:
+    if problem.rotates is None:
+        kind = "RouteTokens" if problem.experts else "BlockTokens"
+        return f"qcut::{kind}<{problem.x.cpp}, Tile>{{x}}"
     group = 128 // problem.slots
     kind, source = "RowToken" if problem.rotates is problem.x else "QuantizedToken", problem.rotates or problem.x
     return f"qcut::{kind}<{source.cpp}, Tile, {group}>(x, signs, k, units_pass, {group_factor(group)})"
@@ -187,6 +193,7 @@ def decode_source(
     shared_last: str = "",
     tokens: str = "x",
     last: str = "",
+    rows: str = "",
     block: int,
     smem_bytes: int,
     cluster: int = 1,
@@ -206,6 +213,7 @@ def decode_source(
         shared_last: text that follows this template's arguments.
         tokens: first argument of the function.
         last: text that follows the function's template arguments.
+        rows: text that follows the function's arguments.
         block: threads per CTA.
         smem_bytes: dynamic shared memory per CTA.
         cluster: CTAs that share K.
@@ -222,7 +230,7 @@ def decode_source(
         *problem.epilogue.statements(params),
         problem.book,
         f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, {flag(problem.offsets)}, Tile, Epilogue{last}>(\n"
-        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
+        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args{rows});",
         device_code=include(f"stream/{header}.cuh"),
         block=block,
         ctas_per_sm=ctas_per_sm,

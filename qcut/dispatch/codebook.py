@@ -121,6 +121,7 @@ def problem_of(
     row_norm: bool = False,
     offsets: bool = False,
     pairs: bool = False,
+    experts: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -137,6 +138,7 @@ def problem_of(
         row_norm: whether a row has one scale, and all rows have the same int8 values.
         offsets: whether group scales have offsets.
         pairs: whether the codebook is of pairs.
+        experts: whether weights are those of experts, and rows of the result are routes.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -149,7 +151,7 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs)
+    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts)
 
 
 @logs_choice

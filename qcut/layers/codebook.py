@@ -20,7 +20,7 @@ from qcut.layers.codebook_buffers import (
     stored_passes,
 )
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear
+from qcut.layers.linear import Known, Linear, Stacked
 from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.models.guards import refuse_foreign_saving
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.numerics.routes import RouteTiles
 
 _GEMM = torch.ops.qcut.codebook_gemm.early_read
 _GEMV = torch.ops.qcut.codebook_gemv.early_read
@@ -349,6 +350,26 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """See `Linear.quantized_tokens`."""
         return None if self.int8 else x.float()
 
+    @classmethod
+    def routed(cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int) -> Tensor | None:
+        """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
+        one, b = stack.form, stack._buffers
+        if len(one.set_bits) > 1 or not (x.dtype in _HALVES or (one.int8 and x.dtype is torch.float32)):
+            return None
+        books = stack.read(("codebook",), _common_books)
+        if books is None:
+            return None
+        tokens = torch.int8 if one.int8 else x.dtype
+        spec = one._rotation.spec
+        rotated = one._rotation.operands_for(x), spec.kind, spec.group_size, spec.seeds, tokens
+        blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, *rotated)
+        weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], books[torch.float16 if one.int8 else x.dtype]
+        y: Tensor = torch.ops.qcut.codebook_experts(
+            blocks, scale if one.int8 else None, len(x), per_row, tiles.experts, tiles.routes, *weight, b["bias"],
+            one.set_bits[0], one.activation, x.dtype,
+        )  # fmt: skip
+        return y
+
     def _product(self, x: Tensor) -> Tensor:
         return self._by_kernel(x) if _by_kernels(x.device) else self._by_reference(x, self.activation)
 
@@ -545,6 +566,13 @@ def _reader(
         return packing.pack(layer._indices(p), layer.scheme.widths[p])
 
     return read
+
+
+def _common_books(codebooks: Tensor) -> Books | None:
+    """The codebook of all experts, ``[E, ...]``, as launches take it; None if they differ."""
+    if not bool((codebooks == codebooks[:1]).all()):
+        return None
+    return {dtype: products.pack_book(codebooks[0], dtype) for dtype in _HALVES}
 
 
 def _by_kernels(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
     from qcut.numerics.codebook.fitting.curvature import Curvature
+    from qcut.numerics.routes import RouteTiles
+
+V = TypeVar("V")
 
 
 _MODULES: dict[type[Scheme], str] = {
@@ -51,6 +54,19 @@ _MODULES: dict[type[Scheme], str] = {
     ShiftedCodebook: "shifted",
 }
 """The modules of qcut's own layers, imported when a scheme is first used."""
+
+
+class Stacked(Protocol):
+    """Layers of one form, whose tensors are stacked: the experts of a projection."""
+
+    _buffers: dict[str, Tensor | None]
+
+    @property
+    def form(self) -> Any:
+        """A layer as all of them are, without tensors."""
+
+    def read(self, keys: Sequence[str], make: Callable[..., V]) -> V:
+        """What ``make`` finds in buffers, read on the host once, and again when they have changed."""
 
 
 class Known(NamedTuple):
@@ -315,6 +331,21 @@ class Linear(QuantizedLayer):
             result = inference_only(y, x, who)
             return result
         return self._product(x)
+
+    @classmethod
+    def routed(cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int) -> Tensor | None:
+        """The products of routes with the layers of a stack, without a look at the routes on the host.
+
+        Args:
+            stack: layers of this class.
+            x: ``[M, K]`` on a GPU.
+            tiles: the routes, ``M * per_row`` in all.
+            per_row: routes of each token.
+
+        Returns:
+            ``[M * per_row, N]`` of x's dtype; rows of routes in no tile hold anything. None: no kernel computes them.
+        """
+        return None
 
     def quantized_tokens(self, x: Tensor) -> Tensor | None:
         """The tokens that the product reads in place of x, dequantized; for checks, not for speed.

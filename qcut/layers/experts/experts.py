@@ -12,6 +12,8 @@ from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
 from qcut.models.modules import ExpertsModule, dtype_name
 from qcut.numerics.gating import Gating
+from qcut.numerics.routes import RouteTiles
+from qcut.ops.paths import path_on
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -73,18 +75,24 @@ class Experts(ExpertsModule):
             ShapeError: shapes that do not fit together.
             DtypeError: indices that are no integers, or weights that are no floats.
             DeviceError: indices or weights on another device than the tokens.
-            RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite.
-            UnsupportedError: a CUDA graph or a program is captured, in which no host can read the routes.
+            RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite; on
+                a GPU whose kernels read the routes, such routes add nothing, or what the weight makes of them.
+            UnsupportedError: a CUDA graph or a program is captured, where the host must read the routes: on the CPU,
+                and with layers or gatings that no kernel of experts computes.
 
         Exactness: products are those of the experts' layers; their results are multiplied by the weights and added in
         float32 in the order of the routes, and rounded once. Other tokens change nothing but what the layers' own
-        products owe to their number of tokens, which integer products do not.
+        products owe to their number of tokens, which integer products do not. Kernels round a gated SiLU before it is
+        multiplied, as `torch.ops.qcut.silu_mul` does.
         """
         x, index, weights = hidden_states, top_k_index, top_k_weights
-        refuse_capture(x, layer_prefix(self.name))
         self._check(x, index, weights)
         if x.is_meta:
             return torch.empty_like(x)
+        if x.is_cuda and (y := self._by_kernels(x, index, weights)) is not None:
+            return y
+        refuse_capture(x, layer_prefix(self.name))
+        self._check_values(index, weights)
         routes, index = index.shape[1], index.long()
         order = index.reshape(-1).argsort(stable=True)
         counts = torch.bincount(index.reshape(-1).clamp(max=self.num_experts), minlength=self.num_experts + 1)
@@ -98,6 +106,35 @@ class Experts(ExpertsModule):
         parts.append(last if self.identities else torch.zeros_like(last))
         results = torch.cat(parts)[order.argsort()].view(*index.shape, x.shape[1])
         return weighted_sum(results, weights).to(x.dtype)
+
+    def _by_kernels(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+        """The result, of routes that are read on the device; None where no kernels compute it."""
+        up, down = self.up, self.down
+        if not isinstance(up, LinearStack) or not isinstance(down, LinearStack) or path_on(x.device) != "cuda":
+            return None
+        if self.identities or self.post_expert_norm is not None or not x.numel() or not index.numel():
+            return None
+        from qcut.dispatch.experts import tile_size
+
+        experts = index.to(torch.int32)
+        tiles = RouteTiles(experts.flatten(), None, index.numel())
+        if (size := tile_size(tiles.count, self.num_experts)) > 1:
+            tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.count)
+        hidden = up.routed(x, tiles, index.shape[1])
+        if hidden is None:
+            return None
+        results = down.routed(self._activated(hidden), tiles, 1)
+        if results is None:
+            return None
+        summed: Tensor = torch.ops.qcut.sum_routes(results, weights.float(), experts, self.num_experts, None)
+        return summed
+
+    def _activated(self, y: Tensor) -> Tensor:
+        if self.gating != Gating("silu"):
+            return self.gating(y)
+        gate, up = y.chunk(2, -1)
+        activated: Tensor = torch.ops.qcut.silu_mul(gate, up)
+        return activated
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         y = layer_of(self.down, e)(self.gating(layer_of(self.up, e)(x)))
@@ -118,14 +155,14 @@ class Experts(ExpertsModule):
             raise DeviceError(
                 f"{where}tokens are on {x.device}, indices on {index.device}, weights on {weights.device}; allowed: one"
             )
-        if x.is_meta:
-            return
+
+    def _check_values(self, index: Tensor, weights: Tensor) -> None:
         beyond = index >= self.num_experts + self.identities
         wrong = (index < 0) | (beyond & (weights != 0)) | ~weights.isfinite()
         if wrong.any():
             token, route = wrong.nonzero()[0].tolist()
             raise RangeError(
-                f"{where}token {token}: found expert {int(index[token, route])} with weight "
+                f"{layer_prefix(self.name)}token {token}: found expert {int(index[token, route])} with weight "
                 f"{float(weights[token, route])}; allowed: experts 0 to {self.num_experts + self.identities - 1} with "
                 "finite weights, and larger indices with weight 0"
             )

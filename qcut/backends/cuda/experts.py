@@ -1,0 +1,121 @@
+"""`qcut.ops.experts` on CUDA."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, pdl, target
+from qcut.backends.cuda.launch.streams import current_stream
+from qcut.backends.cuda.operands import dense, parameters
+from qcut.dispatch import codebook as codebook_dispatch
+from qcut.dispatch import experts as dispatch
+from qcut.dispatch import heuristics
+from qcut.dispatch.gemm import alignment_of
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.numerics.codebook.products import is_pair_book
+from qcut.ops.experts import CodebookExpertsOp
+from qcut.ops.registry import serves
+
+
+class ExpertProduct(NamedTuple):
+    """All that chooses the kernel of a product with codebook weights of experts.
+
+    Attributes:
+        x: dtype of the tokens.
+        size: routes of a tile.
+        tiles: tiles that are expected to have routes.
+        n: number of output channels of an expert.
+        units: units of 128 columns along K, all passes together.
+        bits: bits of an index.
+        slots: norms per 128 columns.
+        out: dtype of the result.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        offsets: whether norms have offsets.
+        pairs: whether the codebook is of pairs.
+    """
+
+    x: torch.dtype
+    size: int
+    tiles: int
+    n: int
+    units: int
+    bits: int
+    slots: int
+    out: torch.dtype
+    bias: bool
+    activation: str
+    offsets: bool
+    pairs: bool
+
+    @property
+    def problem(self) -> CodebookProblem:
+        """The product as emitters see it."""
+        return codebook_dispatch.problem_of(
+            x=DTYPES[self.x],
+            bits=self.bits,
+            slots=self.slots,
+            out=DTYPES[self.out],
+            bias=self.bias,
+            activation=self.activation,
+            residual=False,
+            alignment_n=alignment_of(self.n),
+            offsets=self.offsets,
+            pairs=self.pairs,
+            experts=True,
+        )
+
+    def load(self, device: int) -> LaunchPlan:
+        """The launch plan.
+
+        Raises:
+            EmitError: no kernel takes the product on this GPU.
+        """
+        gpu = target(device)
+        choice = dispatch.select_codebook(self.problem, self.size, self.tiles, self.n, 128 * self.units, gpu)
+        source = heuristics.emit(choice, self.problem, gpu.arch)
+        grid = heuristics.grid(choice, self.n, gpu.sm_count)
+        return LaunchSpec(source, grid, pdl=pdl(device)).load(device)
+
+
+_plans = PlanCache(ExpertProduct.load)
+
+
+@serves(CodebookExpertsOp)
+def codebook_experts(call: CodebookExpertsOp) -> Tensor:
+    call.check()
+    y, device = call.fake(), call.x.get_device()
+    if not len(y) or not len(call.tile_experts):
+        return y
+    tiles = call.tiles
+    experts, n = call.col_scale.shape
+    product = ExpertProduct(
+        x=call.x.dtype,
+        size=tiles.size,
+        tiles=dispatch.busy_tiles(m_bucket(call.rows) * call.per_row, experts, tiles.size),
+        n=n,
+        units=call.units.shape[2],
+        bits=call.bits,
+        slots=call.norms.shape[3],
+        out=call.out_dtype,
+        bias=call.bias is not None,
+        activation=call.activation,
+        offsets=call.norms.shape[5] == 4,
+        pairs=is_pair_book(call.book),
+    )
+    plan = _plans[product, device]
+    x, weight = dense(call.x), parameters(call.units, call.norms, call.fold)
+    vectors = parameters(call.row_scale, call.col_scale, call.bias)
+    routed = parameters(tiles.experts, tiles.routes)
+    rows = len(tiles.experts) * tiles.size
+    routes = routed.addresses if tiles.routes is not None else (*routed.addresses, 0)
+    plan.launch(
+        rows,
+        (x.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, product.units, n, *call.book, *vectors.addresses,
+         *routes, experts, call.per_row, call.rows),
+        current_stream(device),
+    )  # fmt: skip
+    return y

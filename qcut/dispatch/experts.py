@@ -1,0 +1,49 @@
+"""Chooses tiles of routes, and the kernels of products with the weights of experts.
+
+All choices are pure functions of sizes, types and the GPU; which experts are chosen is known on the device only.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.heuristics import Choice
+from qcut.dispatch.heuristics.codebook import stream
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.families import CODEBOOK_STREAM
+
+_SIZES = (8, 16, 32)
+_FEW_REPEATS = 1.1
+"""Of an expert's routes, while each is a tile: the weights are read anew for each."""
+
+
+def busy_experts(routes: int, experts: int) -> float:
+    """Experts that so many routes are expected to reach, each expert as likely as any other."""
+    return experts * (1 - (1 - 1 / experts) ** routes)
+
+
+def tile_size(routes: int, experts: int) -> int:
+    """Routes of a tile: 1 while few experts have several, else enough for most experts' routes."""
+    busy = busy_experts(routes, experts)
+    if routes <= _FEW_REPEATS * busy:
+        return 1
+    mean = routes / busy
+    return next((size for size in _SIZES if size >= mean + mean**0.5), _SIZES[-1])
+
+
+def busy_tiles(routes: int, experts: int, size: int) -> int:
+    """Tiles that so many routes are expected to take."""
+    busy = busy_experts(routes, experts)
+    return routes if size == 1 else round(max(busy, routes / size + busy / 2 * (routes > size * busy)))
+
+
+def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
+    """Choose the kernel of a product whose routes are in ``tiles`` tiles of ``size``.
+
+    Raises:
+        EmitError: no kernel takes the product on this GPU.
+    """
+    found = stream.candidates(problem, size, n, k, target, copies=max(1, tiles))
+    tile, cost = min(found, key=itemgetter(1))
+    return Choice(CODEBOOK_STREAM.name, tile, cost=cost)

@@ -1,0 +1,135 @@
+"""Products of tokens with the weights of experts, a route at a time: which expert computes a row is read on the device.
+
+`torch.ops.qcut.sort_routes` puts the routes of tokens to experts in tiles of one expert. A product takes each route's
+token, wherever it lies, and writes the route's row; `torch.ops.qcut.sum_routes` adds the rows of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.errors import ConfigError, ShapeError
+from qcut.numerics.codebook import layout, products
+from qcut.numerics.routes import RouteTiles
+from qcut.ops.checks import S32, check_indices, check_tensor
+from qcut.ops.codebook import CodebookGemmOp
+from qcut.ops.registry import SYMBOLIC, operator
+
+
+def check_tiles(op: str, tiles: RouteTiles, rows: int, per_row: int, device: torch.device) -> None:
+    """Check the routes of a product of ``rows`` tokens.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: tiles are not int32 ``[T]`` and ``[T, size]`` on the device.
+        ConfigError: tiles of a size that no kernel has, or another number of routes.
+        RangeError: on the CPU, a route that does not exist.
+    """
+    if per_row < 1 or tiles.count != rows * per_row:
+        raise ConfigError(
+            f"qcut::{op}: {tiles.count} routes of {rows} rows, {per_row} each; allowed: as many as all rows have"
+        )
+    count = tiles.count if tiles.routes is None else tiles.experts.shape[0]
+    check_tensor(op, "tile_experts", tiles.experts, S32, (count,), device)
+    if tiles.routes is None:
+        return
+    if tiles.size not in TILE_SIZES:
+        allowed = ", ".join(map(str, TILE_SIZES))
+        raise ConfigError(f"qcut::{op}: tiles of {tiles.size} routes; allowed: {allowed}")
+    check_tensor(op, "tile_routes", tiles.routes, S32, (count, tiles.size), device)
+    if device.type == "cpu":
+        check_indices(op, "tile_routes", tiles.routes + 1, tiles.count + 1)
+
+
+TILE_SIZES = (1, 8, 16, 24, 32)
+"""Routes of a tile."""
+
+
+@operator("codebook_experts", returns="Tensor")
+class CodebookExpertsOp(NamedTuple):
+    """`CodebookGemmOp` of each route's token with the weight of the route's expert.
+
+    Args:
+        x: blocks of ``rows`` tokens, as `CodebookGemmOp` takes them.
+        row_scale: float32 ``[rows]`` of int8 tokens, else None.
+        rows: number of tokens.
+        per_row: routes of each token: route r is one of token ``r // per_row``.
+        tile_experts: int32 ``[T]``, see `qcut.numerics.routes.RouteTiles`.
+        tile_routes: int32 ``[T, size]``, a size of `TILE_SIZES`, routes from 0 to ``rows * per_row - 1``, each in one
+            tile at most, -1 after the last of a tile; None: every route is a tile, and ``T = rows * per_row``.
+        units: of E experts, ``[E, ...]`` of `CodebookGemmOp`'s, as are ``norms``, ``fold``, ``col_scale`` and ``bias``.
+        norms: see ``units``.
+        fold: see ``units``; None with 16-bit tokens.
+        col_scale: float32 ``[E, N]``.
+        book: the codebook of all experts.
+        bias: float32 ``[E, N]``; None: none is added.
+        bits: of an index: 2, 3 or 4.
+        activation: see `qcut.schemes.ACTIVATIONS`.
+        out_dtype: float16, bfloat16 or float32.
+
+    Returns:
+        y ``[rows * per_row, N]`` of ``out_dtype``, contiguous. Rows of routes in no tile hold anything.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError, QuantizationError: an argument is not as above.
+
+    Exactness: that of `CodebookGemmOp`. Neither the size nor the order of tiles changes what int8 tokens give; of
+    16-bit tokens the order of float32 sums depends on the kernel, which depends on sizes, never on routes.
+    """
+
+    x: Tensor
+    row_scale: Tensor | None
+    rows: Annotated[int, SYMBOLIC]
+    per_row: int
+    tile_experts: Tensor
+    tile_routes: Tensor | None
+    units: Tensor
+    norms: Tensor
+    fold: Tensor | None
+    col_scale: Tensor
+    book: list[int]
+    bias: Tensor | None
+    bits: int
+    activation: str
+    out_dtype: torch.dtype
+
+    @property
+    def tiles(self) -> RouteTiles:
+        """The routes."""
+        return RouteTiles(self.tile_experts, self.tile_routes, self.rows * self.per_row)
+
+    def expert(self, e: int) -> CodebookGemmOp:
+        """The product of all tokens with one expert's weight."""
+        fold, bias = (None if t is None else t[e] for t in (self.fold, self.bias))
+        weight = self.units[e], self.norms[e], fold, self.col_scale[e], self.book, bias
+        return CodebookGemmOp(
+            self.x, self.row_scale, self.rows, *weight, self.bits, self.activation, None, self.out_dtype
+        )
+
+    def check(self) -> None:
+        op, experts = "codebook_experts", self.units.shape[0] if self.units.dim() else 0
+        for name in ("units", "norms", "fold", "col_scale", "bias"):
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None and (not tensor.dim() or not experts or tensor.shape[0] != experts):
+                raise ShapeError(f"qcut::{op}: {name} has shape {list(tensor.shape)}; allowed: [E, ...] with E >= 1")
+        self.expert(0).check()
+        check_tiles(op, self.tiles, self.rows, self.per_row, self.x.device)
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((self.rows * self.per_row, self.col_scale.shape[1]), dtype=self.out_dtype)
+
+    def cpu(self) -> Tensor:
+        y = self.fake().zero_()
+        x = layout.from_blocks(self.x, self.rows)
+        book = products.unpack_book(self.book, torch.float16 if x.dtype is torch.int8 else x.dtype, x.device)
+        for e, routes in self.tiles.by_expert(len(self.units)):
+            mine = routes // self.per_row
+            one = self.expert(e)
+            scale = None if self.row_scale is None else self.row_scale[mine]
+            y[routes] = products.codebook_gemm_ref(
+                x[mine], scale, one.units, one.norms, one.fold, one.col_scale, book, one.bias, self.bits,
+                self.activation, None, self.out_dtype,
+            )  # fmt: skip
+        return y
