@@ -13,6 +13,7 @@ from math import gcd
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, holds
+from qcut.emitters.core.experts import expert_rows
 from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
@@ -131,6 +132,9 @@ CONSTRAINTS = (
         "are of 16-bit values, or of a codebook of pairs, which needs them",
         lambda p, t, arch: t.pairs or not p.pairs if p.pairs or p.x is not DType.S8 else not t.pairs,
     ),
+    Constraint(
+        "experts", "divide no K: splits write neighbouring rows", lambda p, t, arch: not p.experts or t.splits == 1
+    ),
     Constraint("stages", "are at least 2: one to read and one to fill", lambda p, t, arch: t.stages >= 2),
     Constraint(
         "lead",
@@ -211,7 +215,7 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
         weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
         shape = (tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
         align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-        params = problem.params()
+        params, rows = problem.params(), f", {expert_rows(tile.tokens)}" if problem.experts else ""
         return kernel_source(
             name,
             arch,
@@ -221,7 +225,7 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
             *problem.epilogue.statements(params),
             problem.book,
             f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
-            "units_k, ldd, book, args);",
+            f"units_k, ldd, book, args{rows});",
             device_code=include("codebook/wgmma.cuh"),
             block=THREADS,
             ctas_per_sm=1,

@@ -18,7 +18,6 @@ struct AllRows {
 // Rows of D are routes. kTokens is the most routes of a tile; without `routes`, every route is a tile of its own.
 template <int kTokens>
 struct ExpertRows {
-  static_assert(kTokens <= 32, "a lane for each route");
   static constexpr bool kOfExperts = true;
   const int* experts;  // of each tile; outside 0 .. count - 1: none
   const int* routes;   // [tiles][kTokens], -1 after the last; or null
@@ -27,17 +26,21 @@ struct ExpertRows {
   int rows;            // of tokens
   int tile = 0;
 
+  // The expert of a tile, or -1.
+  __device__ __forceinline__ int expert(int tile) const {
+    const int expert = experts[tile];
+    return expert < count ? expert : -1;
+  }
   // Goes to a tile, returns its expert, or -1, and sets m to the number of its routes. All lanes of a warp call.
   __device__ __forceinline__ int begin(int which, int& m) {
+    static_assert(kTokens <= 32, "a lane for each route");
     tile = which;
-    const int expert = experts[tile];
-    if (expert < 0 || expert >= count) return -1;
     m = 1;
     if (routes != nullptr) {
       const int lane = threadIdx.x % 32;
       m = __popc(__ballot_sync(0xffffffffu, lane < kTokens && routes[tile * kTokens + lane % kTokens] >= 0));
     }
-    return expert;
+    return max(expert(tile), -1);
   }
   // The route that is the token of a tile, a row of D.
   __device__ __forceinline__ int of(int token) const {
