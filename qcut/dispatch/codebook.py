@@ -66,6 +66,7 @@ def select_rotation(
     target: Target,
     *,
     aligned: bool = True,
+    routed: bool = False,
 ) -> tuple[Rotation, ...]:
     """Choose the kernels that rotate tokens: two, with float32 rows between, for dense rotations to int8; else one.
 
@@ -79,6 +80,7 @@ def select_rotation(
         passes: number of rotations of the same tokens.
         target: the GPU.
         aligned: whether rows start at multiples of 16 bytes.
+        routed: whether rows of the blocks are routes to experts; not with qr.
 
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
@@ -88,7 +90,7 @@ def select_rotation(
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
         one = RotateTokens.for_shape(
-            x, out, checked, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms
+            x, out, checked, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms, routed=routed
         )
         return (one,)
     to = DType.F32 if out is DType.S8 else out

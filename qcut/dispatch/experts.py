@@ -9,13 +9,19 @@ from operator import itemgetter
 
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import Choice
-from qcut.dispatch.heuristics.codebook import stream
+from qcut.dispatch.heuristics.codebook import stream, wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.families import CODEBOOK_STREAM
+from qcut.emitters.core.source import EmitError
+from qcut.emitters.families import CODEBOOK_STREAM, CODEBOOK_WGMMA
 
 _SIZES = (8, 16, 32)
+_ORDERED_SIZES = (128, 256)
 _FEW_REPEATS = 1.1
 """Of an expert's routes, while each is a tile: the weights are read anew for each."""
+_MANY = 48
+"""Routes of an expert from which tokens are put in the order of tiles."""
+_TILE, _ROUTE = 1200, 5
+"""Times of a unit of weights in ``codebook_wgmma``: of a tile, and for each of its routes."""
 
 
 def busy_experts(routes: int, experts: int) -> float:
@@ -23,12 +29,21 @@ def busy_experts(routes: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** routes)
 
 
-def tile_size(routes: int, experts: int) -> int:
-    """Routes of a tile: 1 while few experts have several, else enough for most experts' routes."""
+def tile_size(routes: int, experts: int, largest: int = _SIZES[-1]) -> int:
+    """Routes of a tile: 1 while few experts have several, else enough for most experts' routes.
+
+    Args:
+        routes: of all tokens.
+        experts: number of experts.
+        largest: that kernels take.
+    """
     busy = busy_experts(routes, experts)
     if routes <= _FEW_REPEATS * busy:
         return 1
     mean = routes / busy
+    if mean >= _MANY and largest > _SIZES[-1]:
+        sizes = (size for size in _ORDERED_SIZES if size <= largest)
+        return min(sizes, key=lambda size: max(1, mean / size + 0.5) * (_TILE + _ROUTE * size))
     return next((size for size in _SIZES if size >= mean + mean**0.5), _SIZES[-1])
 
 
@@ -44,6 +59,13 @@ def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: 
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
+    if size > _SIZES[-1]:
+        menu = [tile for tile in CODEBOOK_WGMMA.menu(problem, target.arch) if tile.tokens == size]
+        if not menu:
+            raise EmitError(f"{CODEBOOK_WGMMA.name}: no tile of {size} routes for {problem.name} on {target.arch}")
+        costs = [(tile, wgmma.cycles(problem, tile, size * tiles, n, k, target)) for tile in menu]
+        tile, cost = min(costs, key=itemgetter(1))
+        return Choice(CODEBOOK_WGMMA.name, tile, cost=cost)
     found = stream.candidates(problem, size, n, k, target, copies=max(1, tiles))
     tile, cost = min(found, key=itemgetter(1))
     return Choice(CODEBOOK_STREAM.name, tile, cost=cost)

@@ -34,6 +34,7 @@ from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
+from qcut.numerics.routes import MOST_GATHERED, RouteTiles
 from qcut.ops.codebook import can_rotate
 from qcut.ops.embed import can_embed
 from qcut.ops.paths import path
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
-    from qcut.numerics.routes import RouteTiles
 
 _GEMM = torch.ops.qcut.codebook_gemm.early_read
 _GEMV = torch.ops.qcut.codebook_gemv.early_read
@@ -350,6 +350,13 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """See `Linear.quantized_tokens`."""
         return None if self.int8 else x.float()
 
+    @property
+    def largest_tile(self) -> int:
+        """See `Linear.largest_tile`: group scales take the registers of 256 tokens."""
+        if self.kind == "qr":
+            return MOST_GATHERED
+        return 256 if self.int8 or self.geometry.slot > UNIT_COLUMNS // 4 else 128
+
     @classmethod
     def routed(cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int) -> Tensor | None:
         """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
@@ -362,7 +369,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         tokens = torch.int8 if one.int8 else x.dtype
         spec = one._rotation.spec
         rotated = one._rotation.operands_for(x), spec.kind, spec.group_size, spec.seeds, tokens
-        blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, *rotated)
+        if tiles.ordered:
+            if spec.kind == "qr":
+                return None
+            blocks, scale = torch.ops.qcut.rotate_routes(x, *rotated, tiles.routes, per_row)
+        else:
+            blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, *rotated)
         weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], books[torch.float16 if one.int8 else x.dtype]
         y: Tensor = torch.ops.qcut.codebook_experts(
             blocks, scale if one.int8 else None, len(x), per_row, tiles.experts, tiles.routes, *weight, b["bias"],

@@ -21,6 +21,7 @@ from qcut.layers.quantized import FrozenWeight, QuantizedLayer
 from qcut.models.guards import described, is_described, refuse_foreign_saving
 from qcut.models.modules import float_bias, float_weight
 from qcut.numerics.plain_state import in_plain_state
+from qcut.numerics.routes import MOST_GATHERED, RouteTiles
 from qcut.ops.gradients import inference_only
 from qcut.schemes import (
     ALLOWED_SCHEMES,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
     from qcut.numerics.codebook.fitting.curvature import Curvature
-    from qcut.numerics.routes import RouteTiles
 
 V = TypeVar("V")
 
@@ -331,6 +331,11 @@ class Linear(QuantizedLayer):
             result = inference_only(y, x, who)
             return result
         return self._product(x)
+
+    @property
+    def largest_tile(self) -> int:
+        """The most routes of a tile that `routed` takes, on a GPU with kernels for it."""
+        return MOST_GATHERED
 
     @classmethod
     def routed(cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int) -> Tensor | None:

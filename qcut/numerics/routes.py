@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+MOST_GATHERED = 32
+"""Routes of a tile up to which products take each token from wherever it lies."""
+
 
 class RouteTiles(NamedTuple):
     """The routes of tokens to experts, route ``m * k + j`` the jth of token m, in tiles of one expert.
@@ -25,6 +28,16 @@ class RouteTiles(NamedTuple):
         """Routes of a tile."""
         return 1 if self.routes is None else self.routes.shape[1]
 
+    @property
+    def ordered(self) -> bool:
+        """Whether products take tokens in the order of tiles, a row for each place of a tile."""
+        return self.size > MOST_GATHERED
+
+    @property
+    def places(self) -> int:
+        """Places of all tiles, also those without a route."""
+        return self.experts.shape[0] * self.size
+
     def by_expert(self, experts: int) -> list[tuple[int, Tensor]]:
         """The experts that have routes, and the routes of each."""
         found = []
@@ -37,8 +50,3 @@ class RouteTiles(NamedTuple):
             if len(mine):
                 found.append((e, mine.long()))
         return found
-
-
-def most_tiles(routes: int, experts: int, size: int) -> int:
-    """The most tiles of ``size`` that so many routes to so many experts take."""
-    return (routes + min(experts, routes) * (size - 1)) // size

@@ -15,9 +15,73 @@ from qcut.dispatch import experts as dispatch
 from qcut.dispatch import heuristics
 from qcut.dispatch.gemm import alignment_of
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
+from qcut.numerics.codebook.layout import Geometry
 from qcut.numerics.codebook.products import is_pair_book
-from qcut.ops.experts import CodebookExpertsOp
+from qcut.numerics.routes import MOST_GATHERED
+from qcut.ops.experts import CodebookExpertsOp, RotateRoutesOp
 from qcut.ops.registry import serves
+
+
+def tile_size(tokens: int, top_k: int, experts: int, largest: int, device: int) -> int:
+    """Routes of the tiles for so many tokens, the same for all numbers of tokens that kernels are chosen for at once.
+
+    Args:
+        tokens: number of tokens.
+        top_k: routes of each.
+        experts: number of experts.
+        largest: that the layers take.
+        device: CUDA ordinal.
+    """
+    limit = largest if architecture(target(device).arch).wgmma else MOST_GATHERED
+    return dispatch.tile_size(m_bucket(tokens) * top_k, experts, min(limit, largest))
+
+
+class RouteRotation(NamedTuple):
+    """All that chooses the kernel of a rotation of routes; see `qcut.backends.cuda.codebook.Rotation`."""
+
+    kind: str
+    x: torch.dtype
+    out: torch.dtype
+    rows: int
+    k: int
+    group_size: int
+    passes: int
+    aligned: bool
+
+    def load(self, device: int) -> LaunchPlan:
+        """The launch plan."""
+        given = self.kind, DTYPES[self.x], DTYPES[self.out], self.rows, self.k, self.group_size, self.passes
+        (kernel,) = codebook_dispatch.select_rotation(*given, target(device), aligned=self.aligned, routed=True)
+        k_padded = Geometry(self.k, self.group_size).k_padded
+        grid = codebook_dispatch.rotation_grid(kernel, k_padded)
+        return LaunchSpec(kernel.emit(), grid, pdl=pdl(device)).load(device)
+
+
+_rotation_plans = PlanCache(RouteRotation.load)
+
+
+@serves(RotateRoutesOp)
+def rotate_routes(call: RotateRoutesOp) -> tuple[Tensor, Tensor]:
+    call.check()
+    blocks, scale = call.fake()
+    x, (m, k), passes, device = call.x, call.x.shape, len(call.seeds), call.x.get_device()
+    places = call.tile_routes.numel()
+    if m == 0 or places == 0:
+        return blocks, scale
+    if x.stride(1) != 1 and k > 1:
+        x = x.contiguous()
+    stride = x.stride(0) if m > 1 else k
+    aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
+    options = (call.group_size, passes, aligned)
+    plan = _rotation_plans[RouteRotation(call.kind, x.dtype, call.out_dtype, m_bucket(places), k, *options), device]
+    operands, routes = dense(call.operands), dense(call.tile_routes)
+    scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
+    matrices = (operands.data_ptr(),) if call.kind != "none" else ()
+    k_padded = blocks.shape[0] * blocks.shape[3] // passes
+    args = (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, places, k, k_padded, routes.data_ptr())
+    plan.launch(places, (*args, call.per_row), current_stream(device))
+    return blocks, scale
 
 
 class ExpertProduct(NamedTuple):
@@ -110,12 +174,12 @@ def codebook_experts(call: CodebookExpertsOp) -> Tensor:
     x, weight = dense(call.x), parameters(call.units, call.norms, call.fold)
     vectors = parameters(call.row_scale, call.col_scale, call.bias)
     routed = parameters(tiles.experts, tiles.routes)
-    rows = len(tiles.experts) * tiles.size
+    rows, tokens = tiles.places, (1, tiles.count) if tiles.ordered else (call.per_row, call.rows)
     routes = routed.addresses if tiles.routes is not None else (*routed.addresses, 0)
     plan.launch(
         rows,
         (x.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, product.units, n, *call.book, *vectors.addresses,
-         *routes, experts, call.per_row, call.rows),
+         *routes, experts, *tokens),
         current_stream(device),
     )  # fmt: skip
     return y

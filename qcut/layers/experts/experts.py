@@ -114,11 +114,12 @@ class Experts(ExpertsModule):
             return None
         if self.identities or self.post_expert_norm is not None or not x.numel() or not index.numel():
             return None
-        from qcut.dispatch.experts import tile_size
+        from qcut.backends.cuda.experts import tile_size
 
         experts = index.to(torch.int32)
         tiles = RouteTiles(experts.flatten(), None, index.numel())
-        if (size := tile_size(tiles.count, self.num_experts)) > 1:
+        largest = min(up.form.largest_tile, down.form.largest_tile)
+        if (size := tile_size(*index.shape, self.num_experts, largest, x.get_device())) > 1:
             tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.count)
         hidden = up.routed(x, tiles, index.shape[1])
         if hidden is None:
