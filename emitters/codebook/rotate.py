@@ -273,9 +273,10 @@ class RotateTokens(Kernel):
             f"{self.passes}, {self.threads}, {self.rows}, {flags}"
         )
         pointers = call_arguments(("scale", "signs"), params)
+        run, routes = ("run<true>", ", routes, per_row") if self.routed else ("run", "")
         return self._source(
-            f"qcut::RowRotation<{template}>::run{'<true>' * self.routed}"
-            f"(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(self.group)}{', routes, per_row' * self.routed});",
+            f"qcut::RowRotation<{template}>::{run}"
+            f"(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(self.group)}{routes});",
             device_code=include("codebook/rotate.cuh"),
             # Without the bound of one CTA to an SM, ptxas spills a word of the loop to fit two.
             ctas_per_sm=None if self.held else 1,

@@ -1,0 +1,210 @@
+"""Products of mixtures' experts, all routes of a batch: up, down, and the whole mixture behind its router.
+
+``up`` and ``down`` rows time only the product, on tokens as kernels take them; ``mixture`` rows time
+`qcut.layers.experts.experts.Experts`, its sort, rotations, activation and sum included. Experts are chosen uniformly,
+others in each call; bytes are the weights of the experts that a batch reaches, each read once. ``dense`` rows of
+prompts time one layer of the same size and scheme on as many tokens as there are routes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import qcut
+from benchmarks import harness
+from benchmarks.harness import CheckError, Timing, Variant
+from qcut.backends.cuda.experts import tile_size
+from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.linear_stack import LinearStack
+from qcut.numerics.gating import Gating
+from qcut.numerics.routes import RouteTiles
+
+
+class Mixture(NamedTuple):
+    """Sizes of a model's experts: columns, width, number, and routes of a token."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+
+
+MODELS = {
+    "qwen3-30b-a3b": Mixture(2048, 768, 128, 8),
+    "mixtral-8x7b": Mixture(4096, 14336, 8, 2),
+    "gpt-oss-20b": Mixture(2880, 2880, 32, 4),
+    "olmoe-1b-7b": Mixture(2048, 1024, 64, 8),
+}
+SCHEMES = ("codebook4", "codebook4_int8", "w8a8", "w8a16")
+TOKENS = (1, 4, 8, 16, 64, 4096)
+PROMPT = 256
+"""Tokens from which a dense layer is timed too."""
+ROUTINGS = 16
+"""Choices of experts that calls take turns with."""
+KEY = ("model", "scheme", "m", "part")
+
+
+def stack(scheme: str, experts: int, n: int, k: int) -> LinearStack:
+    """Experts of equal weights, each in memory of its own."""
+    linear = nn.Linear(k, n, bias=False, dtype=torch.float16, device="cuda")
+    nn.init.normal_(linear.weight, std=k**-0.5)
+    return LinearStack.of([qcut.Linear.from_float(linear, scheme)] * experts)
+
+
+def routings(tokens: int, mixture: Mixture) -> list[Tensor]:
+    """Experts of tokens, int32 ``[M, k]``."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    found = []
+    for _ in range(ROUTINGS):
+        scores = torch.rand(tokens, mixture.experts, generator=generator, device="cuda")
+        found.append(scores.topk(mixture.top_k, 1).indices.int())
+    return found
+
+
+def tiles_of(index: Tensor, layers: Experts) -> RouteTiles:
+    """The tiles in which `Experts` computes these routes."""
+    largest = min(projection.form.largest_tile for projection in (layers.up, layers.down))  # type: ignore[union-attr]
+    size = tile_size(*index.shape, layers.num_experts, largest, 0)
+    if size == 1:
+        return RouteTiles(index.flatten(), None, index.numel())
+    return RouteTiles(*torch.ops.qcut.sort_routes(index, layers.num_experts, size), index.numel())
+
+
+class Product:
+    """The product of one projection, without what prepares its tokens."""
+
+    def __init__(self, layers: LinearStack, x: Tensor, tiles: list[RouteTiles], per_row: int) -> None:
+        self.layers, self.x, self.tiles, self.per_row = layers, x, tiles, per_row
+        self.prepared: list[tuple[str, tuple[Any, ...]]] = []
+        with _Recorded(self.prepared):
+            for one in tiles:
+                layers.routed(x, one, per_row)
+
+    def __call__(self, i: int) -> Tensor:
+        name, args = self.prepared[i]
+        result: Tensor = getattr(torch.ops.qcut, name)(*args)
+        return result
+
+
+class _Recorded(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the arguments of products of experts."""
+
+    def __init__(self, calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.endswith("_experts"):
+            self.calls.append((name, args))
+        return func(*args, **(kwargs or {}))
+
+
+def checked(layers: LinearStack, x: Tensor, tiles: RouteTiles, index: Tensor, per_row: int) -> Callable[[], None]:
+    """A check that some routes are what their experts' layers make of them."""
+
+    def check() -> None:
+        got = layers.routed(x, tiles, per_row)
+        assert got is not None
+        of_routes = index.flatten()
+        for route in range(0, len(of_routes), max(1, len(of_routes) // 16)):
+            want = layers.expert(int(of_routes[route]))(x[route // per_row][None])[0].float()
+            error = ((got[route].float() - want).abs().max() / want.abs().max()).item()
+            if not error < 2.0**-8:
+                raise CheckError(f"route {route}: error {error:.2g}")
+
+    return check
+
+
+def variants(layers: Experts, mixture: Mixture, m: int) -> dict[str, Variant]:
+    """What is timed for m tokens, by part."""
+    up, down = layers.up, layers.down
+    assert isinstance(up, LinearStack)
+    assert isinstance(down, LinearStack)
+    every = routings(m, mixture)
+    tiles = [tiles_of(index, layers) for index in every]
+    x = torch.randn(m, mixture.hidden, dtype=torch.float16, device="cuda")
+    hidden = torch.randn(m * mixture.top_k, mixture.width, dtype=torch.float16, device="cuda")
+    weights = torch.rand(m, mixture.top_k, device="cuda")
+    given = {"up": (up, x, mixture.top_k), "down": (down, hidden, 1)}
+    found = {}
+    for part, (projection, tokens, per_row) in given.items():
+        check = checked(projection, tokens, tiles[0], every[0], per_row)
+        found[part] = Variant(part, Product(projection, tokens, tiles, per_row), ROUTINGS, check)
+        if m >= PROMPT:
+            one = projection.expert(0)
+            many = tokens.repeat_interleave(per_row, 0)
+            found[f"{part}:dense"] = Variant(f"{part}:dense", lambda i, one=one, many=many: one(many))  # type: ignore
+    found["mixture"] = Variant("mixture", lambda i: layers(x, every[i], weights), ROUTINGS)
+    return found
+
+
+def distinct(mixture: Mixture, m: int) -> float:
+    """Experts that the routings of m tokens reach, on average."""
+    return sum(len(index.unique()) for index in routings(m, mixture)) / ROUTINGS
+
+
+def measured(options: argparse.Namespace, results: harness.Results) -> None:
+    """Time everything, a model and scheme after the other."""
+    clock = harness.CudaClock()
+    ceiling = harness.CEILINGS.get(results.env.gpu)
+    for model in options.models:
+        mixture = MODELS[model]
+        for scheme in options.schemes:
+            torch.manual_seed(0)
+            layers = Experts(
+                stack(scheme, mixture.experts, 2 * mixture.width, mixture.hidden),
+                stack(scheme, mixture.experts, mixture.hidden, mixture.width),
+                Gating("silu"),
+            )
+            weight_bytes = {
+                part: projection.weight_bytes / mixture.experts  # type: ignore[union-attr]
+                for part, projection in (("up", layers.up), ("down", layers.down))
+            }
+            weight_bytes["mixture"] = sum(weight_bytes.values())
+            for m in options.tokens:
+                with torch.no_grad():
+                    found = variants(layers, mixture, m)
+                    kept, problems = harness.checked(found.values(), print)
+                    timings = harness.measure(kept, clock, rounds=options.rounds)
+                if problems:
+                    raise CheckError(f"{model} {scheme} m={m}: {'; '.join(problems)}")
+                reached = distinct(mixture, m)
+                for part, timing in timings.items():
+                    moved = reached * weight_bytes.get(part, math.nan)
+                    share = moved / ceiling.read_bytes * 1e6 / timing.median_us if ceiling else math.nan
+                    row = results.add(
+                        timing,
+                        model=model,
+                        scheme=scheme,
+                        m=m,
+                        part=part,
+                        experts=round(reached, 1),
+                        gb_s=round(moved / timing.median_us / 1e3, 1),
+                        memory_pct=round(100 * share, 1),
+                    )
+                    print(*(row[key] for key in (*KEY, "median_us", "gb_s", "memory_pct")), flush=True)
+            del layers
+            torch.cuda.empty_cache()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
+    parser.add_argument("--schemes", nargs="+", default=[*SCHEMES])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[*TOKENS])
+    parser.add_argument("--rounds", type=int, default=15)
+
+
+@harness.script(harness.timing_options, add_options, gpu=True)
+def main(options: argparse.Namespace) -> int:
+    """Run the benchmark; 2 without a GPU."""
+    results = harness.Results("bench_experts", harness.environment())
+    measured(options, results)
+    print(f"rows in {results.write_csv(options.out, KEY)}")
+    return 0
