@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import qcut
 from benchmarks import harness
-from benchmarks.harness import CheckError, Timing, Variant
+from benchmarks.harness import CheckError, Variant
 from qcut.backends.cuda.experts import tile_size
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
@@ -87,6 +87,7 @@ class Product:
                 layers.routed(x, one, per_row)
 
     def __call__(self, i: int) -> Tensor:
+        """The product with the routing i."""
         name, args = self.prepared[i]
         result: Tensor = getattr(torch.ops.qcut, name)(*args)
         return result

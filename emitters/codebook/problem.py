@@ -158,6 +158,12 @@ class CodebookProblem:
         return "fold" if self.x is DType.S8 else "nullptr"
 
 
+ONE_WEIGHT = Constraint(
+    "experts",
+    "have no kernel of this family: all tokens take one weight",
+    lambda problem, tile, arch: not problem.experts,
+)
+"""Constraint of families without products of experts; takes (problem, tile, arch)."""
 ROTATED_BEFORE = Constraint(
     "rotates", "is None: tokens are rotated before", lambda problem, tile, arch: problem.rotates is None
 )

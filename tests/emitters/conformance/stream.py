@@ -178,6 +178,7 @@ ROTATES = replace(HALF, rotates=F16)
 PAIRS = replace(HALF, pairs=True)
 INT8_PAIRS = CodebookProblem(S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), pairs=True)
 QUANTIZES = CodebookProblem(S8, 4, 2, INT8_PAIRS.epilogue, 8, BF16)
+EXPERTS = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True), experts=True)
 WIDE = CodebookStreamTile(1, 7, 32)
 FEW = CodebookStreamTile(16, 2, 8, 2)
 CLUSTER = CodebookStreamTile(8, 9, 28, 1, 4)
@@ -192,8 +193,10 @@ def codebook_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     tiles += [(PAIRS, FEW), (INT8_PAIRS, WIDE), (replace(INT8_PAIRS, rotates=BF16), WIDE)]
+    tiles += [(EXPERTS, WIDE), (EXPERTS, CodebookStreamTile(8, 2, 32)), (replace(INT8_PAIRS, experts=True), WIDE)]
+    tiles += [(replace(BRAIN, experts=True), CodebookStreamTile(32, 1, 10))]
     if arch == ARCH:
-        tiles += [(HALF, CLUSTER), (INT8_PAIRS, CodebookStreamTile(8, 4, 28, 1, 2))]
+        tiles += [(HALF, CLUSTER), (EXPERTS, CLUSTER), (INT8_PAIRS, CodebookStreamTile(8, 4, 28, 1, 2))]
         tiles += [(INT8, CodebookStreamTile(8, 4, 28, 2, 2)), (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8))]
     yield from (CODEBOOK_STREAM.emit(problem, tile, arch) for problem, tile in tiles)
 
@@ -253,6 +256,7 @@ ROUNDS_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(HALF, ROUNDS, "sm_75")],
     "alignment": [(replace(HALF, alignment_n=0), ROUNDS, "sm_80")],
     "rotates": [(ROTATES, ROUNDS, "sm_80")],
+    "experts": [(EXPERTS, ROUNDS, "sm_80")],
     "tokens": [(HALF, replace(ROUNDS, tokens=24), "sm_80")],
     "row_tiles": [(HALF, replace(ROUNDS, row_tiles=5), "sm_80")],
     "warps": [(HALF, replace(ROUNDS, warps=33), "sm_80")],
@@ -264,6 +268,7 @@ WGMMA_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(HALF, WGMMA, "sm_100")],
     "alignment": [(replace(HALF, alignment_n=0), WGMMA, ARCH)],
     "rotates": [(ROTATES, WGMMA, ARCH)],
+    "experts": [(EXPERTS, WGMMA, ARCH)],
     "tokens": [(HALF, replace(WGMMA, tokens=24), ARCH)],
     "groups": [(HALF, replace(WGMMA, groups=9), ARCH)],
     "splits": [(HALF, replace(WGMMA, splits=16), ARCH)],
