@@ -104,7 +104,7 @@ def _on(device: torch.device, values: Iterable[Any]) -> list[Any]:
 
 def all_checks() -> list[Check]:
     """Every check, in the order in which they run: the ones that build quickly first."""
-    parts = (_quantization(), _decoder(), _attention(), _codebook(), _int8_weights(), _gemm())
+    parts = (_quantization(), _decoder(), _routing(), _attention(), _codebook(), _int8_weights(), _gemm())
     return [check for part in parts for check in part]
 
 
@@ -156,6 +156,26 @@ def _decoder() -> Iterator[Check]:
     yield Check("argmax", "5x50257 float16", OPS.argmax, (logits,))
     state = torch.zeros(5, dtype=torch.int64, device="cpu"), _int32(*[63] * 5), _int32(*[64] * 5)
     yield Check("advance", "5x50257 float16", _advance, (logits, *state))
+
+
+def _routing() -> Iterator[Check]:
+    logits, bias = _random(37, 128, dtype=HALF), 0.2 * _random(128, seed=1)
+    for groups, options in ((1, (None, "softmax", 8)), (8, (bias, "logits", 6, 8, 4, "top2"))):
+        yield Check("route", f"37x128 float16, groups {groups}", OPS.route, (logits, *options), _routes_expected)
+    experts = _integers(-1, 131, 37, 8, dtype=torch.int32)
+    yield Check("sort_routes", "37x8 of 128", OPS.sort_routes, (experts, 128, 8))
+    yield Check("sort_routes", "5x8 of 128", OPS.sort_routes, (experts[:5], 128, 8))
+    results, added, weights = (
+        _random(37 * 8, 320, dtype=HALF),
+        _random(37, 320, seed=1, dtype=HALF),
+        _random(37, 8).abs(),
+    )
+    yield Check("sum_routes", "37x8x320 float16", OPS.sum_routes, (results, weights, experts, 128, added))
+
+
+def _routes_expected(got: Results, logits: Tensor, bias: Tensor | None, scores: str, *rest: Any) -> Sequence[Expected]:
+    _, experts = OPS.route(logits, bias, scores, *rest)
+    return routes(logits, experts, scores), experts
 
 
 def _add_norm(*args: Any) -> Results:
@@ -432,6 +452,13 @@ def norm(s: Tensor, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
         sizes, rounding = exact.abs(), half_ulp(scaled.abs() * (1 + 2.0**-10), dtype) * w.abs()
     # A sum of k squares errs by k 2**-24 of itself; a few roundings of float32 follow.
     return Near.rounded(exact, sizes * ((k + 16) * _EPS) + rounding + 1e-6, dtype)
+
+
+def routes(logits: Tensor, experts: Tensor, scores: str) -> Near:
+    """The weights of chosen experts: shares of all of a token's experts, or of those chosen."""
+    x, chosen = logits.double(), experts.long()
+    exact = x.softmax(1).gather(1, chosen) if scores == "softmax" else x.gather(1, chosen).softmax(1)
+    return Near(exact, exact * ((logits.shape[1] + 128) * 2.0**-24))
 
 
 def gelu_tanh(x: Tensor) -> Near:

@@ -19,7 +19,7 @@ from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_dtype, check_tensor
 from qcut.ops.registry import operator
 
 _MAX_TILE = 1024
-_MAX_POSITIONS = 2**31 - 1
+_MAX_POSITIONS = 2**30
 
 
 @operator("route", returns="(Tensor, Tensor)")
@@ -78,6 +78,11 @@ class RouteOp(NamedTuple):
         """Whether some groups may not be chosen from."""
         return self.top_groups < self.groups
 
+    @property
+    def compares_scores(self) -> bool:
+        """Whether the choice compares scores; otherwise it compares logits."""
+        return self.bias is not None or (self.is_limited and self.group_score == "top2")
+
     def check(self) -> None:
         logits, (scores, top_k, groups, top_groups, group_score) = self.logits, self[2:7]
         check_dtype("route", "logits", logits.dtype, FLOAT_DTYPES)
@@ -135,7 +140,7 @@ class SortRoutesOp(NamedTuple):
         filled ends in -1; unused tiles are last, with the expert -1.
 
     Raises:
-        DtypeError, ShapeError: ``experts`` are not as above, or tiles would have 2**31 positions or more.
+        DtypeError, ShapeError: ``experts`` are not as above, or tiles have more than 2**30 positions.
         ConfigError: another count, or another tile.
 
     Exactness: bitwise.

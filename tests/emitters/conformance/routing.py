@@ -1,0 +1,70 @@
+"""Rows of the conformance suite: the kernels between a router and its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.routing import route, sort_routes, sum_routes
+from qcut.emitters.routing.route import RouteTokens
+from qcut.emitters.routing.sort_routes import FEW_ROUTES, MOST_THREADS, SortRoutes
+from qcut.emitters.routing.sum_routes import SumRoutes
+from tests.emitters.conformance.row import Row
+
+ARCH = "sm_90a"
+F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
+FLOATS = (F16, BF16, F32)
+
+
+def routers(arch: str) -> Iterator[KernelSource]:
+    """Every kind of scores with and without its options, the most experts, and every number of experts of a lane."""
+    for scores in route.SCORES:
+        for by_score in (False, True):
+            for limited in (False, True):
+                yield RouteTokens(F32, scores, 4, by_score, limited, arch).emit()
+        yield RouteTokens(BF16, scores, 32, True, True, arch).emit()
+    yield from (RouteTokens(F16, "softmax", slots, False, False, arch).emit() for slots in route.SLOTS)
+
+
+def sorts(arch: str) -> Iterator[KernelSource]:
+    yield from (SortRoutes.for_routes(routes, arch).emit() for routes in (8, 300, 32768))
+
+
+def sums(arch: str) -> Iterator[KernelSource]:
+    for x in FLOATS:
+        yield from (SumRoutes(x, arch, many, aligned).emit() for many in (False, True) for aligned in (True, False))
+
+
+def sum_instructions(source: KernelSource) -> Iterator[str]:
+    """Products and sums are rounded apart; whole vectors move 16 bytes at a time."""
+    yield from ("FMUL", "FADD", "!FFMA")
+    if not source.name.endswith("_u"):
+        yield from (r"LDG\.E\.128", r"STG\.E\.128")
+
+
+ROWS = {
+    "route": Row(
+        RouteTokens.emit,
+        routers,
+        route.CONSTRAINTS,
+        {"x": [{"x": S8}], "scores": [{"scores": "relu"}], "slots": [{"slots": 3}, {"slots": 64}]},
+        legal=RouteTokens(F16, "softmax", 4, False, False, ARCH),
+        instructions=lambda source: ("REDUX",),
+    ),
+    "sort_routes": Row(
+        SortRoutes.emit,
+        sorts,
+        sort_routes.CONSTRAINTS,
+        {"threads": [{"threads": 512}, {"threads": MOST_THREADS, "many": False}, {"threads": FEW_ROUTES // 2}]},
+        legal=SortRoutes(ARCH, True),
+        instructions=lambda source: ("!RED|ATOMG",),
+    ),
+    "sum_routes": Row(
+        SumRoutes.emit,
+        sums,
+        sum_routes.CONSTRAINTS,
+        {"x": [{"x": S8}]},
+        legal=SumRoutes(F16, ARCH),
+        instructions=sum_instructions,
+    ),
+}
