@@ -17,13 +17,14 @@ from qcut.emitters.gemm.w8a16 import W8A16_MMA
 from qcut.emitters.gemm.w8a16_wgmma import W8A16_WGMMA
 from qcut.emitters.gemm.wmma import INT8_WMMA
 from qcut.emitters.stream.codebook import CODEBOOK_STREAM
+from qcut.emitters.stream.codebook_experts import CODEBOOK_EXPERTS
 from qcut.emitters.stream.codebook_rounds import CODEBOOK_STREAM_ROUNDS
 from qcut.emitters.stream.codebook_wgmma import CODEBOOK_STREAM_WGMMA
 from qcut.emitters.stream.w8a8 import INT8_STREAM
 from qcut.emitters.stream.w8a16 import W8A16_STREAM
 
 __all__ = [
-    "CODEBOOK_CUTLASS", "CODEBOOK_MMA", "CODEBOOK_STREAM", "CODEBOOK_STREAM_ROUNDS", "CODEBOOK_STREAM_WGMMA",
+    "CODEBOOK_CUTLASS", "CODEBOOK_EXPERTS", "CODEBOOK_MMA", "CODEBOOK_STREAM", "CODEBOOK_STREAM_ROUNDS", "CODEBOOK_STREAM_WGMMA",
     "CODEBOOK_WGMMA", "INT8_CUTLASS", "INT8_DP4A", "INT8_MMA", "INT8_STREAM", "INT8_WMMA", "W8A16_CUTLASS",
     "W8A16_MMA", "W8A16_STREAM", "W8A16_WGMMA",
 ]  # fmt: skip
@@ -37,6 +38,7 @@ _OTHERS: tuple[Family[Any, Any], ...] = (
     W8A16_CUTLASS,
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
+    CODEBOOK_EXPERTS,
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,

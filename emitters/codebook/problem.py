@@ -42,6 +42,8 @@ class CodebookProblem:
         pairs: whether the codebook is of pairs, so that a byte of 4-bit indices is the index of two values.
         experts: whether weights are those of experts, one after the other, and rows of D are routes; with tokens that
             were rotated before, without a residual.
+        early_routes: whether an earlier kernel than the last one has written which routes there are, so that weights of
+            experts are read before that one ends.
     """
 
     x: DType = DType.F16
@@ -54,6 +56,7 @@ class CodebookProblem:
     offsets: bool = False
     pairs: bool = False
     experts: bool = False
+    early_routes: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -86,6 +89,7 @@ class CodebookProblem:
                 not self.experts or (self.rotates is None and not self.row_norm and not e.residual),
                 "experts: tokens rotated before, norms that are read, no residual",
             ),
+            (not self.early_routes or self.experts, "early_routes: those to experts"),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
@@ -95,14 +99,14 @@ class CodebookProblem:
         """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``; ``h`` or ``h{rotates}`` after x if the kernel rotates.
 
         Rows of one norm have ``r`` in place of ``s{slots}``, offsets ``o`` behind it, pairs ``p`` behind the bits,
-        experts ``_e`` at the end.
+        experts ``_e`` at the end, with early routes ``_ee``.
         """
         x = self.x.value
         if self.rotates is not None:
             x += "h" if self.rotates is self.x else f"h{self.rotates.value}"
         norms = "r" if self.row_norm else f"s{self.slots}" + "o" * self.offsets
         return (
-            f"{x}xc{self.bits}{'p' * self.pairs}{norms}_{self.epilogue.name}_n{self.alignment_n}{'_e' * self.experts}"
+            f"{x}xc{self.bits}{'p' * self.pairs}{norms}_{self.epilogue.name}_n{self.alignment_n}{'_e' * self.experts}{'e' * self.early_routes}"
         )
 
     def params(self) -> tuple[Param, ...]:

@@ -13,7 +13,7 @@ from math import gcd
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, holds
-from qcut.emitters.core.experts import expert_rows
+from qcut.emitters.core.experts import EXPERT_ROWS
 from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
@@ -215,7 +215,7 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
         weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
         shape = (tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
         align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-        params, rows = problem.params(), f", {expert_rows(tile.tokens)}" if problem.experts else ""
+        params, rows = problem.params(), f", {EXPERT_ROWS}" if problem.experts else ""
         return kernel_source(
             name,
             arch,

@@ -14,12 +14,9 @@ EXPERT_PARAMS = (
     Param("per_row", "i32"),
     Param("rows", "i32"),
 )
-"""``tile_experts``: int32, the expert of each tile; a tile with another number than 0 to ``experts - 1`` has none.
+"""``tile_experts``: int32, the expert of each tile, those from 0 to ``experts - 1`` first; another number is none.
 ``tile_routes``: int32, the routes of each tile, -1 after the last; null where tiles are of one token, and route i is
 tile i. ``per_row``: routes of each of ``rows`` rows of tokens. ``m``, the rows of a launch, counts those of all tiles.
 """
-
-
-def expert_rows(tokens: int) -> str:
-    """The object of device code that finds the routes of tiles of so many tokens."""
-    return f"qcut::ExpertRows<{tokens}>{{tile_experts, tile_routes, experts, per_row, rows}}"
+EXPERT_ROWS = "qcut::ExpertRows{tile_experts, tile_routes, experts, per_row, rows}"
+"""The object of device code that these arguments make."""

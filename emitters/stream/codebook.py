@@ -8,12 +8,12 @@ warp keeps its tokens in registers; the warps of a cluster's CTAs divide K. From
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.codebook.problem import ONE_WEIGHT, CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
-from qcut.emitters.core.experts import expert_rows
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.stream.family import ROW_TILE, StreamFamily
@@ -57,7 +57,7 @@ class CodebookStreamTile:
         return self.units * self.warps * self.splits
 
 
-def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
+def registers(problem: CodebookProblem, tile: Any) -> int:
     """Estimate a thread's registers: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
@@ -71,7 +71,7 @@ def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 
-def register_limit(tile: CodebookStreamTile) -> int:
+def register_limit(tile: Any) -> int:
     """Registers that the register file has for a thread of the CTA, in steps of 8."""
     return min(255, 65_536 // (32 * tile.warps) // 8 * 8)
 
@@ -92,6 +92,7 @@ def table_bytes(problem: CodebookProblem) -> int:
 
 CONSTRAINTS = (
     ARCHITECTURE,
+    ONE_WEIGHT,
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     Constraint(
         "tokens",
@@ -128,8 +129,7 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
 
     Arguments are ``problem.params()`` in order: n >= 1, 1 <= m <= ``tile.tokens``, 1 <= units_k <= ``tile.capacity``.
     D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after
-    the previous kernel's end; all other arguments may be read before. With experts, everything is read after it, and m
-    counts the routes of all tiles, ``tile.tokens`` each; a route's row of D is written, and no other.
+    the previous kernel's end; all other arguments may be read before.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
     ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: products are exact, sums
@@ -155,8 +155,7 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
             tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
             shared="qcut::StreamShared",
             shared_last=shared_last(problem),
-            tokens=_tokens(problem),
-            rows=f", {expert_rows(tile.tokens)}" if problem.experts else "",
+            tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
             block=32 * tile.warps,
             smem_bytes=smem_bytes(problem, tile),
             cluster=tile.splits,
@@ -172,10 +171,7 @@ def shared_last(problem: CodebookProblem) -> str:
     return ", true" if problem.pairs and problem.x is DType.S8 else ""
 
 
-def _tokens(problem: CodebookProblem) -> str:
-    if problem.rotates is None:
-        kind = "RouteTokens" if problem.experts else "BlockTokens"
-        return f"qcut::{kind}<{problem.x.cpp}, Tile>{{x}}"
+def _row_token(problem: CodebookProblem) -> str:
     group = 128 // problem.slots
     kind, source = "RowToken" if problem.rotates is problem.x else "QuantizedToken", problem.rotates or problem.x
     return f"qcut::{kind}<{source.cpp}, Tile, {group}>(x, signs, k, units_pass, {group_factor(group)})"

@@ -124,6 +124,7 @@ def problem_of(
     offsets: bool = False,
     pairs: bool = False,
     experts: bool = False,
+    early_routes: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -141,6 +142,7 @@ def problem_of(
         offsets: whether group scales have offsets.
         pairs: whether the codebook is of pairs.
         experts: whether weights are those of experts, and rows of the result are routes.
+        early_routes: whether the last kernel has not written which routes there are.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -153,7 +155,7 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts)
+    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts, early_routes)
 
 
 @logs_choice

@@ -77,9 +77,9 @@ __device__ __forceinline__ TokenRows<Args> rows_of_tile(const PromptWork<T, AllR
                                                         int) {
   return {args, first, work.m};
 }
-template <class T, class Args, int kTokens>
-__device__ __forceinline__ RouteRows<Args> rows_of_tile(const PromptWork<T, ExpertRows<kTokens>>& work, const Args& args,
-                                                        int tile, int first, int n) {
+template <class T, class Args>
+__device__ __forceinline__ RouteRows<Args> rows_of_tile(const PromptWork<T, ExpertRows>& work, const Args& args, int tile,
+                                                        int first, int n) {
   const long long expert = work.expert(tile);
   Args mine = args;
   mine.col_scale_per_channel += expert * n;

@@ -22,7 +22,6 @@
 
 #include <qcut/stream/codebook_tokens.cuh>
 #include <qcut/core/epilogue.cuh>
-#include <qcut/core/experts.cuh>
 
 namespace qcut {
 
@@ -253,23 +252,22 @@ struct UnitProduct<int8_t, Values> {
 };
 
 // Writes one element of D. The epilogue's vectors are in shared memory; the vectors of columns start at column col0.
-template <class E, class Acc, class Rows>
+template <class E, class Acc>
 __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int col0, typename E::Out* d, int m, int n,
-                                               int ldd, const typename E::Args& args, const Rows& rows) {
+                                               int ldd, const typename E::Args& args) {
   const auto column = E::column(args, row, n - col0);
-  const long long at = static_cast<long long>(rows.of(token)) * ldd + col0 + row;
+  const long long at = static_cast<long long>(token) * ldd + col0 + row;
   float added = 0.0f;
   if constexpr (E::kHasResidual) added = to_float(args.residual[at]);
   d[at] = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), added, args));
 }
 
-// The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles, and
-// with ExpertRows as many again for every tile of routes. x is a BlockTokens, a RowToken, a QuantizedToken or, with
-// ExpertRows, a RouteTokens.
-template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X, class B, class Rows = AllRows>
+// The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
+// is a BlockTokens, a RowToken or a QuantizedToken.
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X, class B>
 __device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
-                                                const B& book, typename E::Args args, Rows rows = Rows()) {
+                                                const B& book, typename E::Args args) {
   constexpr bool kTable = !kIsInt8<T> || B::kPairs;
   using Shared = StreamShared<T, Tile, kTable>;
   using Product = UnitProduct<T, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
@@ -282,24 +280,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
-  using Unit = WeightUnit<kBits, kSlots, kOffsets>;
-  int cta = static_cast<int>(blockIdx.x) / Tile::kSplits;
-  if constexpr (Rows::kOfExperts) {
-    // Kernels before have written which expert this is: no weight can be loaded before the wait.
-    if constexpr (kTable) fill_pair_table<Tile::kWarps>(shared, book);
-    const int ctas = ((n + kUnitRows - 1) / kUnitRows + Tile::kRowTiles - 1) / Tile::kRowTiles;
-    wait_for_dependencies();
-    const long long expert = rows.begin(cta / ctas, m);
-    if (expert < 0) return;
-    cta %= ctas;
-    const long long before = expert * ((n + 63) / 64 * 4);  // tiles of 16 rows of the experts before
-    units += before * units_k * kUnitBytes<kBits>;
-    norms += before * units_k * Unit::kNormBytes;
-    if constexpr (kIsInt8<T>) fold += before * kUnitRows;
-    args.col_scale_per_channel += expert * n;
-    if (args.bias != nullptr) args.bias += expert * n;
-  }
-  const int tile0 = cta * Tile::kRowTiles;
+  const int tile0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRowTiles;
   const int tiles = min(Tile::kRowTiles, (n + kUnitRows - 1) / kUnitRows - tile0);
   const int col0 = kUnitRows * tile0;
   const int cta_first = rank * Tile::kWarps * kUnits;
@@ -307,6 +288,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
 
   // Units past the last one stay zero, and so do their tokens. All warps take the same branches: the table's address
   // then stays in a uniform register, which saves an addition for every two weights.
+  using Unit = WeightUnit<kBits, kSlots, kOffsets>;
   Unit weights[Tile::kPrefetch][kUnits] = {};
   RowFold<T> folds[Tile::kPrefetch];
   // The address of this lane's part of unit k0 of the next tile, computed before the tile's registers are free.
@@ -344,28 +326,20 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   x.begin(cta_first, units_k);
   launch_dependents();
   if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
-  if constexpr (kTable && !Rows::kOfExperts) fill_pair_table<Tile::kWarps>(shared, book);
+  if constexpr (kTable) fill_pair_table<Tile::kWarps>(shared, book);
 
   const uint32_t regions = shared_address(shared) + Shared::kRegions;
   const uint32_t region = regions + warp * Shared::kRegionBytes;
   float* col_scale = reinterpret_cast<float*>(shared + Shared::kColScale);
   float* bias = reinterpret_cast<float*>(shared + Shared::kBias);
   float* row_scale = reinterpret_cast<float*>(shared + Shared::kRowScale);
-  if constexpr (!Rows::kOfExperts) wait_for_dependencies();
-  if constexpr (Rows::kOfExperts) {
-    x.request(regions, m, cta_first, units_k, rows);
-  } else {
-    x.request(regions, m, cta_first, units_k);
-  }
+  wait_for_dependencies();
+  x.request(regions, m, cta_first, units_k);
   copy_async_commit();
   const int columns = min(Tile::kRows, n - col0);
   copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
   copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
-  if constexpr (kIsInt8<T> && Rows::kOfExperts) {
-    if (threadIdx.x < m) row_scale[threadIdx.x] = args.row_scale[rows.source(threadIdx.x)];
-  } else if constexpr (kIsInt8<T> && !X::kHasScale) {
-    copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
-  }
+  if constexpr (kIsInt8<T> && !X::kHasScale) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
   copy_async_commit();
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
@@ -429,9 +403,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     for (int i = threadIdx.x; i < Tile::kRows * m; i += kThreads) {
       const int token = i / Tile::kRows;
       const int row = i % Tile::kRows;
-      if (col0 + row < n) {
-        finish_element<E>(sum_of_warps(token, row), token, row, col0, d, m, n, ldd, args, rows);
-      }
+      if (col0 + row < n) finish_element<E>(sum_of_warps(token, row), token, row, col0, d, m, n, ldd, args);
     }
   } else {
     // Each CTA sends its sums to the CTA that writes their elements of D. The receiver adds them in the order of ranks.
@@ -457,7 +429,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
       Acc sum = sent[0];
 #pragma unroll
       for (int r = 1; r < Tile::kSplits; ++r) sum += sent[r * kUnitRows * Shared::kShare];
-      finish_element<E>(sum, token, row, col0, d, m, n, ldd, args, rows);
+      finish_element<E>(sum, token, row, col0, d, m, n, ldd, args);
     }
   }
 }

@@ -123,7 +123,7 @@ __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile
     Acc sum{};
 #pragma unroll
     for (int w = 0; w < Tile::kWarps; ++w) sum += at[w * (Shared::kRegionBytes / 4)];
-    finish_element<E>(sum, token, row, col0, d, m, n, ldd, args, AllRows());
+    finish_element<E>(sum, token, row, col0, d, m, n, ldd, args);
   }
 }
 

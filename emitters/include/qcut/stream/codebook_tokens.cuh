@@ -107,41 +107,6 @@ struct BlockTokens {
   __device__ __forceinline__ void finish(uint32_t, float*) const {}
 };
 
-// The tokens of the routes of a tile, each from wherever its token lies in the blocks. Chunk c of token t lies at
-// c ^ (t % 8) of its 128 bytes, in memory as in the region.
-template <class T, class Tile>
-struct RouteTokens {
-  using Shared = StreamShared<T, Tile>;
-  static constexpr bool kHasScale = false;
-  const char* x;
-
-  __device__ __forceinline__ void begin(int, int) {}
-  template <class Rows>
-  __device__ __forceinline__ void request(uint32_t regions, int m, int cta_first, int units_k, const Rows& rows) const {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
-    const uint32_t region = regions + warp * Shared::kRegionBytes;
-    const int first = cta_first + warp * Tile::kUnits;
-    const int blocks = (rows.rows + 7) / 8;
-    constexpr int kRows = Shared::kStagedRows;
-    constexpr int kPieces = Shared::kStagedBytes / 16;
-#pragma unroll
-    for (int from = 0; from < kPieces; from += 32) {
-      const int i = from + lane;
-      const int row = i / 8 % kRows;
-      const int j = i / (8 * kRows) % Tile::kTokenTiles;
-      const int block = i / (8 * kRows * Tile::kTokenTiles);
-      const bool there = i < kPieces && 8 * j + row < m;
-      const int token = there ? rows.source(8 * j + row) : 0;
-      const int chunk = i % 8 ^ row ^ token % 8;
-      const long long at = static_cast<long long>(first * Shared::kBlocks + block) * blocks + token / 8;
-      copy_async_if<16>(region + 16 * i, x + 1024 * at + 128 * (token % 8) + 16 * chunk, there,
-                        first + block / Shared::kBlocks >= units_k);
-    }
-  }
-  __device__ __forceinline__ void finish(uint32_t, float*) const {}
-};
-
 // Columns of one token as the model stores it, 16 to a thread: those of kHere units from unit `first` on. Each piece is
 // rotated in groups of kGroup columns, bitwise as codebook/rotate.cuh does. Units past the last one are zero.
 template <class X, class Tile, int kGroup, int kHere>
