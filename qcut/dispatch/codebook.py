@@ -155,7 +155,9 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts, early_routes)
+    return CodebookProblem(
+        x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts, early_routes
+    )
 
 
 @logs_choice

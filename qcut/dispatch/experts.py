@@ -9,10 +9,11 @@ from operator import itemgetter
 
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import Choice
-from qcut.dispatch.heuristics.codebook import stream, wgmma
+from qcut.dispatch.heuristics.codebook import experts as decode
+from qcut.dispatch.heuristics.codebook import wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.families import CODEBOOK_STREAM, CODEBOOK_WGMMA
+from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_WGMMA
 
 _SIZES = (8, 16, 32)
 _ORDERED_SIZES = (128, 256)
@@ -66,6 +67,7 @@ def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: 
         costs = [(tile, wgmma.cycles(problem, tile, size * tiles, n, k, target)) for tile in menu]
         tile, cost = min(costs, key=itemgetter(1))
         return Choice(CODEBOOK_WGMMA.name, tile, cost=cost)
-    found = stream.candidates(problem, size, n, k, target, copies=max(1, tiles))
-    tile, cost = min(found, key=itemgetter(1))
-    return Choice(CODEBOOK_STREAM.name, tile, cost=cost)
+    found = min(decode.candidates(problem, size, k, target), key=itemgetter(1), default=None)
+    if found is None:
+        raise EmitError(f"{CODEBOOK_EXPERTS.name}: no tile for tiles of {size} routes and {k} columns on {target.arch}")
+    return Choice(CODEBOOK_EXPERTS.name, found[0], cost=found[1])

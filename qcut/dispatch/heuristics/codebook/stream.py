@@ -33,9 +33,9 @@ _TOKENS = 0.1  # reading a token's part of a unit, 256 bytes, from the L2
 
 
 def candidates(
-    problem: CodebookProblem, m: int, n: int, k: int, target: Target, copies: int = 1
+    problem: CodebookProblem, m: int, n: int, k: int, target: Target
 ) -> Iterator[tuple[CodebookStreamTile, float]]:
-    """Tiles for m tokens and weights ``[n, k]``, or for m tokens with each of so many weights, in one launch.
+    """Tiles for m tokens and weights ``[n, k]``.
 
     The model weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange
     of a cluster, the table that each CTA fills, and waves after the first.
@@ -56,21 +56,19 @@ def candidates(
         if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
             continue
         slots = max(1, machine.clusters_at_once(splits)) * ctas
-        # No CTA has rows of two weights: CTAs of several weights may have equal parts of one.
-        parts = range(1, row_tiles + 1) if copies > 1 else (slots,)
-        for wanted in {min(-(-row_tiles // part), MAX_ROW_TILES) for part in parts}:
-            tile = _largest(
-                problem, CodebookStreamTile(tokens, wanted, warps, units, splits, alone=ctas == 1 and alone), arch
-            )
-            if tile is None or not _fit_together(problem, tile, ctas, arch):
-                continue
-            waves = -(-(copies * -(-row_tiles // tile.row_tiles)) // slots)
-            read = ctas * tile.row_tiles * warps * units * (1 + latency / (warps * ctas) + _MORE_UNITS * (units - 1))
-            sums = pace * (ctas * warps * m * tile.row_tiles / _SUMS)
-            exchange = pace * _EXCHANGE * splits if splits > 1 else 0
-            cost = waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
-            found = True
-            yield tile, cost
+        wanted = min(-(-row_tiles // slots), MAX_ROW_TILES)
+        tile = _largest(
+            problem, CodebookStreamTile(tokens, wanted, warps, units, splits, alone=ctas == 1 and alone), arch
+        )
+        if tile is None or not _fit_together(problem, tile, ctas, arch):
+            continue
+        waves = -(-row_tiles // (tile.row_tiles * slots))
+        read = ctas * tile.row_tiles * warps * units * (1 + latency / (warps * ctas) + _MORE_UNITS * (units - 1))
+        sums = pace * (ctas * warps * m * tile.row_tiles / _SUMS)
+        exchange = pace * _EXCHANGE * splits if splits > 1 else 0
+        cost = waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
+        found = True
+        yield tile, cost
     if not found:
         raise EmitError(f"codebook decode: no tile for {units_k} units of K, {n} rows and {m} tokens on {arch}")
 
