@@ -233,6 +233,8 @@ class SelfAttention:
             None: they are in that order.
         window: see `Scores`.
         softcap: see `Scores`.
+        clip: largest magnitude of queries, keys and values before rotary positions; larger ones become it. None: all
+            stay.
     """
 
     projections: tuple[nn.Module, ...]
@@ -244,6 +246,7 @@ class SelfAttention:
     order: Tensor | None = None
     window: int = 0
     softcap: float = 0.0
+    clip: float | None = None
 
     def stacked(self, stacker: Stacker) -> SelfAttention:
         """Attention with one product for queries, keys and values, if the layers allow it."""
@@ -254,8 +257,12 @@ class SelfAttention:
         projected = [project(module, x) for module in self.projections]
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
-        q, k, v = self.heads.split(projected)
-        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
+        (q, k, v), norms = self.heads.split(projected), self.norms
+        if self.clip is not None:
+            if norms is not None:
+                (q, k), norms = norms(q, k), None
+            q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
+        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), norms, absmax)
         return project(self.output, mixed if absmax is None else TokensWithAbsmax(mixed, absmax))
 
 
@@ -359,6 +366,7 @@ class Block:
         attention_end: after attention, or None.
         mlp_end: after the MLP, or None.
         parallel: the MLP reads what attention reads, not its sum.
+        multiplier: of both branches, before they are added.
     """
 
     attention_norm: AddNorm | None
@@ -368,18 +376,23 @@ class Block:
     attention_end: AddNorm | None = None
     mlp_end: AddNorm | None = None
     parallel: bool = False
+    multiplier: float = 1.0
 
     def __call__(self, x: Tensor, branch: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
         """Residual and last branch ``[M, hidden]`` of the result, from those of the input."""
         x, normed = _normed(self.attention_norm, x, branch)
-        attended = _ended(self.attention_end, self.attention(normed, attend, absmax[0]))
+        attended = self._ended(self.attention_end, self.attention(normed, attend, absmax[0]))
         x, normed = _normed(self.mlp_norm, x, None if self.parallel else attended)
-        added = _ended(self.mlp_end, self.mlp(normed, absmax[1]))
+        added = self._ended(self.mlp_end, self.mlp(normed, absmax[1]))
         return x, added + attended if self.parallel else added
 
     def stacked(self, stacker: Stacker) -> Block:
         """The block with projections of one input as one product, if the layers allow it."""
         return replace(self, attention=self.attention.stacked(stacker), mlp=self.mlp.stacked(stacker))
+
+    def _ended(self, norm: AddNorm | None, branch: Tensor) -> Tensor:
+        branch = branch if norm is None else cast(Tensor, norm(branch, None)[1])
+        return branch if self.multiplier == 1 else branch * self.multiplier
 
 
 def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
@@ -388,10 +401,6 @@ def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Ten
         return norm(x, branch)
     x = x if branch is None else x + branch
     return x, x
-
-
-def _ended(norm: AddNorm | None, x: Tensor) -> Tensor:
-    return x if norm is None else cast(Tensor, norm(x, None)[1])
 
 
 # ── the decoder ──────────────────────────────────────────────────────────────────────────────────
@@ -450,6 +459,8 @@ class Decoder:
         dtype: dtype of activations.
         device: device of the weights.
         softcap: logits become ``softcap * tanh(logits / softcap)``; None: they stay.
+        embedding_multiplier: of embeddings.
+        logits_divisor: of logits.
     """
 
     architecture: str
@@ -464,6 +475,8 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    logits_divisor: float = 1.0
 
     def __call__(
         self, ids: Tensor, positions: Tensor, batch: int, attention: Attention
@@ -481,6 +494,7 @@ class Decoder:
         """
         memory, of_blocks = self._absmax(len(ids)) if attention.raises_absmax else self._no_absmax
         x, branch = self.embed(ids, positions, batch, memory), None
+        x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
         for i, (block, absmax) in enumerate(zip(self.blocks, of_blocks, strict=True)):
             x, branch = block(x, branch, partial(attention, i), absmax)
         return x, branch
@@ -488,6 +502,7 @@ class Decoder:
     def logits(self, x: Tensor, branch: Tensor | None) -> Tensor:
         """Logits ``[M, vocabulary]`` of hidden states ``x + branch``, or x."""
         logits = project(self.head, self.norm(x, branch)[1])
+        logits = logits if self.logits_divisor == 1 else logits / self.logits_divisor
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:
