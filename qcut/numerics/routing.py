@@ -1,0 +1,112 @@
+"""The routes of tokens to experts, in plain torch: how they are chosen, sorted into tiles, and summed.
+
+A route is a token's choice of one expert. Route j of token m has the number ``m * k + j``. No function reads a tensor
+on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCORES = ("softmax", "sigmoid", "logits")
+"""Scores of a router: of all logits, of each logit, or the logits, whose weights are the softmax of those chosen."""
+GROUP_SCORES = ("max", "top2")
+"""A group's score: its largest choice score, or the sum of its two largest."""
+MAX_EXPERTS = 1024
+"""Most experts that a router chooses from, and that routes are sorted by."""
+MAX_TOP_K = 32
+"""Most experts of a token."""
+MAX_GROUPS = 32
+"""Most groups of experts."""
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    scores: str,
+    top_k: int,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",
+    renormalize: bool = False,
+    eps: float = 0.0,
+    min_sum: float = 0.0,
+    scaling: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`qcut.ops.routing.RouteOp`, arguments checked: weights float32 ``[M, k]`` and experts int32 ``[M, k]``."""
+    x = logits.float().contiguous()
+    is_limited = top_groups < groups
+    # Softmax and sigmoid keep the order of logits. Their rounding would make ties, and differs between devices.
+    by_score = bias is not None or (is_limited and group_score == "top2")
+    choice = _scores(x, scores) if by_score else x
+    if bias is not None:
+        choice = choice + bias
+    experts = _descending(choice)
+    if is_limited:
+        size = x.shape[1] // groups
+        grouped = choice.unflatten(1, (groups, size))
+        ranked = grouped.gather(2, _descending(grouped))
+        best = ranked[..., 0] if group_score == "max" else ranked[..., 0] + ranked[..., 1]
+        is_out = torch.ones_like(best, dtype=torch.int32)
+        is_out.scatter_(1, _descending(best)[:, :top_groups], 0)
+        experts = experts.gather(1, is_out.gather(1, experts // size).argsort(dim=1, stable=True))
+    experts = experts[:, :top_k]
+    weights = _scores(x, scores).gather(1, experts)
+    if scores == "logits":
+        weights = weights.softmax(1)
+    if renormalize:
+        total = weights[:, :1]
+        for j in range(1, top_k):
+            total = total + weights[:, j : j + 1]
+        weights = weights / (total + eps).clamp(min=min_sum)
+    return weights * scaling, experts.int()
+
+
+def _scores(logits: Tensor, kind: str) -> Tensor:
+    if kind == "logits":
+        return logits
+    return logits.softmax(1) if kind == "softmax" else logits.sigmoid()
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Indices of the last dimension from the largest value on; equal values in order of index, NaN last."""
+    return (-values).argsort(dim=-1, stable=True)
+
+
+def tile_count(routes: int, count: int, tile: int) -> int:
+    """Tiles that hold this many routes, however they are distributed among ``count`` experts; may be symbolic."""
+    return (routes + torch.sym_min(count, routes) * (tile - 1)) // tile
+
+
+def sort_routes(experts: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor]:
+    """`qcut.ops.routing.SortRoutesOp`, arguments checked: experts of tiles ``[T]`` and their routes ``[T, tile]``."""
+    flat = experts.reshape(-1).long()
+    routes = flat.numel()
+    tiles = tile_count(routes, count, tile)
+    flat = torch.where((flat >= 0) & (flat < count), flat, count)
+    sizes = torch.zeros(count + 1, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    ends = ((sizes[:count] + tile - 1) // tile).cumsum(0)
+    # Routes of no expert get the same position past all tiles.
+    order = flat.argsort(stable=True)
+    expert = flat[order]
+    rank = torch.arange(routes, device=flat.device) - (sizes.cumsum(0) - sizes)[expert]
+    starts = torch.cat([ends.new_zeros(1), ends])
+    positions = torch.where(expert < count, starts[expert] * tile + rank, tiles * tile)
+    tile_routes = torch.full((tiles * tile + 1,), -1, dtype=torch.int32, device=flat.device)
+    tile_routes[positions] = order.int()
+    tile_experts = torch.searchsorted(ends, torch.arange(tiles, device=flat.device), right=True, out_int32=True)
+    return tile_experts.masked_fill(tile_experts == count, -1), tile_routes[:-1].view(tiles, tile)
+
+
+def sum_routes(results: Tensor, weights: Tensor, experts: Tensor, count: int, added: Tensor | None) -> Tensor:
+    """`qcut.ops.routing.SumRoutesOp`, arguments checked: ``[M, H]``."""
+    (m, k), h = experts.shape, results.shape[1]
+    rows = results.reshape(m, k, h)
+    is_computed = (experts >= 0) & (experts < count)
+    total = torch.zeros(m, h, dtype=torch.float32, device=results.device)
+    for j in range(k):
+        product = weights[:, j, None] * rows[:, j].float()
+        total = torch.where(is_computed[:, j, None], total + product, total)
+    y = total.to(results.dtype)
+    return y if added is None else y + added.contiguous()
