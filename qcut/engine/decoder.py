@@ -187,23 +187,45 @@ class HeadWeights(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of queries and of keys before rotary positions: of each head, or of all heads of a token together."""
+    """RMSNorms of queries and of keys: of each head, or of all heads of a token together.
+
+    Attributes:
+        query: the norm of queries.
+        key: the norm of keys.
+        after_rotary: whether rotary positions come first.
+    """
 
     query: AddNorm
     key: AddNorm
+    after_rotary: bool = False
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalized queries and keys ``[M, heads, D]``."""
         normed_q, normed_k = (
             cast(Tensor, norm(x.reshape(-1, len(cast(Tensor, norm.module.weight))), None)[1]).view(x.shape)
-            for norm, x in zip(self, (q, k), strict=True)
+            for norm, x in ((self.query, q), (self.key, k))
         )
         return normed_q, normed_k
 
+    def at_positions(self, q: Tensor, k: Tensor, tables: Tables, positions: Tensor) -> tuple[Tensor, Tensor, Tables]:
+        """Normalized queries and keys ``[M, heads, D]``, and the tables by which they are to be rotated afterwards.
+
+        Args:
+            q: ``[M, heads, D]``.
+            k: ``[M, heads, D]``.
+            tables: of the layer.
+            positions: of the tokens, int32 ``[M]``.
+        """
+        if self.after_rotary and tables[0] is not None:
+            (cos, sin), half = (table[positions, None] for table in tables), q.shape[2] // 2
+            q, k = (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+            tables = None, None
+        return *self(q, k), tables
+
     def by_head(self, size: int) -> HeadWeights | None:
-        """Weights of norms that normalize each head of so many elements by itself; None for other norms."""
-        query, key = (cast(Tensor, norm.module.weight) for norm in self)
-        if len(query) != size or len(key) != size or self.query.eps != self.key.eps:
+        """Weights of norms that normalize each head of so many elements before rotary positions; None for others."""
+        query, key = (cast(Tensor, norm.module.weight) for norm in (self.query, self.key))
+        if self.after_rotary or len(query) != size or len(key) != size or self.query.eps != self.key.eps:
             return None
         return HeadWeights(query, key, self.query.eps)
 
@@ -227,7 +249,7 @@ class SelfAttention:
         output: the projection of the concatenated heads.
         heads: heads of a token.
         scaling: factor of the scores.
-        norms: of queries and of keys, before rotary positions; or None.
+        norms: of queries and of keys, or None.
         rotary: makes cosines and sines of positions; None: no rotary positions.
         order: int64, columns of the concatenated projections in the order that ``heads`` and rotary pairs require;
             None: they are in that order.

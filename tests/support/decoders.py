@@ -99,6 +99,15 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_layer_start_index": 1,
         },
     ),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {
+            "num_experts": 6,
+            "moe_topk": [2, 3],
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", **_THETA, "factor": 1.0, "alpha": 1000.0},
+        },
+    ),
 }
 """By kind, the model's type in transformers, and what differs from `sizes`."""
 KINDS = tuple(_KINDS)

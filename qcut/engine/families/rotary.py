@@ -13,7 +13,7 @@ from torch import Tensor
 from qcut.engine.decoder import Heads, Rotary
 from qcut.errors import UnsupportedError
 
-_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+_TYPES = ("default", "linear", "llama3", "yarn", "ntk_alpha", "dynamic", "longrope")
 """Frequencies of the last two depend on the length only past the context that `context_of` allows."""
 
 
