@@ -65,7 +65,7 @@ def test_decode_logits_are_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "int4", "int8/int4"])
-def test_compressed_caches_hold_the_same_after_prefill_and_decode(kv_cache: Any) -> None:
+def test_prefill_and_decode_fill_the_same_cache(kv_cache: Any) -> None:
     model, (prompt,) = quantized("qwen3_moe", "w8a8", **WIDE), prompts_of(VOCABULARY, 20)
     whole, steps = (Engine(model, kv_cache=kv_cache) for _ in range(2))
     want = whole.prefill([prompt])
@@ -90,7 +90,7 @@ def test_norms_before_mixtures_stay_in_float() -> None:
     assert second.mlp_norm.k_padded == 48
 
 
-def test_shared_experts_are_stacked_and_quantize_in_their_product() -> None:
+def test_shared_experts_are_stacked_and_take_absmax() -> None:
     model = quantized("qwen2_moe", "w8a8")
     for mixture in mixtures_of(model):
         assert mixture.shared is not None
@@ -110,7 +110,7 @@ def test_float_experts_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("norm_topk_prob", False)])
-def test_routers_are_read_and_not_their_configuration(name: str, value: Any) -> None:
+def test_options_of_routers_are_read_from_them(name: str, value: Any) -> None:
     model = quantized("qwen3_moe", "w8a8")
     (prompt,) = prompts_of(VOCABULARY, 21)
     before = last_logits(model, prompt)
@@ -121,7 +121,7 @@ def test_routers_are_read_and_not_their_configuration(name: str, value: Any) -> 
     assert (Engine(model).prefill([prompt])[0] - want).abs().max() <= 1e-4 * want.abs().max()
 
 
-def test_float_experts_that_nobody_knows_are_refused_by_layer() -> None:
+def test_unknown_float_experts_are_refused_by_layer() -> None:
     model = small("qwen3_moe")
     model.model.layers[1].mlp.experts.act_fn = nn.Softsign()
     with pytest.raises(UnsupportedError, match="experts of layer 1: Qwen3MoeExperts has a gate that qcut does not"):

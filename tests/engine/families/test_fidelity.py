@@ -226,7 +226,7 @@ EXPERTS: dict[str, tuple[Change, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("what", EXPERTS)
-def test_quantized_experts_that_compute_otherwise_are_refused(what: str) -> None:
+def test_changed_quantized_experts_are_refused_by_name(what: str) -> None:
     model, (change, words) = small("qwen3_moe"), EXPERTS[what]
     qcut.quantize(model, "w8a8", progress=False)
     change(model.model.layers[1].mlp.experts)
@@ -360,7 +360,7 @@ def adapted(kind: str = "llama", model: Any = None, **options: Any) -> Any:
     return get_peft_model(model or small(kind), LoraConfig(task_type="CAUSAL_LM", **options))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi3", "gpt_neox", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi3", "gpt_neox", "gemma3", "olmo2", "qwen3_moe"])
 def test_adapters_are_served(kind: str) -> None:
     served(adapted(kind))
 
