@@ -187,23 +187,45 @@ class HeadWeights(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of queries and of keys before rotary positions: of each head, or of all heads of a token together."""
+    """RMSNorms of queries and of keys: of each head, or of all heads of a token together.
+
+    Attributes:
+        query: the norm of queries.
+        key: the norm of keys.
+        after_rotary: whether rotary positions come first.
+    """
 
     query: AddNorm
     key: AddNorm
+    after_rotary: bool = False
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalized queries and keys ``[M, heads, D]``."""
         normed_q, normed_k = (
             cast(Tensor, norm(x.reshape(-1, len(cast(Tensor, norm.module.weight))), None)[1]).view(x.shape)
-            for norm, x in zip(self, (q, k), strict=True)
+            for norm, x in ((self.query, q), (self.key, k))
         )
         return normed_q, normed_k
 
+    def at_positions(self, q: Tensor, k: Tensor, tables: Tables, positions: Tensor) -> tuple[Tensor, Tensor, Tables]:
+        """Normalized queries and keys ``[M, heads, D]``, and the tables by which they are to be rotated afterwards.
+
+        Args:
+            q: ``[M, heads, D]``.
+            k: ``[M, heads, D]``.
+            tables: of the layer.
+            positions: of the tokens, int32 ``[M]``.
+        """
+        if self.after_rotary and tables[0] is not None:
+            (cos, sin), half = (table[positions, None] for table in tables), q.shape[2] // 2
+            q, k = (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+            tables = None, None
+        return *self(q, k), tables
+
     def by_head(self, size: int) -> HeadWeights | None:
-        """Weights of norms that normalize each head of so many elements by itself; None for other norms."""
-        query, key = (cast(Tensor, norm.module.weight) for norm in self)
-        if len(query) != size or len(key) != size or self.query.eps != self.key.eps:
+        """Weights of norms that normalize each head of so many elements before rotary positions; None for others."""
+        query, key = (cast(Tensor, norm.module.weight) for norm in (self.query, self.key))
+        if self.after_rotary or len(query) != size or len(key) != size or self.query.eps != self.key.eps:
             return None
         return HeadWeights(query, key, self.query.eps)
 
@@ -227,12 +249,14 @@ class SelfAttention:
         output: the projection of the concatenated heads.
         heads: heads of a token.
         scaling: factor of the scores.
-        norms: of queries and of keys, before rotary positions; or None.
+        norms: of queries and of keys, or None.
         rotary: makes cosines and sines of positions; None: no rotary positions.
         order: int64, columns of the concatenated projections in the order that ``heads`` and rotary pairs require;
             None: they are in that order.
         window: see `Scores`.
         softcap: see `Scores`.
+        clip: largest magnitude of queries, keys and values before rotary positions; larger ones become it. None: all
+            stay.
     """
 
     projections: tuple[nn.Module, ...]
@@ -244,6 +268,7 @@ class SelfAttention:
     order: Tensor | None = None
     window: int = 0
     softcap: float = 0.0
+    clip: float | None = None
 
     def stacked(self, stacker: Stacker) -> SelfAttention:
         """Attention with one product for queries, keys and values, if the layers allow it."""
@@ -254,8 +279,12 @@ class SelfAttention:
         projected = [project(module, x) for module in self.projections]
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
-        q, k, v = self.heads.split(projected)
-        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
+        (q, k, v), norms = self.heads.split(projected), self.norms
+        if self.clip is not None:
+            if norms is not None:
+                (q, k), norms = norms(q, k), None
+            q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
+        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), norms, absmax)
         return project(self.output, mixed if absmax is None else TokensWithAbsmax(mixed, absmax))
 
 
@@ -359,6 +388,7 @@ class Block:
         attention_end: after attention, or None.
         mlp_end: after the MLP, or None.
         parallel: the MLP reads what attention reads, not its sum.
+        multiplier: of both branches, before they are added.
     """
 
     attention_norm: AddNorm | None
@@ -368,18 +398,23 @@ class Block:
     attention_end: AddNorm | None = None
     mlp_end: AddNorm | None = None
     parallel: bool = False
+    multiplier: float = 1.0
 
     def __call__(self, x: Tensor, branch: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
         """Residual and last branch ``[M, hidden]`` of the result, from those of the input."""
         x, normed = _normed(self.attention_norm, x, branch)
-        attended = _ended(self.attention_end, self.attention(normed, attend, absmax[0]))
+        attended = self._ended(self.attention_end, self.attention(normed, attend, absmax[0]))
         x, normed = _normed(self.mlp_norm, x, None if self.parallel else attended)
-        added = _ended(self.mlp_end, self.mlp(normed, absmax[1]))
+        added = self._ended(self.mlp_end, self.mlp(normed, absmax[1]))
         return x, added + attended if self.parallel else added
 
     def stacked(self, stacker: Stacker) -> Block:
         """The block with projections of one input as one product, if the layers allow it."""
         return replace(self, attention=self.attention.stacked(stacker), mlp=self.mlp.stacked(stacker))
+
+    def _ended(self, norm: AddNorm | None, branch: Tensor) -> Tensor:
+        branch = branch if norm is None else cast(Tensor, norm(branch, None)[1])
+        return branch if self.multiplier == 1 else branch * self.multiplier
 
 
 def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
@@ -388,10 +423,6 @@ def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Ten
         return norm(x, branch)
     x = x if branch is None else x + branch
     return x, x
-
-
-def _ended(norm: AddNorm | None, x: Tensor) -> Tensor:
-    return x if norm is None else cast(Tensor, norm(x, None)[1])
 
 
 # ── the decoder ──────────────────────────────────────────────────────────────────────────────────
@@ -450,6 +481,8 @@ class Decoder:
         dtype: dtype of activations.
         device: device of the weights.
         softcap: logits become ``softcap * tanh(logits / softcap)``; None: they stay.
+        embedding_multiplier: of embeddings.
+        logits_divisor: of logits.
     """
 
     architecture: str
@@ -464,6 +497,8 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    logits_divisor: float = 1.0
 
     def __call__(
         self, ids: Tensor, positions: Tensor, batch: int, attention: Attention
@@ -481,6 +516,7 @@ class Decoder:
         """
         memory, of_blocks = self._absmax(len(ids)) if attention.raises_absmax else self._no_absmax
         x, branch = self.embed(ids, positions, batch, memory), None
+        x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
         for i, (block, absmax) in enumerate(zip(self.blocks, of_blocks, strict=True)):
             x, branch = block(x, branch, partial(attention, i), absmax)
         return x, branch
@@ -488,6 +524,7 @@ class Decoder:
     def logits(self, x: Tensor, branch: Tensor | None) -> Tensor:
         """Logits ``[M, vocabulary]`` of hidden states ``x + branch``, or x."""
         logits = project(self.head, self.norm(x, branch)[1])
+        logits = logits if self.logits_divisor == 1 else logits / self.logits_divisor
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:
