@@ -15,7 +15,7 @@ from qcut.emitters.core.text import flag
 _KINDS = {"softmax": "kSoftmax", "sigmoid": "kSigmoid", "logits": "kLogits"}
 SCORES = tuple(_KINDS)
 """Scores of `RouteTokens`."""
-SLOTS = (1, 2, 4, 8, 16, 32)
+SLOTS = (2, 4, 8, 16, 32)
 """Experts of a lane."""
 
 CONSTRAINTS = (
@@ -35,7 +35,6 @@ class RouteTokens(Kernel):
         scores: see `SCORES`.
         slots: experts of a lane; a token has up to 32 times as many.
         by_score: whether the choice compares scores, with a bias or in sums of two; otherwise it compares logits.
-        limited: whether experts of some groups only may be chosen.
         arch: real architecture.
 
     Exactness: choices are bitwise for equal choice scores; ``expf`` is within 2 ulp, and divisions are rounded once.
@@ -45,16 +44,15 @@ class RouteTokens(Kernel):
     scores: str
     slots: int
     by_score: bool
-    limited: bool
     arch: str
 
     constraints = CONSTRAINTS
 
     @property
     def name(self) -> str:
-        """``qcut_route_{arch}_{x}_{scores}_e{experts}``, ``_s`` if it compares scores, ``_g`` if groups are limited."""
-        flags = "_s" * self.by_score + "_g" * self.limited
-        return f"qcut_route_{self.arch.replace('_', '')}_{self.x.value}_{self.scores}_e{32 * self.slots}{flags}"
+        """``qcut_route_{arch}_{x}_{scores}_e{experts}``, ``_s`` if it compares scores."""
+        experts = f"e{32 * self.slots}" + "_s" * self.by_score
+        return f"qcut_route_{self.arch.replace('_', '')}_{self.x.value}_{self.scores}_{experts}"
 
     @property
     def block(self) -> int:
@@ -84,7 +82,7 @@ class RouteTokens(Kernel):
     def emit(self) -> KernelSource:
         """Text of the kernel."""
         scores = f"qcut::Scores::{_KINDS[self.scores]}"
-        options = f"{self.slots}, {flag(self.by_score)}, {flag(self.limited)}, {self.block}"
+        options = f"{self.slots}, {flag(self.by_score)}, {self.block}"
         return self._call(f"route_tokens<{self.x.cpp}, {scores}, {options}>", "routing/route.cuh")
 
 

@@ -223,8 +223,8 @@ def _rows(target: Target) -> Iterator[KernelSource]:
 def _routing(target: Target) -> Iterator[KernelSource]:
     """A router's choice, tiles of routes, and the sums of experts' results."""
     arch = target.arch
-    for x, scores, slots, by_score, limited in product(FLOATS, SCORES, SLOTS, _BOOLS, _BOOLS):
-        yield RouteTokens(x, scores, slots, by_score, limited, arch).emit()
+    for x, scores, slots, by_score in product(FLOATS, SCORES, SLOTS, _BOOLS):
+        yield RouteTokens(x, scores, slots, by_score, arch).emit()
     for routes in (1, FEW_ROUTES + 1, MANY_ROUTES):
         yield SortRoutes.for_routes(routes, arch).emit()
     for x, many, aligned in product(FLOATS, _BOOLS, _BOOLS):

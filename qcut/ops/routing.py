@@ -147,7 +147,7 @@ class SortRoutesOp(NamedTuple):
     """
 
     experts: Tensor
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
     tile: int
 
     def check(self) -> None:
@@ -199,7 +199,7 @@ class SumRoutesOp(NamedTuple):
     results: Tensor
     weights: Tensor
     experts: Tensor
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of this name
     added: Tensor | None = None
 
     def check(self) -> None:

@@ -98,9 +98,9 @@ def rows(arch: str) -> list[KernelSource]:
 def routing(arch: str) -> list[KernelSource]:
     """The kernels between a router and its experts."""
     routers = [
-        RouteTokens(F16, "softmax", 4, False, False, arch),
-        RouteTokens(F32, "sigmoid", 8, True, True, arch),
-        RouteTokens(BF16, "logits", 32, True, False, arch),
+        RouteTokens(F16, "softmax", 4, False, arch),
+        RouteTokens(F32, "sigmoid", 8, True, arch),
+        RouteTokens(BF16, "logits", 32, True, arch),
     ]
     sorts = [SortRoutes.for_routes(routes, arch) for routes in (8, 300, 32768)]
     return [desc.emit() for desc in (*routers, *sorts, SumRoutes(F16, arch), SumRoutes(BF16, arch, True, False))]
@@ -194,5 +194,5 @@ def cutlass(arch: str) -> list[KernelSource]:
 
 def raw_kernels(arch: str) -> list[KernelSource]:
     """All but CUTLASS's, each once."""
-    found = [*attention(arch), *prompts(arch), *rows(arch), *routing(arch), *int8(arch), *codebooks(arch)]
+    found = [*attention(arch), *prompts(arch), *rows(arch), *int8(arch), *codebooks(arch), *routing(arch)]
     return list({source.name: source for source in found}.values())

@@ -25,7 +25,7 @@ def route(call: RouteOp) -> tuple[Tensor, Tensor]:
     logits = call.logits if call.logits.stride(1) == 1 else call.logits.contiguous()
     bias = None if call.bias is None else call.bias.contiguous()
     device = logits.get_device()
-    key = (logits.dtype, call.scores, slots_for(count), call.compares_scores, call.is_limited, device)
+    key = (logits.dtype, call.scores, slots_for(count), call.compares_scores, device)
     plan = _route_plans[key]
     pointers = (logits.data_ptr(), 0 if bias is None else bias.data_ptr(), weights.data_ptr(), experts.data_ptr())
     sizes = (logits.stride(0), m, count, call.top_k, call.groups, call.top_groups, int(call.group_score == "top2"))
@@ -67,8 +67,8 @@ def sum_routes(call: SumRoutesOp) -> Tensor:
 
 
 @PlanCache
-def _route_plans(dtype: torch.dtype, scores: str, slots: int, by_score: bool, limited: bool, device: int) -> LaunchPlan:
-    desc = RouteTokens(DTYPES[dtype], scores, slots, by_score, limited, target(device).arch)
+def _route_plans(dtype: torch.dtype, scores: str, slots: int, by_score: bool, device: int) -> LaunchPlan:
+    desc = RouteTokens(DTYPES[dtype], scores, slots, by_score, target(device).arch)
     return LaunchSpec(desc.emit(), desc.grid, pdl=pdl(device)).load(device)
 
 

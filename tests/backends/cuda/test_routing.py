@@ -26,7 +26,7 @@ def test_routes(launches: Launches) -> None:
     has(launches[-1], logits=wide, bias=bias, weights=weights, experts=experts, stride=100, m=5, count=96, top_k=6)
     has(launches[-1], groups=8, top_groups=4, top2=1, renormalize=1)
     assert [launches[-1][name] for name in ("eps", "min_sum", "scaling")] == [1e-20, 0.5, 2.5]
-    assert (launches[-1]["kernel"], launches[-1]["grid"]) == ("qcut_route_sm90a_f16_sigmoid_e128_s_g", (2, 1, 1))
+    assert (launches[-1]["kernel"], launches[-1]["grid"]) == ("qcut_route_sm90a_f16_sigmoid_e128_s", (2, 1, 1))
     routing.route(RouteOp(logits, None, "softmax", 6))
     has(launches[-1], bias=0, groups=1, top_groups=1, top2=0, renormalize=0)
     routing.route(RouteOp(torch.randn(33, 4).t(), None, "logits", 1, 3, 3))
@@ -34,7 +34,7 @@ def test_routes(launches: Launches) -> None:
     routing.route(RouteOp(logits, None, "logits", 2, 4, 1, "max"))
     routing.route(RouteOp(logits, None, "logits", 2, 4, 1, "top2"))
     kernels = [launch["kernel"].removeprefix("qcut_route_sm90a_") for launch in launches[1:]]
-    assert kernels == ["f16_softmax_e128", "f32_logits_e64", "f16_logits_e128_g", "f16_logits_e128_s_g"]
+    assert kernels == ["f16_softmax_e128", "f32_logits_e64", "f16_logits_e128", "f16_logits_e128_s"]
     assert routing.route(RouteOp(logits[:0], None, "softmax", 6))[1].shape == (0, 6)
     assert len(launches) == 5
 

@@ -17,13 +17,11 @@ FLOATS = (F16, BF16, F32)
 
 
 def routers(arch: str) -> Iterator[KernelSource]:
-    """Every kind of scores with and without its options, the most experts, and every number of experts of a lane."""
+    """Both choices of every kind of scores, for the most experts too, and every number of experts of a lane."""
     for scores in route.SCORES:
-        for by_score in (False, True):
-            for limited in (False, True):
-                yield RouteTokens(F32, scores, 4, by_score, limited, arch).emit()
-        yield RouteTokens(BF16, scores, 32, True, True, arch).emit()
-    yield from (RouteTokens(F16, "softmax", slots, False, False, arch).emit() for slots in route.SLOTS)
+        for x, slots in ((F32, 4), (BF16, 32)):
+            yield from (RouteTokens(x, scores, slots, by_score, arch).emit() for by_score in (False, True))
+    yield from (RouteTokens(F16, "softmax", slots, False, arch).emit() for slots in route.SLOTS)
 
 
 def sorts(arch: str) -> Iterator[KernelSource]:
@@ -47,8 +45,8 @@ ROWS = {
         RouteTokens.emit,
         routers,
         route.CONSTRAINTS,
-        {"x": [{"x": S8}], "scores": [{"scores": "relu"}], "slots": [{"slots": 3}, {"slots": 64}]},
-        legal=RouteTokens(F16, "softmax", 4, False, False, ARCH),
+        {"x": [{"x": S8}], "scores": [{"scores": "relu"}], "slots": [{"slots": 1}, {"slots": 64}]},
+        legal=RouteTokens(F16, "softmax", 4, False, ARCH),
         instructions=lambda source: ("REDUX",),
     ),
     "sort_routes": Row(

@@ -62,7 +62,7 @@ def test_choice_of_logits_is_the_cpus(dtype: torch.dtype, scores: str, e: int, k
     for m in ROWS:
         logits = (4 * torch.randn(m, e)).to(dtype)
         for renormalize in (False, True):
-            options = {"renormalize": renormalize, "eps": 1e-20, "scaling": 2.5}
+            options: dict[str, Any] = {"renormalize": renormalize, "eps": 1e-20, "scaling": 2.5}
             weights, experts = routed(logits, None, scores, k, **options)
             want, chosen = routing.route(logits, None, scores, k, **options)
             assert_same(experts, chosen)
@@ -166,7 +166,7 @@ def test_sums_of_many_tokens() -> None:
 
 @pytest.mark.parametrize("slots", SLOTS)
 def test_routes_write_nothing_else(slots: int) -> None:
-    desc, m, e = RouteTokens(DType.F32, "softmax", slots, False, False, arch()), 5, 32 * slots - 1
+    desc, m, e = RouteTokens(DType.F32, "softmax", slots, False, arch()), 5, 32 * slots - 1
     logits, k = torch.randn(m, e), min(7, e)
     weights, experts = Guarded(m, k, torch.float32), Guarded(m, k, torch.int32)
     sizes = (e, m, e, k, 1, 1, 0, 0, 0.0, 0.0, 1.0)

@@ -69,9 +69,8 @@ __device__ __forceinline__ void limit_to_groups(uint32_t (&key)[kSlots], int cou
 }
 
 // The kernel. Rows of `count` logits are `stride` elements apart; weights and experts [m, top_k] are contiguous. With
-// kByScore, choices compare score + bias (bias may be null); without, logits. With kLimited, experts of some groups
-// only are chosen.
-template <class T, Scores kScores, int kSlots, bool kByScore, bool kLimited, int kThreads>
+// kByScore, choices compare score + bias (bias may be null); without, logits.
+template <class T, Scores kScores, int kSlots, bool kByScore, int kThreads>
 __device__ __forceinline__ void route_tokens(const T* logits, const float* bias, float* weights, int* experts,
                                              long long stride, int m, int count, int top_k, int groups, int top_groups,
                                              int top2, int renormalize, float eps, float min_sum, float scaling) {
@@ -115,7 +114,7 @@ __device__ __forceinline__ void route_tokens(const T* logits, const float* bias,
       if (32 * i + lane < count) key[i] = score_key(score(x[i]) + added[i]);
     }
   }
-  if constexpr (kLimited) limit_to_groups(key, count, groups, top_groups, kByScore && top2);
+  if (top_groups < groups) limit_to_groups(key, count, groups, top_groups, kByScore && top2);
   int chosen = 0;
   for (int j = 0; j < top_k; ++j) {
     uint32_t largest = 0;
