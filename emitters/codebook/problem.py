@@ -105,7 +105,9 @@ class CodebookProblem:
         if self.rotates is not None:
             x += "h" if self.rotates is self.x else f"h{self.rotates.value}"
         norms = "r" if self.row_norm else f"s{self.slots}" + "o" * self.offsets
-        return f"{x}xc{self.bits}{'p' * self.pairs}{norms}_{self.epilogue.name}_n{self.alignment_n}{'_e' * self.experts}{'e' * self.early_routes}"
+        weight = f"c{self.bits}{'p' * self.pairs}{norms}"
+        routes = ("_ee" if self.early_routes else "_e") if self.experts else ""
+        return f"{x}x{weight}_{self.epilogue.name}_n{self.alignment_n}{routes}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.

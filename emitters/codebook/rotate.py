@@ -118,7 +118,8 @@ class RotateTokens(Kernel):
         held: whether the threads hold all the columns that their CTA writes. False: the CTA reads longer rows again
             after their maximum is known.
         aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
-        routed: rows of the blocks are routes to experts, in any order, and several may be of one row of x.
+        routed: rows of the blocks may be routes to experts, in any order, and several of one row of x. The next kernel
+            begins when the last one has ended.
 
     Exactness: bitwise `qcut.numerics.codebook.tokens.rotate_tokens`.
     """
@@ -247,7 +248,7 @@ class RotateTokens(Kernel):
         ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 only); ``signs``: int32 ``[passes, k_padded / 32]`` of
         `qcut.numerics.codebook.tokens.operands` (hadamard only); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
         (of one pass). If routed, ``routes``: int32 ``[m]``, -1 for none, whose block is left as it is and of which
-        ``scale`` has none, since it is that of routes; ``per_row``: routes of a row of x.
+        ``scale`` has none, since it is that of routes; null: rows are those of x. ``per_row``: routes of a row of x.
         """
         return (
             Param("x", "ptr", f"const {self.x.cpp}*"),

@@ -15,7 +15,7 @@ from qcut.emitters.core.experts import EXPERT_ROWS
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag
-from qcut.emitters.stream.codebook import decode_source, register_limit, registers, shared_last, table_bytes
+from qcut.emitters.stream.codebook import decode_source, register_limit, registers, table_bytes
 from qcut.emitters.stream.family import ROW_TILE, StreamFamily
 
 _MORE_REGISTERS = 36
@@ -105,8 +105,8 @@ CONSTRAINTS = (
 class CodebookExperts(StreamFamily[CodebookProblem, CodebookExpertsTile]):
     """Routes to experts in tiles, and codebook weights.
 
-    Arguments are ``problem.params()`` in order: n >= 1, units_k up to ``units * warps * splits``; m counts the places of
-    all tiles, ``tokens`` each. A route's row of D is written, and no other, element by element, with any
+    Arguments are ``problem.params()`` in order: n >= 1, units_k up to ``units * warps * splits``; m counts the places
+    of all tiles, ``tokens`` each. A route's row of D is written, and no other, element by element, with any
     ``alignment_n``. With ``early_routes`` all but ``x`` and ``row_scale`` is read before the last kernel's end.
 
     Exactness: that of `qcut.emitters.stream.codebook.CodebookStream`; neither the order of routes nor the number of

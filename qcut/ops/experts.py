@@ -55,12 +55,15 @@ class RotateRoutesOp(NamedTuple):
         x: ``[M, K]``, as `RotateTokensOp` takes it.
         operands: see `RotateTokensOp`, as for the arguments up to ``out_dtype``.
         kind: ``hadamard`` or ``none``.
-        tile_routes: int32 ``[T, size]``, routes from 0 to ``M * per_row - 1``, each in one tile at most, or -1.
+        tile_routes: int32 ``[T, size]``, routes from 0 to ``M * per_row - 1``, each in one tile at most, or -1; None:
+            tokens stay in their order, and the result is `RotateTokensOp`'s.
         per_row: routes of each token: route r is one of token ``r // per_row``.
 
     Returns:
         Blocks of ``T * size`` rows, those of -1 holding anything, and scales of routes: float32 ``[M * per_row]`` with
         int8, of routes in no tile holding anything; else ``[0]``.
+
+    On a GPU, the kernel after this one may read what the kernel before this one has written before it waits.
 
     Raises:
         DtypeError, ShapeError, DeviceError, ConfigError: an argument is not as above.
@@ -74,7 +77,7 @@ class RotateRoutesOp(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
-    tile_routes: Tensor
+    tile_routes: Tensor | None
     per_row: int
 
     @property
@@ -94,6 +97,8 @@ class RotateRoutesOp(NamedTuple):
         self.rotation.check()
         if self.per_row < 1:
             raise ConfigError(f"qcut::{op}: per_row is {self.per_row}; allowed: 1 and more")
+        if self.tile_routes is None:
+            return
         shape = self.tile_routes.shape
         if len(shape) != 2 or shape[0] * shape[1] % 8:
             raise ShapeError(f"qcut::{op}: tile_routes has shape {list(shape)}; allowed: [T, size], eights of routes")
@@ -102,12 +107,16 @@ class RotateRoutesOp(NamedTuple):
             check_indices(op, "tile_routes", self.tile_routes + 1, self.routes + 1)
 
     def fake(self) -> tuple[Tensor, Tensor]:
+        if self.tile_routes is None:
+            return self.rotation.fake()
         size = self.tile_routes.shape[0] * self.tile_routes.shape[1]
         blocks, _ = self.rotation._replace(x=self.x.new_empty((size, self.x.shape[1]))).fake()
         scales = self.routes if self.out_dtype is torch.int8 else 0
         return blocks, self.x.new_empty((scales,), dtype=torch.float32)
 
     def cpu(self) -> tuple[Tensor, Tensor]:
+        if self.tile_routes is None:
+            return self.rotation.cpu()
         routes = self.tile_routes.flatten().long()
         there = routes >= 0
         x = self.x.new_zeros((len(routes), self.x.shape[1]))
@@ -141,6 +150,9 @@ class CodebookExpertsOp(NamedTuple):
         bits: of an index: 2, 3 or 4.
         activation: see `qcut.schemes.ACTIVATIONS`.
         out_dtype: float16, bfloat16 or float32.
+        early_routes: the caller promises that the kernel queued just before does not write ``tile_experts`` and
+            ``tile_routes``, and begins the next one, this, only when its own predecessor has ended; the weights are
+            ready.
 
     Returns:
         y ``[rows * per_row, N]`` of ``out_dtype``, contiguous. Rows of routes in no tile hold anything.
@@ -167,6 +179,7 @@ class CodebookExpertsOp(NamedTuple):
     bits: int
     activation: str
     out_dtype: torch.dtype
+    early_routes: bool = False
 
     @property
     def tiles(self) -> RouteTiles:

@@ -66,7 +66,7 @@ def rotate_routes(call: RotateRoutesOp) -> tuple[Tensor, Tensor]:
     call.check()
     blocks, scale = call.fake()
     x, (m, k), passes, device = call.x, call.x.shape, len(call.seeds), call.x.get_device()
-    places = call.tile_routes.numel()
+    places = m if call.tile_routes is None else call.tile_routes.numel()
     if m == 0 or places == 0:
         return blocks, scale
     if x.stride(1) != 1 and k > 1:
@@ -75,12 +75,13 @@ def rotate_routes(call: RotateRoutesOp) -> tuple[Tensor, Tensor]:
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
     options = (call.group_size, passes, aligned)
     plan = _rotation_plans[RouteRotation(call.kind, x.dtype, call.out_dtype, m_bucket(places), k, *options), device]
-    operands, routes = dense(call.operands), dense(call.tile_routes)
+    operands, routes = dense(call.operands), None if call.tile_routes is None else dense(call.tile_routes)
     scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
     matrices = (operands.data_ptr(),) if call.kind != "none" else ()
     k_padded = blocks.shape[0] * blocks.shape[3] // passes
-    args = (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, places, k, k_padded, routes.data_ptr())
-    plan.launch(places, (*args, call.per_row), current_stream(device))
+    args = (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, places, k, k_padded)
+    order = (0 if routes is None else routes.data_ptr(), call.per_row)
+    plan.launch(places, (*args, *order), current_stream(device))
     return blocks, scale
 
 
@@ -100,6 +101,7 @@ class ExpertProduct(NamedTuple):
         activation: activation after the bias.
         offsets: whether norms have offsets.
         pairs: whether the codebook is of pairs.
+        early_routes: whether the routes, and the weights, are ready.
     """
 
     x: torch.dtype
@@ -114,6 +116,7 @@ class ExpertProduct(NamedTuple):
     activation: str
     offsets: bool
     pairs: bool
+    early_routes: bool
 
     @property
     def problem(self) -> CodebookProblem:
@@ -130,6 +133,7 @@ class ExpertProduct(NamedTuple):
             offsets=self.offsets,
             pairs=self.pairs,
             experts=True,
+            early_routes=self.early_routes,
         )
 
     def load(self, device: int) -> LaunchPlan:
@@ -169,6 +173,7 @@ def codebook_experts(call: CodebookExpertsOp) -> Tensor:
         activation=call.activation,
         offsets=call.norms.shape[5] == 4,
         pairs=is_pair_book(call.book),
+        early_routes=call.early_routes and not tiles.ordered,
     )
     plan = _plans[product, device]
     x, weight = dense(call.x), parameters(call.units, call.norms, call.fold)
