@@ -90,12 +90,14 @@ def sort_routes(experts: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor]
     # Routes of no expert get the same position past all tiles.
     order = flat.argsort(stable=True)
     expert = flat[order]
-    rank = torch.arange(routes, device=flat.device) - (sizes.cumsum(0) - sizes)[expert]
+    rank = torch.arange(routes, dtype=torch.int64, device=flat.device) - (sizes.cumsum(0) - sizes)[expert]
     starts = torch.cat([ends.new_zeros(1), ends])
     positions = torch.where(expert < count, starts[expert] * tile + rank, tiles * tile)
     tile_routes = torch.full((tiles * tile + 1,), -1, dtype=torch.int32, device=flat.device)
     tile_routes[positions] = order.int()
-    tile_experts = torch.searchsorted(ends, torch.arange(tiles, device=flat.device), right=True, out_int32=True)
+    tile_experts = torch.searchsorted(
+        ends, torch.arange(tiles, dtype=ends.dtype, device=ends.device), right=True, out_int32=True
+    )
     return tile_experts.masked_fill(tile_experts == count, -1), tile_routes[:-1].view(tiles, tile)
 
 
