@@ -19,13 +19,16 @@ from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.emitters.decoder.embed import EmbedRows
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook
-from qcut.emitters.families import INT8_MMA
+from qcut.emitters.families import INT8_MMA, INT8_STREAM, W8A16_STREAM
+from qcut.emitters.stream.w8a8 import W8A8Tile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 from tests.emitters.conformance.gemm import INT8, SMALL
+from tests.emitters.conformance.stream import INT8_EXPERTS, ROWS_EXPERTS, W8A16_EXPERTS
 from tests.support.binaries import build, listing
 from tests.support.fakes.launches import H200
 
 ARCH, F16 = H200.arch, DType.F16
-WAIT = "ACQBULK"  # griddepcontrol.wait
+WAIT, LAUNCH = "ACQBULK", "PREEXIT"  # griddepcontrol.wait and .launch_dependents
 READS = ("LDG", "LD.", "UTMALDG", "UBLKCP", "ATOM", "RED.")
 
 
@@ -67,6 +70,17 @@ def test_kernels_read_nothing_before_they_wait() -> None:
     for source, binary in zip(sources, build(*sources), strict=True):
         assert source.waits
         assert reads_early(binary.cubin) == [], source.name
+
+
+def test_experts_wait_and_then_let_the_next_kernel_begin() -> None:
+    tiles = W8A8Tile(2, 10, prefetch=2), W8A8Tile(2, 4, tokens=1)
+    sources = [INT8_STREAM.emit(problem, tile, ARCH) for problem in (INT8_EXPERTS, ROWS_EXPERTS) for tile in tiles]
+    sources += [W8A16_STREAM.emit(W8A16_EXPERTS, W8A16Tile(2, 8, tokens=tokens), ARCH) for tokens in (1, 8)]
+    for source, binary in zip(sources, build(*sources), strict=True):
+        assert source.waits
+        assert reads_early(binary.cubin) == [], source.name
+        names = listing(binary.cubin)
+        assert names.index(WAIT) < names.index(LAUNCH), source.name
 
 
 def test_stream_of_given_weights_does_not_wait() -> None:

@@ -48,7 +48,12 @@ def problem_of(
 
 NONE, TOKEN_ROWS = problem_of("none"), problem_of("rows")
 ZERO_POINT = W8A8Problem("given", F16, replace(PLAIN, out=S8, zero_point="per_token"))
+INT8_EXPERTS, ROWS_EXPERTS = (replace(problem, experts=True) for problem in (NONE, TOKEN_ROWS))
 INT8_TILE = W8A8Tile(2, 10, prefetch=2)
+
+
+EXPERT_SIZES = ((1536, 2048), (28672, 4096))
+"""(N, K) of an expert's weight."""
 
 
 def int8_sources(arch: str) -> Iterator[KernelSource]:
@@ -77,12 +82,14 @@ def int8_sources(arch: str) -> Iterator[KernelSource]:
         few = W8A8Problem("given", epilogue.out, epilogue)
         shapes += [(few, 1, 14336, 4096), (few, 8, 4096, 14336)]
     shapes.append((W8A8Problem("given", S8, RESCALED), 16, 1280, 1280))
+    shapes += [(INT8_EXPERTS, m, n, k) for m, (n, k) in product((1, 8, 16, 32), EXPERT_SIZES)]
+    shapes += [(ROWS_EXPERTS, m, n, k) for m, (n, k) in product((1, 8), EXPERT_SIZES)]
     kernels = [(p, best_tile(INT8_STREAM, p, m, n, k, Target(arch, SM_COUNT[arch]))) for p, m, n, k in shapes]
     kernels.append((ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16)))
     kernels.append((replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True)))
     kernels.append((problem_of("given"), W8A8Tile(3, 10, 1, 3, 8)))
     if arch == ARCH:
-        kernels.append((NONE, W8A8Tile(4, 28, splits=2)))
+        kernels += [(problem, W8A8Tile(4, 28, splits=2)) for problem in (NONE, INT8_EXPERTS)]
         kernels.append((problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8)))
     yield from (INT8_STREAM.emit(problem, tile, arch) for problem, tile in kernels)
 
@@ -112,6 +119,13 @@ INT8_REFUSALS: dict[str, list[Any]] = {
         (replace(TOKEN_ROWS, tokens="floats"), replace(INT8_TILE, tokens=16), ARCH),
     ],
     "absmax": [(replace(ZERO_POINT, absmax=True), INT8_TILE, "sm_80")],
+    "experts": [
+        (replace(INT8_EXPERTS, tokens="given"), INT8_TILE, "sm_80"),
+        (replace(INT8_EXPERTS, absmax=True), INT8_TILE, ARCH),
+        (replace(ROWS_EXPERTS, epilogue=replace(PLAIN, residual=True)), INT8_TILE, ARCH),
+        (replace(INT8_EXPERTS, epilogue=replace(PLAIN, halves=True)), INT8_TILE, ARCH),
+        (replace(INT8_EXPERTS, epilogue=replace(PLAIN, zero_point="per_token")), INT8_TILE, ARCH),
+    ],
     "architecture": [(TOKEN_ROWS, INT8_TILE, "sm_75")],
     "tokens": [(NONE, replace(INT8_TILE, tokens=24), "sm_80"), (NONE, W8A8Tile(2, 10, tokens=3), ARCH)],
     "halves": [(problem_of("none", halves=True), replace(INT8_TILE, tokens=16), "sm_80")],
@@ -128,6 +142,7 @@ INT8_REFUSALS: dict[str, list[Any]] = {
 # ── int8 weights, float tokens ───────────────────────────────────────────────────────────────────
 
 W8A16 = GemmProblem(a=F16, epilogue=Epilogue(col_scale="per_channel", bias=True))
+W8A16_EXPERTS = replace(W8A16, experts=True)
 ONE, MANY = W8A16Tile(7, 32), W8A16Tile(7, 16, 2, 1, 16)
 LAYERS = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280), (50257, 1280))
 
@@ -149,6 +164,13 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
         kernels += [(W8A16, W8A16Tile(9, 28, splits=4)), (brain, W8A16Tile(3, 10, 1, 3, 32, 2))]
     tiles = {best_tile(W8A16_STREAM, W8A16, m, n, k, Target(arch, 132)) for (n, k), m in product(LAYERS, (1, 16, 32))}
     kernels += [(problem, tile) for problem in (W8A16, brain) for tile in sorted(tiles, key=str)]
+    experts = W8A16_EXPERTS, replace(W8A16_EXPERTS, a=BF16, alignment_k=1, alignment_n=1)
+    kernels += [
+        (problem, best_tile(W8A16_STREAM, problem, m, n, k, Target(arch, 132)))
+        for problem, m, (n, k) in product(experts, (1, 8, 16, 32), EXPERT_SIZES)
+    ]
+    if arch == ARCH:
+        kernels.append((W8A16_EXPERTS, W8A16Tile(9, 28, splits=4)))
     yield from {s.name: s for s in (W8A16_STREAM.emit(*kernel, arch) for kernel in kernels)}.values()
 
 
@@ -157,7 +179,7 @@ W8A16_REFUSALS = {
     "device_m": [(replace(W8A16, device_m=True), ONE, "sm_80")],
     "architecture": [(W8A16, ONE, "sm_75")],
     "alignments": [(replace(W8A16, alignment_k=0), ONE, "sm_80")],
-    "tokens": [(W8A16, replace(ONE, tokens=64), "sm_80")],
+    "tokens": [(W8A16, replace(ONE, tokens=tokens), "sm_80") for tokens in (1, 64)],
     "row_tiles": [(W8A16, replace(ONE, row_tiles=0), "sm_80")],
     "warps": [(W8A16, replace(ONE, warps=33), "sm_80")],
     "units": [(W8A16, replace(ONE, units=0), "sm_80")],

@@ -13,6 +13,7 @@ namespace qcut {
 struct AllRows {
   static constexpr bool kOfExperts = false;
   __device__ __forceinline__ int of(int token) const { return token; }
+  __device__ __forceinline__ int source(int token) const { return token; }
 };
 
 // Rows of D are routes. kTokens is the most routes of a tile; without `routes`, every route is a tile of its own.
@@ -27,17 +28,17 @@ struct ExpertRows {
   int rows;            // of tokens
   int tile = 0;
 
-  // Goes to a tile, returns its expert, or -1, and sets m to the number of its routes. All lanes of a warp call.
+  // Goes to a tile, returns its expert, or -1, and sets m to the number of its routes. All lanes of a warp call. Expert
+  // and routes are loaded at the same time.
   __device__ __forceinline__ int begin(int which, int& m) {
     tile = which;
     const int expert = experts[tile];
-    if (expert < 0 || expert >= count) return -1;
     m = 1;
     if (routes != nullptr) {
       const int lane = threadIdx.x % 32;
       m = __popc(__ballot_sync(0xffffffffu, lane < kTokens && routes[tile * kTokens + lane % kTokens] >= 0));
     }
-    return expert;
+    return expert < count && m > 0 ? expert : -1;
   }
   // The route that is the token of a tile, a row of D.
   __device__ __forceinline__ int of(int token) const {
