@@ -25,6 +25,11 @@ class RouteTiles(NamedTuple):
         """Routes of a tile."""
         return 1 if self.routes is None else self.routes.shape[1]
 
+    @property
+    def places(self) -> int:
+        """Places of all tiles, also those without a route."""
+        return self.experts.shape[0] * self.size
+
     def by_expert(self, experts: int) -> list[tuple[int, Tensor]]:
         """The experts that have routes, and the routes of each."""
         found = []
