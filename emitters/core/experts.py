@@ -20,3 +20,8 @@ tile i. ``per_row``: routes of each of ``rows`` rows of tokens. ``m``, the rows 
 """
 EXPERT_ROWS = "qcut::ExpertRows{tile_experts, tile_routes, experts, per_row, rows}"
 """The object of device code that these arguments make."""
+
+
+def tile_rows(tokens: int) -> str:
+    """The object of device code of CTAs that compute one tile of so many routes each."""
+    return f"qcut::TileRows<{tokens}>{{{{tile_experts, tile_routes, experts, per_row, rows}}}}"

@@ -5,15 +5,27 @@ All choices are pure functions of sizes, types and the GPU; which experts are ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import itemgetter
+from typing import Any
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import Choice
+from qcut.dispatch.heuristics import Choice, int8_stream, w8a16_stream
 from qcut.dispatch.heuristics.codebook import experts as decode
 from qcut.dispatch.heuristics.codebook import wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_WGMMA
+from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_WGMMA, INT8_STREAM, W8A16_STREAM
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.w8a8 import W8A8Problem
+
+ExpertProblem = CodebookProblem | W8A8Problem | GemmProblem
+
+_INT8: dict[type[W8A8Problem | GemmProblem], tuple[str, Callable[..., Any]]] = {
+    W8A8Problem: (INT8_STREAM.name, int8_stream.candidates),
+    GemmProblem: (W8A16_STREAM.name, w8a16_stream.candidates),
+}
+"""Of each kind of problem, the family and the function that lists its tiles."""
 
 _SIZES = (8, 16, 32)
 _ORDERED_SIZES = (128, 256)
@@ -54,12 +66,21 @@ def busy_tiles(routes: int, experts: int, size: int) -> int:
     return routes if size == 1 else round(max(busy, routes / size + busy / 2 * (routes > size * busy)))
 
 
-def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
+def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
     """Choose the kernel of a product whose routes are in ``tiles`` tiles of ``size``.
 
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
+    if isinstance(problem, CodebookProblem):
+        return select_codebook(problem, size, tiles, n, k, target)
+    family, candidates = _INT8[type(problem)]
+    tile, cost = min(candidates(problem, size, n, k, target, copies=max(1, tiles)), key=itemgetter(1))
+    return Choice(family, tile, cost=cost)
+
+
+def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
+    """`select` with codebook weights."""
     if size > _SIZES[-1]:
         menu = [tile for tile in CODEBOOK_WGMMA.menu(problem, target.arch) if tile.tokens == size]
         if not menu:

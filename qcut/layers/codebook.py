@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _GEMM = torch.ops.qcut.codebook_gemm.early_read
 _GEMV = torch.ops.qcut.codebook_gemv.early_read
 _EMBED = torch.ops.qcut.embed_codebook.default
+_ACTIVATE = torch.ops.qcut.activate_rotated.early_read
 _REFERENCE = torch.ops.qcut.codebook_linear.default
 
 Books = dict[torch.dtype, tuple[int, ...]]
@@ -358,27 +359,34 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return 256 if self.int8 or self.geometry.slot > UNIT_COLUMNS // 4 else 128
 
     @classmethod
-    def routed(cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int) -> Tensor | None:
+    def routed(
+        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+    ) -> Tensor | None:
         """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
-        one, b = stack.form, stack._buffers
-        if len(one.set_bits) > 1 or not (x.dtype in _HALVES or (one.int8 and x.dtype is torch.float32)):
+        one, b, dtype = stack.form, stack._buffers, x.dtype
+        if len(one.set_bits) > 1 or not (dtype in _HALVES or (one.int8 and dtype is torch.float32)):
             return None
         books = stack.read(("codebook",), _common_books)
-        if books is None:
+        if books is None or (tiles.ordered and one.kind == "qr"):
             return None
-        tokens = torch.int8 if one.int8 else x.dtype
-        spec = one._rotation.spec
-        rotated = one._rotation.operands_for(x), spec.kind, spec.group_size, spec.seeds, tokens
-        if tiles.ordered:
-            if spec.kind == "qr":
-                return None
-            blocks, scale = torch.ops.qcut.rotate_routes(x, *rotated, tiles.routes, per_row)
+        operands, tokens = one._rotation.operands_for(x), torch.int8 if one.int8 else dtype
+        groups = one.group_size, one.scheme.seeds, tokens
+        rotates = not tiles.ordered and dtype in _HALVES and can_rotate(one.kind, one.group_size, one.in_features)
+        if gated and rotates:
+            blocks, scale = _ACTIVATE(*x.chunk(2, -1), operands, *groups)
         else:
-            blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, *rotated)
-        weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], books[torch.float16 if one.int8 else x.dtype]
+            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+            if one.kind == "qr":
+                blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, operands, one.kind, *groups)
+            else:
+                routes = tiles.routes if tiles.ordered else None
+                blocks, scale = torch.ops.qcut.rotate_routes(x, operands, one.kind, *groups, routes, per_row)
+        weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], books[torch.float16 if one.int8 else dtype]
+        # What wrote the routes has ended when the rotation begins, or the kernel before the activation.
+        early = one.kind != "qr"
         y: Tensor = torch.ops.qcut.codebook_experts(
             blocks, scale if one.int8 else None, len(x), per_row, tiles.experts, tiles.routes, *weight, b["bias"],
-            one.set_bits[0], one.activation, x.dtype,
+            one.set_bits[0], one.activation, dtype, early,
         )  # fmt: skip
         return y
 

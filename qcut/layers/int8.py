@@ -13,7 +13,7 @@ import qcut.ops.linear  # noqa: F401  (registers its operators)
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.embedding import Table
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear
+from qcut.layers.linear import Known, Linear, Stacked
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.numerics.routes import RouteTiles
 
 _W8A8 = torch.ops.qcut.w8a8_linear.early_read
 _INT8 = torch.ops.qcut.int8_linear.early_read
@@ -154,6 +155,19 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         """
         b = self._buffers
         return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+    @classmethod
+    def routed(
+        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+    ) -> Tensor | None:
+        """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
+        b, x = stack._buffers, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        weight = b["qweight"], b["weight_scale"], b["bias"]
+        q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
+        y: Tensor = torch.ops.qcut.w8a8_experts(
+            q, scale, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
+        )
+        return y
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
@@ -319,6 +333,20 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     Exactness: that of `qcut.numerics.int8.w8a16_linear_ref`.
     """
+
+    @classmethod
+    def routed(
+        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+    ) -> Tensor | None:
+        """See `Linear.routed`: tokens of 16 bits."""
+        if x.dtype is torch.float32:
+            return None
+        b, x = stack._buffers, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        weight = b["qweight"], b["weight_scale"], b["bias"]
+        y: Tensor = torch.ops.qcut.w8a16_experts(
+            x, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
+        )
+        return y
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers

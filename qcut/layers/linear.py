@@ -338,14 +338,17 @@ class Linear(QuantizedLayer):
         return MOST_GATHERED
 
     @classmethod
-    def routed(cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int) -> Tensor | None:
+    def routed(
+        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+    ) -> Tensor | None:
         """The products of routes with the layers of a stack, without a look at the routes on the host.
 
         Args:
             stack: layers of this class.
-            x: ``[M, K]`` on a GPU.
+            x: ``[M, K]`` on a GPU; gated, ``[M, 2 K]``, of which `torch.ops.qcut.silu_mul` makes the tokens.
             tiles: the routes, ``M * per_row`` in all.
             per_row: routes of each token.
+            gated: see ``x``.
 
         Returns:
             ``[M * per_row, N]`` of x's dtype; rows of routes in no tile hold anything. None: no kernel computes them.

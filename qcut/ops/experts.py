@@ -16,16 +16,44 @@ from qcut.numerics.codebook import layout, products
 from qcut.numerics.routes import RouteTiles
 from qcut.ops.checks import F32, S32, check_indices, check_tensor
 from qcut.ops.codebook import CodebookGemmOp, RotateTokensOp
+from qcut.ops.linear import Int8LinearOp, W8A16LinearOp
 from qcut.ops.registry import SYMBOLIC, operator
 
+TILE_SIZES = (1, 8, 16, 32, 96, 128, 160, 192, 256)
+"""Routes of a tile."""
+GATHERED_SIZES = (1, 8, 16, 32)
+"""Those of products with int8 weights, which take each token from wherever it lies."""
 
-def check_tiles(op: str, tiles: RouteTiles, rows: int, per_row: int, device: torch.device) -> None:
-    """Check the routes of a product of ``rows`` tokens.
+
+def check_stacked(op: str, **weights: Tensor | None) -> None:
+    """Raises `ShapeError` unless all tensors have as many parts, one of each expert, at least one."""
+    counts = {name: tensor.shape[0] if tensor.dim() else 0 for name, tensor in weights.items() if tensor is not None}
+    experts = next(iter(counts.values()))
+    for name, count in counts.items():
+        if not count or count != experts:
+            found = list(weights[name].shape)  # type: ignore[union-attr]
+            raise ShapeError(f"qcut::{op}: {name} has shape {found}; allowed: [{experts or 'E'}, ...] with E >= 1")
+
+
+def check_routes(op: str, tiles: RouteTiles) -> None:
+    """Raises `RangeError` unless all routes of tiles, on the CPU, exist."""
+    if tiles.routes is not None:
+        check_indices(f"qcut::{op}", "tile_routes", tiles.routes[tiles.routes >= 0], tiles.count)
+
+
+def check_tiles(
+    op: str,
+    tiles: RouteTiles,
+    rows: int,
+    per_row: int,
+    device: torch.device,
+    sizes: tuple[int, ...] = TILE_SIZES,
+) -> None:
+    """Check the routes of a product of ``rows`` tokens, whose kernels take tiles of these sizes.
 
     Raises:
         DtypeError, ShapeError, DeviceError: tiles are not int32 ``[T]`` and ``[T, size]`` on the device.
         ConfigError: tiles of a size that no kernel has, or another number of routes.
-        RangeError: on the CPU, a route that does not exist.
     """
     if per_row < 1 or tiles.count != rows * per_row:
         raise ConfigError(
@@ -35,16 +63,10 @@ def check_tiles(op: str, tiles: RouteTiles, rows: int, per_row: int, device: tor
     check_tensor(op, "tile_experts", tiles.experts, S32, (count,), device)
     if tiles.routes is None:
         return
-    if tiles.size not in TILE_SIZES:
-        allowed = ", ".join(map(str, TILE_SIZES))
+    if tiles.size not in sizes:
+        allowed = ", ".join(map(str, sizes))
         raise ConfigError(f"qcut::{op}: tiles of {tiles.size} routes; allowed: {allowed}")
     check_tensor(op, "tile_routes", tiles.routes, S32, (count, tiles.size), device)
-    if device.type == "cpu":
-        check_indices(op, "tile_routes", tiles.routes + 1, tiles.count + 1)
-
-
-TILE_SIZES = (1, 8, 16, 32, 96, 128, 160, 192, 256)
-"""Routes of a tile."""
 
 
 @operator("rotate_routes", returns="(Tensor, Tensor)")
@@ -103,8 +125,6 @@ class RotateRoutesOp(NamedTuple):
         if len(shape) != 2 or shape[0] * shape[1] % 8:
             raise ShapeError(f"qcut::{op}: tile_routes has shape {list(shape)}; allowed: [T, size], eights of routes")
         check_tensor(op, "tile_routes", self.tile_routes, S32, tuple(shape), self.x.device)
-        if self.x.device.type == "cpu":
-            check_indices(op, "tile_routes", self.tile_routes + 1, self.routes + 1)
 
     def fake(self) -> tuple[Tensor, Tensor]:
         if self.tile_routes is None:
@@ -118,6 +138,7 @@ class RotateRoutesOp(NamedTuple):
         if self.tile_routes is None:
             return self.rotation.cpu()
         routes = self.tile_routes.flatten().long()
+        check_indices("qcut::rotate_routes", "tile_routes", routes[routes >= 0], self.routes)
         there = routes >= 0
         x = self.x.new_zeros((len(routes), self.x.shape[1]))
         x[there] = self.x[routes[there] // self.per_row]
@@ -159,6 +180,7 @@ class CodebookExpertsOp(NamedTuple):
 
     Raises:
         DtypeError, ShapeError, DeviceError, ConfigError, QuantizationError: an argument is not as above.
+        RangeError: on the CPU, a route that does not exist.
 
     Exactness: that of `CodebookGemmOp`. Neither the size nor the order of tiles changes what int8 tokens give; of
     16-bit tokens the order of float32 sums depends on the kernel, which depends on sizes, never on routes.
@@ -194,11 +216,8 @@ class CodebookExpertsOp(NamedTuple):
         return CodebookGemmOp(self.x, self.row_scale, rows, *weight, self.bits, self.activation, None, self.out_dtype)
 
     def check(self) -> None:
-        op, experts = "codebook_experts", self.units.shape[0] if self.units.dim() else 0
-        for name in ("units", "norms", "fold", "col_scale", "bias"):
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is not None and (not tensor.dim() or not experts or tensor.shape[0] != experts):
-                raise ShapeError(f"qcut::{op}: {name} has shape {list(tensor.shape)}; allowed: [E, ...] with E >= 1")
+        op = "codebook_experts"
+        check_stacked(op, units=self.units, norms=self.norms, fold=self.fold, col_scale=self.col_scale, bias=self.bias)
         check_tiles(op, self.tiles, self.rows, self.per_row, self.x.device)
         one, scale = self.expert(0), self.row_scale
         if scale is not None and self.tiles.ordered:
@@ -210,6 +229,7 @@ class CodebookExpertsOp(NamedTuple):
         return self.x.new_empty((self.rows * self.per_row, self.col_scale.shape[1]), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
+        check_routes("codebook_experts", self.tiles)
         y, tiles = self.fake().zero_(), self.tiles
         source = torch.arange(tiles.count, device=self.x.device) // self.per_row
         x, scales = layout.from_blocks(self.x, self.expert(0).m), self.row_scale
@@ -228,4 +248,135 @@ class CodebookExpertsOp(NamedTuple):
                 x[mine], scale, one.units, one.norms, one.fold, one.col_scale, book, one.bias, self.bits,
                 self.activation, None, self.out_dtype,
             )  # fmt: skip
+        return y
+
+
+@operator("w8a8_experts", returns="Tensor")
+class W8A8ExpertsOp(NamedTuple):
+    """`Int8LinearOp` of each route's token with the weight of the route's expert.
+
+    Args:
+        q: int8 ``[rows, K]``, K a multiple of 16 up to `qcut.schemes.K_MAX`, as
+            `torch.ops.qcut.quantize_per_token` gives them.
+        q_scale: float32 ``[rows]``.
+        per_row: routes of each token, see `CodebookExpertsOp`, as are ``tile_experts`` and ``tile_routes``.
+        tile_experts: int32 ``[T]``.
+        tile_routes: int32 ``[T, size]``, a size of `GATHERED_SIZES`, or None.
+        qweight: int8 ``[E, N, K]``, N >= 1.
+        weight_scale: float32 ``[E, N]``.
+        bias: float32 ``[E, N]``; None: none is added.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
+        out_dtype: float16, bfloat16 or float32.
+
+    Returns:
+        y ``[rows * per_row, N]`` of ``out_dtype``, contiguous. Rows of routes in no tile hold anything.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument is not as above.
+        RangeError: on the CPU, a route that does not exist.
+
+    Exactness: bitwise ``int8_linear``, whatever the tiles.
+    """
+
+    q: Tensor
+    q_scale: Tensor
+    per_row: int
+    tile_experts: Tensor
+    tile_routes: Tensor | None
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+    out_dtype: torch.dtype
+
+    @property
+    def tiles(self) -> RouteTiles:
+        """The routes."""
+        return RouteTiles(self.tile_experts, self.tile_routes, self.q.shape[0] * self.per_row)
+
+    def expert(self, e: int) -> Int8LinearOp:
+        """The product of all tokens with one expert's weight."""
+        bias = None if self.bias is None else self.bias[e]
+        return Int8LinearOp(
+            self.q, self.q_scale, self.qweight[e], self.weight_scale[e], bias, self.activation, self.out_dtype
+        )
+
+    def check(self) -> None:
+        op = "w8a8_experts"
+        check_stacked(op, qweight=self.qweight, weight_scale=self.weight_scale, bias=self.bias)
+        self.expert(0).check()
+        check_tiles(op, self.tiles, len(self.q), self.per_row, self.q.device, GATHERED_SIZES)
+
+    def fake(self) -> Tensor:
+        rows = self.q.shape[0] * self.per_row
+        return self.q.new_empty((rows, self.weight_scale.shape[1]), dtype=self.out_dtype)
+
+    def cpu(self) -> Tensor:
+        check_routes("w8a8_experts", self.tiles)
+        y = self.fake().zero_()
+        for e, routes in self.tiles.by_expert(len(self.qweight)):
+            mine = routes // self.per_row
+            y[routes] = self.expert(e)._replace(q=self.q[mine], q_scale=self.q_scale[mine]).cpu()
+        return y
+
+
+@operator("w8a16_experts", returns="Tensor")
+class W8A16ExpertsOp(NamedTuple):
+    """`W8A16LinearOp` of each route's token with the weight of the route's expert.
+
+    Args:
+        x: float16 or bfloat16 ``[rows, K]``, K >= 1, any strides; the CPU takes float32 as well.
+        per_row: routes of each token, see `CodebookExpertsOp`, as are ``tile_experts`` and ``tile_routes``.
+        tile_experts: int32 ``[T]``.
+        tile_routes: int32 ``[T, size]``, a size of `GATHERED_SIZES`, or None.
+        qweight: int8 ``[E, N, padded_k(K)]``, N >= 1, zero padded.
+        weight_scale: float32 ``[E, N]``.
+        bias: float32 ``[E, N]``; None: none is added.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
+
+    Returns:
+        y ``[rows * per_row, N]`` of x's type, contiguous. Rows of routes in no tile hold anything.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument is not as above.
+        RangeError: on the CPU, a route that does not exist.
+
+    Exactness: that of ``w8a16_linear``; the order of sums depends on sizes, never on routes.
+    """
+
+    x: Tensor
+    per_row: int
+    tile_experts: Tensor
+    tile_routes: Tensor | None
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+
+    @property
+    def tiles(self) -> RouteTiles:
+        """The routes."""
+        return RouteTiles(self.tile_experts, self.tile_routes, self.x.shape[0] * self.per_row)
+
+    def expert(self, e: int) -> W8A16LinearOp:
+        """The product of all tokens with one expert's weight."""
+        bias = None if self.bias is None else self.bias[e]
+        return W8A16LinearOp(self.x, self.qweight[e], self.weight_scale[e], bias, self.activation)
+
+    def check(self) -> None:
+        op = "w8a16_experts"
+        check_stacked(op, qweight=self.qweight, weight_scale=self.weight_scale, bias=self.bias)
+        if self.x.dim() != 2:
+            raise ShapeError(f"qcut::{op}: x has shape {list(self.x.shape)}; allowed: [rows, K]")
+        self.expert(0).check()
+        check_tiles(op, self.tiles, len(self.x), self.per_row, self.x.device, GATHERED_SIZES)
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((self.x.shape[0] * self.per_row, self.weight_scale.shape[1]))
+
+    def cpu(self) -> Tensor:
+        check_routes("w8a16_experts", self.tiles)
+        y = self.fake().zero_()
+        for e, routes in self.tiles.by_expert(len(self.qweight)):
+            y[routes] = self.expert(e)._replace(x=self.x[routes // self.per_row]).cpu()
         return y

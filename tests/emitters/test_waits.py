@@ -19,11 +19,14 @@ from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.emitters.decoder.embed import EmbedRows
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook
-from qcut.emitters.families import INT8_MMA
+from qcut.emitters.families import INT8_MMA, INT8_STREAM, W8A16_STREAM
 from qcut.emitters.routing.route import RouteTokens
 from qcut.emitters.routing.sort_routes import SortRoutes
 from qcut.emitters.routing.sum_routes import SumRoutes
+from qcut.emitters.stream.w8a8 import W8A8Tile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 from tests.emitters.conformance.gemm import INT8, SMALL
+from tests.emitters.conformance.stream import INT8_EXPERTS, ROWS_EXPERTS, W8A16_EXPERTS
 from tests.support.binaries import build, listing
 from tests.support.fakes.launches import H200
 
@@ -84,6 +87,17 @@ def test_routings_launch_their_dependents_after_the_wait() -> None:
     for binary in build(*routings()):
         names = listing(binary.cubin)
         assert names.index(WAIT) < names.index(LAUNCH)
+
+
+def test_experts_wait_and_then_let_the_next_kernel_begin() -> None:
+    tiles = W8A8Tile(2, 10, prefetch=2), W8A8Tile(2, 4, tokens=1)
+    sources = [INT8_STREAM.emit(problem, tile, ARCH) for problem in (INT8_EXPERTS, ROWS_EXPERTS) for tile in tiles]
+    sources += [W8A16_STREAM.emit(W8A16_EXPERTS, W8A16Tile(2, 8, tokens=tokens), ARCH) for tokens in (1, 8)]
+    for source, binary in zip(sources, build(*sources), strict=True):
+        assert source.waits
+        assert reads_early(binary.cubin) == [], source.name
+        names = listing(binary.cubin)
+        assert names.index(WAIT) < names.index(LAUNCH), source.name
 
 
 def test_stream_of_given_weights_does_not_wait() -> None:

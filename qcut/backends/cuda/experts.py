@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.backends.cuda.operands import dense, parameters
+from qcut.backends.cuda.linear import linear_problem
+from qcut.backends.cuda.operands import dense, parameters, row_major
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import experts as dispatch
 from qcut.dispatch import heuristics
+from qcut.dispatch.experts import ExpertProblem
 from qcut.dispatch.gemm import alignment_of
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.w8a8 import W8A8Problem
+from qcut.errors import DtypeError
 from qcut.numerics.codebook.layout import Geometry
 from qcut.numerics.codebook.products import is_pair_book
 from qcut.numerics.routes import MOST_GATHERED
-from qcut.ops.experts import CodebookExpertsOp, RotateRoutesOp
+from qcut.ops.experts import CodebookExpertsOp, RotateRoutesOp, W8A8ExpertsOp, W8A16ExpertsOp
 from qcut.ops.registry import serves
+
+# ── routes ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def tile_size(tokens: int, top_k: int, experts: int, largest: int, device: int) -> int:
@@ -85,56 +94,27 @@ def rotate_routes(call: RotateRoutesOp) -> tuple[Tensor, Tensor]:
     return blocks, scale
 
 
+# ── what all kinds of weights have in common ─────────────────────────────────────────────────────
+
+
 class ExpertProduct(NamedTuple):
-    """All that chooses the kernel of a product with codebook weights of experts.
+    """All that chooses the kernel of a product with the weights of experts.
 
     Attributes:
-        x: dtype of the tokens.
+        describe: makes the description that emitters take, of n, k and ``options``.
+        options: types, widths, bias, activation: what ``describe`` takes.
         size: routes of a tile.
         tiles: tiles that are expected to have routes.
         n: number of output channels of an expert.
-        units: units of 128 columns along K, all passes together.
-        bits: bits of an index.
-        slots: norms per 128 columns.
-        out: dtype of the result.
-        bias: whether a bias is added.
-        activation: activation after the bias.
-        offsets: whether norms have offsets.
-        pairs: whether the codebook is of pairs.
-        early_routes: whether the routes, and the weights, are ready.
+        k: columns of an expert's weight, padded.
     """
 
-    x: torch.dtype
+    describe: Callable[..., ExpertProblem]
+    options: tuple[Any, ...]
     size: int
     tiles: int
     n: int
-    units: int
-    bits: int
-    slots: int
-    out: torch.dtype
-    bias: bool
-    activation: str
-    offsets: bool
-    pairs: bool
-    early_routes: bool
-
-    @property
-    def problem(self) -> CodebookProblem:
-        """The product as emitters see it."""
-        return codebook_dispatch.problem_of(
-            x=DTYPES[self.x],
-            bits=self.bits,
-            slots=self.slots,
-            out=DTYPES[self.out],
-            bias=self.bias,
-            activation=self.activation,
-            residual=False,
-            alignment_n=alignment_of(self.n),
-            offsets=self.offsets,
-            pairs=self.pairs,
-            experts=True,
-            early_routes=self.early_routes,
-        )
+    k: int
 
     def load(self, device: int) -> LaunchPlan:
         """The launch plan.
@@ -143,8 +123,9 @@ class ExpertProduct(NamedTuple):
             EmitError: no kernel takes the product on this GPU.
         """
         gpu = target(device)
-        choice = dispatch.select_codebook(self.problem, self.size, self.tiles, self.n, 128 * self.units, gpu)
-        source = heuristics.emit(choice, self.problem, gpu.arch)
+        problem = self.describe(self.n, self.k, *self.options)
+        choice = dispatch.select(problem, self.size, self.tiles, self.n, self.k, gpu)
+        source = heuristics.emit(choice, problem, gpu.arch)
         grid = heuristics.grid(choice, self.n, gpu.sm_count)
         return LaunchSpec(source, grid, pdl=pdl(device)).load(device)
 
@@ -152,39 +133,118 @@ class ExpertProduct(NamedTuple):
 _plans = PlanCache(ExpertProduct.load)
 
 
+def _launch(
+    call: CodebookExpertsOp | W8A8ExpertsOp | W8A16ExpertsOp,
+    describe: Callable[..., ExpertProblem],
+    options: tuple[Any, ...],
+    sizes: tuple[int, int, int],
+    args: tuple[int, ...],
+) -> None:
+    """Queue the kernel of a call, with ``args`` and the arguments of tiles; ``sizes`` are experts, n and k."""
+    tiles, (experts, n, k), device = call.tiles, sizes, call.tile_experts.get_device()
+    if not tiles.count or not tiles.places:
+        return
+    rows = tiles.count // call.per_row
+    busy = dispatch.busy_tiles(m_bucket(rows) * call.per_row, experts, tiles.size)
+    plan = _plans[ExpertProduct(describe, options, tiles.size, busy, n, k), device]
+    routed = parameters(tiles.experts, tiles.routes)
+    routes = routed.addresses if tiles.routes is not None else (*routed.addresses, 0)
+    tokens = (1, tiles.count) if tiles.ordered else (call.per_row, rows)
+    plan.launch(tiles.places, (*args, *routes, experts, *tokens), current_stream(device))
+
+
+# ── the operators ────────────────────────────────────────────────────────────────────────────────
+
+
+def _codebook_problem(
+    n: int,
+    k: int,
+    x: torch.dtype,
+    bits: int,
+    slots: int,
+    out: torch.dtype,
+    bias: bool,
+    activation: str,
+    offsets: bool,
+    pairs: bool,
+    early_routes: bool,
+) -> CodebookProblem:
+    return codebook_dispatch.problem_of(
+        x=DTYPES[x],
+        bits=bits,
+        slots=slots,
+        out=DTYPES[out],
+        bias=bias,
+        activation=activation,
+        residual=False,
+        alignment_n=alignment_of(n),
+        offsets=offsets,
+        pairs=pairs,
+        experts=True,
+        early_routes=early_routes,
+    )
+
+
 @serves(CodebookExpertsOp)
 def codebook_experts(call: CodebookExpertsOp) -> Tensor:
     call.check()
-    y, device = call.fake(), call.x.get_device()
-    if not len(y) or not len(call.tile_experts):
-        return y
-    tiles = call.tiles
-    experts, n = call.col_scale.shape
-    product = ExpertProduct(
-        x=call.x.dtype,
-        size=tiles.size,
-        tiles=dispatch.busy_tiles(m_bucket(call.rows) * call.per_row, experts, tiles.size),
-        n=n,
-        units=call.units.shape[2],
-        bits=call.bits,
-        slots=call.norms.shape[3],
-        out=call.out_dtype,
-        bias=call.bias is not None,
-        activation=call.activation,
-        offsets=call.norms.shape[5] == 4,
-        pairs=is_pair_book(call.book),
-        early_routes=call.early_routes and not tiles.ordered,
-    )
-    plan = _plans[product, device]
+    y, (experts, n), units, rows = call.fake(), call.col_scale.shape, call.units.shape[2], call.tiles.places
     x, weight = dense(call.x), parameters(call.units, call.norms, call.fold)
     vectors = parameters(call.row_scale, call.col_scale, call.bias)
-    routed = parameters(tiles.experts, tiles.routes)
-    rows, tokens = tiles.places, (1, tiles.count) if tiles.ordered else (call.per_row, call.rows)
-    routes = routed.addresses if tiles.routes is not None else (*routed.addresses, 0)
-    plan.launch(
-        rows,
-        (x.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, product.units, n, *call.book, *vectors.addresses,
-         *routes, experts, *tokens),
-        current_stream(device),
-    )  # fmt: skip
+    slots, offsets = call.norms.shape[3], call.norms.shape[5] == 4
+    copied = weight.copied or vectors.copied or parameters(call.tile_experts, call.tile_routes).copied
+    early = call.early_routes and not copied and not call.tiles.ordered
+    types = (call.x.dtype, call.bits, slots, call.out_dtype, call.bias is not None, call.activation)
+    sizes = (rows, n, units, n)
+    _launch(
+        call,
+        _codebook_problem,
+        (*types, offsets, is_pair_book(call.book), early),
+        (experts, n, 128 * units),
+        (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses),
+    )
+    return y
+
+
+def _w8a8_problem(n: int, k: int, out: torch.dtype, bias: bool, activation: str) -> W8A8Problem:
+    epilogue = linear_problem(DTYPES[out], n, k, bias, activation, "w8a8").epilogue
+    return W8A8Problem("none", epilogue.out, epilogue, experts=True)
+
+
+@serves(W8A8ExpertsOp)
+def w8a8_experts(call: W8A8ExpertsOp) -> Tensor:
+    call.check()
+    y, (experts, n, k), rows = call.fake(), call.qweight.shape, call.tiles.places
+    q, weight = dense(call.q), parameters(call.qweight)
+    vectors = parameters(call.q_scale, call.weight_scale, call.bias)
+    _launch(
+        call,
+        _w8a8_problem,
+        (call.out_dtype, call.bias is not None, call.activation),
+        (experts, n, k),
+        (q.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, k, k, k, n, *vectors.addresses),
+    )
+    return y
+
+
+def _w8a16_problem(n: int, k: int, x: torch.dtype, bias: bool, activation: str, aligned: bool) -> GemmProblem:
+    return replace(linear_problem(DTYPES[x], n, k, bias, activation, "w8a16", aligned=aligned), experts=True)
+
+
+@serves(W8A16ExpertsOp)
+def w8a16_experts(call: W8A16ExpertsOp) -> Tensor:
+    call.check()
+    if call.x.dtype is torch.float32:
+        raise DtypeError(f"qcut::w8a16_experts: x is {call.x.dtype}; allowed on CUDA: float16, bfloat16")
+    y, (experts, n, k_padded), k, rows = call.fake(), call.qweight.shape, call.x.shape[1], call.tiles.places
+    (x, stride), weight = row_major(call.x), parameters(call.qweight)
+    vectors = parameters(call.weight_scale, call.bias)
+    aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
+    _launch(
+        call,
+        _w8a16_problem,
+        (x.dtype, call.bias is not None, call.activation, aligned),
+        (experts, n, k),
+        (x.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, k, stride, k_padded, n, *vectors.addresses),
+    )
     return y

@@ -49,6 +49,7 @@ class Experts(ExpertsModule):
         super().__init__()
         self.up, self.down, self.post_expert_norm = up, down, post_expert_norm
         self.gating, self.name, self.num_experts, self.identities = gating, name, count_of(up), identities
+        self._on_host = False
 
     def with_projections(self, up: Projection, down: Projection) -> Self:
         """These experts with other layers."""
@@ -110,6 +111,8 @@ class Experts(ExpertsModule):
     def _by_kernels(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """The result, of routes that are read on the device; None where no kernels compute it."""
         up, down = self.up, self.down
+        if self._on_host or (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)):
+            return None
         if not isinstance(up, LinearStack) or not isinstance(down, LinearStack) or path_on(x.device) != "cuda":
             return None
         if self.identities or self.post_expert_norm is not None or not x.numel() or not index.numel():
@@ -121,21 +124,19 @@ class Experts(ExpertsModule):
         largest = min(up.form.largest_tile, down.form.largest_tile)
         if (size := tile_size(*index.shape, self.num_experts, largest, x.get_device())) > 1:
             tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.count)
-        hidden = up.routed(x, tiles, index.shape[1])
-        if hidden is None:
+        gated = self.gating == Gating("silu")
+        try:
+            hidden = up.routed(x, tiles, index.shape[1])
+            if hidden is None:
+                return None
+            results = down.routed(hidden if gated else self.gating(hidden), tiles, 1, gated=gated)
+        except UnsupportedError:  # this GPU has no kernel for the layers' sizes
+            self._on_host = True
             return None
-        results = down.routed(self._activated(hidden), tiles, 1)
         if results is None:
             return None
         summed: Tensor = torch.ops.qcut.sum_routes(results, weights.float(), experts, self.num_experts, None)
         return summed
-
-    def _activated(self, y: Tensor) -> Tensor:
-        if self.gating != Gating("silu"):
-            return self.gating(y)
-        gate, up = y.chunk(2, -1)
-        activated: Tensor = torch.ops.qcut.silu_mul(gate, up)
-        return activated
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         y = layer_of(self.down, e)(self.gating(layer_of(self.up, e)(x)))

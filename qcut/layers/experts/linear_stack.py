@@ -130,9 +130,9 @@ class LinearStack(QuantizedLayer):
             read = self._readings[make] = Reading(self._buffers, keys, make(*(self._buffers[key] for key in keys)))
         return cast(V, read.value)
 
-    def routed(self, x: Tensor, tiles: RouteTiles, per_row: int) -> Tensor | None:
+    def routed(self, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False) -> Tensor | None:
         """See `Linear.routed`."""
-        return type(self._one).routed(self, x, tiles, per_row)
+        return type(self._one).routed(self, x, tiles, per_row, gated=gated)
 
     @property
     def layers(self) -> list[Linear]:

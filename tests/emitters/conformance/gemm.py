@@ -221,6 +221,7 @@ W8A16_REFUSALS = {
         "architecture": [({}, LARGE, "sm_75")],
         "alignments": [({"alignment_k": 0}, MIDDLE, ARCH)],
         "one_cta": [({}, SPLIT, ARCH)],
+        "experts": [({"experts": True, "epilogue": Epilogue(col_scale="per_channel")}, LARGE, ARCH)],
     }.items()
 }
 for _name in set(TENSOR_CORE_REFUSALS) - {*W8A16_REFUSALS, "operands", "copy_runs"}:
@@ -256,6 +257,7 @@ def w8a16_wgmma_instructions(source: KernelSource) -> Iterator[str]:
 WGMMA_REFUSALS = {
     **float_refusals(VECTORS, GROUPS),
     "device_m": [(replace(VECTORS, device_m=True), GROUPS, ARCH)],
+    "experts": [(replace(VECTORS, experts=True), GROUPS, ARCH)],
     "architecture": [(VECTORS, GROUPS, "sm_80")],
     "alignment_k": [(replace(VECTORS, alignment_k=4), GROUPS, ARCH)],
     "alignment_n": [(replace(VECTORS, alignment_n=0), GROUPS, ARCH)],
@@ -374,6 +376,7 @@ W8A16_CUTLASS_REFUSALS = {
     "operands": [(replace(VECTORS, a=S8), MIXED, ARCH)],
     "layouts": [(replace(VECTORS, layout_a="column"), MIXED, ARCH)],
     "device_m": [(replace(VECTORS, device_m=True), MIXED, ARCH)],
+    "experts": [(replace(VECTORS, experts=True), MIXED, ARCH)],
     "alignment_k": [(replace(VECTORS, alignment_k=4), MIXED, ARCH)],
     "alignment_n": [(replace(VECTORS, alignment_n=4), MIXED, ARCH)],
     "epilogue": [

@@ -12,6 +12,8 @@ namespace qcut {
 // Rows of D are the tokens.
 struct AllRows {
   static constexpr bool kOfExperts = false;
+  __device__ __forceinline__ int of(int token) const { return token; }
+  __device__ __forceinline__ int source(int token) const { return token; }
 };
 
 // Rows of D are routes.
@@ -45,6 +47,32 @@ struct ExpertRows {
     if (routes == nullptr) return i == 0 && expert(tile) >= 0 ? tile : -1;
     return i < kTokens ? routes[tile * kTokens + i] : -1;
   }
+};
+
+// Rows of D of a CTA that computes one tile of kTokens routes.
+template <int kTokens>
+struct TileRows : ExpertRows {
+  static_assert(kTokens <= 32, "a lane for each route");
+  int tile = 0;
+
+  // Goes to a tile, returns its expert, or -1, and sets m to the number of its routes. All lanes of a warp call. Expert
+  // and routes are loaded at the same time.
+  __device__ __forceinline__ int begin(int which, int& m) {
+    tile = which;
+    const int found = experts[tile];
+    m = 1;
+    if (routes != nullptr) {
+      const int lane = threadIdx.x % 32;
+      m = __popc(__ballot_sync(0xffffffffu, lane < kTokens && routes[tile * kTokens + lane % kTokens] >= 0));
+    }
+    return found < count && m > 0 ? found : -1;
+  }
+  // The route that is the token of a tile, a row of D.
+  __device__ __forceinline__ int of(int token) const {
+    return routes == nullptr ? tile : routes[tile * kTokens + token];
+  }
+  // The row of tokens of this route.
+  __device__ __forceinline__ int source(int token) const { return of(token) / per_row; }
 };
 
 }  // namespace qcut
