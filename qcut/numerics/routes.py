@@ -16,12 +16,12 @@ class RouteTiles(NamedTuple):
     Attributes:
         experts: int32 ``[T]``, the expert of each tile; a tile with a number beyond the experts has none.
         routes: int32 ``[T, size]``, the routes of each tile, -1 after the last; None: route i is tile i.
-        count: routes of all tokens, also of those that are in no tile.
+        total: number of routes of all tokens, also of those that are in no tile.
     """
 
     experts: Tensor
     routes: Tensor | None
-    count: int
+    total: int
 
     @property
     def size(self) -> int:

@@ -38,7 +38,7 @@ def check_stacked(op: str, **weights: Tensor | None) -> None:
 def check_routes(op: str, tiles: RouteTiles) -> None:
     """Raises `RangeError` unless all routes of tiles, on the CPU, exist."""
     if tiles.routes is not None:
-        check_indices(f"qcut::{op}", "tile_routes", tiles.routes[tiles.routes >= 0], tiles.count)
+        check_indices(f"qcut::{op}", "tile_routes", tiles.routes[tiles.routes >= 0], tiles.total)
 
 
 def check_tiles(
@@ -55,11 +55,11 @@ def check_tiles(
         DtypeError, ShapeError, DeviceError: tiles are not int32 ``[T]`` and ``[T, size]`` on the device.
         ConfigError: tiles of a size that no kernel has, or another number of routes.
     """
-    if per_row < 1 or tiles.count != rows * per_row:
+    if per_row < 1 or tiles.total != rows * per_row:
         raise ConfigError(
-            f"qcut::{op}: {tiles.count} routes of {rows} rows, {per_row} each; allowed: as many as all rows have"
+            f"qcut::{op}: {tiles.total} routes of {rows} rows, {per_row} each; allowed: as many as all rows have"
         )
-    count = tiles.count if tiles.routes is None else tiles.experts.shape[0]
+    count = tiles.total if tiles.routes is None else tiles.experts.shape[0]
     check_tensor(op, "tile_experts", tiles.experts, S32, (count,), device)
     if tiles.routes is None:
         return
@@ -221,7 +221,7 @@ class CodebookExpertsOp(NamedTuple):
         check_tiles(op, self.tiles, self.rows, self.per_row, self.x.device)
         one, scale = self.expert(0), self.row_scale
         if scale is not None and self.tiles.ordered:
-            check_tensor(op, "row_scale", scale, F32, (self.tiles.count,), self.x.device)
+            check_tensor(op, "row_scale", scale, F32, (self.tiles.total,), self.x.device)
             one = one._replace(row_scale=scale[:1].expand(one.m))
         one.check()
 
@@ -231,7 +231,7 @@ class CodebookExpertsOp(NamedTuple):
     def cpu(self) -> Tensor:
         check_routes("codebook_experts", self.tiles)
         y, tiles = self.fake().zero_(), self.tiles
-        source = torch.arange(tiles.count, device=self.x.device) // self.per_row
+        source = torch.arange(tiles.total, device=self.x.device) // self.per_row
         x, scales = layout.from_blocks(self.x, self.expert(0).m), self.row_scale
         if tiles.ordered:
             assert tiles.routes is not None

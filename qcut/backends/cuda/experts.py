@@ -142,14 +142,14 @@ def _launch(
 ) -> None:
     """Queue the kernel of a call, with ``args`` and the arguments of tiles; ``sizes`` are experts, n and k."""
     tiles, (experts, n, k), device = call.tiles, sizes, call.tile_experts.get_device()
-    if not tiles.count or not tiles.places:
+    if not tiles.total or not tiles.places:
         return
-    rows = tiles.count // call.per_row
+    rows = tiles.total // call.per_row
     busy = dispatch.busy_tiles(m_bucket(rows) * call.per_row, experts, tiles.size)
     plan = _plans[ExpertProduct(describe, options, tiles.size, busy, n, k), device]
     routed = parameters(tiles.experts, tiles.routes)
     routes = routed.addresses if tiles.routes is not None else (*routed.addresses, 0)
-    tokens = (1, tiles.count) if tiles.ordered else (call.per_row, rows)
+    tokens = (1, tiles.total) if tiles.ordered else (call.per_row, rows)
     plan.launch(tiles.places, (*args, *routes, experts, *tokens), current_stream(device))
 
 

@@ -123,7 +123,7 @@ class Experts(ExpertsModule):
         tiles = RouteTiles(experts.flatten(), None, index.numel())
         largest = min(up.form.largest_tile, down.form.largest_tile)
         if (size := tile_size(*index.shape, self.num_experts, largest, x.get_device())) > 1:
-            tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.count)
+            tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.total)
         gated = self.gating == Gating("silu")
         try:
             hidden = up.routed(x, tiles, index.shape[1])

@@ -67,7 +67,7 @@ def mixture(scheme: str) -> Experts:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 80, 400])
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8"])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a16"])
 def test_graphs_follow_their_routes(scheme: str, tokens: int) -> None:
     experts = mixture(scheme)
     held = [t.clone() for t in routes(tokens, 2)]
