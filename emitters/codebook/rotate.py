@@ -247,8 +247,9 @@ class RotateTokens(Kernel):
 
         ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 only); ``signs``: int32 ``[passes, k_padded / 32]`` of
         `qcut.numerics.codebook.tokens.operands` (hadamard only); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
-        (of one pass). If routed, ``routes``: int32 ``[m]``, -1 for none, whose block is left as it is and of which
-        ``scale`` has none, since it is that of routes; null: rows are those of x. ``per_row``: routes of a row of x.
+        (of one pass). If routed, ``routes``: int32 ``[m]``, routes from 0 to ``total - 1``; of other numbers blocks
+        are left as they are, and ``scale``, which is that of routes, has none; null: rows are those of x. ``per_row``:
+        routes of a row of x.
         """
         return (
             Param("x", "ptr", f"const {self.x.cpp}*"),
@@ -259,7 +260,7 @@ class RotateTokens(Kernel):
             Param("m", "i32"),
             Param("k", "i32"),
             Param("k_padded", "i32"),
-            *(Param("routes", "ptr", "const int*"), Param("per_row", "i32")) * self.routed,
+            *(Param("routes", "ptr", "const int*"), Param("per_row", "i32"), Param("total", "i32")) * self.routed,
         )
 
     def emit(self) -> KernelSource:
@@ -274,7 +275,7 @@ class RotateTokens(Kernel):
             f"{self.passes}, {self.threads}, {self.rows}, {flags}"
         )
         pointers = call_arguments(("scale", "signs"), params)
-        run, routes = ("run<true>", ", routes, per_row") if self.routed else ("run", "")
+        run, routes = ("run<true>", ", routes, per_row, total") if self.routed else ("run", "")
         return self._source(
             f"qcut::RowRotation<{template}>::{run}"
             f"(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(self.group)}{routes});",

@@ -231,7 +231,7 @@ class CodebookExpertsOp(NamedTuple):
     def cpu(self) -> Tensor:
         check_routes("codebook_experts", self.tiles)
         y, tiles = self.fake().zero_(), self.tiles
-        source = torch.arange(tiles.total, device=self.x.device) // self.per_row
+        source = torch.arange(tiles.total, dtype=torch.int64, device=self.x.device) // self.per_row
         x, scales = layout.from_blocks(self.x, self.expert(0).m), self.row_scale
         if tiles.ordered:
             assert tiles.routes is not None

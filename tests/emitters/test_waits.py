@@ -89,7 +89,7 @@ def test_routings_launch_their_dependents_after_the_wait() -> None:
         assert names.index(WAIT) < names.index(LAUNCH)
 
 
-def test_experts_wait_and_then_let_the_next_kernel_begin() -> None:
+def test_experts_launch_their_dependents_after_the_wait() -> None:
     tiles = W8A8Tile(2, 10, prefetch=2), W8A8Tile(2, 4, tokens=1)
     sources = [INT8_STREAM.emit(problem, tile, ARCH) for problem in (INT8_EXPERTS, ROWS_EXPERTS) for tile in tiles]
     sources += [W8A16_STREAM.emit(W8A16_EXPERTS, W8A16Tile(2, 8, tokens=tokens), ARCH) for tokens in (1, 8)]

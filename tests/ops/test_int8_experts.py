@@ -78,7 +78,7 @@ def test_w8a8_is_bitwise_the_layers_of_the_experts(dtype: torch.dtype, experts: 
 
 @pytest.mark.parametrize("size", GATHERED_SIZES)
 @pytest.mark.parametrize("experts", [1, 7])
-def test_w8a16_is_what_the_layers_of_the_experts_give(experts: int, size: int) -> None:
+def test_w8a16_is_what_layers_of_experts_give(experts: int, size: int) -> None:
     for rows, per_row, dtype in ((1, 1, F16), (9, 3, torch.bfloat16), (40, 2, torch.float32)):
         given, chosen = arguments("w8a16_experts", experts, rows, per_row, size, dtype)
         check("w8a16_experts", given, chosen, exact=False)

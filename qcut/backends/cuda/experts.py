@@ -89,7 +89,7 @@ def rotate_routes(call: RotateRoutesOp) -> tuple[Tensor, Tensor]:
     matrices = (operands.data_ptr(),) if call.kind != "none" else ()
     k_padded = blocks.shape[0] * blocks.shape[3] // passes
     args = (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, places, k, k_padded)
-    order = (0 if routes is None else routes.data_ptr(), call.per_row)
+    order = (0 if routes is None else routes.data_ptr(), call.per_row, call.routes)
     plan.launch(places, (*args, *order), current_stream(device))
     return blocks, scale
 

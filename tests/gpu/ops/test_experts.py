@@ -64,8 +64,8 @@ def check(scheme: str, got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("scheme", [*INT8, *FLOATS])
 def test_routes_are_those_of_layers(scheme: str, size: int) -> None:
     layers = stack(scheme, 5, 200, 384)
-    if size > layers.form.largest_tile:
-        pytest.skip(f"{scheme} has tiles of up to {layers.form.largest_tile}")
+    if size > layers.form.largest_tile or (scheme in INT8 and size in (96, 160)):
+        pytest.skip(f"{scheme} has no tile of {size}")
     for tokens, top_k, seed in ((1, 3, 0), (7, 2, 1), (65, 4, 2), (300, 3, 3)):
         index, tiles = routes(tokens, top_k, 5, size, seed)
         x = torch.randn(tokens, 384, device=DEVICE, dtype=torch.float16)
@@ -130,3 +130,26 @@ def test_no_tokens_and_no_routes() -> None:
         tiles = RouteTiles(*OPS.sort_routes(nowhere, 3, size), 18)
         assert layers.routed(torch.zeros(9, 128, device=DEVICE).half(), tiles, 2) is not None
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("size", [1, 8, 32, 128])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a16"])
+def test_numbers_of_no_route_harm_nothing(scheme: str, size: int) -> None:
+    """A dry run launches a product before the kernel that sorts routes has been built."""
+    layers = stack(scheme, 4, 192, 256)
+    if size > layers.form.largest_tile:
+        pytest.skip(f"{scheme} has tiles of up to {layers.form.largest_tile}")
+    x = torch.randn(70, 256, device=DEVICE, dtype=torch.float16)
+    index, tiles = routes(70, 2, 4, size, 1)
+    want = layers.routed(x, tiles, 2)
+    anything = torch.randint(-(2**31), 2**31 - 1, (2, tiles.places), dtype=torch.int32, device=DEVICE)
+    experts = anything[0, : len(tiles.experts)].contiguous()
+    experts[::3] %= 4
+    left = RouteTiles(experts, anything[1].view(-1, size), 140)
+    assert layers.routed(x, left, 2) is not None
+    torch.cuda.synchronize()
+    got = layers.routed(x, tiles, 2)
+    assert got is not None
+    assert want is not None
+    there = ((index >= 0) & (index < 4)).flatten()
+    assert_same(got[there], want[there])

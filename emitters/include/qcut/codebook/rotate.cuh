@@ -267,12 +267,12 @@ struct RowRotation {
   }
 
   // kOfRoutes: the next kernel begins once the last one has ended, so that it may read what that one wrote before it
-  // waits for this one. With `routes` [m], row i is the token of route routes[i], per_row of which each row of x has; its
-  // scale is the route's, and rows of no route (-1) are left as they are.
+  // waits for this one. With `routes` [m], row i is the token of route routes[i] of `total`, per_row of which each row of
+  // x has; its scale is the route's, and rows of no route are left as they are.
   template <bool kOfRoutes = false>
   static __device__ __forceinline__ void run(const T* x, void* y, float* scale, const uint32_t* signs,
                                              long long x_stride, int m, int k, int k_padded, float factor,
-                                             const int* routes = nullptr, int per_row = 1) {
+                                             const int* routes = nullptr, int per_row = 1, int total = 0) {
     extern __shared__ float4 exchange[];
     __shared__ uint32_t partial[kRows * kWarps];
     if constexpr (kOfRoutes) wait_for_dependencies();
@@ -282,6 +282,7 @@ struct RowRotation {
     int from = row, scale_row = row;
     if (kOfRoutes && routes != nullptr) {
       scale_row = row < m ? routes[row] : -1;
+      if (scale_row >= total) scale_row = -1;
       from = scale_row / per_row;
     }
     // Threads of a row that is not there still take part in the CTA's barriers.

@@ -65,7 +65,7 @@ struct RouteRows {
     int before, m;
     __device__ __forceinline__ int operator()(int staged) const {
       const int route = routes[staged_token(staged)];
-      return (route < 0 ? m : route) - before;
+      return min(static_cast<unsigned>(route), static_cast<unsigned>(m)) - before;
     }
   };
   __device__ __forceinline__ Place of(int round) const { return {routes + 16 * round, 16 * round, m}; }

@@ -25,6 +25,8 @@ struct ExpertRows {
   int per_row;         // routes of a row of tokens
   int rows;            // of tokens
 
+  // Numbers beyond the experts and the routes, which a caller may have left in memory, count as none.
+
   // The expert of a tile; negative for none.
   __device__ __forceinline__ int expert(int tile) const {
     const int expert = experts[tile];
@@ -45,7 +47,10 @@ struct ExpertRows {
   template <int kTokens>
   __device__ __forceinline__ int route(int tile, int i) const {
     if (routes == nullptr) return i == 0 && expert(tile) >= 0 ? tile : -1;
-    return i < kTokens ? routes[tile * kTokens + i] : -1;
+    return i < kTokens ? known(routes[tile * kTokens + i]) : -1;
+  }
+  __device__ __forceinline__ int known(int route) const {
+    return static_cast<unsigned>(route) < static_cast<unsigned>(rows * per_row) ? route : -1;
   }
 };
 
@@ -63,13 +68,13 @@ struct TileRows : ExpertRows {
     m = 1;
     if (routes != nullptr) {
       const int lane = threadIdx.x % 32;
-      m = __popc(__ballot_sync(0xffffffffu, lane < kTokens && routes[tile * kTokens + lane % kTokens] >= 0));
+      m = __popc(__ballot_sync(0xffffffffu, lane < kTokens && known(routes[tile * kTokens + lane % kTokens]) >= 0));
     }
     return found < count && m > 0 ? found : -1;
   }
   // The route that is the token of a tile, a row of D.
   __device__ __forceinline__ int of(int token) const {
-    return routes == nullptr ? tile : routes[tile * kTokens + token];
+    return routes == nullptr ? tile : max(known(routes[tile * kTokens + token]), 0);
   }
   // The row of tokens of this route.
   __device__ __forceinline__ int source(int token) const { return of(token) / per_row; }

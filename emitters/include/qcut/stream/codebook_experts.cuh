@@ -211,6 +211,7 @@ __device__ __forceinline__ void codebook_experts(const char* x, const char* unit
   };
   const auto finish = [&](Acc sum, int token, int row) {
     const auto column = E::column(local, row, n - col0);
+    if (routes[token] < 0) return;
     d[static_cast<long long>(routes[token]) * ldd + col0 + row] =
         E::convert(E::finish(E::apply(sum, E::row(local, token, count), column), 0.0f, local));
   };
