@@ -71,7 +71,7 @@ def registers(problem: CodebookProblem, tile: Any) -> int:
     return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 
-def register_limit(tile: Any) -> int:
+def register_limit(tile: CodebookStreamTile) -> int:
     """Registers that the register file has for a thread of the CTA, in steps of 8."""
     return min(255, 65_536 // (32 * tile.warps) // 8 * 8)
 

@@ -15,10 +15,11 @@ from qcut.emitters.core.experts import EXPERT_ROWS
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag
-from qcut.emitters.stream.codebook import decode_source, register_limit, registers, table_bytes
+from qcut.emitters.stream.codebook import decode_source, registers, table_bytes
 from qcut.emitters.stream.family import ROW_TILE, StreamFamily
+from qcut.emitters.stream.int8 import register_limit
 
-_MORE_REGISTERS = 36
+_MORE_REGISTERS, _MORE_REGISTERS_INT8 = 36, 48
 """Of a thread, beyond those of ``codebook_stream``: where the next rows, tokens and routes lie."""
 MAX_ROW_TILES = 32
 
@@ -66,11 +67,12 @@ def fits(problem: CodebookProblem, tile: CodebookExpertsTile, arch: str) -> bool
     memory, threads = architecture(arch).sm_smem_bytes, 32 * tile.warps * tile.ctas
     if tile.ctas > 1 and tile.ctas * (smem_bytes(problem, tile) + 1024) > memory:
         return False
-    return threads * _registers(problem, tile) <= architecture(arch).registers and threads <= 2048
+    return threads * min(255, _registers(problem, tile)) <= architecture(arch).registers and threads <= 2048
 
 
 def _registers(problem: CodebookProblem, tile: CodebookExpertsTile) -> int:
-    return min(255, registers(problem, tile) + _MORE_REGISTERS)
+    more = _MORE_REGISTERS_INT8 if problem.x is DType.S8 else _MORE_REGISTERS
+    return registers(problem, tile) + more
 
 
 CONSTRAINTS = (
@@ -92,7 +94,7 @@ CONSTRAINTS = (
     Constraint(
         "registers",
         "tokens, weights in flight and sums fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(p, t) + _MORE_REGISTERS <= register_limit(t),
+        lambda p, t, arch: _registers(p, t) <= register_limit(t.warps),
     ),
     shared_memory("the table, tokens and sums of all warps fit what the architecture gives a CTA", smem_bytes),
     Constraint("ctas", "fit a multiprocessor together, one of them if K is split", lambda p, t, arch: (
