@@ -71,7 +71,7 @@ def tiles_of(index: Tensor, layers: Experts) -> RouteTiles:
     """The tiles in which `Experts` computes these routes."""
     largest = min(projection.form.largest_tile for projection in (layers.up, layers.down))  # type: ignore[union-attr]
     size = tile_size(*index.shape, layers.num_experts, largest, 0)
-    if size == 1:
+    if size is None or size == 1:
         return RouteTiles(index.flatten(), None, index.numel())
     return RouteTiles(*torch.ops.qcut.sort_routes(index, layers.num_experts, size), index.numel())
 

@@ -19,8 +19,10 @@ from qcut.emitters.stream.codebook import decode_source, registers, table_bytes
 from qcut.emitters.stream.family import ROW_TILE, StreamFamily
 from qcut.emitters.stream.int8 import register_limit
 
-_MORE_REGISTERS, _MORE_REGISTERS_INT8 = 36, 48
-"""Of a thread, beyond those of ``codebook_stream``: where the next rows, tokens and routes lie."""
+_MORE_REGISTERS, _MORE_REGISTERS_INT8, _MORE_TOKENS = 36, 48, 24
+"""Of a thread, beyond those of ``codebook_stream``: where the next rows, tokens and routes lie; and of more tokens, for
+each eight.
+"""
 MAX_ROW_TILES = 32
 
 
@@ -72,7 +74,7 @@ def fits(problem: CodebookProblem, tile: CodebookExpertsTile, arch: str) -> bool
 
 def _registers(problem: CodebookProblem, tile: CodebookExpertsTile) -> int:
     more = _MORE_REGISTERS_INT8 if problem.x is DType.S8 else _MORE_REGISTERS
-    return registers(problem, tile) + more
+    return registers(problem, tile) + more + _MORE_TOKENS * (-(-tile.tokens // 8) - 1)
 
 
 CONSTRAINTS = (

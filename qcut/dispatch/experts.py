@@ -5,7 +5,7 @@ All choices are pure functions of sizes, types and the GPU; which experts are ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import itemgetter
 from typing import Any
 
@@ -42,22 +42,23 @@ def busy_experts(routes: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** routes)
 
 
-def tile_size(routes: int, experts: int, largest: int = _SIZES[-1]) -> int:
-    """Routes of a tile: 1 while few experts have several, else enough for most experts' routes.
+def tile_size(routes: int, experts: int, allowed: Collection[int] = (1, *_SIZES)) -> int | None:
+    """Routes of a tile: 1 while few experts have several, else enough for most experts' routes; None: no size is left.
 
     Args:
         routes: of all tokens.
         experts: number of experts.
-        largest: that kernels take.
+        allowed: sizes that kernels take.
     """
     busy = busy_experts(routes, experts)
-    if routes <= _FEW_REPEATS * busy:
-        return 1
     mean = routes / busy
-    if mean >= _MANY and largest > _SIZES[-1]:
-        sizes = (size for size in _ORDERED_SIZES if size <= largest)
-        return min(sizes, key=lambda size: max(1, mean / size + 0.5) * (_TILE + _ROUTE * size))
-    return next((size for size in _SIZES if size >= mean + mean**0.5), _SIZES[-1])
+    ordered = [size for size in _ORDERED_SIZES if size in allowed]
+    gathered = [size for size in _SIZES if size in allowed]
+    if mean <= _FEW_REPEATS or not gathered:
+        gathered = [1] if 1 in allowed else gathered
+    elif mean >= _MANY and ordered:
+        return min(ordered, key=lambda size: max(1, mean / size + 0.5) * (_TILE + _ROUTE * size))
+    return next((size for size in gathered if size >= mean + mean**0.5), gathered[-1] if gathered else None)
 
 
 def busy_tiles(routes: int, experts: int, size: int) -> int:

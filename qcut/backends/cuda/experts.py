@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,13 +26,15 @@ from qcut.errors import DtypeError
 from qcut.numerics.codebook.layout import Geometry
 from qcut.numerics.codebook.products import is_pair_book
 from qcut.numerics.routes import MOST_GATHERED
-from qcut.ops.experts import CodebookExpertsOp, RotateRoutesOp, W8A8ExpertsOp, W8A16ExpertsOp
+from qcut.ops.experts import TILE_SIZES, CodebookExpertsOp, RotateRoutesOp, W8A8ExpertsOp, W8A16ExpertsOp
 from qcut.ops.registry import serves
 
 # ── routes ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def tile_size(tokens: int, top_k: int, experts: int, largest: int, device: int) -> int:
+def tile_size(
+    tokens: int, top_k: int, experts: int, largest: int, device: int, without: Collection[int] = ()
+) -> int | None:
     """Routes of the tiles for so many tokens, the same for all numbers of tokens that kernels are chosen for at once.
 
     Args:
@@ -41,9 +43,14 @@ def tile_size(tokens: int, top_k: int, experts: int, largest: int, device: int) 
         experts: number of experts.
         largest: that the layers take.
         device: CUDA ordinal.
+        without: sizes that have turned out to have no kernel.
+
+    Returns:
+        A size, or None: none is left.
     """
     limit = largest if architecture(target(device).arch).wgmma else MOST_GATHERED
-    return dispatch.tile_size(m_bucket(tokens) * top_k, experts, min(limit, largest))
+    allowed = [size for size in TILE_SIZES if size <= min(limit, largest) and size not in without]
+    return dispatch.tile_size(m_bucket(tokens) * top_k, experts, allowed)
 
 
 class RouteRotation(NamedTuple):

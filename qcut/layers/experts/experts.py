@@ -49,7 +49,7 @@ class Experts(ExpertsModule):
         super().__init__()
         self.up, self.down, self.post_expert_norm = up, down, post_expert_norm
         self.gating, self.name, self.num_experts, self.identities = gating, name, count_of(up), identities
-        self._on_host = False
+        self._sizes_without_kernels: set[int] = set()
 
     def with_projections(self, up: Projection, down: Projection) -> Self:
         """These experts with other layers."""
@@ -111,7 +111,7 @@ class Experts(ExpertsModule):
     def _by_kernels(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
         """The result, of routes that are read on the device; None where no kernels compute it."""
         up, down = self.up, self.down
-        if self._on_host or (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)):
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return None
         if not isinstance(up, LinearStack) or not isinstance(down, LinearStack) or path_on(x.device) != "cuda":
             return None
@@ -119,24 +119,32 @@ class Experts(ExpertsModule):
             return None
         from qcut.backends.cuda.experts import tile_size
 
-        experts = index.to(torch.int32)
-        tiles = RouteTiles(experts.flatten(), None, index.numel())
+        experts, sizes = index.to(torch.int32), (*index.shape, self.num_experts)
         largest = min(up.form.largest_tile, down.form.largest_tile)
-        if (size := tile_size(*index.shape, self.num_experts, largest, x.get_device())) > 1:
-            tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.total)
-        gated = self.gating == Gating("silu")
-        try:
-            hidden = up.routed(x, tiles, index.shape[1])
-            if hidden is None:
+        while (size := tile_size(*sizes, largest, x.get_device(), self._sizes_without_kernels)) is not None:
+            try:
+                results = self._results(x, experts, size)
+            except UnsupportedError:  # this GPU has no kernel for the layers' sizes
+                self._sizes_without_kernels.add(size)
+                continue
+            if results is None:
                 return None
-            results = down.routed(hidden if gated else self.gating(hidden), tiles, 1, gated=gated)
-        except UnsupportedError:  # this GPU has no kernel for the layers' sizes
-            self._on_host = True
+            summed: Tensor = torch.ops.qcut.sum_routes(results, weights.float(), experts, self.num_experts, None)
+            return summed
+        return None
+
+    def _results(self, x: Tensor, experts: Tensor, size: int) -> Tensor | None:
+        """The experts' results ``[T * k, H]``, in the order of routes; None where no kernels compute the layers."""
+        assert isinstance(self.up, LinearStack)
+        assert isinstance(self.down, LinearStack)
+        tiles = RouteTiles(experts.flatten(), None, experts.numel())
+        if size > 1:
+            tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.total)
+        hidden = self.up.routed(x, tiles, experts.shape[1])
+        if hidden is None:
             return None
-        if results is None:
-            return None
-        summed: Tensor = torch.ops.qcut.sum_routes(results, weights.float(), experts, self.num_experts, None)
-        return summed
+        gated = self.gating == Gating("silu")
+        return self.down.routed(hidden if gated else self.gating(hidden), tiles, 1, gated=gated)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         y = layer_of(self.down, e)(self.gating(layer_of(self.up, e)(x)))

@@ -239,9 +239,9 @@ def experts_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(int8, CodebookExpertsTile(8, 8, 6, 1, 1, 4)), (replace(int8, early_routes=True), EXPERT_TILE)]
     tiles += [(replace(INT8_PAIRS, experts=True), EXPERT_TILE), (replace(PAIRS, experts=True), EXPERT_TILE)]
     tiles += [(replace(BRAIN, experts=True), CodebookExpertsTile(16, 2, 8, 1, 1, 2))]
-    tiles += [(int8, CodebookExpertsTile(32, 4, 7, 2, 1, 2))]
+    tiles += [(int8, CodebookExpertsTile(32, 4, 6, 1, 1, 2))]
     if arch == ARCH:
-        tiles += [(EXPERTS, CodebookExpertsTile(32, 2, 8, 1, 1, 2)), (early, CodebookExpertsTile(8, 8, 6, 1, 1, 4, 2))]
+        tiles += [(EXPERTS, CodebookExpertsTile(32, 2, 8, 1, 2, 1)), (early, CodebookExpertsTile(8, 8, 6, 1, 1, 4, 2))]
         tiles += [(EXPERTS, SPREAD), (int8, replace(SPREAD, prefetch=2))]
     yield from (CODEBOOK_EXPERTS.emit(problem, tile, arch) for problem, tile in tiles)
 
