@@ -21,6 +21,7 @@ MIXTURE_SCHEMES = ("w8a8", "codebook4_g32")
 """Experts in float are for the CPU."""
 SIZES: dict[str, dict[str, int]] = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma2", "gemma3")}
 SIZES |= {kind: {"moe_intermediate_size": 64} for kind in MIXTURES}
+SIZES["hunyuan_v1_moe"] |= {"head_dim": 32}
 
 
 def model_of(kind: str, scheme: str | None, dtype: torch.dtype, device: str = DEVICE) -> Any:

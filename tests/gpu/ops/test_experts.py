@@ -78,6 +78,8 @@ def test_routes_are_those_of_layers(scheme: str, size: int) -> None:
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (1, 160), (768, 2048), (130, 4096), (64, 14336)])
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8"])
 def test_shapes(scheme: str, n: int, k: int, size: int) -> None:
+    if (k, size) == (14336, 32):
+        pytest.skip("`Experts` takes tiles of 16")
     layers = stack(scheme, 3, n, k, bias=False)
     for dtype in (torch.float16, torch.bfloat16):
         index, tiles = routes(40, 1, 3, size, 1)
