@@ -23,7 +23,7 @@ from qcut.backends.cuda.experts import tile_size
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.numerics.gating import Gating
-from qcut.numerics.routes import RouteTiles
+from qcut.numerics.routing import RouteTiles
 
 
 class Mixture(NamedTuple):

@@ -34,7 +34,7 @@ from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
-from qcut.numerics.routes import MOST_GATHERED, RouteTiles
+from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.ops.codebook import can_rotate
 from qcut.ops.embed import can_embed
 from qcut.ops.paths import path

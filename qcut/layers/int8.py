@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
-    from qcut.numerics.routes import RouteTiles
+    from qcut.numerics.routing import RouteTiles
 
 _W8A8 = torch.ops.qcut.w8a8_linear.early_read
 _INT8 = torch.ops.qcut.int8_linear.early_read

@@ -21,7 +21,7 @@ from qcut.layers.quantized import FrozenWeight, QuantizedLayer
 from qcut.models.guards import described, is_described, refuse_foreign_saving
 from qcut.models.modules import float_bias, float_weight
 from qcut.numerics.plain_state import in_plain_state
-from qcut.numerics.routes import MOST_GATHERED, RouteTiles
+from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.ops.gradients import inference_only
 from qcut.schemes import (
     ALLOWED_SCHEMES,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics.codebook import layout, products
-from qcut.numerics.routes import RouteTiles
+from qcut.numerics.routing import RouteTiles
 from qcut.ops.checks import F32, S32, check_indices, check_tensor
 from qcut.ops.codebook import CodebookGemmOp, RotateTokensOp
 from qcut.ops.linear import Int8LinearOp, W8A16LinearOp
@@ -159,7 +159,7 @@ class CodebookExpertsOp(NamedTuple):
         row_scale: float32 ``[rows]`` of int8 tokens, ``[rows * per_row]`` of those of `RotateRoutesOp`; else None.
         rows: number of tokens.
         per_row: routes of each token: route r is one of token ``r // per_row``.
-        tile_experts: int32 ``[T]``, see `qcut.numerics.routes.RouteTiles`.
+        tile_experts: int32 ``[T]``, see `qcut.numerics.routing.RouteTiles`.
         tile_routes: int32 ``[T, size]``, a size of `TILE_SIZES`, routes from 0 to ``rows * per_row - 1``, each in one
             tile at most, -1 after the last of a tile; None: every route is a tile, and ``T = rows * per_row``.
         units: of E experts, ``[E, ...]`` of `CodebookGemmOp`'s, as are ``norms``, ``fold``, ``col_scale`` and ``bias``.

@@ -13,7 +13,7 @@ from qcut import errors
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.numerics.codebook import layout
 from qcut.numerics.int8 import sqnr_db
-from qcut.numerics.routes import RouteTiles
+from qcut.numerics.routing import RouteTiles
 from qcut.ops.experts import TILE_SIZES
 
 OPS = torch.ops.qcut

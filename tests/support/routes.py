@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.numerics.routes import RouteTiles
-from qcut.numerics.routing import tile_count
+from qcut.numerics.routing import RouteTiles, tile_count
 
 
 def random_experts(rows: int, per_row: int, count: int, seed: int = 0) -> Tensor:

@@ -25,7 +25,7 @@ from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import DtypeError
 from qcut.numerics.codebook.layout import Geometry
 from qcut.numerics.codebook.products import is_pair_book
-from qcut.numerics.routes import MOST_GATHERED
+from qcut.numerics.routing import MOST_GATHERED
 from qcut.ops.experts import TILE_SIZES, CodebookExpertsOp, RotateRoutesOp, W8A8ExpertsOp, W8A16ExpertsOp
 from qcut.ops.registry import serves
 

@@ -12,7 +12,7 @@ from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
 from qcut.models.modules import ExpertsModule, dtype_name
 from qcut.numerics.gating import Gating
-from qcut.numerics.routes import RouteTiles
+from qcut.numerics.routing import MAX_EXPERTS, RouteTiles
 from qcut.ops.paths import path_on
 
 if TYPE_CHECKING:
@@ -115,7 +115,9 @@ class Experts(ExpertsModule):
             return None
         if not isinstance(up, LinearStack) or not isinstance(down, LinearStack) or path_on(x.device) != "cuda":
             return None
-        if self.identities or self.post_expert_norm is not None or not x.numel() or not index.numel():
+        if self.identities or self.post_expert_norm is not None or self.num_experts > MAX_EXPERTS:
+            return None
+        if not x.numel() or not index.numel():
             return None
         from qcut.backends.cuda.experts import tile_size
 

@@ -19,7 +19,7 @@ from qcut.models.modules import tensor_key
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from qcut.numerics.routes import RouteTiles
+    from qcut.numerics.routing import RouteTiles
     from qcut.schemes import Scheme
 
 V = TypeVar("V")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.layers.experts.linear_stack import LinearStack
-from qcut.numerics.routes import RouteTiles
+from qcut.numerics.routing import RouteTiles
 from qcut.ops.experts import TILE_SIZES
 from tests.gpu.support.oracles import DEVICE, assert_same
 

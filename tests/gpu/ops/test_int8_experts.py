@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.layers.experts.linear_stack import LinearStack
-from qcut.numerics.routes import RouteTiles
+from qcut.numerics.routing import RouteTiles
 from qcut.ops.experts import GATHERED_SIZES
 from qcut.schemes import padded_k
 from tests.gpu.support.oracles import DEVICE, activations, assert_same
