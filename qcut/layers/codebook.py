@@ -363,7 +363,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
     ) -> Tensor | None:
         """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
-        one, b, dtype = stack.form, stack._buffers, x.dtype
+        one, b, dtype = stack.form, stack.tensors, x.dtype
         if len(one.set_bits) > 1 or not (dtype in _HALVES or (one.int8 and dtype is torch.float32)):
             return None
         books = stack.read(("codebook",), _common_books)

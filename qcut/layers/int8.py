@@ -161,7 +161,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
-        b, x = stack._buffers, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
         weight = b["qweight"], b["weight_scale"], b["bias"]
         q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
         y: Tensor = torch.ops.qcut.w8a8_experts(
@@ -341,7 +341,7 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
         """See `Linear.routed`: tokens of 16 bits."""
         if x.dtype is torch.float32:
             return None
-        b, x = stack._buffers, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
         weight = b["qweight"], b["weight_scale"], b["bias"]
         y: Tensor = torch.ops.qcut.w8a16_experts(
             x, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation

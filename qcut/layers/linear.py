@@ -59,7 +59,9 @@ _MODULES: dict[type[Scheme], str] = {
 class Stacked(Protocol):
     """Layers of one form, whose tensors are stacked: the experts of a projection."""
 
-    _buffers: dict[str, Tensor | None]
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The stacked tensors of the layers, by name."""
 
     @property
     def form(self) -> Any:

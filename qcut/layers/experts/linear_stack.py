@@ -119,6 +119,11 @@ class LinearStack(QuantizedLayer):
         return one
 
     @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The stacked tensors of the layers, by name."""
+        return self._buffers
+
+    @property
     def form(self) -> Linear:
         """A layer as all of them are, without tensors."""
         return self._one
