@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,11 +69,13 @@ def routings(tokens: int, mixture: Mixture) -> list[Tensor]:
 
 def tiles_of(index: Tensor, layers: Experts) -> RouteTiles:
     """The tiles in which `Experts` computes these routes."""
-    largest = min(projection.form.largest_tile for projection in (layers.up, layers.down))  # type: ignore[union-attr]
-    size = tile_size(*index.shape, layers.num_experts, largest, 0)
+    up, down = cast(LinearStack, layers.up), cast(LinearStack, layers.down)
+    tokens, top_k = index.shape
+    size = tile_size(tokens, top_k, layers.num_experts, min(up.form.largest_tile, down.form.largest_tile), 0)
     if size is None or size == 1:
         return RouteTiles(index.flatten(), None, index.numel())
-    return RouteTiles(*torch.ops.qcut.sort_routes(index, layers.num_experts, size), index.numel())
+    tile_experts, tile_routes = torch.ops.qcut.sort_routes(index, layers.num_experts, size)
+    return RouteTiles(tile_experts, tile_routes, index.numel())
 
 
 class Product:
@@ -164,10 +166,8 @@ def measured(options: argparse.Namespace, results: harness.Results) -> None:
                 stack(scheme, mixture.experts, mixture.hidden, mixture.width),
                 Gating("silu"),
             )
-            weight_bytes = {
-                part: projection.weight_bytes / mixture.experts  # type: ignore[union-attr]
-                for part, projection in (("up", layers.up), ("down", layers.down))
-            }
+            stacks = {"up": cast(LinearStack, layers.up), "down": cast(LinearStack, layers.down)}
+            weight_bytes: dict[str, float] = {part: one.weight_bytes / one.experts for part, one in stacks.items()}
             weight_bytes["mixture"] = sum(weight_bytes.values())
             for m in options.tokens:
                 with torch.no_grad():

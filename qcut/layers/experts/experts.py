@@ -121,13 +121,13 @@ class Experts(ExpertsModule):
             return None
         from qcut.backends.cuda.experts import tile_size
 
-        experts, sizes = index.to(torch.int32), (*index.shape, self.num_experts)
-        largest = min(up.form.largest_tile, down.form.largest_tile)
-        while (size := tile_size(*sizes, largest, x.get_device(), self._sizes_without_kernels)) is not None:
+        experts, (tokens, top_k) = index.to(torch.int32), index.shape
+        largest, without = min(up.form.largest_tile, down.form.largest_tile), self._sizes_without_kernels
+        while (size := tile_size(tokens, top_k, self.num_experts, largest, x.get_device(), without)) is not None:
             try:
                 results = self._results(x, experts, size)
             except UnsupportedError:  # this GPU has no kernel for the layers' sizes
-                self._sizes_without_kernels.add(size)
+                without.add(size)
                 continue
             if results is None:
                 return None
@@ -141,7 +141,8 @@ class Experts(ExpertsModule):
         assert isinstance(self.down, LinearStack)
         tiles = RouteTiles(experts.flatten(), None, experts.numel())
         if size > 1:
-            tiles = RouteTiles(*torch.ops.qcut.sort_routes(experts, self.num_experts, size), tiles.total)
+            tile_experts, tile_routes = torch.ops.qcut.sort_routes(experts, self.num_experts, size)
+            tiles = RouteTiles(tile_experts, tile_routes, tiles.total)
         hidden = self.up.routed(x, tiles, experts.shape[1])
         if hidden is None:
             return None
