@@ -115,7 +115,7 @@ class QcutMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 stacks[part].weight_dtype = self.dtype
                 for key in keys:
                     # Tensors of other GPUs' experts still come, and vLLM looks for their parameter.
-                    empty = Parameter(torch.empty(0, device=device), requires_grad=False)
+                    empty = Parameter(torch.empty(0, dtype=torch.float32, device=device), requires_grad=False)
                     set_weight_attrs(empty, {"weight_loader": _elsewhere})
                     layer.register_parameter(key, empty)
             layer.qcut = Experts(stacks["up"], stacks["down"], self.gating, name=self.name).eval()
