@@ -40,10 +40,10 @@ def test_experts_of_a_step_fill_the_gpu(problem: W8A8Problem | GemmProblem, dens
     """Eight routes of a token: CTAs of all experts together are one wave, where those of a dense layer were eight."""
     family = INT8_STREAM if problem is INT8_EXPERTS else W8A16_STREAM
     n, k = 1536, 2048
-    alone = family.grid(best_tile(family, dense, 8, n, k, H200), n)(8)[0]  # type: ignore[attr-defined, arg-type]
+    of_dense = family.grid(best_tile(family, dense, 8, n, k, H200), n)(8)[0]  # type: ignore[attr-defined, arg-type]
     choice = select(problem, 1, 8, n, k, H200)
     ctas = grid(choice, n, H200.sm_count)(8)[0]
-    assert ctas < 8 * alone
+    assert ctas < 8 * of_dense
     assert ctas * 32 * choice.tile.warps <= 132 * 2048
     assert ctas >= 100
 

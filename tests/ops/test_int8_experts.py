@@ -41,7 +41,7 @@ def arguments(
     return {"x": normal(rows, K, seed=4).to(dtype), **rest}, chosen
 
 
-def alone(op: str, given: dict[str, Any], route: int, expert: int) -> Tensor:
+def of_one(op: str, given: dict[str, Any], route: int, expert: int) -> Tensor:
     """What the layer of an expert makes of one route's token."""
     row = route // given["per_row"]
     bias = None if given["bias"] is None else given["bias"][expert]
@@ -60,7 +60,7 @@ def check(op: str, given: dict[str, Any], chosen: Tensor, exact: bool) -> None:
     assert y.is_contiguous()
     count = len(given["qweight"])
     for route in in_tiles(chosen, count).nonzero()[:, 0].tolist():
-        want = alone(op, given, route, int(chosen.flatten()[route]))
+        want = of_one(op, given, route, int(chosen.flatten()[route]))
         if exact:
             assert torch.equal(y[route], want)
         else:  # the order of float32 sums may differ with the number of tokens

@@ -1,4 +1,4 @@
-"""Experts on CUDA: each route is bitwise what the layer of its expert computes alone."""
+"""Experts on CUDA: each route is bitwise what the layer of its expert computes by itself."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_routes_are_those_of_single_layers(scheme: str, tokens: int) -> None:
     x, index, weights = routes(tokens, 2)
     with torch.no_grad():
         found = experts(x, index, weights)
-        alone = torch.zeros(tokens, 2, H, dtype=torch.float16, device=DEVICE)
+        each = torch.zeros(tokens, 2, H, dtype=torch.float16, device=DEVICE)
         for e in range(COUNT):
             token, route = (index == e).nonzero(as_tuple=True)
             if len(token):
-                alone[token, route] = down[e](gating(up[e](x[token])))
-    want = weighted_sum(alone, weights).half()
+                each[token, route] = down[e](gating(up[e](x[token])))
+    want = weighted_sum(each, weights).half()
     if scheme in FLOAT_SUMS:  # kernels of 16-bit tokens add in an order of their own
         assert sqnr_db(want.double().cpu(), found.double().cpu()) > 50
     else:
