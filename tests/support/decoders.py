@@ -110,6 +110,13 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """By kind, the model's type in transformers, and what differs from `sizes`."""
+_SINCE = {
+    # Versions before refuse their own default settings.
+    **dict.fromkeys(("olmo2", "olmoe", "ernie4_5_moe"), "5.5"),
+    # Versions before hold the parts of a mixture by other names, which qcut refuses.
+    **dict.fromkeys(("granitemoe", "hunyuan_v1_moe"), "5.13"),
+}
+"""By type, the version of transformers whose models `small` can make and the engine serves."""
 KINDS = tuple(_KINDS)
 """What `small` makes."""
 MIXTURES = tuple(kind for kind in KINDS if any("experts" in key for key in _KINDS[kind][1]))
@@ -139,8 +146,9 @@ def small(kind: str, **changes: Any) -> Any:
     """A model with random weights, larger than usual so that its tokens differ."""
     torch.manual_seed(0)
     model_type, own = _KINDS[kind]
-    if model_type == "olmo2" and Version(transformers.__version__) < Version("5.5"):
-        pytest.skip("before 5.5, transformers refuses its own default of OLMo 2")
+    since = _SINCE.get(model_type, "0")
+    if Version(transformers.__version__) < Version(since):
+        pytest.skip(f"{model_type} is served from transformers {since} on")
     # Torch's attention knows no softcap, and older versions of transformers choose it all the same.
     options = {"attn_implementation": "eager"} if "attn_logit_softcapping" in own else {}
     config = AutoConfig.for_model(model_type, **sizes(**own | changes))

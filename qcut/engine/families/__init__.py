@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 from torch import nn
@@ -49,8 +50,9 @@ def decoder_of(model: nn.Module) -> Decoder:
         model: of a type in `FAMILIES`; its linear layers and embeddings quantized or not.
 
     Raises:
-        UnsupportedError: another architecture, or a part of one that is not built here; a model that is cut across
-            processes; or one that computes otherwise than transformers' own (`check_model`). The message names it.
+        UnsupportedError: another architecture, or a part of one that is not built here, or that this version of
+            transformers holds by another name; a model that is cut across processes; or one that computes otherwise
+            than transformers' own (`check_model`). The message names it.
     """
     model_type, name = getattr(getattr(model, "config", None), "model_type", None), type(model).__name__
     if model_type not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
@@ -59,4 +61,10 @@ def decoder_of(model: nn.Module) -> Decoder:
         )
     refuse_parts(model, "decoding by qcut")
     check_model(model)
-    return FAMILIES[model_type](model)
+    try:
+        return FAMILIES[model_type](model)
+    except AttributeError as missing:
+        raise UnsupportedError(
+            f"{name} of transformers {version('transformers')}: {missing}; allowed: a version of transformers in which "
+            f"models of type {model_type!r} have that part; or model.generate"
+        ) from missing

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 
 import qcut
 from qcut.engine.engine import Engine
+from qcut.engine.families import FAMILIES
 from qcut.engine.families.fidelity import check_model
 from qcut.errors import UnsupportedError
 from qcut.layers.experts.forms import DenseExperts
@@ -196,6 +197,11 @@ def test_what_computes_otherwise_is_refused_by_name(what: str) -> None:
     model = small(kind)
     change(model)
     refused(model, *words)
+
+
+def test_a_part_by_the_name_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "llama", lambda model: model.model.blocks)
+    refused(small("llama"), "LlamaForCausalLM of transformers", "has no attribute 'blocks'", "allowed: a version")
 
 
 def test_attention_of_ones_own_is_refused() -> None:
