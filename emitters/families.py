@@ -12,6 +12,7 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.cutlass.gemm import INT8_CUTLASS
 from qcut.emitters.gemm.cutlass.w8a16 import W8A16_CUTLASS
 from qcut.emitters.gemm.dp4a import INT8_DP4A
+from qcut.emitters.gemm.int8_wgmma import INT8_WGMMA
 from qcut.emitters.gemm.mma import INT8_MMA
 from qcut.emitters.gemm.w8a16 import W8A16_MMA
 from qcut.emitters.gemm.w8a16_wgmma import W8A16_WGMMA
@@ -25,13 +26,14 @@ from qcut.emitters.stream.w8a16 import W8A16_STREAM
 
 __all__ = [
     "CODEBOOK_CUTLASS", "CODEBOOK_EXPERTS", "CODEBOOK_MMA", "CODEBOOK_STREAM", "CODEBOOK_STREAM_ROUNDS",
-    "CODEBOOK_STREAM_WGMMA", "CODEBOOK_WGMMA", "INT8_CUTLASS", "INT8_DP4A", "INT8_MMA", "INT8_STREAM", "INT8_WMMA",
-    "W8A16_CUTLASS", "W8A16_MMA", "W8A16_STREAM", "W8A16_WGMMA",
+    "CODEBOOK_STREAM_WGMMA", "CODEBOOK_WGMMA", "INT8_CUTLASS", "INT8_DP4A", "INT8_MMA", "INT8_STREAM", "INT8_WGMMA",
+    "INT8_WMMA", "W8A16_CUTLASS", "W8A16_MMA", "W8A16_STREAM", "W8A16_WGMMA",
 ]  # fmt: skip
 
 _TUNED: tuple[Family[Any, Any], ...] = (INT8_CUTLASS, INT8_MMA, INT8_WMMA, INT8_DP4A)
 _OTHERS: tuple[Family[Any, Any], ...] = (
     INT8_STREAM,
+    INT8_WGMMA,
     W8A16_MMA,
     W8A16_STREAM,
     W8A16_WGMMA,

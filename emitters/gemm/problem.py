@@ -41,8 +41,8 @@ class GemmProblem:
         layout_d: layout of D ``[M, N]`` and of the residual.
         device_m: whether M is read on the device: at most ``m``, which the host knows. Rows of D past it keep their
             contents.
-        experts: whether B is the weights of experts, one after the other, and rows of D are routes; of 16-bit tokens,
-            in layouts tnt, without a residual.
+        experts: whether B is the weights of experts, one after the other, and rows of D are routes; in layouts tnt,
+            without a residual.
     """
 
     a: DType = DType.S8
@@ -61,8 +61,8 @@ class GemmProblem:
             raise EmitError(f"{self.name}: halves are of int8 tokens, and in layouts tnt")
         if self.epilogue.halves and self.device_m:
             raise EmitError(f"{self.name}: M of halves is known on the host")
-        if self.experts and (self.a is DType.S8 or self.layouts != "tnt" or self.epilogue.residual):
-            raise EmitError(f"{self.name}: experts are of 16-bit tokens, in layouts tnt, without a residual")
+        if self.experts and (self.layouts != "tnt" or self.epilogue.residual):
+            raise EmitError(f"{self.name}: experts are in layouts tnt, without a residual")
 
     @property
     def layouts(self) -> str:
@@ -101,7 +101,7 @@ class GemmProblem:
 HOST_M = Constraint("device_m", "M is known on the host", lambda problem, tile, arch: not problem.device_m)
 """Constraint of families that cannot read M on the device; takes (problem, tile, arch)."""
 ONE_WEIGHT = Constraint("experts", "B is one weight", lambda problem, tile, arch: not problem.experts)
-"""Constraint of families of 16-bit tokens that read no routes; takes (problem, tile, arch)."""
+"""Constraint of families that read no routes; takes (problem, tile, arch)."""
 
 
 @dataclass(frozen=True)

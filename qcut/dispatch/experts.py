@@ -10,12 +10,13 @@ from operator import itemgetter
 from typing import Any
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import Choice, int8_stream, w8a16_stream
+from qcut.dispatch.heuristics import Choice, int8_stream, int8_wgmma, w8a16_stream
 from qcut.dispatch.heuristics.codebook import experts as decode
 from qcut.dispatch.heuristics.codebook import wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_WGMMA, INT8_STREAM, W8A16_STREAM
+from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_WGMMA, INT8_STREAM, INT8_WGMMA, W8A16_STREAM
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a8 import W8A8Problem
 
@@ -75,6 +76,8 @@ def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target
     """
     if isinstance(problem, CodebookProblem):
         return select_codebook(problem, size, tiles, n, k, target)
+    if size > _SIZES[-1]:
+        return _select_ordered(INT8_WGMMA, int8_wgmma.cycles, problem, size, tiles, n, k, target)
     family, candidates = _INT8[type(problem)]
     tile, cost = min(candidates(problem, size, n, k, target, copies=max(1, tiles)), key=itemgetter(1))
     return Choice(family, tile, cost=cost)
@@ -83,13 +86,27 @@ def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target
 def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
     """`select` with codebook weights."""
     if size > _SIZES[-1]:
-        menu = [tile for tile in CODEBOOK_WGMMA.menu(problem, target.arch) if tile.tokens == size]
-        if not menu:
-            raise EmitError(f"{CODEBOOK_WGMMA.name}: no tile of {size} routes for {problem.name} on {target.arch}")
-        costs = [(tile, wgmma.cycles(problem, tile, size * tiles, n, k, target)) for tile in menu]
-        tile, cost = min(costs, key=itemgetter(1))
-        return Choice(CODEBOOK_WGMMA.name, tile, cost=cost)
+        return _select_ordered(CODEBOOK_WGMMA, wgmma.cycles, problem, size, tiles, n, k, target)
     found = min(decode.candidates(problem, size, k, target), key=itemgetter(1), default=None)
     if found is None:
         raise EmitError(f"{CODEBOOK_EXPERTS.name}: no tile for tiles of {size} routes and {k} columns on {target.arch}")
     return Choice(CODEBOOK_EXPERTS.name, found[0], cost=found[1])
+
+
+def _select_ordered(
+    family: Family[Any, Any],
+    cycles: Callable[..., float],
+    problem: ExpertProblem,
+    size: int,
+    tiles: int,
+    n: int,
+    k: int,
+    target: Target,
+) -> Choice:
+    """The tile with the least time of those that take ``size`` routes in the order of tiles."""
+    menu = [tile for tile in family.menu(problem, target.arch) if tile.tokens == size]
+    if not menu:
+        raise EmitError(f"{family.name}: no tile of {size} routes for {problem.name} on {target.arch}")
+    costs = [(tile, cycles(problem, tile, size * tiles, n, k, target)) for tile in menu]
+    tile, cost = min(costs, key=itemgetter(1))
+    return Choice(family.name, tile, cost=cost)

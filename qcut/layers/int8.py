@@ -17,6 +17,7 @@ from qcut.layers.linear import Known, Linear, Stacked
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
+from qcut.numerics.codebook.layout import UNIT_COLUMNS
 from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, StaticRange, padded_k
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
     """
 
     k_max = K_MAX
+    largest_tile = 256
 
     def quantized_tokens(self, x: Tensor) -> Tensor:
         """See `Linear.quantized_tokens`."""
@@ -163,9 +165,12 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
         b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
         weight = b["qweight"], b["weight_scale"], b["bias"]
-        q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
+        if tiles.ordered:
+            q, scale = _in_order(x, tiles, per_row, torch.int8)
+        else:
+            q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
         y: Tensor = torch.ops.qcut.w8a8_experts(
-            q, scale, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
+            q, scale, len(x), per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
         )
         return y
 
@@ -173,6 +178,15 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
         return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+
+def _in_order(x: Tensor, tiles: RouteTiles, per_row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Blocks of the tokens of all places of tiles, of x's type or quantized, and the scales of routes."""
+    no_operands, one_pass = x.new_empty(0), [0]
+    blocks, scale = torch.ops.qcut.rotate_routes(
+        x, no_operands, "none", UNIT_COLUMNS, one_pass, dtype, tiles.routes, per_row
+    )
+    return blocks, scale
 
 
 class _CalibratedLinear(Int8Linear):
@@ -334,6 +348,8 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
     Exactness: that of `qcut.numerics.int8.w8a16_linear_ref`.
     """
 
+    largest_tile = 128
+
     @classmethod
     def routed(
         cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
@@ -343,8 +359,9 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
             return None
         b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
         weight = b["qweight"], b["weight_scale"], b["bias"]
+        tokens = _in_order(x, tiles, per_row, x.dtype)[0] if tiles.ordered else x
         y: Tensor = torch.ops.qcut.w8a16_experts(
-            x, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
+            tokens, *x.shape, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
         )
         return y
 

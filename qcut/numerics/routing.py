@@ -53,6 +53,19 @@ class RouteTiles(NamedTuple):
         """Places of all tiles, also those without a route."""
         return self.experts.shape[0] * self.size
 
+    def sources(self, per_row: int) -> Tensor:
+        """int64 ``[total]``: the row in which products find the token of each route; 0 of routes that have none.
+
+        Args:
+            per_row: routes of each token.
+        """
+        if not self.ordered:
+            return torch.arange(self.total, dtype=torch.int64, device=self.experts.device) // per_row
+        assert self.routes is not None
+        routes, found = self.routes.flatten(), self.experts.new_zeros(self.total, dtype=torch.int64)
+        found[routes[routes >= 0].long()] = (routes >= 0).nonzero()[:, 0]
+        return found
+
     def by_expert(self, experts: int) -> list[tuple[int, Tensor]]:
         """The experts that have routes, and the routes of each."""
         found = []

@@ -14,15 +14,13 @@ from torch import Tensor
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics.codebook import layout, products
 from qcut.numerics.routing import RouteTiles
-from qcut.ops.checks import F32, S32, check_indices, check_tensor
+from qcut.ops.checks import F32, S8, S32, check_indices, check_tensor
 from qcut.ops.codebook import CodebookGemmOp, RotateTokensOp
 from qcut.ops.linear import Int8LinearOp, W8A16LinearOp
 from qcut.ops.registry import SYMBOLIC, operator
 
 TILE_SIZES = (1, 8, 16, 32, 96, 128, 160, 192, 256)
 """Routes of a tile."""
-GATHERED_SIZES = (1, 8, 16, 32)
-"""Those of products with int8 weights, which take each token from wherever it lies."""
 
 
 def check_stacked(op: str, **weights: Tensor | None) -> None:
@@ -47,9 +45,8 @@ def check_tiles(
     rows: int,
     per_row: int,
     device: torch.device,
-    sizes: tuple[int, ...] = TILE_SIZES,
 ) -> None:
-    """Check the routes of a product of ``rows`` tokens, whose kernels take tiles of these sizes.
+    """Check the routes of a product of ``rows`` tokens.
 
     Raises:
         DtypeError, ShapeError, DeviceError: tiles are not int32 ``[T]`` and ``[T, size]`` on the device.
@@ -63,10 +60,30 @@ def check_tiles(
     check_tensor(op, "tile_experts", tiles.experts, S32, (count,), device)
     if tiles.routes is None:
         return
-    if tiles.size not in sizes:
-        allowed = ", ".join(map(str, sizes))
+    if tiles.size not in TILE_SIZES:
+        allowed = ", ".join(map(str, TILE_SIZES))
         raise ConfigError(f"qcut::{op}: tiles of {tiles.size} routes; allowed: {allowed}")
     check_tensor(op, "tile_routes", tiles.routes, S32, (count, tiles.size), device)
+
+
+def check_tokens(
+    op: str, name: str, x: Tensor, tiles: RouteTiles, rows: int, k: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Check the tokens of a product with int8 weights: ``[rows, k]``, or blocks of all places of ordered tiles.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: they are not of that shape, in one of the types, on the device of tiles.
+    """
+    shape: tuple[int, ...] = (rows, k)
+    if tiles.ordered:
+        per_block = 128 // x.element_size()
+        shape = (-(-k // 128) * 128 // per_block, (tiles.places + 7) // 8, 8, per_block)
+    check_tensor(op, name, x, dtypes, shape, tiles.experts.device)
+
+
+def tokens_of(x: Tensor, tiles: RouteTiles, k: int) -> Tensor:
+    """Rows of the tokens that `check_tokens` takes: of ordered tiles one for each place."""
+    return layout.from_blocks(x, tiles.places)[:, :k] if tiles.ordered else x
 
 
 @operator("rotate_routes", returns="(Tensor, Tensor)")
@@ -231,13 +248,9 @@ class CodebookExpertsOp(NamedTuple):
     def cpu(self) -> Tensor:
         check_routes("codebook_experts", self.tiles)
         y, tiles = self.fake().zero_(), self.tiles
-        source = torch.arange(tiles.total, dtype=torch.int64, device=self.x.device) // self.per_row
+        source = tiles.sources(self.per_row)
         x, scales = layout.from_blocks(self.x, self.expert(0).m), self.row_scale
-        if tiles.ordered:
-            assert tiles.routes is not None
-            routes = tiles.routes.flatten()
-            source[routes[routes >= 0].long()] = (routes >= 0).nonzero()[:, 0]
-        elif scales is not None:
+        if scales is not None and not tiles.ordered:
             scales = scales[source]
         book = products.unpack_book(self.book, torch.float16 if x.dtype is torch.int8 else x.dtype, x.device)
         for e, routes in tiles.by_expert(len(self.units)):
@@ -257,11 +270,13 @@ class W8A8ExpertsOp(NamedTuple):
 
     Args:
         q: int8 ``[rows, K]``, K a multiple of 16 up to `qcut.schemes.K_MAX`, as
-            `torch.ops.qcut.quantize_per_token` gives them.
-        q_scale: float32 ``[rows]``.
+            `torch.ops.qcut.quantize_per_token` gives them. With tiles of more than `MOST_GATHERED` routes, blocks of
+            the tokens of all places of tiles, as `RotateRoutesOp` makes them without a rotation.
+        q_scale: float32 ``[rows]``, or ``[rows * per_row]`` of those of `RotateRoutesOp`.
+        rows: number of tokens.
         per_row: routes of each token, see `CodebookExpertsOp`, as are ``tile_experts`` and ``tile_routes``.
         tile_experts: int32 ``[T]``.
-        tile_routes: int32 ``[T, size]``, a size of `GATHERED_SIZES`, or None.
+        tile_routes: int32 ``[T, size]``, a size of `TILE_SIZES`, or None.
         qweight: int8 ``[E, N, K]``, N >= 1.
         weight_scale: float32 ``[E, N]``.
         bias: float32 ``[E, N]``; None: none is added.
@@ -280,6 +295,7 @@ class W8A8ExpertsOp(NamedTuple):
 
     q: Tensor
     q_scale: Tensor
+    rows: Annotated[int, SYMBOLIC]
     per_row: int
     tile_experts: Tensor
     tile_routes: Tensor | None
@@ -292,31 +308,33 @@ class W8A8ExpertsOp(NamedTuple):
     @property
     def tiles(self) -> RouteTiles:
         """The routes."""
-        return RouteTiles(self.tile_experts, self.tile_routes, self.q.shape[0] * self.per_row)
+        return RouteTiles(self.tile_experts, self.tile_routes, self.rows * self.per_row)
 
-    def expert(self, e: int) -> Int8LinearOp:
-        """The product of all tokens with one expert's weight."""
+    def expert(self, e: int, q: Tensor, scale: Tensor) -> Int8LinearOp:
+        """The product of tokens with one expert's weight."""
         bias = None if self.bias is None else self.bias[e]
-        return Int8LinearOp(
-            self.q, self.q_scale, self.qweight[e], self.weight_scale[e], bias, self.activation, self.out_dtype
-        )
+        return Int8LinearOp(q, scale, self.qweight[e], self.weight_scale[e], bias, self.activation, self.out_dtype)
 
     def check(self) -> None:
-        op = "w8a8_experts"
+        op, q = "w8a8_experts", self.q
         check_stacked(op, qweight=self.qweight, weight_scale=self.weight_scale, bias=self.bias)
-        self.expert(0).check()
-        check_tiles(op, self.tiles, len(self.q), self.per_row, self.q.device, GATHERED_SIZES)
+        check_tiles(op, self.tiles, self.rows, self.per_row, q.device)
+        scales = self.tiles.total if self.tiles.ordered else self.rows
+        check_tensor(op, "q_scale", self.q_scale, F32, (scales,), q.device)
+        none = q.new_empty((0, self.qweight.shape[-1]), dtype=torch.int8)
+        self.expert(0, none, self.q_scale[:0]).check()
+        check_tokens(op, "q", q, self.tiles, self.rows, self.qweight.shape[2], S8)
 
     def fake(self) -> Tensor:
-        rows = self.q.shape[0] * self.per_row
-        return self.q.new_empty((rows, self.weight_scale.shape[1]), dtype=self.out_dtype)
+        return self.q.new_empty((self.rows * self.per_row, self.weight_scale.shape[1]), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
         check_routes("w8a8_experts", self.tiles)
-        y = self.fake().zero_()
-        for e, routes in self.tiles.by_expert(len(self.qweight)):
-            mine = routes // self.per_row
-            y[routes] = self.expert(e)._replace(q=self.q[mine], q_scale=self.q_scale[mine]).cpu()
+        y, tiles = self.fake().zero_(), self.tiles
+        q, source = tokens_of(self.q, tiles, self.qweight.shape[2]), tiles.sources(self.per_row)
+        scale = self.q_scale if tiles.ordered else self.q_scale[source]
+        for e, routes in tiles.by_expert(len(self.qweight)):
+            y[routes] = self.expert(e, q[source[routes]], scale[routes]).cpu()
         return y
 
 
@@ -325,10 +343,13 @@ class W8A16ExpertsOp(NamedTuple):
     """`W8A16LinearOp` of each route's token with the weight of the route's expert.
 
     Args:
-        x: float16 or bfloat16 ``[rows, K]``, K >= 1, any strides; the CPU takes float32 as well.
+        x: float16 or bfloat16 ``[rows, K]``, K >= 1, any strides; the CPU takes float32 as well. With tiles of more
+            than `MOST_GATHERED` routes, blocks as `RotateRoutesOp` makes them without a rotation.
+        rows: number of tokens.
+        k: K.
         per_row: routes of each token, see `CodebookExpertsOp`, as are ``tile_experts`` and ``tile_routes``.
         tile_experts: int32 ``[T]``.
-        tile_routes: int32 ``[T, size]``, a size of `GATHERED_SIZES`, or None.
+        tile_routes: int32 ``[T, size]``, a size of `TILE_SIZES`, or None.
         qweight: int8 ``[E, N, padded_k(K)]``, N >= 1, zero padded.
         weight_scale: float32 ``[E, N]``.
         bias: float32 ``[E, N]``; None: none is added.
@@ -345,6 +366,8 @@ class W8A16ExpertsOp(NamedTuple):
     """
 
     x: Tensor
+    rows: Annotated[int, SYMBOLIC]
+    k: int
     per_row: int
     tile_experts: Tensor
     tile_routes: Tensor | None
@@ -356,27 +379,27 @@ class W8A16ExpertsOp(NamedTuple):
     @property
     def tiles(self) -> RouteTiles:
         """The routes."""
-        return RouteTiles(self.tile_experts, self.tile_routes, self.x.shape[0] * self.per_row)
+        return RouteTiles(self.tile_experts, self.tile_routes, self.rows * self.per_row)
 
-    def expert(self, e: int) -> W8A16LinearOp:
-        """The product of all tokens with one expert's weight."""
+    def expert(self, e: int, x: Tensor) -> W8A16LinearOp:
+        """The product of tokens with one expert's weight."""
         bias = None if self.bias is None else self.bias[e]
-        return W8A16LinearOp(self.x, self.qweight[e], self.weight_scale[e], bias, self.activation)
+        return W8A16LinearOp(x, self.qweight[e], self.weight_scale[e], bias, self.activation)
 
     def check(self) -> None:
-        op = "w8a16_experts"
+        op, x = "w8a16_experts", self.x
         check_stacked(op, qweight=self.qweight, weight_scale=self.weight_scale, bias=self.bias)
-        if self.x.dim() != 2:
-            raise ShapeError(f"qcut::{op}: x has shape {list(self.x.shape)}; allowed: [rows, K]")
-        self.expert(0).check()
-        check_tiles(op, self.tiles, len(self.x), self.per_row, self.x.device, GATHERED_SIZES)
+        check_tiles(op, self.tiles, self.rows, self.per_row, x.device)
+        self.expert(0, x.new_empty((0, self.k))).check()
+        check_tokens(op, "x", x, self.tiles, self.rows, self.k, (x.dtype,))
 
     def fake(self) -> Tensor:
-        return self.x.new_empty((self.x.shape[0] * self.per_row, self.weight_scale.shape[1]))
+        return self.x.new_empty((self.rows * self.per_row, self.weight_scale.shape[1]))
 
     def cpu(self) -> Tensor:
         check_routes("w8a16_experts", self.tiles)
-        y = self.fake().zero_()
-        for e, routes in self.tiles.by_expert(len(self.qweight)):
-            y[routes] = self.expert(e)._replace(x=self.x[routes // self.per_row]).cpu()
+        y, tiles = self.fake().zero_(), self.tiles
+        x, source = tokens_of(self.x, tiles, self.k), tiles.sources(self.per_row)
+        for e, routes in tiles.by_expert(len(self.qweight)):
+            y[routes] = self.expert(e, x[source[routes]]).cpu()
         return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,8 @@ from qcut.dispatch.experts import busy_tiles, select, tile_size
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import best_tile, emit, grid
 from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import INT8_STREAM, W8A16_STREAM
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a8 import W8A8Problem
@@ -18,6 +21,7 @@ from tests.emitters.conformance.stream import INT8_EXPERTS, NONE, SM_COUNT, W8A1
 H200 = Target("sm_90a", 132)
 SHAPES = ((1536, 2048), (2048, 768), (4096, 14336), (33, 77), (1, 1))
 SIZES = (1, 8, 16, 32)
+ORDERED = GemmProblem(epilogue=Epilogue(DType.F16, row_scale="per_token", col_scale="per_channel"), experts=True)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -46,6 +50,21 @@ def test_experts_of_a_step_fill_the_gpu(problem: W8A8Problem | GemmProblem, dens
     assert ctas < 8 * of_dense
     assert ctas * 32 * choice.tile.warps <= 132 * 2048
     assert ctas >= 100
+
+
+@pytest.mark.parametrize("problem", [ORDERED, replace(W8A16_EXPERTS, a=DType.BF16)], ids=["w8a8", "w8a16"])
+def test_prompts_take_tiles_of_the_tensor_cores(problem: GemmProblem) -> None:
+    for (n, k), size in product(SHAPES, (96, 128)):
+        choice = select(problem, size, 200, n, k, H200)
+        assert (choice.family, choice.tile.tokens) == ("int8_wgmma", size)
+        emit(choice, problem, "sm_90a")
+        ctas = grid(choice, n, H200.sm_count)(200 * size)[0]
+        assert ctas == min(132, 200 * choice.tile.cluster * -(-n // (128 * choice.tile.cluster)))
+    assert select(ORDERED, 256, 200, 1536, 2048, H200).tile.tokens == 256
+    with pytest.raises(EmitError, match="int8_wgmma: no tile of 256 routes"):
+        select(W8A16_EXPERTS, 256, 200, 1536, 2048, H200)
+    with pytest.raises(EmitError, match=r"int8_wgmma: no tile of 128 routes for .* on sm_80"):
+        select(ORDERED, 128, 200, 1536, 2048, Target("sm_80", 108))
 
 
 def test_no_expected_tile_counts_as_one() -> None:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import ConfigError, DeviceError, DtypeError, QcutError, RangeError, ShapeError
-from qcut.ops.experts import GATHERED_SIZES
+from qcut.numerics.codebook import layout
+from qcut.numerics.routing import RouteTiles
 from qcut.schemes import padded_k
 from tests.support.oracles import FLOATS, NAN, normal, s8
 from tests.support.routes import in_tiles, random_experts, tiles_of
 
 OPS = torch.ops.qcut
+SIZES = (1, 8, 16, 32, 128)
 S32, F16 = torch.int32, torch.float16
 N, K = 35, 48
 
@@ -33,12 +35,29 @@ def arguments(
     """Valid arguments of an operator by name, and the expert of each route."""
     chosen = random_experts(rows, per_row, experts)
     tiles = tiles_of(chosen, experts, size)
-    routed = {"per_row": per_row, "tile_experts": tiles.experts, "tile_routes": tiles.routes}
+    routed = {"rows": rows, "per_row": per_row, "tile_experts": tiles.experts, "tile_routes": tiles.routes}
     rest = {**routed, **weights(experts, **options), "activation": "relu"}
     if op == "w8a8_experts":
         tokens = {"q": s8(rows, K), "q_scale": normal(rows, seed=3).abs()}
         return {**tokens, **rest, "out_dtype": dtype}, chosen
-    return {"x": normal(rows, K, seed=4).to(dtype), **rest}, chosen
+    return {"x": normal(rows, K, seed=4).to(dtype), "k": K, **rest}, chosen
+
+
+def in_order(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with tokens in the order of tiles, if tiles are so large, as `RotateRoutesOp` leaves them."""
+    tiles = RouteTiles(given["tile_experts"], given["tile_routes"], given["rows"] * given["per_row"])
+    if not tiles.ordered:
+        return given
+    name = "q" if "q" in given else "x"
+    tokens, source = given[name], tiles.sources(1).new_zeros(tiles.places)
+    routes = given["tile_routes"].flatten()
+    source[routes >= 0] = routes[routes >= 0].long() // given["per_row"]
+    padded = tokens.new_zeros(tiles.places, 128)
+    padded[:, :K] = tokens[source]
+    made = {**given, name: layout.to_blocks(padded)}
+    if name == "q":
+        made["q_scale"] = given["q_scale"].repeat_interleave(given["per_row"])
+    return made
 
 
 def of_one(op: str, given: dict[str, Any], route: int, expert: int) -> Tensor:
@@ -55,7 +74,7 @@ def of_one(op: str, given: dict[str, Any], route: int, expert: int) -> Tensor:
 
 
 def check(op: str, given: dict[str, Any], chosen: Tensor, exact: bool) -> None:
-    y = getattr(OPS, op)(**given)
+    y = getattr(OPS, op)(**in_order(given))
     assert y.shape == (chosen.numel(), N)
     assert y.is_contiguous()
     count = len(given["qweight"])
@@ -67,7 +86,7 @@ def check(op: str, given: dict[str, Any], chosen: Tensor, exact: bool) -> None:
             torch.testing.assert_close(y[route], want, rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("size", GATHERED_SIZES)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("experts", [1, 7])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_w8a8_is_bitwise_the_layers_of_the_experts(dtype: torch.dtype, experts: int, size: int) -> None:
@@ -76,10 +95,10 @@ def test_w8a8_is_bitwise_the_layers_of_the_experts(dtype: torch.dtype, experts: 
         check("w8a8_experts", given, chosen, exact=True)
 
 
-@pytest.mark.parametrize("size", GATHERED_SIZES)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("experts", [1, 7])
 def test_w8a16_is_what_layers_of_experts_give(experts: int, size: int) -> None:
-    for rows, per_row, dtype in ((1, 1, F16), (9, 3, torch.bfloat16), (40, 2, torch.float32)):
+    for rows, per_row, dtype in ((1, 1, F16), (9, 3, torch.bfloat16), (40, 2, torch.float32 if size < 33 else F16)):
         given, chosen = arguments("w8a16_experts", experts, rows, per_row, size, dtype)
         check("w8a16_experts", given, chosen, exact=False)
 
@@ -97,8 +116,8 @@ def test_tokens_of_no_expert_are_not_read(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["w8a8_experts", "w8a16_experts"])
 def test_opcheck_and_no_tokens(op: str) -> None:
-    for rows, size in ((9, 8), (9, 1), (0, 8), (0, 1)):
-        given, _ = arguments(op, rows=rows, size=size)
+    for rows, size in ((9, 8), (9, 1), (9, 128), (0, 8), (0, 1)):
+        given = in_order(arguments(op, rows=rows, size=size)[0])
         torch.library.opcheck(getattr(OPS, op).default, (), given)
         assert getattr(OPS, op)(**given).shape == (3 * rows, N)
 
@@ -126,7 +145,7 @@ OF_BOTH: tuple[tuple[dict[str, Any], type[QcutError], str], ...] = (
     ({"tile_experts": torch.zeros(3, dtype=torch.int64)}, DtypeError, "tile_experts is int64; allowed: int32"),
     ({"tile_routes": None}, ShapeError, r"tile_experts has shape \[\d+\]; allowed: \[27\]"),
     ({"tile_routes": torch.zeros(8, 8, dtype=S32)}, ShapeError, r"tile_routes has shape \[8, 8\]; allowed: \[9, 8\]"),
-    ({"tile_routes": torch.zeros(9, 12, dtype=S32)}, ConfigError, "tiles of 12 routes; allowed: 1, 8, 16, 32"),
+    ({"tile_routes": torch.zeros(9, 12, dtype=S32)}, ConfigError, "tiles of 12 routes; allowed: 1, 8, 16, 32, 96"),
     ({"activation": "tanh"}, ConfigError, "tanh"),
     ({"tile_experts": torch.zeros(9, dtype=S32, device="meta")}, DeviceError, "tile_experts is on meta"),
 )
@@ -140,8 +159,9 @@ OF_BOTH: tuple[tuple[dict[str, Any], type[QcutError], str], ...] = (
         ("w8a8_experts", {"q": s8(9, 3, 16)}, ShapeError, r"q has shape \[9, 3, 16\]"),
         ("w8a8_experts", {"q_scale": torch.rand(8)}, ShapeError, r"q_scale has shape \[8\]; allowed: \[9\]"),
         ("w8a8_experts", {"out_dtype": torch.int8}, DtypeError, "dtype is int8"),
-        ("w8a16_experts", {"x": normal(9, 65).half()}, ShapeError, r"x has K = 65, qweight has shape \[35, 48\]"),
-        ("w8a16_experts", {"x": normal(3, 3, K).half()}, ShapeError, r"x has shape \[3, 3, 48\]; allowed: \[rows, K\]"),
+        ("w8a16_experts", {"x": normal(9, 65).half()}, ShapeError, r"x has shape \[9, 65\]; allowed: \[9, 48\]"),
+        ("w8a16_experts", {"k": 65}, ShapeError, r"x has K = 65, qweight has shape \[35, 48\]"),
+        ("w8a16_experts", {"x": normal(3, 3, K).half()}, ShapeError, r"x has shape \[3, 3, 48\]; allowed: \[9, 48\]"),
         ("w8a16_experts", {"x": s8(9, K)}, DtypeError, "x is int8"),
     ],
 )
@@ -149,6 +169,13 @@ def test_refusals(op: str, changes: dict[str, Any], error: type[QcutError], mess
     given, _ = arguments(op)
     with pytest.raises(error, match=message):
         getattr(OPS, op)(**{**given, **changes})
+
+
+@pytest.mark.parametrize("op", ["w8a8_experts", "w8a16_experts"])
+def test_tokens_out_of_order_are_refused(op: str) -> None:
+    given, _ = arguments(op, size=128)
+    with pytest.raises(ShapeError, match=r"(q_scale|x) has shape .*; allowed: \["):
+        getattr(OPS, op)(**given)
 
 
 @pytest.mark.parametrize("op", ["w8a8_experts", "w8a16_experts"])

@@ -213,9 +213,11 @@ def codebook_experts(call: CodebookExpertsOp) -> Tensor:
     return y
 
 
-def _w8a8_problem(n: int, k: int, out: torch.dtype, bias: bool, activation: str) -> W8A8Problem:
-    epilogue = linear_problem(DTYPES[out], n, k, bias, activation, "w8a8").epilogue
-    return W8A8Problem("none", epilogue.out, epilogue, experts=True)
+def _w8a8_problem(n: int, k: int, out: torch.dtype, bias: bool, activation: str, ordered: bool) -> ExpertProblem:
+    problem = linear_problem(DTYPES[out], n, k, bias, activation, "w8a8")
+    if ordered:
+        return replace(problem, experts=True)
+    return W8A8Problem("none", problem.epilogue.out, problem.epilogue, experts=True)
 
 
 @serves(W8A8ExpertsOp)
@@ -227,7 +229,7 @@ def w8a8_experts(call: W8A8ExpertsOp) -> Tensor:
     _launch(
         call,
         _w8a8_problem,
-        (call.out_dtype, call.bias is not None, call.activation),
+        (call.out_dtype, call.bias is not None, call.activation, call.tiles.ordered),
         (experts, n, k),
         (q.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, k, k, k, n, *vectors.addresses),
     )
@@ -243,10 +245,10 @@ def w8a16_experts(call: W8A16ExpertsOp) -> Tensor:
     call.check()
     if call.x.dtype is torch.float32:
         raise DtypeError(f"qcut::w8a16_experts: x is {call.x.dtype}; allowed on CUDA: float16, bfloat16")
-    y, (experts, n, k_padded), k, rows = call.fake(), call.qweight.shape, call.x.shape[1], call.tiles.places
-    (x, stride), weight = row_major(call.x), parameters(call.qweight)
-    vectors = parameters(call.weight_scale, call.bias)
-    aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
+    y, (experts, n, k_padded), k, rows = call.fake(), call.qweight.shape, call.k, call.tiles.places
+    ordered, weight, vectors = call.tiles.ordered, parameters(call.qweight), parameters(call.weight_scale, call.bias)
+    (x, stride) = (dense(call.x), k) if ordered else row_major(call.x)
+    aligned = ordered or (x.data_ptr() | stride * x.element_size()) % 16 == 0
     _launch(
         call,
         _w8a16_problem,

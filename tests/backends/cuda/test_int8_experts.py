@@ -32,12 +32,16 @@ def weights(bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
 def w8a8(rows: int, per_row: int, size: int, weight: tuple[Any, ...], dtype: torch.dtype) -> W8A8ExpertsOp:
     tiles = tiles_of(random_experts(rows, per_row, E), E, size)
     tokens = s8(rows, K), torch.rand(rows)
-    return W8A8ExpertsOp(*tokens, per_row, tiles.experts, tiles.routes, *weight, "none", dtype)
+    if tiles.ordered:
+        tokens = s8(tiles.places * 16, 8).view(1, -1, 8, 128), torch.rand(tiles.total)
+    return W8A8ExpertsOp(*tokens, rows, per_row, tiles.experts, tiles.routes, *weight, "none", dtype)
 
 
 def w8a16(x: Tensor, per_row: int, size: int, weight: tuple[Any, ...]) -> W8A16ExpertsOp:
-    tiles = tiles_of(random_experts(len(x), per_row, E), E, size)
-    return W8A16ExpertsOp(x, per_row, tiles.experts, tiles.routes, *weight, "silu")
+    tiles, (rows, k) = tiles_of(random_experts(len(x), per_row, E), E, size), x.shape
+    if tiles.ordered:
+        x = torch.rand(2, tiles.places // 8, 8, 64).to(x.dtype)
+    return W8A16ExpertsOp(x, rows, k, per_row, tiles.experts, tiles.routes, *weight, "silu")
 
 
 def ctas(launch: dict[str, Any], tiles: int) -> tuple[int, int, int]:
@@ -73,6 +77,26 @@ def test_w8a16(size: int, launches: Launches) -> None:
     assert "bias" not in launch
     assert launch["grid"] == ctas(launch, len(call.tile_experts))
     assert launch["kernel"].startswith(f"qcut_w8a16_stream_sm90a_f16xs8_f16_sn_silu_k8n2_e_m{size}_r")
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
+def test_prompts(scheme: str, launches: Launches) -> None:
+    weight = weights()
+    if scheme == "w8a8":
+        call: Any = w8a8(9, 3, 128, weight, torch.bfloat16)
+        tokens, y, vectors = call.q, experts_cuda.w8a8_experts(call), {"row_scale": call.q_scale}
+    else:
+        call = w8a16(torch.randn(9, 90).bfloat16(), 3, 128, weight)
+        tokens, y, vectors = call.x, experts_cuda.w8a16_experts(call), {}
+    (launch,) = launches
+    assert y.shape == (27, N)
+    has(launch, a=tokens, b=weight[0], d=y, **vectors, col_scale=weight[1], bias=weight[2])
+    tiles = len(call.tile_experts)
+    has(launch, m=128 * tiles, n=N, k=96 if scheme == "w8a8" else 90, ldb=K, ldd=N, experts=E, per_row=1, rows=27)
+    has(launch, tile_experts=call.tile_experts, tile_routes=call.tile_routes)
+    assert re.match(
+        rf"qcut_int8_wgmma_sm90a_{'s8' if scheme == 'w8a8' else 'bf16'}xs8_bf16_.*_e_128x128_", launch["kernel"]
+    )
 
 
 def test_tokens_of_any_layout(launches: Launches) -> None:

@@ -13,7 +13,7 @@ E, N, K = 5, 33, 70
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [1, 8, 16, 32])
+@pytest.mark.parametrize("size", [1, 8, 16, 32, 128, 256])
 @pytest.mark.parametrize(("scheme", "dtype"), [*(("w8a8", dtype) for dtype in FLOATS), ("w8a16", torch.float16)])
 def test_routes_are_those_of_single_layers(scheme: str, dtype: torch.dtype, size: int) -> None:
     for bias in (True, False):

@@ -88,15 +88,13 @@ __device__ __forceinline__ RouteRows<Args> rows_of_tile(const PromptWork<T, Expe
 }
 
 // The work of the two multiplying warpgroups. Each writes its 64 channels of D.
-template <class T, class E, int kAlign, class B, class Rows>
-__device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work, const char* units, const char* norms,
-                                                const float* fold, typename E::Out* d, int n, int ldd, const B& book,
+template <class T, class E, int kAlign, class Weights, class B, class Rows>
+__device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work, const Weights& weights,
+                                                typename E::Out* d, int n, int ldd, const B& book,
                                                 const typename E::Args& args, uint32_t base) {
   using Acc = typename T::Acc;
   using Stage = typename T::Stage;
-  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
-  using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
-  using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder, HalfDecoder>::Type;
+  using Decoder = typename Weights::template Decoder<T>;
   constexpr int kSteps = Decoder::kSteps;
   // Products are issued in batches of kBatch. The weights of a batch are decoded together into one of kRing buffers.
   constexpr int kBatch = T::kFine ? 1 : kSteps / 2;
@@ -124,16 +122,9 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
   };
 
   Decoder decoder(book, base, warp, lane);
-  UnitStream<T> stream(units, norms);
+  typename Weights::template Stream<T> stream(weights);
   const auto begin_tile = [&](int tile) {
-    if (tile >= work.count() || work.units == 0) return;
-    // Warps past the last row read the last rows again; their sums are not stored.
-    const long long row_tile = work.before(tile) + min(work.tile(tile).y + warp, work.row_tiles - 1);
-    stream.begin(units, norms, row_tile * work.units_k + work.first_unit, lane);
-    if constexpr (UnitStream<T>::kHasFolds) {
-      const float* at = fold + kUnitRows * row_tile + lane / 4;
-      stream.folds = make_float2(at[0], at[8]);
-    }
+    if (tile < work.count() && work.units > 0) stream.begin(weights, work, tile, warp, lane);
   };
   if constexpr (Rows::kOfExperts) wait_for_dependencies();
   begin_tile(work.first());
@@ -266,13 +257,12 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
   }
 }
 
-// The kernel. `fold` is read only for int8 tokens. kAlign is the alignment of D's rows in bytes, as in TileWriter. With
-// ExpertRows, m counts the routes of all tiles, and row_scale is that of routes.
-template <class T, class E, int kAlign, class B, class Rows = AllRows>
-__device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms,
-                                                const float* fold, typename E::Out* d, int m, int n, int units_k,
-                                                int ldd, const B& book, const typename E::Args& args,
-                                                const Rows& rows = Rows()) {
+// The kernel, of codebook weights or of others with a stream and a decoder. kAlign is the alignment of D's rows in bytes,
+// as in TileWriter. With ExpertRows, m counts the routes of all tiles, and row_scale is that of routes.
+template <class T, class E, int kAlign, class Weights, class B, class Rows>
+__device__ __forceinline__ void prompt_product(const char* x, const Weights& weights, typename E::Out* d, int m, int n,
+                                               int units_k, int ldd, const B& book, const typename E::Args& args,
+                                               const Rows& rows) {
   static_assert(!Rows::kOfExperts || T::kSplits == 1, "splits write rows of tokens");
   static_assert(!B::kPairs || T::kPairs, "a codebook of pairs needs the table");
   extern __shared__ __align__(1024) char shared[];
@@ -300,7 +290,7 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
       fetch_prompt(PromptWork<T, Rows>(m, n, units_k, rows), x, base);
     } else if constexpr (T::kHasTables) {
       const PromptWork<T, Rows> work(m, n, units_k, rows);
-      build_tables(work, reinterpret_cast<const uint32_t*>(norms), fold, book, base);
+      build_tables(work, reinterpret_cast<const uint32_t*>(weights.norms), weights.fold, book, base);
     }
     if constexpr (T::kSplits > 1) {  // matches the cluster's barrier before the sums are read
       cluster_arrive();
@@ -309,13 +299,20 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
   } else {
     take_registers<T::kRegisters>();
     const PromptWork<T, Rows> work(m, n, units_k, rows);
-    multiply_prompt<T, E, kAlign>(work, units, norms, fold, d, n, ldd, book, args, base);
+    multiply_prompt<T, E, kAlign>(work, weights, d, n, ldd, book, args, base);
   }
   // No CTA exits while other CTAs copy to its memory, arrive at its barriers or read its sums.
   if constexpr (T::kCtas > 1) {
     cluster_arrive();
     cluster_wait();
   }
+}
+
+template <class T, class E, int kAlign, class B, class Rows = AllRows>
+__device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms, const float* fold,
+                                               typename E::Out* d, int m, int n, int units_k, int ldd, const B& book,
+                                               const typename E::Args& args, const Rows& rows = Rows()) {
+  prompt_product<T, E, kAlign>(x, CodebookRows{units, norms, fold}, d, m, n, units_k, ldd, book, args, rows);
 }
 
 }  // namespace qcut

@@ -38,7 +38,8 @@ struct WgmmaTile {
   static constexpr bool kPairs = kPairs_;  // whether a PairTable lies before the stages
   static constexpr int kFirstStage = kPairs ? PairTable::kBytes : 0;
   static constexpr int kTables = kFirstStage + kStages * kTokenBytes;
-  static constexpr bool kHasTables = sizeof(X) == 1 && !kPairs;  // tables of int8 values, of each row
+  static constexpr bool kInt8Weights = kBits == 8;
+  static constexpr bool kHasTables = sizeof(X) == 1 && !kPairs && !kInt8Weights;  // tables of int8 values, of each row
   static constexpr int kTableBytes = kHasTables ? 16 * kRows * kSlots : 0;  // [slot][row][16 int8]
   static constexpr int kOperandBytes = kTables + kStages * kTableBytes;
   // Splits stage all sums in the place of the operands.
@@ -78,13 +79,21 @@ struct UnitStream {
   const char* unit_norms;
   typename Either<kHasFolds, float2, Nothing>::Type folds;  // of rows g and g + 8
 
-  __device__ __forceinline__ UnitStream(const char* units, const char* norms) : units(units), unit_norms(norms) {}
+  template <class Weights>
+  __device__ __forceinline__ explicit UnitStream(const Weights& all) : units(all.units), unit_norms(all.norms) {}
 
-  // Starts at unit `index` of all units.
-  __device__ __forceinline__ void begin(const char* all_units, const char* all_norms, long long index, int lane) {
-    units = all_units + index * kUnitBytes<T::kBits>;
-    unit_norms = all_norms + index * (Norms::kBytes * T::kSlots) + lane / 4 * Norms::kLaneBytes;
+  // Starts at a warp's rows of a tile of D. Warps past the last row read the last rows again; their sums are not stored.
+  template <class Weights, class Work>
+  __device__ __forceinline__ void begin(const Weights& all, const Work& work, int tile, int warp, int lane) {
+    const long long row_tile = work.before(tile) + min(work.tile(tile).y + warp, work.row_tiles - 1);
+    const long long index = row_tile * work.units_k + work.first_unit;
+    units = all.units + index * kUnitBytes<T::kBits>;
+    unit_norms = all.norms + index * (Norms::kBytes * T::kSlots) + lane / 4 * Norms::kLaneBytes;
     load(lane);
+    if constexpr (kHasFolds) {
+      const float* at = all.fold + kUnitRows * row_tile + lane / 4;
+      folds = make_float2(at[0], at[8]);
+    }
   }
   __device__ __forceinline__ void load(int lane) {
     next.load(units, lane);
@@ -189,6 +198,22 @@ struct PromptTableDecoder {
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
     decode_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
   }
+};
+
+// Codebook weights in memory; see emitters/codebook/problem.py. `fold` is read only for int8 tokens.
+struct CodebookRows {
+  const char* units;
+  const char* norms;
+  const float* fold;
+
+  template <class T>
+  using Stream = UnitStream<T>;
+  template <class T>
+  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
+  template <class T>
+  using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
+  template <class T>
+  using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder<T>, HalfDecoder<T>>::Type;
 };
 
 // The tiles of D that a cluster computes, in order, and this CTA's units of each tile. With ExpertRows, tokens lie in
