@@ -157,7 +157,9 @@ CONSTRAINTS = (
         lambda p, t, arch: t.pairs or not p.pairs if p.pairs or p.x is not DType.S8 else not t.pairs,
     ),
     Constraint(
-        "experts", "divide no K: splits write neighbouring rows", lambda p, t, arch: not p.experts or t.splits == 1
+        "experts",
+        "divide no K, since splits write neighbouring rows, and have a row each",
+        lambda p, t, arch: not p.experts or (t.splits == 1 and not p.summed),
     ),
     Constraint(
         "registers",

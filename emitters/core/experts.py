@@ -18,6 +18,16 @@ EXPERT_PARAMS = (
 ``tile_routes``: int32, the routes of each tile, -1 after the last; null where tiles are of one token, and route i is
 tile i. ``per_row``: routes of each of ``rows`` rows of tokens. ``m``, the rows of a launch, counts those of all tiles.
 """
+SUM_PARAMS = (
+    Param("chosen", "ptr", "const int*"),
+    Param("weights", "ptr", "const float*"),
+    Param("experts", "i32"),
+    Param("per_token", "i32"),
+)
+"""Of products that add the results of a token's routes, each of which has a row of tokens. ``chosen``: int32
+``[m, per_token]``, the expert of each route; a number beyond 0 to ``experts - 1`` is none, whose route counts nothing.
+``weights``: float32 of the same shape, by which results are multiplied.
+"""
 EXPERT_ROWS = "qcut::ExpertRows{tile_experts, tile_routes, experts, per_row, rows}"
 """The object of device code that these arguments make."""
 

@@ -80,7 +80,7 @@ def _registers(problem: CodebookProblem, tile: CodebookExpertsTile) -> int:
 CONSTRAINTS = (
     ARCHITECTURE,
     ROTATED_BEFORE,
-    Constraint("experts", "are what the weights are of", lambda p, t, arch: p.experts),
+    Constraint("experts", "have a row for each route", lambda p, t, arch: p.experts and not p.summed),
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     Constraint("tokens", "are 1, 8, 16 or 32: routes of a tile", lambda p, t, arch: t.tokens in (1, 8, 16, 32)),
     Constraint("warps", "are 1 to 32: those of a CTA", lambda p, t, arch: 1 <= t.warps <= 32),

@@ -125,6 +125,7 @@ def problem_of(
     pairs: bool = False,
     experts: bool = False,
     early_routes: bool = False,
+    summed: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -143,6 +144,7 @@ def problem_of(
         pairs: whether the codebook is of pairs.
         experts: whether weights are those of experts, and rows of the result are routes.
         early_routes: whether the last kernel has not written which routes there are.
+        summed: whether rows of the result are tokens, the sums of their routes.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -156,7 +158,7 @@ def problem_of(
         residual=residual,
     )
     return CodebookProblem(
-        x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts, early_routes
+        x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts, early_routes, summed
     )
 
 

@@ -12,11 +12,18 @@ from typing import Any
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import Choice, int8_stream, int8_wgmma, w8a16_stream
 from qcut.dispatch.heuristics.codebook import experts as decode
-from qcut.dispatch.heuristics.codebook import wgmma
+from qcut.dispatch.heuristics.codebook import stream, wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_WGMMA, INT8_STREAM, INT8_WGMMA, W8A16_STREAM
+from qcut.emitters.families import (
+    CODEBOOK_EXPERTS,
+    CODEBOOK_STREAM,
+    CODEBOOK_WGMMA,
+    INT8_STREAM,
+    INT8_WGMMA,
+    W8A16_STREAM,
+)
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a8 import W8A8Problem
 
@@ -91,6 +98,12 @@ def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: 
     if found is None:
         raise EmitError(f"{CODEBOOK_EXPERTS.name}: no tile for tiles of {size} routes and {k} columns on {target.arch}")
     return Choice(CODEBOOK_EXPERTS.name, found[0], cost=found[1])
+
+
+def select_summed(problem: CodebookProblem, m: int, routes: int, n: int, k: int, target: Target) -> Choice | None:
+    """Choose the kernel that adds the results of m tokens' routes itself, so many of each; None: there is none."""
+    found = min(stream.summed_candidates(problem, m, routes, n, k, target), key=itemgetter(1), default=None)
+    return None if found is None else Choice(CODEBOOK_STREAM.name, found[0], cost=found[1])
 
 
 def _select_ordered(

@@ -360,7 +360,14 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     @classmethod
     def routed(
-        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+        cls,
+        stack: Stacked,
+        x: Tensor,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
         one, b, dtype = stack.form, stack.tensors, x.dtype
@@ -386,7 +393,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         early = one.kind != "qr"
         y: Tensor = torch.ops.qcut.codebook_experts(
             blocks, scale if one.int8 else None, len(x), per_row, tiles.experts, tiles.routes, *weight, b["bias"],
-            one.set_bits[0], one.activation, dtype, early,
+            one.set_bits[0], one.activation, dtype, early, weights,
         )  # fmt: skip
         return y
 

@@ -160,7 +160,14 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
 
     @classmethod
     def routed(
-        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+        cls,
+        stack: Stacked,
+        x: Tensor,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
         b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
@@ -172,7 +179,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         y: Tensor = torch.ops.qcut.w8a8_experts(
             q, scale, len(x), per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
         )
-        return y
+        return _summed(y, tiles, len(weight[0]), weights)
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
@@ -187,6 +194,14 @@ def _in_order(x: Tensor, tiles: RouteTiles, per_row: int, dtype: torch.dtype) ->
         x, no_operands, "none", UNIT_COLUMNS, one_pass, dtype, tiles.routes, per_row
     )
     return blocks, scale
+
+
+def _summed(results: Tensor, tiles: RouteTiles, experts: int, weights: Tensor | None) -> Tensor:
+    """The results of routes, or of tokens if weights are given."""
+    if weights is None:
+        return results
+    y: Tensor = torch.ops.qcut.sum_routes(results, weights, tiles.experts.view(weights.shape), experts, None)
+    return y
 
 
 class _CalibratedLinear(Int8Linear):
@@ -352,7 +367,14 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     @classmethod
     def routed(
-        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+        cls,
+        stack: Stacked,
+        x: Tensor,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`: tokens of 16 bits."""
         if x.dtype is torch.float32:
@@ -363,7 +385,7 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
         y: Tensor = torch.ops.qcut.w8a16_experts(
             tokens, *x.shape, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
         )
-        return y
+        return _summed(y, tiles, len(weight[0]), weights)
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers

@@ -341,7 +341,14 @@ class Linear(QuantizedLayer):
 
     @classmethod
     def routed(
-        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+        cls,
+        stack: Stacked,
+        x: Tensor,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
     ) -> Tensor | None:
         """The products of routes with the layers of a stack, without a look at the routes on the host.
 
@@ -351,9 +358,11 @@ class Linear(QuantizedLayer):
             tiles: the routes, ``M * per_row`` in all.
             per_row: routes of each token.
             gated: see ``x``.
+            weights: float32 ``[T, k]`` of the routes of T tokens, in tiles of one route; None: routes are not summed.
 
         Returns:
-            ``[M * per_row, N]`` of x's dtype; rows of routes in no tile hold anything. None: no kernel computes them.
+            ``[M * per_row, N]`` of x's dtype; rows of routes in no tile hold anything. With ``weights``, what
+            `torch.ops.qcut.sum_routes` makes of them: ``[T, N]``. None: no kernel computes them.
         """
         return None
 

@@ -18,6 +18,7 @@ from qcut.ops.checks import F32, S8, S32, check_indices, check_tensor
 from qcut.ops.codebook import CodebookGemmOp, RotateTokensOp
 from qcut.ops.linear import Int8LinearOp, W8A16LinearOp
 from qcut.ops.registry import SYMBOLIC, operator
+from qcut.ops.routing import SumRoutesOp
 
 TILE_SIZES = (1, 8, 16, 32, 96, 128, 160, 192, 256)
 """Routes of a tile."""
@@ -191,9 +192,11 @@ class CodebookExpertsOp(NamedTuple):
         early_routes: the caller promises that the kernel queued just before does not write ``tile_experts`` and
             ``tile_routes``, and begins the next one, this, only when its own predecessor has ended; the weights are
             ready.
+        weights: float32 ``[M, k]`` of all routes in order, each a tile; None: y has rows of routes.
 
     Returns:
-        y ``[rows * per_row, N]`` of ``out_dtype``, contiguous. Rows of routes in no tile hold anything.
+        y ``[rows * per_row, N]`` of ``out_dtype``, contiguous. Rows of routes in no tile hold anything. With
+        ``weights``, what `SumRoutesOp` makes of these rows: ``[M, N]``.
 
     Raises:
         DtypeError, ShapeError, DeviceError, ConfigError, QuantizationError: an argument is not as above.
@@ -219,11 +222,18 @@ class CodebookExpertsOp(NamedTuple):
     activation: str
     out_dtype: torch.dtype
     early_routes: bool = False
+    weights: Tensor | None = None
 
     @property
     def tiles(self) -> RouteTiles:
         """The routes."""
         return RouteTiles(self.tile_experts, self.tile_routes, self.rows * self.per_row)
+
+    def summed(self, results: Tensor) -> SumRoutesOp:
+        """The sum of the results of all routes."""
+        weights = self.weights
+        assert weights is not None
+        return SumRoutesOp(results, weights, self.tile_experts.view(weights.shape), len(self.units), None)
 
     def expert(self, e: int) -> CodebookGemmOp:
         """The product of all tokens with one expert's weight."""
@@ -241,12 +251,24 @@ class CodebookExpertsOp(NamedTuple):
             check_tensor(op, "row_scale", scale, F32, (self.tiles.total,), self.x.device)
             one = one._replace(row_scale=scale[:1].expand(one.m))
         one.check()
+        if self.weights is not None:
+            shape = self.weights.shape
+            if self.tile_routes is not None or len(shape) != 2 or shape[0] * shape[1] != self.tiles.total:
+                tiles = "of one route" if self.tile_routes is None else f"of {self.tiles.size} routes"
+                raise ShapeError(
+                    f"qcut::{op}: weights has shape {list(shape)}, with tiles {tiles}; allowed: [M, k], M * k = "
+                    f"{self.tiles.total}, with tiles of one route"
+                )
+            check_tensor(op, "weights", self.weights, F32, tuple(shape), self.x.device)
 
     def fake(self) -> Tensor:
-        return self.x.new_empty((self.rows * self.per_row, self.col_scale.shape[1]), dtype=self.out_dtype)
+        rows = self.rows * self.per_row if self.weights is None else self.weights.shape[0]
+        return self.x.new_empty((rows, self.col_scale.shape[1]), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
         check_routes("codebook_experts", self.tiles)
+        if self.weights is not None:
+            return self.summed(self._replace(weights=None).cpu()).cpu()
         y, tiles = self.fake().zero_(), self.tiles
         source = tiles.sources(self.per_row)
         x, scales = layout.from_blocks(self.x, self.expert(0).m), self.row_scale

@@ -56,6 +56,17 @@ def test_routes_are_those_of_layers(scheme: str, size: int) -> None:
                         assert sqnr_db(want.double(), got[route][None].double()) > 50
 
 
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a16"])
+def test_sums_are_those_of_the_rows(scheme: str) -> None:
+    layers, (index, tiles) = stack(scheme), routed(3, 2, 1, sort=False)
+    x, weights = torch.randn(6, K).half(), torch.rand(3, 2)
+    rows = layers.routed(x, tiles, 1)
+    got = layers.routed(x, tiles, 1, weights=weights)
+    assert rows is not None
+    assert got is not None
+    assert torch.equal(got, OPS.sum_routes(rows, weights, index, E, None))
+
+
 def test_other_codebooks_have_no_kernel() -> None:
     layers = stack("codebook4")
     x, tiles = torch.randn(1, K).half(), routed(1, 2, 8)[1]
@@ -108,6 +119,20 @@ def given(**changes: Any) -> dict[str, Any]:
 def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         OPS.codebook_experts(**given(**changes))
+
+
+def test_weights_of_other_routes_are_refused() -> None:
+    of_one = {"tile_experts": torch.zeros(12, dtype=torch.int32), "tile_routes": None}
+    for weights in (torch.ones(6, 2), torch.ones(4, 3)):
+        torch.library.opcheck(OPS.codebook_experts.default, (), given(**of_one, weights=weights))
+        assert OPS.codebook_experts(**given(**of_one, weights=weights)).shape == (len(weights), N)
+    for weights, tiles in ((torch.ones(6, 3), "one route"), (torch.ones(12), "one route")):
+        with pytest.raises(errors.ShapeError, match=rf"weights has shape .*, with tiles of {tiles}; allowed: \[M, k\]"):
+            OPS.codebook_experts(**given(**of_one, weights=weights))
+    with pytest.raises(errors.ShapeError, match="with tiles of 8 routes"):
+        OPS.codebook_experts(**given(weights=torch.ones(6, 2)))
+    with pytest.raises(errors.DtypeError, match="weights is float16; allowed: float32"):
+        OPS.codebook_experts(**given(**of_one, weights=torch.ones(6, 2).half()))
 
 
 def test_routes_that_do_not_exist_are_refused() -> None:

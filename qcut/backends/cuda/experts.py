@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, Plan
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.linear import linear_problem
 from qcut.backends.cuda.operands import dense, parameters, row_major
+from qcut.backends.cuda.routing import sum_routes
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import experts as dispatch
 from qcut.dispatch import heuristics
@@ -175,6 +177,7 @@ def _codebook_problem(
     offsets: bool,
     pairs: bool,
     early_routes: bool,
+    summed: bool = False,
 ) -> CodebookProblem:
     return codebook_dispatch.problem_of(
         x=DTYPES[x],
@@ -189,7 +192,47 @@ def _codebook_problem(
         pairs=pairs,
         experts=True,
         early_routes=early_routes,
+        summed=summed,
     )
+
+
+class SummedProduct(NamedTuple):
+    """All that chooses the kernel of a product that adds the results of each token's routes.
+
+    Attributes:
+        options: see `ExpertProduct`.
+        tokens: number of tokens.
+        routes: of each token.
+        n: number of output channels of an expert.
+        k: columns of an expert's weight, padded.
+    """
+
+    options: tuple[Any, ...]
+    tokens: int
+    routes: int
+    n: int
+    k: int
+
+    def load(self, device: int) -> LaunchPlan:
+        """The launch plan."""
+        gpu, choice = target(device), _choice_of_sum(self, device)
+        assert choice is not None
+        source = heuristics.emit(choice, self.problem, gpu.arch)
+        return LaunchSpec(source, heuristics.grid(choice, self.n, gpu.sm_count), pdl=pdl(device)).load(device)
+
+    @property
+    def problem(self) -> CodebookProblem:
+        """What emitters take."""
+        return _codebook_problem(self.n, self.k, *self.options, summed=True)
+
+
+@cache
+def _choice_of_sum(product: SummedProduct, device: int) -> heuristics.Choice | None:
+    gpu = target(device)
+    return dispatch.select_summed(product.problem, product.tokens, product.routes, product.n, product.k, gpu)
+
+
+_sum_plans = PlanCache(SummedProduct.load)
 
 
 @serves(CodebookExpertsOp)
@@ -197,19 +240,23 @@ def codebook_experts(call: CodebookExpertsOp) -> Tensor:
     call.check()
     y, (experts, n), units, rows = call.fake(), call.col_scale.shape, call.units.shape[2], call.tiles.places
     x, weight = dense(call.x), parameters(call.units, call.norms, call.fold)
-    vectors = parameters(call.row_scale, call.col_scale, call.bias)
+    vectors, routed = parameters(call.row_scale, call.col_scale, call.bias), parameters(call.tile_experts, call.weights)
     slots, offsets = call.norms.shape[3], call.norms.shape[5] == 4
-    copied = weight.copied or vectors.copied or parameters(call.tile_experts, call.tile_routes).copied
+    copied = weight.copied or vectors.copied or routed.copied or parameters(call.tile_routes).copied
     early = call.early_routes and not copied and not call.tiles.ordered
     types = (call.x.dtype, call.bits, slots, call.out_dtype, call.bias is not None, call.activation)
-    sizes = (rows, n, units, n)
-    _launch(
-        call,
-        _codebook_problem,
-        (*types, offsets, is_pair_book(call.book), early),
-        (experts, n, 128 * units),
-        (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses),
-    )
+    options = (*types, offsets, is_pair_book(call.book), early)
+    given = (x.data_ptr(), *weight.addresses, y.data_ptr())
+    if call.weights is not None:
+        (tokens, routes), device = call.weights.shape, x.get_device()
+        product = SummedProduct(options, m_bucket(tokens), routes, n, 128 * units)
+        if call.per_row > 1 or not tokens or _choice_of_sum(product, device) is None:
+            return sum_routes(call.summed(codebook_experts(call._replace(weights=None))))
+        args = (*given, tokens, n, units, n, *call.book, *vectors.addresses, *routed.addresses, experts, routes)
+        _sum_plans[product, device].launch(tokens, args, current_stream(device))
+        return y
+    args = (*given, rows, n, units, n, *call.book, *vectors.addresses)
+    _launch(call, _codebook_problem, options, (experts, n, 128 * units), args)
     return y
 
 

@@ -125,18 +125,13 @@ class Experts(ExpertsModule):
         largest, without = min(up.form.largest_tile, down.form.largest_tile), self._sizes_without_kernels
         while (size := tile_size(tokens, top_k, self.num_experts, largest, x.get_device(), without)) is not None:
             try:
-                results = self._results(x, experts, size)
+                return self._summed(x, experts, weights.float(), size)
             except UnsupportedError:  # this GPU has no kernel for the layers' sizes
                 without.add(size)
-                continue
-            if results is None:
-                return None
-            summed: Tensor = torch.ops.qcut.sum_routes(results, weights.float(), experts, self.num_experts, None)
-            return summed
         return None
 
-    def _results(self, x: Tensor, experts: Tensor, size: int) -> Tensor | None:
-        """The experts' results ``[T * k, H]``, in the order of routes; None where no kernels compute the layers."""
+    def _summed(self, x: Tensor, experts: Tensor, weights: Tensor, size: int) -> Tensor | None:
+        """The sums of the experts' results ``[T, H]``, by tiles of a size; None where no kernels compute the layers."""
         assert isinstance(self.up, LinearStack)
         assert isinstance(self.down, LinearStack)
         tiles = RouteTiles(experts.flatten(), None, experts.numel())
@@ -147,7 +142,14 @@ class Experts(ExpertsModule):
         if hidden is None:
             return None
         gated = self.gating == Gating("silu")
-        return self.down.routed(hidden if gated else self.gating(hidden), tiles, 1, gated=gated)
+        tokens = hidden if gated else self.gating(hidden)
+        if size == 1:
+            return self.down.routed(tokens, tiles, 1, gated=gated, weights=weights)
+        results = self.down.routed(tokens, tiles, 1, gated=gated)
+        if results is None:
+            return None
+        summed: Tensor = torch.ops.qcut.sum_routes(results, weights, experts, self.num_experts, None)
+        return summed
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         y = layer_of(self.down, e)(self.gating(layer_of(self.up, e)(x)))

@@ -135,9 +135,9 @@ class LinearStack(QuantizedLayer):
             read = self._readings[make] = Reading(self._buffers, keys, make(*(self._buffers[key] for key in keys)))
         return cast(V, read.value)
 
-    def routed(self, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False) -> Tensor | None:
+    def routed(self, x: Tensor, tiles: RouteTiles, per_row: int, **options: Any) -> Tensor | None:
         """See `Linear.routed`."""
-        return type(self._one).routed(self, x, tiles, per_row, gated=gated)
+        return type(self._one).routed(self, x, tiles, per_row, **options)
 
     @property
     def layers(self) -> list[Linear]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -51,6 +52,33 @@ def test_few_routes(size: int, early: bool, launches: Launches) -> None:
     has(launch, experts=E, per_row=2, rows=9)
     routes = "ee" if early else "e"
     assert launch["kernel"].startswith(f"qcut_codebook_experts_sm90a_s8xc4s1_f16_sm_sn_b_n2_{routes}_t{size}_")
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("scheme", ["codebook4_int8", "codebook4"])
+def test_sums(scheme: str, early: bool, launches: Launches) -> None:
+    weights, chosen = torch.rand(3, 3), torch.tensor([0, 1, 2, 2, 2, 5, -1, 0, 1], dtype=torch.int32)
+    call = product(1, scheme, per_row=1, tile_experts=chosen, early_routes=early, weights=weights)
+    y = experts_cuda.codebook_experts(call)
+    assert y.shape == (3, N)
+    (launch,) = launches
+    given = {"row_scale": call.row_scale, "fold": call.fold} if scheme == "codebook4_int8" else {}
+    has(launch, x=call.x, units=call.units, norms=call.norms, d=y, col_scale=call.col_scale, bias=call.bias, **given)
+    has(launch, m=3, n=N, units_k=2, ldd=N, chosen=chosen, weights=weights, experts=E, per_token=3)
+    assert f"_n2_{'ees' if early else 'es'}_t1_" in launch["kernel"]
+    rows, warps = (int(re.search(rf"_{key}(\d+)_", launch["kernel"])[1]) for key in ("r", "w"))  # type: ignore[index]
+    assert launch["grid"] == (3 * -(-N // (16 * rows)), 1, 1)
+    assert warps <= 6
+
+
+def test_sums_without_a_kernel_take_two(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[Any] = []
+    monkeypatch.setattr(experts_cuda, "sum_routes", lambda call: summed.append(call) or call.results)
+    call = product(1, tile_experts=torch.zeros(18, dtype=torch.int32), weights=torch.rand(9, 2))
+    experts_cuda.codebook_experts(call)
+    assert [launch["kernel"].split("_sm90a")[0] for launch in launches] == ["qcut_codebook_experts"]
+    assert summed[0].results.shape == (18, N)
+    assert summed[0].experts.shape == (9, 2)
 
 
 def test_routes_of_copies_are_not_early(launches: Launches) -> None:

@@ -219,7 +219,12 @@ def codebook_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     tiles += [(PAIRS, FEW), (INT8_PAIRS, WIDE), (replace(INT8_PAIRS, rotates=BF16), WIDE)]
+    sums = replace(EXPERTS, summed=True, early_routes=True)
+    int8_sums = replace(INT8_PAIRS, experts=True, summed=True)
+    tiles += [(sums, CodebookStreamTile(1, 1, 16, 3)), (replace(sums, early_routes=False), CodebookStreamTile(1, 4, 24))]
+    tiles += [(int8_sums, CodebookStreamTile(1, 2, 16, 3)), (replace(int8_sums, pairs=False), WIDE)]
     if arch == ARCH:
+        tiles += [(sums, CodebookStreamTile(1, 2, 23, 1, 4))]
         tiles += [(HALF, CLUSTER), (INT8_PAIRS, CodebookStreamTile(8, 4, 28, 1, 2))]
         tiles += [(INT8, CodebookStreamTile(8, 4, 28, 2, 2)), (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8))]
     yield from (CODEBOOK_STREAM.emit(problem, tile, arch) for problem, tile in tiles)
@@ -287,7 +292,10 @@ CODEBOOK_REFUSALS: dict[str, list[Any]] = {
     "prefetch": [(HALF, replace(FEW, prefetch=3), "sm_80")],
     "splits": [(HALF, replace(FEW, splits=3), ARCH)],
     "rotates": [(ROTATES, FEW, "sm_80")],
-    "experts": [(EXPERTS, FEW, "sm_80")],
+    "experts": [
+        (EXPERTS, replace(FEW, tokens=1), "sm_80"),
+        (replace(EXPERTS, summed=True), FEW, "sm_80"),
+    ],
     "clusters": [(HALF, CLUSTER, "sm_80")],
     "registers": [(HALF, CodebookStreamTile(16, 1, 32), ARCH)],
     "shared_memory": [(HALF, CodebookStreamTile(8, 12, 32), ARCH)],
@@ -295,7 +303,7 @@ CODEBOOK_REFUSALS: dict[str, list[Any]] = {
 EXPERTS_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(EXPERTS, EXPERT_TILE, "sm_75")],
     "rotates": [(ROTATES, EXPERT_TILE, "sm_80")],
-    "experts": [(HALF, EXPERT_TILE, "sm_80")],
+    "experts": [(HALF, EXPERT_TILE, "sm_80"), (replace(EXPERTS, summed=True), EXPERT_TILE, "sm_80")],
     "alignment": [(replace(EXPERTS, alignment_n=0), EXPERT_TILE, "sm_80")],
     "tokens": [(EXPERTS, replace(EXPERT_TILE, tokens=24), "sm_80")],
     "warps": [(EXPERTS, replace(EXPERT_TILE, warps=33), "sm_80")],

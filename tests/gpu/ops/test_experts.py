@@ -89,6 +89,53 @@ def test_shapes(scheme: str, n: int, k: int, size: int) -> None:
         check(scheme, got, each(layers, x, index, 1))
 
 
+SUMS = [(8, 768, 2048), (8, 1024, 2048), (4, 2880, 2880), (6, 1408, 2048), (2, 14336, 256), (1, 128, 33)]
+"""Routes of a token, K and N: a cluster where K is long, and where no kernel adds, the rows and their sums."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "codebook3_g64", "codebook4_pairs", "codebook4_none"])
+def test_sums_are_those_of_the_rows(scheme: str) -> None:
+    for top_k, k, n in SUMS:
+        layers = stack(scheme, 3, n, k)
+        for tokens, dtype in ((1, torch.float16), (3, torch.bfloat16)):
+            generator = torch.Generator().manual_seed(tokens)
+            index = torch.randint(-1, 5, (tokens, top_k), generator=generator, dtype=torch.int32).to(DEVICE)
+            tiles = RouteTiles(index.flatten(), None, index.numel())
+            x = torch.randn(tokens * top_k, k, generator=generator).to(dtype).to(DEVICE)
+            weights = torch.rand(tokens, top_k, generator=generator).to(DEVICE)
+            got, rows = layers.routed(x, tiles, 1, weights=weights), layers.routed(x, tiles, 1)
+            assert got is not None
+            assert rows is not None
+            want = OPS.sum_routes(rows, weights, index, 3, None)
+            if "int8" in scheme:
+                assert_same(got, want)
+            else:
+                error = (got.double() - want.double()).abs().max() / rows[rows.isfinite()].double().abs().max()
+                assert error < 2.0**-7 if dtype is torch.bfloat16 else 2.0**-9
+            assert_same(layers.routed(x, tiles, 1, weights=weights), got)
+
+
+@torch.no_grad()
+def test_captured_sums_follow_the_routes() -> None:
+    layers = stack("codebook4_int8", 6, 512, 256)
+    index = torch.tensor([[0, 3, 5, 2]], dtype=torch.int32, device=DEVICE)
+    tiles, weights = RouteTiles(index.flatten(), None, 4), torch.rand(1, 4, device=DEVICE)
+    x = torch.randn(4, 256, device=DEVICE, dtype=torch.float16)
+    layers.routed(x, tiles, 1, weights=weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers.routed(x, tiles, 1, weights=weights)
+    assert got is not None
+    for chosen in ([1, 1, 4, 0], [-1, 2, 6, 3], [-1, -1, 9, 7]):
+        index.copy_(torch.tensor([chosen], dtype=torch.int32))
+        weights.uniform_()
+        x.normal_()
+        graph.replay()
+        rows = layers.routed(x, tiles, 1)
+        assert_same(got, OPS.sum_routes(rows, weights, index, 6, None))
+
+
 @pytest.mark.parametrize("size", [1, 8, 128])
 def test_one_expert_is_a_layer(size: int) -> None:
     layers = stack("codebook4_int8", 1, 256, 512)
