@@ -1,9 +1,10 @@
 """Products of mixtures' experts, all routes of a batch: up, down, and the whole mixture behind its router.
 
-``up`` and ``down`` rows time only the product, on tokens as kernels take them; ``mixture`` rows time
-`qcut.layers.experts.experts.Experts`, its sort, rotations, activation and sum included. Experts are chosen uniformly,
-others in each call; bytes are the weights of the experts that a batch reaches, each read once. ``dense`` rows of
-prompts time one layer of the same size and scheme on as many tokens as there are routes.
+``up`` and ``down`` rows time only the product, on tokens as kernels take them, ``down`` with the sum of a token's
+routes where its kernel adds them; ``mixture`` rows time `qcut.layers.experts.experts.Experts`, its sort, rotations,
+activation and sum included. With vLLM installed, rows of ``marlin_int4`` are its kernels on the same routes. Experts
+are chosen uniformly, others in each call; bytes are the weights of the experts that a batch reaches, each read once.
+``dense`` rows of prompts time one layer of the same size and scheme on as many tokens as there are routes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import qcut
 from benchmarks import harness
 from benchmarks.harness import CheckError, Variant
+from benchmarks.layers import marlin_experts
 from qcut.backends.cuda.experts import tile_size
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
@@ -81,12 +83,14 @@ def tiles_of(index: Tensor, layers: Experts) -> RouteTiles:
 class Product:
     """The product of one projection, without what prepares its tokens."""
 
-    def __init__(self, layers: LinearStack, x: Tensor, tiles: list[RouteTiles], per_row: int) -> None:
+    def __init__(
+        self, layers: LinearStack, x: Tensor, tiles: list[RouteTiles], per_row: int, weights: Tensor | None = None
+    ) -> None:
         self.layers, self.x, self.tiles, self.per_row = layers, x, tiles, per_row
         self.prepared: list[tuple[str, tuple[Any, ...]]] = []
         with _Recorded(self.prepared):
             for one in tiles:
-                layers.routed(x, one, per_row)
+                layers.routed(x, one, per_row, weights=weights)
 
     def __call__(self, i: int) -> Tensor:
         """The product with the routing i."""
@@ -125,40 +129,86 @@ def checked(layers: LinearStack, x: Tensor, tiles: RouteTiles, index: Tensor, pe
     return check
 
 
-def variants(layers: Experts, mixture: Mixture, m: int) -> dict[str, Variant]:
-    """What is timed for m tokens, by part."""
+class Batch(NamedTuple):
+    """What is given to a mixture: tokens, tokens of routes, weights of routes, and experts for each call in turn."""
+
+    x: Tensor
+    hidden: Tensor
+    weights: Tensor
+    every: list[Tensor]
+
+    @classmethod
+    def of(cls, mixture: Mixture, m: int) -> Batch:
+        """Of m tokens."""
+        x = torch.randn(m, mixture.hidden, dtype=torch.float16, device="cuda")
+        hidden = torch.randn(m * mixture.top_k, mixture.width, dtype=torch.float16, device="cuda")
+        return cls(x, hidden, torch.rand(m, mixture.top_k, device="cuda"), routings(m, mixture))
+
+    @property
+    def reached(self) -> float:
+        """Experts that have routes, on average."""
+        return sum(len(index.unique()) for index in self.every) / ROUTINGS
+
+
+def variants(layers: Experts, mixture: Mixture, batch: Batch) -> dict[str, Variant]:
+    """What is timed, by part."""
     up, down = layers.up, layers.down
     assert isinstance(up, LinearStack)
     assert isinstance(down, LinearStack)
-    every = routings(m, mixture)
+    every, m = batch.every, len(batch.x)
     tiles = [tiles_of(index, layers) for index in every]
-    x = torch.randn(m, mixture.hidden, dtype=torch.float16, device="cuda")
-    hidden = torch.randn(m * mixture.top_k, mixture.width, dtype=torch.float16, device="cuda")
-    weights = torch.rand(m, mixture.top_k, device="cuda")
-    given = {"up": (up, x, mixture.top_k), "down": (down, hidden, 1)}
+    given = {"up": (up, batch.x, mixture.top_k), "down": (down, batch.hidden, 1)}
     found = {}
     for part, (projection, tokens, per_row) in given.items():
         check = checked(projection, tokens, tiles[0], every[0], per_row)
-        found[part] = Variant(part, Product(projection, tokens, tiles, per_row), ROUTINGS, check)
+        sums = batch.weights if part == "down" and tiles[0].size == 1 else None
+        found[part] = Variant(part, Product(projection, tokens, tiles, per_row, sums), ROUTINGS, check)
         if m >= PROMPT:
             one = projection.expert(0)
             many = tokens.repeat_interleave(per_row, 0)
             found[f"{part}:dense"] = Variant(f"{part}:dense", lambda i, one=one, many=many: one(many))  # type: ignore
-    found["mixture"] = Variant("mixture", lambda i: layers(x, every[i], weights), ROUTINGS)
+    found["mixture"] = Variant("mixture", lambda i: layers(batch.x, every[i], batch.weights), ROUTINGS)
     return found
 
 
-def distinct(mixture: Mixture, m: int) -> float:
-    """Experts that the routings of m tokens reach, on average."""
-    return sum(len(index.unique()) for index in routings(m, mixture)) / ROUTINGS
+class Measurement(NamedTuple):
+    """Times parts, and adds their rows."""
+
+    results: harness.Results
+    clock: harness.CudaClock
+    rounds: int
+
+    def add(
+        self, model: str, scheme: str, batch: Batch, found: dict[str, Variant], weight_bytes: dict[str, float]
+    ) -> None:
+        """Rows of a batch; ``weight_bytes`` are those of one expert, by part."""
+        kept, problems = harness.checked(found.values(), print)
+        if problems:
+            raise CheckError(f"{model} {scheme} m={len(batch.x)}: {'; '.join(problems)}")
+        ceiling, reached = harness.CEILINGS.get(self.results.env.gpu), batch.reached
+        for part, timing in harness.measure(kept, self.clock, rounds=self.rounds).items():
+            moved = reached * weight_bytes.get(part, math.nan)
+            share = moved / ceiling.read_bytes * 1e6 / timing.median_us if ceiling else math.nan
+            row = self.results.add(
+                timing,
+                model=model,
+                scheme=scheme,
+                m=len(batch.x),
+                part=part,
+                experts=round(reached, 1),
+                gb_s=round(moved / timing.median_us / 1e3, 1),
+                memory_pct=round(100 * share, 1),
+            )
+            print(*(row[key] for key in (*KEY, "median_us", "gb_s", "memory_pct")), flush=True)
 
 
+@torch.no_grad()
 def measured(options: argparse.Namespace, results: harness.Results) -> None:
     """Time everything, a model and scheme after the other."""
-    clock = harness.CudaClock()
-    ceiling = harness.CEILINGS.get(results.env.gpu)
+    measurement = Measurement(results, harness.CudaClock(), options.rounds)
     for model in options.models:
         mixture = MODELS[model]
+        batches = [Batch.of(mixture, m) for m in options.tokens]
         for scheme in options.schemes:
             torch.manual_seed(0)
             layers = Experts(
@@ -169,29 +219,17 @@ def measured(options: argparse.Namespace, results: harness.Results) -> None:
             stacks = {"up": cast(LinearStack, layers.up), "down": cast(LinearStack, layers.down)}
             weight_bytes: dict[str, float] = {part: one.weight_bytes / one.experts for part, one in stacks.items()}
             weight_bytes["mixture"] = sum(weight_bytes.values())
-            for m in options.tokens:
-                with torch.no_grad():
-                    found = variants(layers, mixture, m)
-                    kept, problems = harness.checked(found.values(), print)
-                    timings = harness.measure(kept, clock, rounds=options.rounds)
-                if problems:
-                    raise CheckError(f"{model} {scheme} m={m}: {'; '.join(problems)}")
-                reached = distinct(mixture, m)
-                for part, timing in timings.items():
-                    moved = reached * weight_bytes.get(part, math.nan)
-                    share = moved / ceiling.read_bytes * 1e6 / timing.median_us if ceiling else math.nan
-                    row = results.add(
-                        timing,
-                        model=model,
-                        scheme=scheme,
-                        m=m,
-                        part=part,
-                        experts=round(reached, 1),
-                        gb_s=round(moved / timing.median_us / 1e3, 1),
-                        memory_pct=round(100 * share, 1),
-                    )
-                    print(*(row[key] for key in (*KEY, "median_us", "gb_s", "memory_pct")), flush=True)
+            for batch in batches:
+                measurement.add(model, scheme, batch, variants(layers, mixture, batch), weight_bytes)
             del layers
+            torch.cuda.empty_cache()
+        if marlin_experts.is_there():
+            peer = marlin_experts.MarlinExperts(mixture.experts, mixture.hidden, mixture.width)
+            for batch in batches:
+                calls = peer.calls(batch.every, batch.x, batch.hidden, batch.weights)
+                found = {part: Variant(part, call, ROUTINGS) for part, call in calls.items()}
+                measurement.add(model, marlin_experts.SCHEME, batch, found, peer.weight_bytes)
+            del peer
             torch.cuda.empty_cache()
 
 

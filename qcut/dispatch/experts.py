@@ -102,8 +102,12 @@ def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: 
 
 def select_summed(problem: CodebookProblem, m: int, routes: int, n: int, k: int, target: Target) -> Choice | None:
     """Choose the kernel that adds the results of m tokens' routes itself, so many of each; None: there is none."""
-    found = min(stream.summed_candidates(problem, m, routes, n, k, target), key=itemgetter(1), default=None)
-    return None if found is None else Choice(CODEBOOK_STREAM.name, found[0], cost=found[1])
+    sizes = (m * n, routes * 128 * -(-k // 128))  # the rows of all tokens follow one another
+    try:
+        tile, cost = min(stream.candidates(problem, 1, *sizes, target, routes), key=itemgetter(1))
+    except EmitError:
+        return None
+    return Choice(CODEBOOK_STREAM.name, tile, cost=cost)
 
 
 def _select_ordered(

@@ -8,7 +8,7 @@ from qcut.dispatch import codebook, experts
 from qcut.dispatch.gpus import target_for
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_WGMMA
+from qcut.emitters.families import CODEBOOK_EXPERTS, CODEBOOK_STREAM, CODEBOOK_WGMMA
 from qcut.ops.experts import TILE_SIZES
 from tests.support.fakes.launches import H200
 
@@ -63,3 +63,26 @@ def test_other_gpus_refuse_what_they_cannot_hold() -> None:
         experts.select(problem(DType.F16), 8, 40, 1024, 14336, A100)
     with pytest.raises(EmitError, match="no tile of 128 routes"):
         experts.select(problem(DType.F16), 128, 40, 1024, 2048, A100)
+
+
+@pytest.mark.parametrize(
+    ("routes", "k", "n"), [(8, 768, 2048), (8, 1024, 2048), (4, 2880, 2880), (6, 1408, 2048), (2, 1024, 4096)]
+)
+@pytest.mark.parametrize("x", [DType.F16, DType.S8])
+def test_sums_keep_routes_whole(x: DType, routes: int, k: int, n: int) -> None:
+    asked, units = problem(x, summed=True), -(-k // 128)
+    for tokens in (1, 2, 3):
+        choice = experts.select_summed(asked, tokens, routes, n, k, H200)
+        assert choice is not None
+        tile = choice.tile
+        CODEBOOK_STREAM.emit(asked, tile, H200.arch)
+        assert units % tile.units == 0
+        assert tile.capacity >= routes * units
+        assert tile.splits == 1 or tile.warps * tile.units % units == 0
+        ctas = CODEBOOK_STREAM.grid(tile, n, H200.sm_count)(tokens)[0]
+        assert ctas == tokens * -(-n // (16 * tile.row_tiles)) * tile.splits
+
+
+def test_sums_of_long_rows_have_no_kernel() -> None:
+    assert experts.select_summed(problem(DType.F16, summed=True), 1, 2, 4096, 14336, A100) is None
+    assert experts.select_summed(problem(DType.F16, summed=True), 1, 32, 4096, 14336, H200) is None

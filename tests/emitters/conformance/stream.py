@@ -221,7 +221,10 @@ def codebook_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(PAIRS, FEW), (INT8_PAIRS, WIDE), (replace(INT8_PAIRS, rotates=BF16), WIDE)]
     sums = replace(EXPERTS, summed=True, early_routes=True)
     int8_sums = replace(INT8_PAIRS, experts=True, summed=True)
-    tiles += [(sums, CodebookStreamTile(1, 1, 16, 3)), (replace(sums, early_routes=False), CodebookStreamTile(1, 4, 24))]
+    tiles += [
+        (sums, CodebookStreamTile(1, 1, 16, 3)),
+        (replace(sums, early_routes=False), CodebookStreamTile(1, 4, 24)),
+    ]
     tiles += [(int8_sums, CodebookStreamTile(1, 2, 16, 3)), (replace(int8_sums, pairs=False), WIDE)]
     if arch == ARCH:
         tiles += [(sums, CodebookStreamTile(1, 2, 23, 1, 4))]

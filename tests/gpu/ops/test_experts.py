@@ -94,7 +94,9 @@ SUMS = [(8, 768, 2048), (8, 1024, 2048), (4, 2880, 2880), (6, 1408, 2048), (2, 1
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "codebook3_g64", "codebook4_pairs", "codebook4_none"])
+@pytest.mark.parametrize(
+    "scheme", ["codebook4", "codebook4_int8", "codebook3_g64", "codebook4_pairs", "codebook4_none"]
+)
 def test_sums_are_those_of_the_rows(scheme: str) -> None:
     for top_k, k, n in SUMS:
         layers = stack(scheme, 3, n, k)

@@ -314,7 +314,8 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
   const char* next_norms = norms + unit0 * Unit::kNormBytes + lane / 4 * Unit::Norms::kLaneBytes;
   const auto load_unit = [&](Unit& unit, int u, bool wanted) {
-    const bool inside = Routes::kSummed ? routes.there : first + u < units_k;
+    bool inside = first + u < units_k;
+    if constexpr (Routes::kSummed) inside = routes.there;
     unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && inside);
   };
   const auto next_tile = [&] {
