@@ -91,9 +91,7 @@ class MarlinExperts:
 
         routes = index[0].numel()
         block = next((size for size in (8, 16, 32, 48) if routes / self.experts / size < 0.9), 64)
-        sorted_ids = [
-            moe_align_block_size(ids, block, self.experts, None, ignore_invalid_experts=True) for ids in index
-        ]
+        aligned = [moe_align_block_size(ids, block, self.experts, ignore_invalid_experts=True) for ids in index]
         y = torch.empty(routes, n, dtype=x.dtype, device=x.device)
         workspace, none = marlin_make_workspace_new(x.device, 4), (None,) * 5
         options = {
