@@ -292,7 +292,10 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
   int cluster = static_cast<int>(blockIdx.x) / Tile::kSplits;
-  if constexpr (Routes::kSummed) cluster = routes.begin(cluster, (n + Tile::kRows - 1) / Tile::kRows);
+  if constexpr (Routes::kSummed) {
+    cluster = routes.begin(cluster, (n + Tile::kRows - 1) / Tile::kRows, m);
+    m = 1;  // a route's
+  }
   const int tile0 = cluster * Tile::kRowTiles;
   const int tiles = min(Tile::kRowTiles, (n + kUnitRows - 1) / kUnitRows - tile0);
   const int col0 = kUnitRows * tile0;
@@ -354,7 +357,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   float* row_scale = reinterpret_cast<float*>(shared + Shared::kRowScale);
   wait_for_dependencies();
   if constexpr (Routes::kSummed) {
-    x.request(region, routes, m, k0, units_k);
+    x.request(region, routes, k0, units_k);
     copy_async_commit();
     routes.template request<Shared, Tile>(shared, args, warp, lane, col0, n, units_k, rank);
   } else {

@@ -40,12 +40,14 @@ struct SummedRoutes {
   const float* weights;  // [tokens, per_token]
   int count;  // experts
   int per_token;
+  int rows = 0;  // of x: all routes
   int token = 0, route = 0, expert = 0;
   bool there = false;
 
-  // Goes to the token of a cluster, and returns the cluster's number among those of the token.
-  __device__ __forceinline__ int begin(int cluster, int clusters) {
+  // Goes to the token of a cluster, of so many tokens, and returns the cluster's number among those of the token.
+  __device__ __forceinline__ int begin(int cluster, int clusters, int tokens) {
     if constexpr (!kEarly) wait_for_dependencies();
+    rows = tokens * per_token;
     token = cluster / clusters;
     return cluster - token * clusters;
   }
@@ -141,9 +143,9 @@ struct RouteToken {
 
   __device__ __forceinline__ void begin(int, int) {}
   template <class Routes>
-  __device__ __forceinline__ void request(uint32_t region, const Routes& routes, int m, int first, int units_k) const {
+  __device__ __forceinline__ void request(uint32_t region, const Routes& routes, int first, int units_k) const {
     const int row = routes.token * routes.per_token + min(routes.route, routes.per_token - 1);
-    stage_routes<T, Tile>(x, region, row, 1, m * routes.per_token, first, units_k);
+    stage_routes<T, Tile>(x, region, row, 1, routes.rows, first, units_k);
   }
   __device__ __forceinline__ void finish(uint32_t, float*) const {}
 };
