@@ -17,6 +17,9 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .PHONY: demo check test floors clients serving test-gpu wheel architectures sanitize lint format docs clean help
 
+# Hundreds of processes of the tests import the same packages: the first one's bytecode serves the others, also where
+# Python is asked to write none.
+export PYTHONDONTWRITEBYTECODE :=
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.qcut-ready

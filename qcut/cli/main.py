@@ -136,7 +136,8 @@ def _ended_by_signals() -> Iterator[None]:
 
     def end(number: int, frame: object) -> None:
         torch = sys.modules.get("torch")
-        if getattr(getattr(torch, "__spec__", None), "_initializing", False):  # an exception in its C++ would abort
+        # An exception in torch's C++ would abort, and one in the hook would be lost.
+        if in_hook or getattr(getattr(torch, "__spec__", None), "_initializing", False):
             send_again(number)
         else:
             raise Ended(number)
@@ -146,12 +147,15 @@ def _ended_by_signals() -> Iterator[None]:
         timers[-1].start()
 
     def dropped(problem: Any) -> None:
+        nonlocal in_hook
         if isinstance(problem.exc_value, KeyboardInterrupt):  # raised while an object was deleted
+            in_hook = True
             send_again(_signal_of(problem.exc_value))
+            in_hook = False
         else:
             report(problem)
 
-    report, timers = sys.unraisablehook, list[threading.Timer]()
+    report, timers, in_hook = sys.unraisablehook, list[threading.Timer](), False
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         sys.unraisablehook = dropped

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from random import Random
@@ -90,6 +91,35 @@ def test_a_signal_while_an_object_is_deleted(
     assert time.monotonic() - begin < 20
     assert sys.unraisablehook is hook
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_that_comes_while_another_is_dropped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the one that is sent again comes before Python has dropped the first."""
+
+    class Deleted:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Timer(threading.Timer):
+        begun = 0
+
+        def start(self) -> None:
+            Timer.begun += 1
+            first = Timer.begun == 1
+            super().start()
+            if first:
+                self.join()
+
+    def save(*_: object, **__: object) -> None:
+        Deleted()
+        time.sleep(10)
+
+    monkeypatch.setattr(qcut, "save", save)
+    monkeypatch.setattr(threading, "Timer", Timer)
+    assert quantize(folder, tmp_path / "out") == 128 + signal.SIGTERM
+    assert Timer.begun == 2
 
 
 def test_a_failure_by_a_signal_is_the_signal(

@@ -199,7 +199,7 @@ def test_what_computes_otherwise_is_refused_by_name(what: str) -> None:
     refused(model, *words)
 
 
-def test_a_part_by_the_name_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "llama", lambda model: model.model.blocks)
     refused(small("llama"), "LlamaForCausalLM of transformers", "has no attribute 'blocks'", "allowed: a version")
 
