@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.layers.tokens import Prepared
     from qcut.numerics.routing import RouteTiles
 
 _W8A8 = torch.ops.qcut.w8a8_linear.early_read
@@ -158,12 +159,16 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
 
     @classmethod
     def routed(
-        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+        cls, stack: Stacked, x: Tensor | Prepared, tiles: RouteTiles, per_row: int, *, gated: bool = False
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
-        b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        b = stack.tensors
         weight = b["qweight"], b["weight_scale"], b["bias"]
-        q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
+        if isinstance(x, Tensor):
+            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+            q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
+        else:
+            q, scale = x[:2]
         y: Tensor = torch.ops.qcut.w8a8_experts(
             q, scale, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
         )
@@ -336,10 +341,10 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     @classmethod
     def routed(
-        cls, stack: Stacked, x: Tensor, tiles: RouteTiles, per_row: int, *, gated: bool = False
+        cls, stack: Stacked, x: Tensor | Prepared, tiles: RouteTiles, per_row: int, *, gated: bool = False
     ) -> Tensor | None:
         """See `Linear.routed`: tokens of 16 bits."""
-        if x.dtype is torch.float32:
+        if not isinstance(x, Tensor) or x.dtype is torch.float32:
             return None
         b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
         weight = b["qweight"], b["weight_scale"], b["bias"]
