@@ -17,50 +17,31 @@ from torch import Tensor, nn
 
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Table, table_of
+from qcut.layers.experts.experts import Experts
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
+from qcut.layers.tokens import Int8Tokens, Prepared, RotatedTokens, TokensWithAbsmax
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
 # ── activations between layers ──────────────────────────────────────────────────────────────────
 
 
-class Int8Tokens(NamedTuple):
-    """Tokens quantized by `torch.ops.qcut.quantize_per_token`: int8 ``[M, K_padded]``, scales float32 ``[M]``."""
-
-    q: Tensor
-    scale: Tensor
-    dtype: torch.dtype
-
-    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
-        """The layer's `W8A8Linear.forward_int8`."""
-        return cast(Tensor, layer.forward_int8(*self, absmax))
-
-
-class TokensWithAbsmax(NamedTuple):
-    """Tokens ``[M, K]``, and the largest magnitude of each, float32 ``[M]``."""
+class PreparedTokens(NamedTuple):
+    """Tokens ``[M, K]``, and the same tokens as the layers of experts take them."""
 
     x: Tensor
-    absmax: Tensor
+    prepared: Prepared
+    experts: Experts
 
-    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
-        """The layer's `W8A8Linear.forward_with_absmax`."""
-        return cast(Tensor, layer.forward_with_absmax(*self))
-
-
-class RotatedTokens(NamedTuple):
-    """M tokens of a dtype as blocks and scales of `torch.ops.qcut.rotate_tokens`."""
-
-    blocks: Tensor
-    scale: Tensor
-    tokens: int
-    dtype: torch.dtype
-
-    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
-        """The layer's `CodebookLinear.forward_rotated`."""
-        return cast(Tensor, layer.forward_rotated(*self))
+    def project(self, layer: nn.Module, absmax: Tensor | None) -> Tensor:
+        """The result of a layer, which takes the prepared tokens if the experts' layers take the same."""
+        readers = (layer, self.experts)
+        rotating = _rotating(readers)
+        rotates = rotating is not None and rotating.rotation_of(self.x) is not None
+        return project(layer, self.prepared if rotates or _int8_columns(readers) is not None else self.x, absmax)
 
 
-Activations = Tensor | Int8Tokens | TokensWithAbsmax | RotatedTokens
+Activations = Tensor | Int8Tokens | TokensWithAbsmax | RotatedTokens | PreparedTokens
 
 
 def takes_absmax(module: nn.Module, tokens: int) -> bool:
@@ -95,6 +76,7 @@ class AddNorm:
         eps: added under the root.
         k_padded: columns of the normalized tokens in int8, if all layers that read them take int8; else None.
         rotating: one of the layers that read the normalized tokens, if all rotate alike; else None.
+        experts: those that read the normalized tokens, beside layers that take plain ones; None: there are none.
     """
 
     norm: Literal["rms", "layer"]
@@ -102,42 +84,65 @@ class AddNorm:
     eps: float
     k_padded: int | None
     rotating: CodebookLinear | None = None
+    experts: Experts | None = None
 
     @classmethod
     def rms(cls, module: Any, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result."""
-        return cls("rms", module, module.variance_epsilon, _int8_columns(readers), _rotating(readers))
+        """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result, or experts."""
+        return cls("rms", module, module.variance_epsilon, *_read_by(readers))
 
     @classmethod
     def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result."""
-        return cls("layer", module, module.eps, _int8_columns(readers), _rotating(readers))
+        """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result, or experts."""
+        return cls("layer", module, module.eps, *_read_by(readers))
 
     def __call__(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
         """The sum ``x + branch``, or x if ``branch`` is None, and the norm of the sum; ``[M, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
         given = (x, branch, weight, bias, self.norm == "layer", self.eps)
-        normed: Activations
-        rotation = None if self.rotating is None else self.rotating.rotation_of(x)
-        if rotation is not None:
-            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation)
-            normed = RotatedTokens(blocks, scale, len(x), x.dtype)
-        elif self.k_padded is None:
+        experts, rotation, k_padded = self.experts, None, self.k_padded
+        if experts is not None and not experts.takes_prepared(x):
+            k_padded = None
+        elif self.rotating is not None:
+            rotation = self.rotating.rotation_of(x, routed=experts is not None)
+        if rotation is None and k_padded is None:
             total, normed = torch.ops.qcut.add_norm.early_read(*given)
+            return x if branch is None else total, normed
+        plain = None if experts is None else x.new_empty(x.shape)
+        prepared: Prepared
+        if rotation is not None:
+            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation, plain)
+            prepared = RotatedTokens(blocks, scale, len(x), x.dtype)
         else:
-            total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, self.k_padded)
-            normed = Int8Tokens(q, scale, x.dtype)
-        return x if branch is None else total, normed
+            total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, k_padded, plain)
+            prepared = Int8Tokens(q, scale, x.dtype)
+        both = prepared if experts is None or plain is None else PreparedTokens(plain, prepared, experts)
+        return x if branch is None else total, both
+
+
+def _read_by(readers: Sequence[nn.Module]) -> tuple[int | None, CodebookLinear | None, Experts | None]:
+    """``k_padded``, ``rotating`` and ``experts`` of an `AddNorm`."""
+    experts = next((reader for reader in readers if isinstance(reader, Experts)), None)
+    return _int8_columns(readers), _rotating(readers), experts
+
+
+def _layers_of(readers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Linear layers that take tokens; of experts, a layer as all of them are."""
+    return [
+        reader.stacks[0].form if isinstance(reader, Experts) and reader.stacks is not None else reader
+        for reader in readers
+    ]
 
 
 def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
-    columns = {module.qweight.shape[1] if isinstance(module, W8A8Linear) else None for module in readers}
+    layers = _layers_of(readers)
+    columns = {layer.qweight.shape[1] if isinstance(layer, W8A8Linear) else None for layer in layers}
     return columns.pop() if len(columns) == 1 else None
 
 
 def _rotating(readers: Sequence[nn.Module]) -> CodebookLinear | None:
     """The first of layers that all rotate tokens alike; None if one does not."""
-    layers = [module for module in readers if isinstance(module, CodebookLinear)]
+    layers = [layer for layer in _layers_of(readers) if isinstance(layer, CodebookLinear)]
     return layers[0] if len(layers) == len(readers) and len({layer.reads for layer in layers}) == 1 else None
 
 
@@ -301,6 +306,10 @@ def kernel_activations(gated: bool) -> frozenset[type[nn.Module]]:
 class FeedForward(Protocol):
     """The part of a block after attention: a dense `MLP`, or a mixture of experts."""
 
+    @property
+    def readers(self) -> Sequence[nn.Module]:
+        """All that read the tokens, as `AddNorm` takes them."""
+
     def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
         """``[M, hidden]`` of M tokens; ``absmax``, zeros ``[M]``, is scratch memory if `takes_absmax`."""
 
@@ -328,6 +337,11 @@ class MLP:
     activation: nn.Module
     down: nn.Module
     gated: bool
+
+    @property
+    def readers(self) -> tuple[nn.Module, ...]:
+        """See `FeedForward`."""
+        return self.projections
 
     @property
     def activated_by_kernel(self) -> bool:

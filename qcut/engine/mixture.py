@@ -9,7 +9,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.engine.decoder import MLP, Activations, project
+from qcut.engine.decoder import MLP, Activations, PreparedTokens, project
 from qcut.layers.experts.experts import Experts
 from qcut.layers.stacking import Stacker
 
@@ -66,7 +66,7 @@ class SharedExperts:
     mlp: MLP
     gate: nn.Module | None = None
 
-    def __call__(self, x: Tensor, absmax: Tensor | None) -> Tensor:
+    def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
         """``[M, H]`` of tokens ``[M, H]``; for ``absmax`` see `MLP`."""
         y = self.mlp(x, absmax)
         return y if self.gate is None else torch.sigmoid(project(self.gate, x)) * y
@@ -86,12 +86,17 @@ class Mixture:
     experts: Experts
     shared: SharedExperts | None = None
 
+    @property
+    def readers(self) -> tuple[Experts]:
+        """See `FeedForward`: the experts, beside which the router reads plain tokens."""
+        return (self.experts,)
+
     def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
-        """``[M, H]`` of tokens ``[M, H]`` in floating point, which the router reads; for ``absmax`` see `MLP`."""
-        tokens = cast(Tensor, x)
+        """``[M, H]`` of tokens ``[M, H]`` in floating point, or of `PreparedTokens`; for ``absmax`` see `MLP`."""
+        tokens, prepared = (x.x, x.prepared) if isinstance(x, PreparedTokens) else (cast(Tensor, x), None)
         weights, experts = self.router(tokens)
-        y = cast(Tensor, self.experts(tokens, experts, weights))
-        return y if self.shared is None else y + self.shared(tokens, absmax)
+        y = cast(Tensor, self.experts(tokens, experts, weights, prepared))
+        return y if self.shared is None else y + self.shared(x, absmax)
 
     def takes_absmax(self, tokens: int) -> bool:
         """See `FeedForward`."""

@@ -23,6 +23,7 @@ from qcut.layers.host_values import Reading
 from qcut.layers.linear import Known, Linear, Stacked
 from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
+from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
@@ -63,9 +64,6 @@ RowOperands = tuple[list[Tensor], Tensor, list[Tensor], list[int], rotation.Kind
 _CODEBOOK_KEYS = tuple(keys[CodebookSet._fields.index("codebook")] for keys in SET_KEYS)
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-MOST_ROTATED = 64
-"""Rows up to which kernels that make rows rotate them: those of steps. Prompts have not been measured so."""
 
 
 class CodebookTable(NamedTuple):
@@ -318,15 +316,18 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """What layers have in common that can read the same rotated rows: the rotation, and whether rows are int8."""
         return self._rotation, self.int8
 
-    def rotation_of(self, like: Tensor) -> RotationArguments | None:
+    def rotation_of(self, like: Tensor, *, routed: bool = False) -> RotationArguments | None:
         """How an operator is to rotate rows that it makes for this layer, or None if the layer takes plain tokens.
 
-        A single row is rotated in the product's kernel, and those of prompts by a kernel of their own.
+        A single row is rotated in the product's kernel, except if it is routed to experts, and those of prompts by a
+        kernel of their own.
 
         Args:
             like: a tensor with the rows' number, dtype and device.
+            routed: whether `routed` multiplies the rows.
         """
-        if not 2 <= len(like) <= MOST_ROTATED or like.dtype not in _HALVES or not _by_kernels(like.device):
+        least = 1 if routed else 2
+        if not least <= len(like) <= MOST_PREPARED or like.dtype not in _HALVES or not _by_kernels(like.device):
             return None
         if not can_rotate(self.kind, self.group_size, self.in_features):
             return None
@@ -362,7 +363,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def routed(
         cls,
         stack: Stacked,
-        x: Tensor,
+        x: Tensor | Prepared,
         tiles: RouteTiles,
         per_row: int,
         *,
@@ -376,26 +377,34 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         books = stack.read(("codebook",), _common_books)
         if books is None or (tiles.ordered and one.kind == "qr"):
             return None
-        operands, tokens = one._rotation.operands_for(x), torch.int8 if one.int8 else dtype
-        groups = one.group_size, one.scheme.seeds, tokens
-        rotates = not tiles.ordered and dtype in _HALVES and can_rotate(one.kind, one.group_size, one.in_features)
+        if isinstance(x, Tensor):
+            rotated = one._rotated_routes(x, tiles, per_row, gated)
+            # What wrote the routes has ended when the rotation begins, or the kernel before the activation.
+            early = one.kind != "qr"
+        else:
+            rotated, early = cast(RotatedTokens, x), False  # the kernel just before writes the routes
+        weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], books[torch.float16 if one.int8 else dtype]
+        y: Tensor = torch.ops.qcut.codebook_experts(
+            rotated.blocks, rotated.scale if one.int8 else None, rotated.tokens, per_row, tiles.experts, tiles.routes,
+            *weight, b["bias"], one.set_bits[0], one.activation, dtype, early, weights,
+        )  # fmt: skip
+        return y
+
+    def _rotated_routes(self, x: Tensor, tiles: RouteTiles, per_row: int, gated: bool) -> RotatedTokens:
+        """The tokens of routes, rotated, in the order of tiles if they are ``ordered``; see `Linear.routed`."""
+        operands, dtype = self._rotation.operands_for(x), x.dtype
+        groups = self.group_size, self.scheme.seeds, torch.int8 if self.int8 else dtype
+        rotates = not tiles.ordered and dtype in _HALVES and can_rotate(self.kind, self.group_size, self.in_features)
         if gated and rotates:
             blocks, scale = _ACTIVATE(*x.chunk(2, -1), operands, *groups)
         else:
             x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
-            if one.kind == "qr":
-                blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, operands, one.kind, *groups)
+            if self.kind == "qr":
+                blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, operands, self.kind, *groups)
             else:
                 routes = tiles.routes if tiles.ordered else None
-                blocks, scale = torch.ops.qcut.rotate_routes(x, operands, one.kind, *groups, routes, per_row)
-        weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], books[torch.float16 if one.int8 else dtype]
-        # What wrote the routes has ended when the rotation begins, or the kernel before the activation.
-        early = one.kind != "qr"
-        y: Tensor = torch.ops.qcut.codebook_experts(
-            blocks, scale if one.int8 else None, len(x), per_row, tiles.experts, tiles.routes, *weight, b["bias"],
-            one.set_bits[0], one.activation, dtype, early, weights,
-        )  # fmt: skip
-        return y
+                blocks, scale = torch.ops.qcut.rotate_routes(x, operands, self.kind, *groups, routes, per_row)
+        return RotatedTokens(blocks, scale, len(x), dtype)
 
     def _product(self, x: Tensor) -> Tensor:
         return self._by_kernel(x) if _by_kernels(x.device) else self._by_reference(x, self.activation)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.layers.tokens import Prepared
     from qcut.numerics.routing import RouteTiles
 
 _W8A8 = torch.ops.qcut.w8a8_linear.early_read
@@ -162,7 +163,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
     def routed(
         cls,
         stack: Stacked,
-        x: Tensor,
+        x: Tensor | Prepared,
         tiles: RouteTiles,
         per_row: int,
         *,
@@ -170,14 +171,18 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
-        b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        b = stack.tensors
         weight = b["qweight"], b["weight_scale"], b["bias"]
-        if tiles.ordered:
-            q, scale = _in_order(x, tiles, per_row, torch.int8)
+        if not isinstance(x, Tensor):
+            q, scale = x[:2]
         else:
-            q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
+            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+            if tiles.ordered:
+                q, scale = _in_order(x, tiles, per_row, torch.int8)
+            else:
+                q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
         y: Tensor = torch.ops.qcut.w8a8_experts(
-            q, scale, len(x), per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
+            q, scale, tiles.total // per_row, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
         )
         return _summed(y, tiles, len(weight[0]), weights)
 
@@ -369,7 +374,7 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
     def routed(
         cls,
         stack: Stacked,
-        x: Tensor,
+        x: Tensor | Prepared,
         tiles: RouteTiles,
         per_row: int,
         *,
@@ -377,7 +382,7 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`: tokens of 16 bits."""
-        if x.dtype is torch.float32:
+        if not isinstance(x, Tensor) or x.dtype is torch.float32:
             return None
         b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
         weight = b["qweight"], b["weight_scale"], b["bias"]

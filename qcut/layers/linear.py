@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.layers.tokens import Prepared
     from qcut.numerics.codebook.fitting.curvature import Curvature
 
 V = TypeVar("V")
@@ -343,7 +344,7 @@ class Linear(QuantizedLayer):
     def routed(
         cls,
         stack: Stacked,
-        x: Tensor,
+        x: Tensor | Prepared,
         tiles: RouteTiles,
         per_row: int,
         *,
@@ -354,7 +355,8 @@ class Linear(QuantizedLayer):
 
         Args:
             stack: layers of this class.
-            x: ``[M, K]`` on a GPU; gated, ``[M, 2 K]``, of which `torch.ops.qcut.silu_mul` makes the tokens.
+            x: ``[M, K]`` on a GPU; gated, ``[M, 2 K]``, of which `torch.ops.qcut.silu_mul` makes the tokens. With tiles
+                that are not ``ordered``, also M tokens that an earlier kernel has prepared for the layers, not gated.
             tiles: the routes, ``M * per_row`` in all.
             per_row: routes of each token.
             gated: see ``x``.

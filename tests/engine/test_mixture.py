@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qcut
+from qcut.backends.cuda import experts as experts_cuda
 from qcut.engine.decoder import MLP
 from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
 from qcut.engine.mixture import Mixture
 from qcut.errors import UnsupportedError
+from qcut.layers import codebook, rotations
+from qcut.layers.experts import experts
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
+from qcut.layers.tokens import Int8Tokens
 from tests.support.decoders import MIXTURES, VOCABULARY, last_logits, prompts_of, small, theirs
 
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -26,9 +32,9 @@ def quantized(kind: str, scheme: str, **changes: Any) -> Any:
     """A model, its experts too, in a scheme."""
     model = small(kind, **changes)
     qcut.quantize(model, scheme, allow_growth=True, progress=False)
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    assert experts
-    assert all(isinstance(stack, LinearStack) for one in experts for stack in (one.up, one.down))
+    found = [module for module in model.modules() if isinstance(module, Experts)]
+    assert found
+    assert all(isinstance(stack, LinearStack) for one in found for stack in (one.up, one.down))
     return model
 
 
@@ -79,15 +85,88 @@ def test_prefill_and_decode_fill_the_same_cache(kv_cache: Any) -> None:
 
 
 def test_norms_before_mixtures_stay_in_float() -> None:
+    """On the CPU, where the host reads the routes."""
     first, second = decoder_of(quantized("qwen3_moe_window", "w8a8")).blocks
-    assert first.attention_norm is not None
-    assert first.attention_norm.k_padded == 48
+    x = torch.randn(3, 48)
+    for norm, kind in ((first.attention_norm, Int8Tokens), (first.mlp_norm, Tensor), (second.mlp_norm, Int8Tokens)):
+        assert norm is not None
+        assert norm.k_padded == 48
+        assert isinstance(norm(x, None)[1], kind)
     assert isinstance(first.mlp, Mixture)
-    assert first.mlp_norm is not None
-    assert first.mlp_norm.k_padded is None
     assert isinstance(second.mlp, MLP)
-    assert second.mlp_norm is not None
-    assert second.mlp_norm.k_padded == 48
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators; ``plain``: norms that write plain tokens too; ``early``: products that read routes early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("qcut::")
+        self.count[name] += 1
+        self.count["plain"] += name in ("add_norm_rotated", "add_norm_int8") and isinstance(args[-1], Tensor)
+        self.count["early"] += name == "codebook_experts" and args[-1] is True
+        return func(*args, **(kwargs or {}))
+
+
+def as_on_gpus(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of CUDA on the CPU, with tiles of a size: the operators' CPU implementations behind it."""
+    for module in (codebook, experts):
+        monkeypatch.setattr(module, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "stream_state", lambda device: None)
+    monkeypatch.setattr(experts_cuda, "tile_size", lambda *_: size)
+
+
+def counted_steps(model: Any, batch: int) -> tuple[list[Tensor], Counter[str]]:
+    """Logits of a prompt and of two steps of so many sequences, and what the last step calls."""
+    engine = Engine(model, batch=batch)
+    logits = [engine.prefill(prompts_of(VOCABULARY, *range(40, 40 + batch))), engine.decode(list(range(batch)))]
+    with Calls() as calls:
+        logits.append(engine.decode(list(range(3, 3 + batch))))
+    return logits, calls.count
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8"])
+def test_norms_of_steps_prepare_tokens_of_experts(
+    scheme: str, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides the plain tokens, which the router reads; bitwise as kernels of their own prepare them."""
+    as_on_gpus(8 if batch > 1 else 1, monkeypatch)
+    model = quantized(kind, scheme, **WIDE, intermediate_size=64, moe_intermediate_size=64).half()
+    mixtures = mixtures_of(model)
+    layers, shared = len(mixtures), mixtures[0].shared is not None
+    logits, calls = counted_steps(model, batch)
+    monkeypatch.setattr(Experts, "takes_prepared", lambda self, like: False)
+    others, apart = counted_steps(model, batch)
+    assert all(map(torch.equal, logits, others))
+    assert (calls["plain"], apart["plain"]) == (layers, 0)
+    if scheme == "w8a8":
+        assert calls["quantize_per_token"] == layers  # of the activation
+        assert apart["quantize_per_token"] == 2 * layers
+        assert (calls["w8a8_linear"], apart["w8a8_linear"]) == (0, layers if shared else 0)
+    else:
+        assert (calls["rotate_routes"], apart["rotate_routes"]) == (0, layers)
+        assert (calls["rotate_tokens"] < apart["rotate_tokens"]) is (shared and batch > 1)
+        assert (calls["early"], apart["early"]) == (layers, 2 * layers)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(64, 128), (66, 8)])
+def test_tokens_of_many_routes_are_rotated_apart(tokens: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of tiles, or of a prompt."""
+    as_on_gpus(size, monkeypatch)
+    model = quantized("qwen3_moe", "codebook4_g32", **WIDE, moe_intermediate_size=64).half()
+    layers, engine = len(mixtures_of(model)), Engine(model, batch=2)
+    prompts = prompts_of(VOCABULARY, tokens // 2, tokens // 2)
+    with Calls() as calls:
+        logits = engine.prefill(prompts)
+    assert calls.count["plain"] == (layers if tokens == 64 else 0)
+    assert calls.count["rotate_routes"] == (2 * layers if size == 128 else layers)
+    monkeypatch.setattr(Experts, "takes_prepared", lambda self, like: False)
+    assert torch.equal(Engine(model, batch=2).prefill(prompts), logits)
 
 
 def test_shared_experts_are_stacked_and_take_absmax() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import qcut
 from qcut import errors
 from qcut.layers.experts.linear_stack import LinearStack
+from qcut.layers.tokens import RotatedTokens
 from qcut.numerics.codebook import layout
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.routing import RouteTiles
@@ -65,6 +66,20 @@ def test_sums_are_those_of_the_rows(scheme: str) -> None:
     assert rows is not None
     assert got is not None
     assert torch.equal(got, OPS.sum_routes(rows, weights, index, E, None))
+
+
+@pytest.mark.parametrize("size", [1, 32])
+@pytest.mark.parametrize("scheme", SCHEMES[:2])
+def test_tokens_may_be_rotated_before(scheme: str, size: int) -> None:
+    layers, x = stack(scheme), torch.randn(9, K).half()
+    one: Any = layers.form
+    tokens = torch.int8 if one.int8 else x.dtype
+    made = OPS.rotate_tokens(x, one._rotation.operands_for(x), one.kind, one.group_size, one.scheme.seeds, tokens)
+    _, tiles = routed(9, 3, size)
+    got, want = layers.routed(RotatedTokens(*made, 9, x.dtype), tiles, 3), layers.routed(x, tiles, 3)
+    assert got is not None
+    assert want is not None
+    assert torch.equal(got, want)
 
 
 def test_other_codebooks_have_no_kernel() -> None:

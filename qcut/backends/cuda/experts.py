@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qcut.backends.cuda.codebook import Rotation
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.linear import linear_problem
@@ -25,7 +26,6 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import DtypeError
-from qcut.numerics.codebook.layout import Geometry
 from qcut.numerics.codebook.products import is_pair_book
 from qcut.numerics.routing import MOST_GATHERED
 from qcut.ops.experts import TILE_SIZES, CodebookExpertsOp, RotateRoutesOp, W8A8ExpertsOp, W8A16ExpertsOp
@@ -55,28 +55,7 @@ def tile_size(
     return dispatch.tile_size(m_bucket(tokens) * top_k, experts, allowed)
 
 
-class RouteRotation(NamedTuple):
-    """All that chooses the kernel of a rotation of routes; see `qcut.backends.cuda.codebook.Rotation`."""
-
-    kind: str
-    x: torch.dtype
-    out: torch.dtype
-    rows: int
-    k: int
-    group_size: int
-    passes: int
-    aligned: bool
-
-    def load(self, device: int) -> LaunchPlan:
-        """The launch plan."""
-        given = self.kind, DTYPES[self.x], DTYPES[self.out], self.rows, self.k, self.group_size, self.passes
-        (kernel,) = codebook_dispatch.select_rotation(*given, target(device), aligned=self.aligned, routed=True)
-        k_padded = Geometry(self.k, self.group_size).k_padded
-        grid = codebook_dispatch.rotation_grid(kernel, k_padded)
-        return LaunchSpec(kernel.emit(), grid, pdl=pdl(device)).load(device)
-
-
-_rotation_plans = PlanCache(RouteRotation.load)
+_rotation_plans = PlanCache(Rotation.load)
 
 
 @serves(RotateRoutesOp)
@@ -91,8 +70,10 @@ def rotate_routes(call: RotateRoutesOp) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
     stride = x.stride(0) if m > 1 else k
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
-    options = (call.group_size, passes, aligned)
-    plan = _rotation_plans[RouteRotation(call.kind, x.dtype, call.out_dtype, m_bucket(places), k, *options), device]
+    described = Rotation(
+        call.kind, x.dtype, call.out_dtype, m_bucket(places), k, call.group_size, passes, aligned, routed=True
+    )
+    (plan,) = _rotation_plans[described, device]
     operands, routes = dense(call.operands), None if call.tile_routes is None else dense(call.tile_routes)
     scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
     matrices = (operands.data_ptr(),) if call.kind != "none" else ()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from qcut.engine.decoder import AddNorm, Block, Decoder, FeedForward, Heads, Rotary
@@ -31,7 +31,7 @@ def _block(block: Any, heads: Heads, rotary: Rotary, order: Tensor | None) -> Bl
     return replace(made, attention=replace(made.attention, order=order))
 
 
-def _mlp_of(block: Any) -> tuple[FeedForward, tuple[nn.Module, ...]]:
+def _mlp_of(block: Any) -> FeedForward:
     mixture = block.mlp
     if not hasattr(mixture, "experts"):
         return mlp_of(block)
@@ -39,7 +39,7 @@ def _mlp_of(block: Any) -> tuple[FeedForward, tuple[nn.Module, ...]]:
     routing = Routing("softmax", gate.top_k, renormalize=True, min_sum=gate.norm_min)
     router = Router(partial(_logits, gate), routing, gate.moe_statics.e_score_correction_bias)
     shared = None if mixture.shared_experts is None else SharedExperts(gated_mlp(mixture.shared_experts))
-    return Mixture(router, experts_of(mixture.experts, block), shared), ()
+    return Mixture(router, experts_of(mixture.experts, block), shared)
 
 
 def _logits(gate: Any, x: Tensor) -> Tensor:

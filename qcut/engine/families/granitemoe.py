@@ -24,7 +24,7 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     return replace(block_of(block, heads, rotary, _mlp_of), multiplier=block.residual_multiplier)
 
 
-def _mlp_of(block: Any) -> tuple[Mixture, tuple[()]]:
+def _mlp_of(block: Any) -> Mixture:
     mixture = block.block_sparse_moe
     router = Router(partial(logits_of, mixture.router), Routing("logits", mixture.router.top_k))
-    return Mixture(router, experts_of(mixture.experts, block)), ()
+    return Mixture(router, experts_of(mixture.experts, block))

@@ -27,10 +27,10 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     return replace(made, attention=replace(made.attention, norms=norms))
 
 
-def _mlp_of(block: Any) -> tuple[Mixture, tuple[()]]:
+def _mlp_of(block: Any) -> Mixture:
     mixture, gate = block.mlp, block.mlp.gate
     router = Router(partial(_logits, gate.wg), Routing("softmax", gate.top_k, renormalize=True))
-    return Mixture(router, experts_of(mixture.experts, block), SharedExperts(gated_mlp(mixture.shared_mlp))), ()
+    return Mixture(router, experts_of(mixture.experts, block), SharedExperts(gated_mlp(mixture.shared_mlp)))
 
 
 def _logits(layer: Any, x: Tensor) -> Tensor:

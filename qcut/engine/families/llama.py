@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from qcut.engine.decoder import AddNorm, Block, Decoder, FeedForward, HeadNorms, Heads, Rotary, SelfAttention
 from qcut.engine.families.common import llama_like, window_of
 from qcut.engine.families.mixtures import mlp_of
@@ -24,7 +22,7 @@ def block_of(
     block: Any,
     heads: Heads,
     rotary: Rotary,
-    mlp_of: Callable[[Any], tuple[FeedForward, tuple[nn.Module, ...]]] = mlp_of,
+    mlp_of: Callable[[Any], FeedForward] = mlp_of,
 ) -> Block:
     """A block of Llama's shape.
 
@@ -34,7 +32,7 @@ def block_of(
         rotary: the model's.
         mlp_of: makes the part after attention; see `qcut.engine.families.mixtures.mlp_of`.
     """
-    attention, (mlp, readers) = block.self_attn, mlp_of(block)
+    attention, mlp = block.self_attn, mlp_of(block)
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     norms = None
     if hasattr(attention, "q_norm"):
@@ -45,6 +43,6 @@ def block_of(
         attention=SelfAttention(
             qkv, attention.o_proj, heads, attention.scaling, norms, rotary_or_none, window=window_of(attention)
         ),
-        mlp_norm=AddNorm.rms(block.post_attention_layernorm, readers),
+        mlp_norm=AddNorm.rms(block.post_attention_layernorm, mlp.readers),
         mlp=mlp,
     )

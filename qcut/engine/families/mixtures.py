@@ -15,8 +15,8 @@ from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.weights import open_experts
 
 
-def mlp_of(block: Any) -> tuple[FeedForward, tuple[nn.Module, ...]]:
-    """The part of a block after attention, and the linear layers that are all readers of the norm before it.
+def mlp_of(block: Any) -> FeedForward:
+    """The part of a block after attention.
 
     Args:
         block: a layer of transformers' model.
@@ -26,14 +26,13 @@ def mlp_of(block: Any) -> tuple[FeedForward, tuple[nn.Module, ...]]:
     """
     mlp = block.mlp
     if not hasattr(mlp, "experts"):
-        dense = gated_mlp(mlp)
-        return dense, dense.projections
+        return gated_mlp(mlp)
     # Mixtral's router has no such option: its weights always add up to 1.
     routing = Routing("softmax", mlp.gate.top_k, renormalize=getattr(mlp.gate, "norm_topk_prob", True))
     shared = None
     if hasattr(mlp, "shared_expert"):
         shared = SharedExperts(gated_mlp(mlp.shared_expert), mlp.shared_expert_gate)
-    return Mixture(Router(partial(logits_of, mlp.gate), routing), experts_of(mlp.experts, block), shared), ()
+    return Mixture(Router(partial(logits_of, mlp.gate), routing), experts_of(mlp.experts, block), shared)
 
 
 def gated_mlp(mlp: Any) -> MLP:

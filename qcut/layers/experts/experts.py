@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from qcut.errors import DeviceError, DtypeError, RangeError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
+from qcut.layers.tokens import MOST_PREPARED, Prepared
 from qcut.models.modules import ExpertsModule, dtype_name
 from qcut.numerics.gating import Gating
 from qcut.numerics.routing import MAX_EXPERTS, RouteTiles
@@ -60,7 +61,29 @@ class Experts(ExpertsModule):
         """What `forward` takes for tokens ``[T, H]``, the experts of each ``[T, k]`` and their weights."""
         return x, index, weights
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    @property
+    def stacks(self) -> tuple[LinearStack, LinearStack] | None:
+        """``up`` and ``down``, if kernels may compute them by routes that are read on the device; else None."""
+        up, down = self.up, self.down
+        if self.identities or self.post_expert_norm is not None or self.num_experts > MAX_EXPERTS:
+            return None
+        return (up, down) if isinstance(up, LinearStack) and isinstance(down, LinearStack) else None
+
+    def takes_prepared(self, like: Tensor) -> bool:
+        """Whether `forward` reads tokens that the kernel before has prepared for ``up``, if it can be.
+
+        Args:
+            like: a tensor with the tokens' number, dtype and device.
+        """
+        return len(like) <= MOST_PREPARED and self.stacks is not None and _has_kernels(like.device)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        prepared: Prepared | None = None,
+    ) -> Tensor:
         """Applies to each token the experts that the router chose.
 
         Args:
@@ -68,6 +91,8 @@ class Experts(ExpertsModule):
             top_k_index: the experts of each token, integers ``[T, k]``. An index beyond all experts is a route that
                 another process computes; its weight is 0.
             top_k_weights: of each route, floating point ``[T, k]``.
+            prepared: the same tokens, rotated or quantized as the layers of ``up`` take them, which kernels of experts
+                read in place of ``hidden_states`` while an expert has few of them; or None.
 
         Returns:
             ``[T, H]`` of the tokens' dtype.
@@ -90,7 +115,7 @@ class Experts(ExpertsModule):
         self._check(x, index, weights)
         if x.is_meta:
             return torch.empty_like(x)
-        if x.is_cuda and (y := self._by_kernels(x, index, weights)) is not None:
+        if _has_kernels(x.device) and (y := self._by_kernels(x, index, weights, prepared)) is not None:
             return y
         refuse_capture(x, layer_prefix(self.name))
         self._check_values(index, weights)
@@ -108,44 +133,47 @@ class Experts(ExpertsModule):
         results = torch.cat(parts)[order.argsort()].view(*index.shape, x.shape[1])
         return weighted_sum(results, weights).to(x.dtype)
 
-    def _by_kernels(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+    def _by_kernels(self, x: Tensor, index: Tensor, weights: Tensor, prepared: Prepared | None) -> Tensor | None:
         """The result, of routes that are read on the device; None where no kernels compute it."""
-        up, down = self.up, self.down
+        stacks = self.stacks
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
             return None
-        if not isinstance(up, LinearStack) or not isinstance(down, LinearStack) or path_on(x.device) != "cuda":
-            return None
-        if self.identities or self.post_expert_norm is not None or self.num_experts > MAX_EXPERTS:
-            return None
-        if not x.numel() or not index.numel():
+        if stacks is None or not x.numel() or not index.numel():
             return None
         from qcut.backends.cuda.experts import tile_size
 
         experts, (tokens, top_k) = index.to(torch.int32), index.shape
-        largest, without = min(up.form.largest_tile, down.form.largest_tile), self._sizes_without_kernels
+        largest, without = min(stack.form.largest_tile for stack in stacks), self._sizes_without_kernels
         while (size := tile_size(tokens, top_k, self.num_experts, largest, x.get_device(), without)) is not None:
             try:
-                return self._summed(x, experts, weights.float(), size)
+                return self._summed(stacks, x, prepared, experts, weights.float(), size)
             except UnsupportedError:  # this GPU has no kernel for the layers' sizes
                 without.add(size)
         return None
 
-    def _summed(self, x: Tensor, experts: Tensor, weights: Tensor, size: int) -> Tensor | None:
+    def _summed(
+        self,
+        stacks: tuple[LinearStack, LinearStack],
+        x: Tensor,
+        prepared: Prepared | None,
+        experts: Tensor,
+        weights: Tensor,
+        size: int,
+    ) -> Tensor | None:
         """The sums of the experts' results ``[T, H]``, by tiles of a size; None where no kernels compute the layers."""
-        assert isinstance(self.up, LinearStack)
-        assert isinstance(self.down, LinearStack)
+        (up, down), gated = stacks, self.gating == Gating("silu")
         tiles = RouteTiles(experts.flatten(), None, experts.numel())
         if size > 1:
             tile_experts, tile_routes = torch.ops.qcut.sort_routes(experts, self.num_experts, size)
             tiles = RouteTiles(tile_experts, tile_routes, tiles.total)
-        hidden = self.up.routed(x, tiles, experts.shape[1])
+        # Tokens in the order of tiles are gathered while they are rotated.
+        hidden = up.routed(x if prepared is None or tiles.ordered else prepared, tiles, experts.shape[1])
         if hidden is None:
             return None
-        gated = self.gating == Gating("silu")
         tokens = hidden if gated else self.gating(hidden)
         if size == 1:
-            return self.down.routed(tokens, tiles, 1, gated=gated, weights=weights)
-        results = self.down.routed(tokens, tiles, 1, gated=gated)
+            return down.routed(tokens, tiles, 1, gated=gated, weights=weights)
+        results = down.routed(tokens, tiles, 1, gated=gated)
         if results is None:
             return None
         summed: Tensor = torch.ops.qcut.sum_routes(results, weights, experts, self.num_experts, None)
@@ -185,6 +213,10 @@ class Experts(ExpertsModule):
     def extra_repr(self) -> str:
         """Number of experts and gating, for ``print(model)``."""
         return f"num_experts={self.num_experts}, gating={self.gating}"
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and path_on(device) == "cuda"
 
 
 def refuse_capture(x: Tensor, where: str) -> None:

@@ -19,6 +19,7 @@ from qcut.models.modules import tensor_key
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from qcut.layers.tokens import Prepared
     from qcut.numerics.routing import RouteTiles
     from qcut.schemes import Scheme
 
@@ -135,7 +136,7 @@ class LinearStack(QuantizedLayer):
             read = self._readings[make] = Reading(self._buffers, keys, make(*(self._buffers[key] for key in keys)))
         return cast(V, read.value)
 
-    def routed(self, x: Tensor, tiles: RouteTiles, per_row: int, **options: Any) -> Tensor | None:
+    def routed(self, x: Tensor | Prepared, tiles: RouteTiles, per_row: int, **options: Any) -> Tensor | None:
         """See `Linear.routed`."""
         return type(self._one).routed(self, x, tiles, per_row, **options)
 

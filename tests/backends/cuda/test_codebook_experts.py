@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
+from qcut.backends.cuda import codebook as codebook_cuda
 from qcut.backends.cuda import experts as experts_cuda
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.ops.experts import CodebookExpertsOp, RotateRoutesOp
@@ -97,8 +98,10 @@ def test_many_routes(scheme: str, launches: Launches) -> None:
     assert "_e_128x128_" in launch["kernel"]
 
 
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
-def test_rotations(dtype: torch.dtype, launches: Launches) -> None:
+def test_rotations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = note_launches(codebook_cuda, H200, monkeypatch)
     x, signs = torch.randn(9, K).half(), torch.zeros(1, K // 32, dtype=torch.int32)
     routes = tiles_of(random_experts(9, 2, E), E, 8).routes
     given: tuple[Tensor, Any, Any, Any, Any, Any] = x, signs, "hadamard", 128, [0], dtype

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.layers.experts.linear_stack import LinearStack
+from qcut.layers.tokens import Int8Tokens, Prepared, RotatedTokens
 from qcut.numerics.routing import RouteTiles
 from qcut.ops.experts import TILE_SIZES
 from tests.gpu.support.oracles import DEVICE, assert_same
@@ -72,6 +73,28 @@ def test_routes_are_those_of_layers(scheme: str, size: int) -> None:
         got = layers.routed(x, tiles, top_k)
         assert got is not None
         check(scheme, got, each(layers, x, index, top_k))
+
+
+@pytest.mark.parametrize("size", [1, 8, 32])
+@pytest.mark.parametrize("scheme", [INT8[0], FLOATS[0], "w8a8"])
+def test_tokens_may_be_prepared_before(scheme: str, size: int) -> None:
+    layers = stack(scheme, 5, 200, 384)
+    one: Any = layers.form
+    for tokens, top_k, seed in ((1, 3, 0), (7, 2, 1), (64, 4, 2)):
+        index, tiles = routes(tokens, top_k, 5, size, seed)
+        x = torch.randn(tokens, 384, device=DEVICE, dtype=torch.float16)
+        prepared: Prepared
+        if scheme == "w8a8":
+            prepared = Int8Tokens(*OPS.quantize_per_token(x, 384), x.dtype)
+        else:
+            signs, to = one._rotation.operands_for(x), torch.int8 if one.int8 else x.dtype
+            made = OPS.rotate_tokens(x, signs, one.kind, one.group_size, one.scheme.seeds, to)
+            prepared = RotatedTokens(*made, tokens, x.dtype)
+        got, want = layers.routed(prepared, tiles, top_k), layers.routed(x, tiles, top_k)
+        assert got is not None
+        assert want is not None
+        there = ((index >= 0) & (index < 5)).flatten()
+        assert_same(got[there], want[there])
 
 
 @pytest.mark.parametrize("size", [1, 8, 32, 128])

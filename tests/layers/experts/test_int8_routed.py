@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qcut.layers.tokens import Int8Tokens
 from tests.layers.experts.stacks import stack_of
 from tests.support.oracles import FLOATS, normal
 from tests.support.routes import in_tiles, random_experts, tiles_of
@@ -41,6 +42,18 @@ def test_activations_and_strides() -> None:
     assert y is not None
     for route in in_tiles(chosen, E).nonzero()[:, 0].tolist():
         assert torch.equal(y[route], stack.expert(int(chosen.flatten()[route]))(x[route // 2][None])[0])
+
+
+@torch.no_grad()
+def test_tokens_may_be_quantized_before() -> None:
+    x, tiles = normal(9, K).half(), tiles_of(random_experts(9, 2, E), E, 8)
+    prepared = Int8Tokens(*torch.ops.qcut.quantize_per_token(x, 80), x.dtype)
+    stack = stack_of("w8a8", E, N, K)
+    got, want = stack.routed(prepared, tiles, 2), stack.routed(x, tiles, 2)
+    assert got is not None
+    assert want is not None
+    assert torch.equal(got, want)
+    assert stack_of("w8a16", E, N, K).routed(prepared, tiles, 2) is None
 
 
 @torch.no_grad()
