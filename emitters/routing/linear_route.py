@@ -18,24 +18,23 @@ CTAS = 8
 """CTAs of a cluster, among which experts are divided."""
 TOKENS = (1, 2, 4)
 """Tokens of a cluster."""
+MAX_COLUMNS = 32_768
+"""Columns of a token."""
 _MAX_EXPERTS = 1024
 _MAX_THREADS = 512
 _MAX_VECTORS = {1: 16, 2: 16, 4: 8}
-"""Vectors of weights that a thread holds, by the tokens of a cluster: in 64 registers, beside as many sums in 32."""
-_MAX_COLUMNS = 32_768
+"""Vectors of weights that a thread holds, by the tokens of a cluster: up to 64 registers, and up to 32 of sums."""
 
 CONSTRAINTS = (
     HALF_X,
     Constraint("weight", "is of the type of x, or f32", lambda k: k.weight in (k.x, DType.F32)),
-    Constraint(
-        "logits", "are f32, or of the type of x and the weight", lambda k: k.logits in (k.weight, DType.F32)
-    ),
+    Constraint("logits", "are f32, or of the type of x and the weight", lambda k: k.logits in (k.weight, DType.F32)),
     Constraint("scores", f"are {', '.join(SCORES)}", lambda k: k.scores in SCORES),
     Constraint("count", f"is 1 to {_MAX_EXPERTS}", lambda k: 1 <= k.count <= _MAX_EXPERTS),
     Constraint(
         "columns",
-        f"are eights, whole vectors of 16 bytes, up to {_MAX_COLUMNS}",
-        lambda k: 1 <= k.columns <= _MAX_COLUMNS and k.columns % 8 == 0,
+        f"are eights, whole vectors of 16 bytes, up to {MAX_COLUMNS}",
+        lambda k: 1 <= k.columns <= MAX_COLUMNS and k.columns % 8 == 0,
     ),
     Constraint("tokens", f"are {', '.join(map(str, TOKENS))}", lambda k: k.tokens in TOKENS),
     Constraint(
@@ -142,6 +141,7 @@ class LinearRoute(Kernel):
         return self._source(
             f"qcut::linear_route<{types}, {choice}, {self.count}, {self.columns}, {tile}>(\n      {arguments});",
             device_code=include("routing/linear_route.cuh"),
-            ctas_per_sm=1,
+            # 128 registers of a thread, so that CTAs begin beside others.
+            ctas_per_sm=_MAX_THREADS // self.block,
             cluster=CTAS,
         )
