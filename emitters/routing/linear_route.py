@@ -48,7 +48,7 @@ CONSTRAINTS = (
 
 @dataclass(frozen=True)
 class LinearRoute(Kernel):
-    """The chosen experts of each token and their weights, as ``qcut.numerics.routing.linear_route`` defines them.
+    """The chosen experts of each token and their weights, as ``qcut.ops.routing.LinearRouteOp`` defines them.
 
     Attributes:
         x: element type of tokens ``[m, columns]``, whose rows start at multiples of 16 bytes.

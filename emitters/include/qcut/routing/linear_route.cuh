@@ -8,13 +8,25 @@
 // Choices are those of `route_token`.
 #pragma once
 
-#include <qcut/core/cluster.cuh>
-#include <qcut/core/streaming.cuh>
+#include <qcut/core/barrier.cuh>
 #include <qcut/routing/route.cuh>
 
 namespace qcut {
 
 constexpr int kRouteCtas = 8;  // the largest portable cluster
+
+// Loads 16 bytes of weights, which no other CTA of the cluster reads, if `wanted`; else zeros. The load is not one of
+// streaming.cuh, since the compiler may move an ld.global.nc below the wait for the previous kernel.
+__device__ __forceinline__ void load_weights(uint32_t (&w)[4], const void* p, bool wanted) {
+  const int loaded = wanted;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
+      "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+      "@p ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "=&r"(w[0]), "=&r"(w[1]), "=&r"(w[2]), "=&r"(w[3])
+      : "l"(p), "r"(loaded)
+      : "memory");
+}
 
 // The elements 2 * i and 2 * i + 1 of a vector's words.
 template <class T>
@@ -70,8 +82,15 @@ __device__ __forceinline__ void linear_route(const T* x, const W* weight, const 
   __shared__ float partial[kWarps][kSums];
   __shared__ float logits[kCount];
   __shared__ float added[kByScore ? kCount : 1];
+  __shared__ alignas(8) unsigned long long arrivals;  // counts the bytes of logits
   const int rank = blockIdx.x, first = rank * kShare, end = min(first + kShare, kCount);
   const int first_token = blockIdx.y * kTokens;
+  const uint32_t barrier = shared_address(&arrivals);
+  if (rank < kTokens && threadIdx.x == 0) {
+    barrier_init(barrier, 1);
+    barrier_init_fence();
+    barrier_expect(barrier, kCount * sizeof(float));
+  }
   cluster_arrive_relaxed();  // no CTA sends before all have started
 
   uint32_t w[kPasses][kHeld][4];
@@ -83,13 +102,7 @@ __device__ __forceinline__ void linear_route(const T* x, const W* weight, const 
       for (int e = 0; e < kHeld; ++e) {
         // Past the last expert there are others' weights, whose logits nobody reads.
         const W* from = weight + min(begin + e, kCount - 1) * static_cast<long long>(kColumns) + column;
-        if constexpr (kWhole) {
-          load_stream_16(w[pass][e], from);
-        } else {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) w[pass][e][i] = 0;
-          load_stream_16_if(w[pass][e], from, column < kColumns);
-        }
+        load_weights(w[pass][e], from, kWhole || column < kColumns);
       }
     }
   };
@@ -147,29 +160,30 @@ __device__ __forceinline__ void linear_route(const T* x, const W* weight, const 
     warp_sums<kSums>(sum);
     constexpr int kLanes = 32 / kSums;  // that have the same sum
     if (threadIdx.x % kLanes == 0) partial[threadIdx.x / 32][threadIdx.x % 32 / kLanes] = sum[0];
+    if (kByScore && group == 0) {
+#pragma unroll
+      for (int i = 0; i < kAdded; ++i) {
+        const int expert = i * kThreads + threadIdx.x;
+        if (expert < kCount) added[expert] = mine[i];
+      }
+    }
     __syncthreads();
     if (threadIdx.x < kSums) {
       float total = partial[0][threadIdx.x];
 #pragma unroll
       for (int i = 1; i < kWarps; ++i) total += partial[i][threadIdx.x];
       const int e = threadIdx.x / kTokens;
-      const uint32_t logit = bits(to_float(from_float<L>(total)));
-      if (e < kHeld && begin + e < end) store_cluster_4(shared_address(&logits[begin + e]), threadIdx.x % kTokens, logit);
+      const float logit = to_float(from_float<L>(total));
+      const uint32_t to = shared_address(&logits[begin + e]);
+      if (e < kHeld && begin + e < end) store_async(to, barrier, threadIdx.x % kTokens, logit);
     }
     if (last) break;
     __syncthreads();  // the sums have been read
   }
-  if constexpr (kByScore) {
-#pragma unroll
-    for (int i = 0; i < kAdded; ++i) {
-      const int expert = i * kThreads + threadIdx.x;
-      if (expert < kCount) added[expert] = mine[i];
-    }
-  }
-  cluster_arrive();
-  cluster_wait();
+  if (rank >= kTokens || threadIdx.x >= 32) return;
+  barrier_wait_cluster(barrier);  // also where there is no token: others write to this CTA's memory
   const int token = first_token + rank;
-  if (rank >= kTokens || token >= m || threadIdx.x >= 32) return;
+  if (token >= m) return;
   route_token<float, kScores, kSlots, kByScore>(token, logits, kByScore ? added : nullptr, weights, experts, kCount,
                                                 top_k, groups, top_groups, top2, renormalize, eps, min_sum, scaling);
 }
