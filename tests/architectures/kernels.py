@@ -104,7 +104,9 @@ def routing(arch: str) -> list[KernelSource]:
         RouteTokens(BF16, "logits", 32, True, arch),
     ]
     sorts = [SortRoutes.for_routes(routes, arch) for routes in (8, 300, 32768)]
-    linear = [LinearRoute(BF16, F32, F32, "softmax", True, 60, 2048, 2, arch, True)] * architecture(arch).clusters
+    linear = []
+    if architecture(arch).clusters:
+        linear.append(LinearRoute(BF16, F32, F32, "softmax", True, 60, 2048, 2, arch, True))
     sums = (SumRoutes(F16, arch), SumRoutes(BF16, arch, True, False))
     return [desc.emit() for desc in (*routers, *linear, *sorts, *sums)]
 

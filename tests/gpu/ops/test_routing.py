@@ -156,7 +156,7 @@ def test_exact_logits_choose_as_the_cpu(
 
 
 @pytest.mark.parametrize(("e", "k", "groups", "top_groups"), GROUPS)
-def test_groups_and_biases_of_exact_logits_are_the_cpus(e: int, k: int, groups: int, top_groups: int) -> None:
+def test_groups_of_exact_logits_are_the_cpus(e: int, k: int, groups: int, top_groups: int) -> None:
     bias = torch.randint(-2, 3, (e,)).float()
     for m in (1, 17, 40):
         tokens, matrix = small_integers(m, e, 256)
