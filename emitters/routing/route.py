@@ -12,8 +12,9 @@ from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import flag
 
-_KINDS = {"softmax": "kSoftmax", "sigmoid": "kSigmoid", "logits": "kLogits"}
-SCORES = tuple(_KINDS)
+KINDS = {"softmax": "kSoftmax", "sigmoid": "kSigmoid", "logits": "kLogits"}
+"""Scores in C++, by their names in `qcut.ops.routing.RouteOp`."""
+SCORES = tuple(KINDS)
 """Scores of `RouteTokens`."""
 SLOTS = (2, 4, 8, 16, 32)
 """Experts of a lane."""
@@ -81,7 +82,7 @@ class RouteTokens(Kernel):
 
     def emit(self) -> KernelSource:
         """Text of the kernel."""
-        scores = f"qcut::Scores::{_KINDS[self.scores]}"
+        scores = f"qcut::Scores::{KINDS[self.scores]}"
         options = f"{self.slots}, {flag(self.by_score)}, {self.block}"
         return self._call(f"route_tokens<{self.x.cpp}, {scores}, {options}>", "routing/route.cuh")
 

@@ -38,6 +38,7 @@ from qcut.errors import DeviceError, QcutError
 from qcut.jit.waiting import no_fallbacks
 from qcut.numerics import int8
 from qcut.numerics.codebook import layout, products, tokens
+from qcut.numerics.routing import logits_of
 from qcut.ops.gemm import GemmS8Op
 
 OPS = torch.ops.qcut
@@ -162,6 +163,9 @@ def _routing() -> Iterator[Check]:
     logits, bias = _random(37, 128, dtype=HALF), 0.2 * _random(128, seed=1)
     for groups, options in ((1, (None, "softmax", 8)), (8, (bias, "logits", 6, 8, 4, "top2"))):
         yield Check("route", f"37x128 float16, groups {groups}", OPS.route, (logits, *options), _routes_expected)
+    x, weight = _integers(-2, 3, 5, 256, dtype=HALF), _integers(-2, 3, 128, 256, seed=1, dtype=HALF) / 64
+    router = (x, weight, HALF, None, "softmax", 8)
+    yield Check("linear_route", "5x256 of 128 float16", OPS.linear_route, router, _router_expected)
     experts = _integers(-1, 131, 37, 8, dtype=torch.int32)
     yield Check("sort_routes", "37x8 of 128", OPS.sort_routes, (experts, 128, 8))
     yield Check("sort_routes", "5x8 of 128", OPS.sort_routes, (experts[:5], 128, 8))
@@ -176,6 +180,11 @@ def _routing() -> Iterator[Check]:
 def _routes_expected(got: Results, logits: Tensor, bias: Tensor | None, scores: str, *rest: Any) -> Sequence[Expected]:
     _, experts = OPS.route(logits, bias, scores, *rest)
     return routes(logits, experts, scores), experts
+
+
+def _router_expected(got: Results, x: Tensor, weight: Tensor, dtype: torch.dtype, *rest: Any) -> Sequence[Expected]:
+    """Logits have so few bits that every order of their sums is exact."""
+    return _routes_expected(got, logits_of(x, weight, dtype), *rest)
 
 
 def _add_norm(*args: Any) -> Results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, cast
 
@@ -36,14 +35,18 @@ class Router:
     """Chooses experts of tokens.
 
     Attributes:
-        logits: of tokens ``[M, H]``, makes logits of all experts ``[M, E]``.
+        gate: has the weight ``[E, H]`` that makes logits of tokens.
         routing: how experts are chosen.
         bias: ``[1, E]``, added to the scores that choose, and not to weights; or None.
+        in_float32: whether logits are computed in float32, instead of in the type of the weight.
+        by_layer: whether ``gate`` is called for logits, a linear layer that is quantized or has an adapter.
     """
 
-    logits: Callable[[Tensor], Tensor]
+    gate: nn.Module
     routing: Routing
     bias: Tensor | None = None
+    in_float32: bool = False
+    by_layer: bool = False
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 ``[M, k]`` and experts int32 ``[M, k]`` of tokens ``[M, H]``.
@@ -51,7 +54,13 @@ class Router:
         Exactness: weights stay in float32, which models of 16 bits may round to their own dtype.
         """
         bias = None if self.bias is None else self.bias.flatten().float()
-        return cast(tuple[Tensor, Tensor], torch.ops.qcut.route(self.logits(x), bias, **asdict(self.routing)))
+        weight, options = cast(Tensor, self.gate.weight), asdict(self.routing)
+        dtype = torch.float32 if self.in_float32 else weight.dtype
+        if self.by_layer:
+            chosen = torch.ops.qcut.route(self.gate(x.float() if dtype is torch.float32 else x), bias, **options)
+        else:
+            chosen = torch.ops.qcut.linear_route.early_read(x, weight, dtype, bias, **options)
+        return cast(tuple[Tensor, Tensor], chosen)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,15 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             else:
                 q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
         y: Tensor = torch.ops.qcut.w8a8_experts(
-            q, scale, tiles.total // per_row, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation, x.dtype
+            q,
+            scale,
+            tiles.total // per_row,
+            per_row,
+            tiles.experts,
+            tiles.routes,
+            *weight,
+            stack.form.activation,
+            x.dtype,
         )
         return _summed(y, tiles, len(weight[0]), weights)
 

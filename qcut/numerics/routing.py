@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 SCORES = ("softmax", "sigmoid", "logits")
 """Scores of a router: of all logits, of each logit, or the logits, whose weights are the softmax of those chosen."""
@@ -120,6 +121,11 @@ def route(
             total = total + weights[:, j : j + 1]
         weights = weights / (total + eps).clamp(min=min_sum)
     return weights * scaling, experts.int()
+
+
+def logits_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits ``[M, E]`` of tokens ``[M, H]`` by a router's weight ``[E, H]``, all of one type."""
+    return F.linear(x.to(dtype), weight.to(dtype))
 
 
 def _scores(logits: Tensor, kind: str) -> Tensor:

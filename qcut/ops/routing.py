@@ -73,53 +73,96 @@ class RouteOp(NamedTuple):
     min_sum: float = 0.0
     scaling: float = 1.0
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether some groups may not be chosen from."""
-        return self.top_groups < self.groups
-
-    @property
-    def compares_scores(self) -> bool:
-        """Whether the choice compares scores; otherwise it compares logits."""
-        return self.bias is not None or (self.is_limited and self.group_score == "top2")
-
     def check(self) -> None:
-        logits, (scores, top_k, groups, top_groups, group_score) = self.logits, self[2:7]
+        logits = self.logits
         check_dtype("route", "logits", logits.dtype, FLOAT_DTYPES)
         if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
             allowed = f"[M, E], E of 1 to {MAX_EXPERTS}"
             raise ShapeError(f"qcut::route: logits have shape {list(logits.shape)}; allowed: {allowed}")
-        e = logits.shape[1]
-        if self.bias is not None:
-            check_tensor("route", "bias", self.bias, F32, (e,), logits.device)
-        if scores not in SCORES:
-            raise ConfigError(f"qcut::route: scores are {scores!r}; allowed: {', '.join(SCORES)}")
-        if not 1 <= top_k <= min(e, MAX_TOP_K):
-            raise ConfigError(f"qcut::route: top_k is {top_k} of {e} experts; allowed: 1 to {min(e, MAX_TOP_K)}")
-        if not 1 <= groups <= MAX_GROUPS or e % groups:
-            allowed = f"1 to {MAX_GROUPS}, a divisor of {e} experts"
-            raise ConfigError(f"qcut::route: groups are {groups}; allowed: {allowed}")
-        size = e // groups
-        if not -(-top_k // size) <= top_groups <= groups:
-            allowed = f"{-(-top_k // size)}, which have {top_k} experts, to {groups}"
-            raise ConfigError(f"qcut::route: top_groups are {top_groups}; allowed: {allowed}")
-        if group_score not in GROUP_SCORES:
-            raise ConfigError(f"qcut::route: group_score is {group_score!r}; allowed: {', '.join(GROUP_SCORES)}")
-        if group_score == "top2" and self.is_limited and size < 2:
-            raise ConfigError("qcut::route: group_score is 'top2' for groups of 1 expert; allowed: of 2 and more")
-        for name in ("eps", "min_sum"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"qcut::route: {name} is {getattr(self, name)}; allowed: 0 and more, finite")
-        if not math.isfinite(self.scaling):
-            raise ConfigError(f"qcut::route: scaling is {self.scaling}; allowed: a finite number")
+        _check_choice("route", self, logits.shape[1], logits.device)
 
     def fake(self) -> tuple[Tensor, Tensor]:
-        shape = (self.logits.shape[0], self.top_k)
-        weights = self.logits.new_empty(shape, dtype=torch.float32)
-        return weights, self.logits.new_empty(shape, dtype=torch.int32)
+        return _chosen(self.logits, self.top_k)
 
     def cpu(self) -> tuple[Tensor, Tensor]:
         return routing.route(*self)
+
+
+@operator("linear_route", returns="(Tensor, Tensor)")
+class LinearRouteOp(NamedTuple):
+    """A router: `RouteOp` of the logits ``x @ weight.T``.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[M, H]``, H at least 1, of any strides.
+        weight: of the type of x, or float32, ``[E, H]``, E from 1 to 1024, of any strides.
+        logits_dtype: float32, to which x and the weight are converted; or the type of x and the weight.
+        bias: float32 ``[E]`` of scores, as in `RouteOp`; None: none is added.
+        scores: see `RouteOp`, as for the arguments that follow.
+
+    Returns:
+        Weights float32 ``[M, k]`` and experts int32 ``[M, k]``, contiguous, by descending choice score.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: an option is not as above.
+
+    Exactness: logits are float32 sums, rounded to ``logits_dtype``, in an order that depends on the device; tokens that
+    one kernel serves on a GPU have the same order whatever their number. For given logits, that of `RouteOp`.
+    """
+
+    x: Tensor
+    weight: Tensor
+    logits_dtype: torch.dtype
+    bias: Tensor | None
+    scores: str
+    top_k: int
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    renormalize: bool = False
+    eps: float = 0.0
+    min_sum: float = 0.0
+    scaling: float = 1.0
+    early_read: bool = False
+
+    @property
+    def route(self) -> RouteOp:
+        """The choice by logits that torch computes."""
+        return RouteOp(routing.logits_of(self.x, self.weight, self.logits_dtype), *self[3:-1])
+
+    def check(self) -> None:
+        op, x, weight = "linear_route", self.x, self.weight
+        check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
+        if x.dim() != 2 or x.shape[1] < 1:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, H] with H >= 1")
+        if weight.dim() != 2 or not 1 <= weight.shape[0] <= MAX_EXPERTS:
+            allowed = f"[E, {x.shape[1]}], E of 1 to {MAX_EXPERTS}"
+            raise ShapeError(f"qcut::{op}: weight has shape {list(weight.shape)}; allowed: {allowed}")
+        experts = weight.shape[0]
+        check_tensor(op, "weight", weight, _or_float32(x.dtype), (experts, x.shape[1]), x.device)
+        check_dtype(op, "logits_dtype", self.logits_dtype, _or_float32(weight.dtype))
+        _check_choice(op, self, experts, x.device)
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        return _chosen(self.x, self.top_k)
+
+    def cpu(self) -> tuple[Tensor, Tensor]:
+        return self.route.cpu()
+
+
+def compares_scores(call: RouteOp | LinearRouteOp) -> bool:
+    """Whether the choice compares scores; otherwise it compares logits."""
+    return call.bias is not None or (call.top_groups < call.groups and call.group_score == "top2")
+
+
+def _or_float32(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return F32 if dtype is torch.float32 else (dtype, torch.float32)
+
+
+def _chosen(tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Weights and experts of tokens, without values."""
+    shape = (tokens.shape[0], top_k)
+    return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32)
 
 
 @operator("sort_routes", returns="(Tensor, Tensor)")
@@ -233,3 +276,31 @@ def _check_experts(op: str, experts: Tensor) -> None:
 def _check_count(op: str, count: int) -> None:
     if not 1 <= count <= MAX_EXPERTS:
         raise ConfigError(f"qcut::{op}: count is {count}; allowed: 1 to {MAX_EXPERTS}")
+
+
+def _check_choice(op: str, call: RouteOp | LinearRouteOp, e: int, device: torch.device) -> None:
+    """Check the bias and the options of a choice among e experts."""
+    scores, top_k, groups, top_groups = call.scores, call.top_k, call.groups, call.top_groups
+    group_score = call.group_score
+    if call.bias is not None:
+        check_tensor(op, "bias", call.bias, F32, (e,), device)
+    if scores not in SCORES:
+        raise ConfigError(f"qcut::{op}: scores are {scores!r}; allowed: {', '.join(SCORES)}")
+    if not 1 <= top_k <= min(e, MAX_TOP_K):
+        raise ConfigError(f"qcut::{op}: top_k is {top_k} of {e} experts; allowed: 1 to {min(e, MAX_TOP_K)}")
+    if not 1 <= groups <= MAX_GROUPS or e % groups:
+        allowed = f"1 to {MAX_GROUPS}, a divisor of {e} experts"
+        raise ConfigError(f"qcut::{op}: groups are {groups}; allowed: {allowed}")
+    size = e // groups
+    if not -(-top_k // size) <= top_groups <= groups:
+        allowed = f"{-(-top_k // size)}, which have {top_k} experts, to {groups}"
+        raise ConfigError(f"qcut::{op}: top_groups are {top_groups}; allowed: {allowed}")
+    if group_score not in GROUP_SCORES:
+        raise ConfigError(f"qcut::{op}: group_score is {group_score!r}; allowed: {', '.join(GROUP_SCORES)}")
+    if group_score == "top2" and top_groups < groups and size < 2:
+        raise ConfigError(f"qcut::{op}: group_score is 'top2' for groups of 1 expert; allowed: of 2 and more")
+    for name in ("eps", "min_sum"):
+        if not 0 <= getattr(call, name) < math.inf:
+            raise ConfigError(f"qcut::{op}: {name} is {getattr(call, name)}; allowed: 0 and more, finite")
+    if not math.isfinite(call.scaling):
+        raise ConfigError(f"qcut::{op}: scaling is {call.scaling}; allowed: a finite number")

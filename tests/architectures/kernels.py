@@ -36,6 +36,7 @@ from qcut.emitters.families import (
     W8A16_MMA,
 )
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.routing.linear_route import LinearRoute
 from qcut.emitters.routing.route import RouteTokens
 from qcut.emitters.routing.sort_routes import SortRoutes
 from qcut.emitters.routing.sum_routes import SumRoutes
@@ -103,7 +104,11 @@ def routing(arch: str) -> list[KernelSource]:
         RouteTokens(BF16, "logits", 32, True, arch),
     ]
     sorts = [SortRoutes.for_routes(routes, arch) for routes in (8, 300, 32768)]
-    return [desc.emit() for desc in (*routers, *sorts, SumRoutes(F16, arch), SumRoutes(BF16, arch, True, False))]
+    linear = []
+    if architecture(arch).clusters:
+        linear.append(LinearRoute(BF16, F32, F32, "softmax", True, 60, 2048, 2, arch, True))
+    sums = (SumRoutes(F16, arch), SumRoutes(BF16, arch, True, False))
+    return [desc.emit() for desc in (*routers, *linear, *sorts, *sums)]
 
 
 def int8(arch: str) -> list[KernelSource]:

@@ -20,6 +20,7 @@ from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.emitters.decoder.embed import EmbedRows
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook
 from qcut.emitters.families import INT8_MMA, INT8_STREAM, W8A16_STREAM
+from qcut.emitters.routing.linear_route import LinearRoute
 from qcut.emitters.routing.route import RouteTokens
 from qcut.emitters.routing.sort_routes import SortRoutes
 from qcut.emitters.routing.sum_routes import SumRoutes
@@ -52,7 +53,11 @@ def routings() -> list[KernelSource]:
     """Kernels whose results a kernel two launches later may read before it waits."""
     routers = (RouteTokens(F16, "softmax", 4, by_score, ARCH) for by_score in (False, True))
     sorts = (SortRoutes.for_routes(routes, ARCH) for routes in (8, 300))
-    return [desc.emit() for desc in (*routers, *sorts, SumRoutes(F16, ARCH))]
+    return [desc.emit() for desc in (*routers, linear_route(False), *sorts, SumRoutes(F16, ARCH))]
+
+
+def linear_route(early_read: bool) -> LinearRoute:
+    return LinearRoute(F16, F16, F16, "softmax", False, 128, 2048, 1, ARCH, early_read)
 
 
 def unpromised() -> list[KernelSource]:
@@ -87,6 +92,14 @@ def test_routings_launch_their_dependents_after_the_wait() -> None:
     for binary in build(*routings()):
         names = listing(binary.cubin)
         assert names.index(WAIT) < names.index(LAUNCH)
+
+
+def test_routers_read_their_weight_before_they_wait() -> None:
+    desc = linear_route(True)
+    (binary,) = build(desc.emit())
+    assert len(reads_early(binary.cubin)) == desc.experts * desc.passes, "the weight alone"
+    names = listing(binary.cubin)
+    assert names.index(WAIT) < names.index(LAUNCH)
 
 
 def test_experts_launch_their_dependents_after_the_wait() -> None:

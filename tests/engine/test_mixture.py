@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qcut
@@ -24,6 +26,7 @@ from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.tokens import Int8Tokens
 from tests.support.decoders import MIXTURES, VOCABULARY, last_logits, prompts_of, small, theirs
 
+ROUTER = torch.ops.qcut.linear_route.early_read
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 """Heads that 4-bit caches take."""
 
@@ -79,6 +82,54 @@ def test_prefill_and_decode_fill_the_same_cache(kv_cache: Any) -> None:
     got = steps.decode(prompt[-1:])
     assert (got - want).abs().max() <= 1e-3 * want.abs().max()
     assert whole.generate([prompt], 9) == steps.generate([prompt], 9)
+
+
+class Routers(TorchDispatchMode):
+    """Operators from which routes come, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (ROUTER, torch.ops.qcut.route.default):
+            self.found.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_steps_route_in_one_operator(kind: str) -> None:
+    model = quantized(kind, "w8a8")
+    engine = Engine(model)
+    engine.prefill([[1, 2, 3]])
+    with Routers() as routers:
+        engine.decode([4])
+    assert routers.found.count(ROUTER) == len(mixtures_of(model))
+    assert torch.ops.qcut.route.default not in routers.found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routers_compute_what_transformers_does(dtype: torch.dtype) -> None:
+    """Logits of 16 bits are rounded, except those of Ernie; Hunyuan's follow the weight."""
+    for kind in ("qwen3_moe", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe"):
+        model = quantized(kind, "w8a8").to(dtype)
+        router, x = mixtures_of(model)[-1].router, torch.randn(7, 48).to(dtype)
+        for weight in {dtype, torch.float32} if kind in ("ernie4_5_moe", "hunyuan_v1_moe") else {dtype}:
+            router.gate.to(weight)
+            matrix = cast(Tensor, router.gate.weight)
+            wide = torch.float32 if kind == "ernie4_5_moe" else weight
+            logits = F.linear(x.to(wide), matrix.to(wide))
+            bias = None if router.bias is None else router.bias.flatten().float()
+            want = torch.ops.qcut.route(logits, bias, **asdict(router.routing))
+            assert all(torch.equal(one, other) for one, other in zip(router(x), want, strict=True))
+
+
+def test_quantized_routers_compute_their_logits() -> None:
+    model = small("hunyuan_v1_moe")
+    qcut.quantize(model, "w8a8", include=["*.mlp.gate.wg"], allow_growth=True, progress=False)
+    assert all(isinstance(mixture.router.gate, qcut.Linear) for mixture in mixtures_of(model))
+    (prompt,) = prompts_of(VOCABULARY, 9)
+    assert Engine(model).generate([prompt], 6)[0].tokens == theirs(model, prompt, 6)
 
 
 # ── parts ────────────────────────────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
@@ -38,6 +39,36 @@ def test_opcheck_of_routes(scores: str, top_k: int, options: dict[str, Any], m: 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("scores", "top_k", "options"), CALLS)
+@pytest.mark.parametrize("m", [0, 1, 6])
+def test_opcheck_of_routers(scores: str, top_k: int, options: dict[str, Any], m: int) -> None:
+    for x, weight, dtype, bias in (
+        (torch.randn(m, 20), torch.randn(12, 20), torch.float32, None),
+        (torch.randn(20, m).half().t(), torch.randn(20, 12).half().t(), torch.float16, torch.randn(24)[::2]),
+        (torch.randn(m, 20).half(), torch.randn(12, 20), torch.float32, torch.randn(12)),
+    ):
+        for overload in (OPS.linear_route.default, OPS.linear_route.early_read):
+            torch.library.opcheck(overload, (x, weight, dtype, bias, scores, top_k), options)
+
+
+@pytest.mark.parametrize("x", FLOATS)
+@pytest.mark.parametrize("weight", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_routers_are_torchs_logits_and_their_route(x: torch.dtype, weight: torch.dtype, dtype: torch.dtype) -> None:
+    tokens, matrix, bias = torch.randn(6, 20).to(x), torch.randn(12, 20).to(weight), torch.randn(12)
+    if weight not in (x, torch.float32) or dtype not in (weight, torch.float32):
+        with pytest.raises(errors.DtypeError, match=r"linear_route: (weight|logits_dtype) is"):
+            OPS.linear_route(tokens, matrix, dtype, bias, "softmax", 2)
+        return
+    for scores, top_k, options in CALLS:
+        args = (bias, scores, top_k)
+        want = OPS.route(F.linear(tokens.to(dtype), matrix.to(dtype)), *args, **options)
+        for overload in (OPS.linear_route, OPS.linear_route.early_read):
+            got = overload(tokens, matrix, dtype, *args, **options)
+            assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("m", [0, 1, 6])
 def test_opcheck_of_tiles_and_sums(m: int) -> None:
     weights, experts = routed(m)
@@ -60,6 +91,7 @@ def test_strides_do_not_matter() -> None:
 
     for op, args in (
         (OPS.route, (logits, bias, "sigmoid", 4)),
+        (OPS.linear_route, (logits.round(), torch.randn(5, 12).round(), torch.float32, None, "softmax", 4)),
         (OPS.sort_routes, (experts, 5, 4)),
         (OPS.sum_routes, (results, weights, experts, 5, added)),
     ):
@@ -87,8 +119,11 @@ def test_compile_one_graph_for_every_number_of_tokens() -> None:
         graphs.append(graph)
         return graph.forward
 
+    router = torch.randn(16, 10)
+
     def mixture(logits: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights, experts = OPS.route(logits, None, "softmax", 3, renormalize=True)
+        weights, _ = OPS.route(logits, None, "softmax", 3, renormalize=True)
+        _, experts = OPS.linear_route(x, router, torch.float32, None, "softmax", 3)
         tile_experts, tile_routes = OPS.sort_routes(experts, 16, 8)
         return OPS.sum_routes(x.repeat_interleave(3, 0), weights, experts, 16, x), tile_experts + 1, tile_routes + 1
 
@@ -135,6 +170,31 @@ def test_route_refuses() -> None:
         refused(errors.ConfigError, f"eps is {value}", logits, None, "logits", 2, eps=value)
         refused(errors.ConfigError, f"min_sum is {value}", logits, None, "logits", 2, min_sum=value)
     refused(errors.ConfigError, "scaling is inf", logits, None, "logits", 2, scaling=math.inf)
+
+
+def test_routers_refuse() -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(12, 8)
+
+    def refused(error: type[Exception], match: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(error, match=f"qcut::linear_route: {match}"):
+            OPS.linear_route(*args, **options)
+
+    f16, f32 = torch.float16, torch.float32
+    refused(errors.DtypeError, "x is int64; allowed: float16", x.long(), weight, f32, None, "softmax", 2)
+    refused(errors.ShapeError, r"x has shape \[8\]; allowed: \[M, H\] with", x[0], weight, f32, None, "softmax", 2)
+    refused(errors.ShapeError, r"x has shape \[2, 0\]", x[:, :0], weight[:, :0], f32, None, "softmax", 2)
+    for given, found in ((weight[0], r"\[8\]"), (weight[:0], r"\[0, 8\]"), (torch.zeros(1025, 8), r"\[1025, 8\]")):
+        message = rf"weight has shape {found}; allowed: \[E, 8\], E of 1 to 1024"
+        refused(errors.ShapeError, message, x, given, f32, None, "softmax", 2)
+    refused(errors.ShapeError, r"weight has shape \[12, 7\]", x, weight[:, :7], f32, None, "softmax", 2)
+    refused(errors.DtypeError, "weight is float16; allowed: float32", x, weight.half(), f32, None, "softmax", 2)
+    refused(errors.DtypeError, "logits_dtype is float16; allowed: float32", x.half(), weight, f16, None, "softmax", 2)
+    refused(errors.ShapeError, r"bias has shape \[11\]", x, weight, f32, torch.zeros(11), "softmax", 2)
+    refused(errors.ConfigError, "scores are 'relu'", x, weight, f32, None, "relu", 2)
+    refused(errors.ConfigError, "top_k is 13 of 12 experts", x, weight, f32, None, "softmax", 13)
+    refused(errors.ConfigError, "scaling is nan", x, weight, f32, None, "softmax", 2, scaling=math.nan)
+    with pytest.raises(errors.DeviceError, match="linear_route: weight is on meta"):
+        OPS.linear_route(x, weight.to("meta"), f32, None, "softmax", 2)
 
 
 def test_tiles_and_sums_refuse() -> None:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from qcut.engine.decoder import AddNorm, Block, Decoder, FeedForward, Heads, Rotary
 from qcut.engine.families.common import heads_of, llama_like
@@ -37,10 +36,6 @@ def _mlp_of(block: Any) -> FeedForward:
         return mlp_of(block)
     gate = mixture.gate
     routing = Routing("softmax", gate.top_k, renormalize=True, min_sum=gate.norm_min)
-    router = Router(partial(_logits, gate), routing, gate.moe_statics.e_score_correction_bias)
+    router = Router(gate, routing, gate.moe_statics.e_score_correction_bias, in_float32=True)
     shared = None if mixture.shared_experts is None else SharedExperts(gated_mlp(mixture.shared_experts))
     return Mixture(router, experts_of(mixture.experts, block), shared)
-
-
-def _logits(gate: Any, x: Tensor) -> Tensor:
-    return F.linear(x.float(), gate.weight.float())

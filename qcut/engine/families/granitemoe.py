@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from qcut.engine.decoder import AddNorm, Block, Decoder, Heads, Rotary
 from qcut.engine.families.common import llama_like
 from qcut.engine.families.llama import block_of
-from qcut.engine.families.mixtures import experts_of, logits_of
+from qcut.engine.families.mixtures import experts_of
 from qcut.engine.mixture import Mixture, Router, Routing
 
 
@@ -26,5 +25,5 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
 
 def _mlp_of(block: Any) -> Mixture:
     mixture = block.block_sparse_moe
-    router = Router(partial(logits_of, mixture.router), Routing("logits", mixture.router.top_k))
+    router = Router(mixture.router, Routing("logits", mixture.router.top_k))
     return Mixture(router, experts_of(mixture.experts, block))

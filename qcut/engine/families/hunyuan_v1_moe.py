@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import nn
 
 from qcut.engine.decoder import AddNorm, Block, Decoder, HeadNorms, Heads, Rotary
 from qcut.engine.families.common import llama_like
@@ -29,9 +27,6 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
 
 def _mlp_of(block: Any) -> Mixture:
     mixture, gate = block.mlp, block.mlp.gate
-    router = Router(partial(_logits, gate.wg), Routing("softmax", gate.top_k, renormalize=True))
+    routing = Routing("softmax", gate.top_k, renormalize=True)
+    router = Router(gate.wg, routing, by_layer=type(gate.wg) is not nn.Linear)
     return Mixture(router, experts_of(mixture.experts, block), SharedExperts(gated_mlp(mixture.shared_mlp)))
-
-
-def _logits(layer: Any, x: Tensor) -> Tensor:
-    return cast(Tensor, layer(x.float() if layer.weight.dtype is torch.float32 else x))

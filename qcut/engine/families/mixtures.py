@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from qcut.engine.decoder import MLP, FeedForward
 from qcut.engine.mixture import Mixture, Router, Routing, SharedExperts
@@ -32,17 +30,12 @@ def mlp_of(block: Any) -> FeedForward:
     shared = None
     if hasattr(mlp, "shared_expert"):
         shared = SharedExperts(gated_mlp(mlp.shared_expert), mlp.shared_expert_gate)
-    return Mixture(Router(partial(logits_of, mlp.gate), routing), experts_of(mlp.experts, block), shared)
+    return Mixture(Router(mlp.gate, routing), experts_of(mlp.experts, block), shared)
 
 
 def gated_mlp(mlp: Any) -> MLP:
     """A dense MLP with a gate."""
     return MLP((mlp.gate_proj, mlp.up_proj), mlp.act_fn, mlp.down_proj, gated=True)
-
-
-def logits_of(router: Any, x: Tensor) -> Tensor:
-    """Logits ``[M, E]`` of tokens ``[M, H]`` by a router's weight."""
-    return F.linear(x, router.weight)
 
 
 def experts_of(module: nn.Module, block: Any) -> Experts:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from qcut.backends.cuda import routing
+from qcut.emitters.routing.linear_route import MAX_COLUMNS
 from qcut.emitters.routing.sort_routes import FEW_ROUTES, MANY_ROUTES
 from qcut.emitters.routing.sum_routes import MANY_TOKENS
-from qcut.ops.routing import RouteOp, SortRoutesOp, SumRoutesOp
+from qcut.ops.routing import LinearRouteOp, RouteOp, SortRoutesOp, SumRoutesOp
 from tests.backends.cuda.test_decoder import has
-from tests.support.fakes.launches import H200, Launches, note_launches
+from tests.support.fakes.launches import A100, H200, Launches, note_launches
+
+ROUTER = "qcut_linear_route_sm90a_"
 
 
 @pytest.fixture
@@ -37,6 +42,56 @@ def test_routes(launches: Launches) -> None:
     assert kernels == ["f16_softmax_e128", "f32_logits_e64", "f16_logits_e128", "f16_logits_e128_s"]
     assert routing.route(RouteOp(logits[:0], None, "softmax", 6))[1].shape == (0, 6)
     assert len(launches) == 5
+
+
+def test_routers(launches: Launches) -> None:
+    x, weight, bias = torch.randn(5, 104).half()[:, :96], torch.randn(60, 96).half(), torch.randn(120)[::2]
+    args = (weight, torch.float16, bias.contiguous(), "sigmoid", 6, 4, 2, "top2", True, 1e-20, 0.5, 2.5)
+    weights, experts = routing.linear_route(LinearRouteOp(x, *args, early_read=True))
+    has(launches[-1], x=x, weight=weight, bias=args[2], weights=weights, experts=experts, stride=104, m=5, top_k=6)
+    has(launches[-1], groups=4, top_groups=2, top2=1, renormalize=1)
+    assert [launches[-1][name] for name in ("eps", "min_sum", "scaling")] == [1e-20, 0.5, 2.5]
+    assert (launches[-1]["kernel"], launches[-1]["grid"]) == (
+        f"{ROUTER}f16_f16_f16_sigmoid_60x96_t1_s_early",
+        (8, 5, 1),
+    )
+    for m, dtype, kernel, grid in (
+        (1, torch.float16, "f16_softmax_60x96_t1", 1),
+        (16, torch.float16, "f16_softmax_60x96_t1", 16),
+        (17, torch.float32, "f32_softmax_60x96_t2", 9),
+        (33, torch.float32, "f32_softmax_60x96_t4", 9),
+        (64, torch.float32, "f32_softmax_60x96_t4", 16),
+    ):
+        routing.linear_route(LinearRouteOp(torch.randn(m, 96).half(), weight, dtype, None, "softmax", 6))
+        has(launches[-1], bias=0, m=m)
+        assert (launches[-1]["kernel"], launches[-1]["grid"]) == (f"{ROUTER}f16_f16_{kernel}", (8, grid, 1))
+    routing.linear_route(LinearRouteOp(x.bfloat16(), weight.float(), torch.float32, None, "softmax", 6))
+    assert launches[-1]["kernel"] == f"{ROUTER}bf16_f32_f32_softmax_60x96_t1"
+    assert len(launches) == 7
+    assert routing.linear_route(LinearRouteOp(x[:0], *args))[1].shape == (0, 6)
+    assert len(launches) == 7
+
+
+def test_other_routers_are_a_product_and_a_choice(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(5, 96).half(), torch.randn(60, 96).half()
+
+    def two_steps(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float16) -> None:
+        routing.linear_route(LinearRouteOp(x, weight, dtype, None, "softmax", 6))
+        kernel = "f32" if dtype is torch.float32 else "f16"
+        assert launches[-1]["kernel"] == f"qcut_route_sm90a_{kernel}_softmax_e{1024 if len(weight) > 60 else 64}"
+
+    two_steps(torch.randn(65, 96).half(), weight)
+    two_steps(x.float(), weight.float(), torch.float32)
+    two_steps(x[:, :95], weight[:, :95])
+    two_steps(torch.randn(5, 97).half()[:, :96], weight)
+    two_steps(torch.randn(481).half()[1:].view(5, 96), weight)
+    two_steps(x, torch.randn(96, 60).half().t())
+    two_steps(torch.randn(5, 2048).half(), torch.randn(1024, 2048).half())
+    two_steps(torch.randn(5, MAX_COLUMNS + 8).half(), torch.randn(6, MAX_COLUMNS + 8).half())
+    for gpu in (A100, replace(H200, ahead_of_time=True)):
+        monkeypatch.setattr(routing, "target", lambda device, gpu=gpu: gpu)
+        routing.linear_route(LinearRouteOp(x, weight, torch.float16, None, "softmax", 6))
+        assert launches[-1]["kernel"].startswith("qcut_route_")
 
 
 def test_tiles(launches: Launches) -> None:

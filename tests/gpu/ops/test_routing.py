@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType
+from qcut.emitters.routing import linear_route
+from qcut.emitters.routing.linear_route import LinearRoute
 from qcut.emitters.routing.route import SCORES, SLOTS, RouteTokens
 from qcut.emitters.routing.sort_routes import FEW_ROUTES, MANY_ROUTES, SortRoutes
 from qcut.emitters.routing.sum_routes import MANY_TOKENS, SumRoutes
 from qcut.numerics import routing
-from tests.gpu.support.launching import Guarded, arch, launch
+from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
 
 OPS = torch.ops.qcut
@@ -107,6 +111,158 @@ def test_rows_of_any_strides() -> None:
         assert_same(routed(logits, None, "softmax", 4)[1], routing.route(logits, None, "softmax", 4)[1])
 
 
+# ── routers ──────────────────────────────────────────────────────────────────────────────────────
+
+ROUTERS = ((8, 4096, 2), (60, 2048, 4), (128, 2048, 8), (40, 1536, 8), (1, 8, 1), (333, 1000, 7), (64, 8192, 6))
+"""(E, H, k); all are served by one kernel."""
+TYPES = (
+    (torch.float16, torch.float16, torch.float16),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32, torch.float32),
+)
+"""Of tokens, weights and logits."""
+TOKENS = (1, 2, 3, 15, 16, 17, 31, 33, 50, 63, 64)
+
+
+def routed_tokens(x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Weights and experts from CUDA, the same whether the weight is read early or not."""
+    given = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in (x, weight, *args)]
+    found = OPS.linear_route(*given, **options)
+    for one, other in zip(OPS.linear_route.early_read(*given, **options), found, strict=True):
+        assert_same(one, other)
+    return found[0].cpu(), found[1].cpu()
+
+
+def small_integers(m: int, e: int, h: int) -> tuple[Tensor, Tensor]:
+    """Tokens and weights whose logits are exact in whatever order they are summed, with many ties."""
+    return torch.randint(-1, 2, (m, h)).float(), torch.randint(-1, 2, (e, h)).float()
+
+
+@pytest.mark.parametrize(("x", "weight", "logits"), TYPES)
+@pytest.mark.parametrize(("e", "h", "k"), ROUTERS)
+def test_exact_logits_choose_as_the_cpu(
+    x: torch.dtype, weight: torch.dtype, logits: torch.dtype, e: int, h: int, k: int
+) -> None:
+    for m in TOKENS:
+        tokens, matrix = small_integers(m, e, h)
+        exact = (tokens.double() @ matrix.double().t()).to(logits)
+        for scores in SCORES:
+            options: dict[str, Any] = {"renormalize": True, "eps": 1e-20, "scaling": 2.5}
+            got, experts = routed_tokens(tokens.to(x), matrix.to(weight), logits, None, scores, k, **options)
+            want, chosen = routing.route(exact, None, scores, k, **options)
+            assert_same(experts, chosen)
+            assert_near(got, want, e)
+
+
+@pytest.mark.parametrize(("e", "k", "groups", "top_groups"), GROUPS)
+def test_groups_of_exact_logits_are_the_cpus(e: int, k: int, groups: int, top_groups: int) -> None:
+    bias = torch.randint(-2, 3, (e,)).float()
+    for m in (1, 17, 40):
+        tokens, matrix = small_integers(m, e, 256)
+        for added in (None, bias):
+            for group_score in routing.GROUP_SCORES:
+                args = (added, "logits", k, groups, top_groups, group_score)
+                found = routed_tokens(tokens.half(), matrix.half(), torch.float32, *args)
+                assert_same(found[1], routing.route(tokens @ matrix.t(), *args)[1])
+
+
+@pytest.mark.parametrize(("x", "weight", "logits"), [types for types in TYPES if types[2] is torch.float32])
+@pytest.mark.parametrize(("e", "h", "k"), ROUTERS)
+def test_logits_are_within_the_bound_of_their_sums(
+    x: torch.dtype, weight: torch.dtype, logits: torch.dtype, e: int, h: int, k: int
+) -> None:
+    """A thread adds up to 16 products one by one; sums of 32 lanes, and of up to 16 warps, follow."""
+    tokens, matrix = torch.randn(64, h).to(x), torch.randn(e, h).to(weight)
+    wide, wide_weight = tokens.double(), matrix.double()
+    exact = wide @ wide_weight.t()
+    bound = (wide.abs() @ wide_weight.abs().t()).amax(1, keepdim=True) * (64 * 2.0**-24)
+    got, experts = routed_tokens(tokens, matrix, logits, None, "sigmoid", k)
+    ranked = exact.sort(dim=1, descending=True, stable=True)
+    gaps = ranked.values[:, :-1] - ranked.values[:, 1:]
+    clear = (gaps[:, :k] > 2 * bound).all(1)
+    assert int(clear.sum()) >= 48, "few tokens have choices that rounding could change"
+    assert_same(experts[clear].long(), ranked.indices[clear, :k])
+    error = (got.double() - exact.gather(1, experts.long()).sigmoid()).abs()
+    assert bool((error <= bound / 4 + 2.0**-21).all())
+
+
+@pytest.mark.parametrize(("e", "h", "k"), ROUTERS)
+def test_a_token_is_routed_as_without_the_others(e: int, h: int, k: int) -> None:
+    for x, weight, logits in TYPES:
+        tokens, matrix = torch.randn(64, h).to(x).to(DEVICE), torch.randn(e, h).to(weight).to(DEVICE)
+        alone = [OPS.linear_route(row[None], matrix, logits, None, "softmax", k) for row in tokens]
+        for m in TOKENS:
+            for part, all_alone in zip(
+                OPS.linear_route(tokens[:m], matrix, logits, None, "softmax", k), zip(*alone, strict=True), strict=True
+            ):
+                assert_same(part, torch.cat(all_alone[:m]))
+
+
+def test_nan_and_infinity_stay_with_their_tokens() -> None:
+    tokens, matrix = small_integers(40, 60, 512)
+    tokens, matrix = tokens.half(), matrix.half()
+    tokens[7] = math.nan
+    tokens[21, 3] = math.inf
+    matrix[:, 3] = torch.randint(0, 2, (60,)) * 2 - 1
+    clean = routed_tokens(tokens.nan_to_num(0, 0, 0), matrix, torch.float16, None, "softmax", 5)
+    weights, experts = routed_tokens(tokens, matrix, torch.float16, None, "softmax", 5)
+    others = [i for i in range(40) if i not in (7, 21)]
+    assert_same(weights[others], clean[0][others])
+    assert_same(experts[others], clean[1][others])
+    logits = tokens.float() @ matrix.float().t()
+    assert_same(experts[[7, 21]], routing.route(logits[[7, 21]], None, "softmax", 5)[1])
+    assert experts[7].tolist() == [0, 1, 2, 3, 4]
+    assert bool(weights[7].isnan().all())
+    matrix[9] = math.inf
+    found = routed_tokens(tokens[others].abs() + 1, matrix, torch.float16, None, "softmax", 1)[1]
+    assert bool((found == 9).all())
+
+
+def test_other_routers_are_torchs_product_and_a_choice() -> None:
+    x, weight = torch.randn(9, 96, device=DEVICE).half(), torch.randn(60, 96, device=DEVICE).half()
+    wide = torch.randn(9, 97, device=DEVICE).half()
+    for tokens, matrix in (
+        (torch.randn(200, 96, device=DEVICE).half(), weight),
+        (x.float(), weight.float()),
+        (x[:, :95], weight[:, :95]),
+        (wide[:, :96], weight),
+        (wide[:, 1:], weight),
+        (x, weight.t().contiguous().t()),
+        (torch.randn(3, 8192, device=DEVICE).half(), torch.randn(256, 8192, device=DEVICE).half()),
+    ):
+        want = OPS.route(F.linear(tokens, matrix), None, "softmax", 6)
+        for got, other in zip(OPS.linear_route(tokens, matrix, matrix.dtype, None, "softmax", 6), want, strict=True):
+            assert_same(got, other)
+    assert OPS.linear_route(x[:0], weight, torch.float16, None, "softmax", 6)[1].shape == (0, 6)
+
+
+@pytest.mark.parametrize("m", [1, 7, 64])
+def test_a_graph_of_a_router_reads_new_tokens(m: int) -> None:
+    """The router begins before its predecessor ends, and its successors begin after its results."""
+    static, matrix = torch.zeros(m, 2048, device=DEVICE).half(), torch.randn(128, 2048, device=DEVICE).half()
+    norm, results = torch.ones(2048, device=DEVICE).half(), torch.randn(m * 8, 512, device=DEVICE).half()
+
+    def mixture() -> tuple[Tensor, ...]:
+        _, x = OPS.add_norm.early_read(static, None, norm, None, False, 1e-6)
+        weights, experts = OPS.linear_route.early_read(x, matrix, torch.float16, None, "softmax", 8)
+        return *OPS.sort_routes(experts, 128, 8), OPS.sum_routes(results, weights, experts, 128), weights, experts
+
+    mixture()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = mixture()
+    for _ in range(20):
+        static.copy_(torch.randn(m, 2048))
+        for result in found:
+            result.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, want in zip(found, mixture(), strict=True):
+            assert_same(got, want)
+
+
 # ── tiles ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -175,6 +331,26 @@ def test_routes_write_nothing_else(slots: int) -> None:
     want, chosen = routing.route(logits, None, "softmax", k)
     assert_same(experts.take(k), chosen)
     assert_near(weights.take(k), want, e)
+
+
+@pytest.mark.parametrize("tokens", linear_route.TOKENS)
+@pytest.mark.parametrize(("e", "h"), [(60, 2048), (200, 1000), (3, 16), (1024, 200)])
+def test_routers_write_nothing_else(tokens: int, e: int, h: int) -> None:
+    """Experts of several groups of a thread too, whose weights are loaded after the first."""
+    if not architecture(arch()).clusters:
+        pytest.skip("needs thread-block clusters")
+    for early in (False, True):
+        desc = LinearRoute(DType.F16, DType.F16, DType.F32, "softmax", False, e, h, tokens, arch(), early)
+        m, k = 2 * tokens + 1, min(7, e)
+        x, matrix = small_integers(m, e, h)
+        weights, experts = Guarded(m, k, torch.float32), Guarded(m, k, torch.int32)
+        rows, sizes = strided(x.half(), h + 8), (h + 8, m, k, 1, 1, 0, 0, 0.0, 0.0, 1.0)
+        none, given = torch.empty(0, device=DEVICE), matrix.half().to(DEVICE)
+        torch.cuda.synchronize()
+        launch(desc.emit(), desc.grid(m), rows, given, none, weights.tensor, experts.tensor, *sizes)
+        want, chosen = routing.route(x @ matrix.t(), None, "softmax", k)
+        assert_same(experts.take(k), chosen)
+        assert_near(weights.take(k), want, e)
 
 
 @pytest.mark.parametrize("routes", [40, 300, 5000])

@@ -68,20 +68,13 @@ __device__ __forceinline__ void limit_to_groups(uint32_t (&key)[kSlots], int cou
   }
 }
 
-// The kernel. Rows of `count` logits are `stride` elements apart; weights and experts [m, top_k] are contiguous. With
-// kByScore, choices compare score + bias (bias may be null); without, logits.
-template <class T, Scores kScores, int kSlots, bool kByScore, int kThreads>
-__device__ __forceinline__ void route_tokens(const T* logits, const float* bias, float* weights, int* experts,
-                                             long long stride, int m, int count, int top_k, int groups, int top_groups,
-                                             int top2, int renormalize, float eps, float min_sum, float scaling) {
-  wait_for_dependencies();
-  // Only after the wait: when the next kernel starts, the previous one has ended. A kernel two launches later may
-  // therefore read these results before it waits.
-  launch_dependents();
+// Chooses the experts of one token; the threads of a warp call it. `row` has `count` logits; weights and experts
+// [m, top_k] are contiguous. With kByScore, choices compare score + bias (bias may be null); without, logits.
+template <class T, Scores kScores, int kSlots, bool kByScore>
+__device__ __forceinline__ void route_token(int token, const T* row, const float* bias, float* weights, int* experts,
+                                            int count, int top_k, int groups, int top_groups, int top2,
+                                            int renormalize, float eps, float min_sum, float scaling) {
   const int lane = threadIdx.x % 32;
-  const int token = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
-  if (token >= m) return;
-  const T* row = logits + token * stride;
   float x[kSlots], added[kSlots];
 #pragma unroll
   for (int i = 0; i < kSlots; ++i) {
@@ -151,6 +144,21 @@ __device__ __forceinline__ void route_tokens(const T* logits, const float* bias,
     weights[route] = weight * scaling;
     experts[route] = chosen;
   }
+}
+
+// The kernel. Rows of logits are `stride` elements apart; route_token describes what follows.
+template <class T, Scores kScores, int kSlots, bool kByScore, int kThreads>
+__device__ __forceinline__ void route_tokens(const T* logits, const float* bias, float* weights, int* experts,
+                                             long long stride, int m, int count, int top_k, int groups, int top_groups,
+                                             int top2, int renormalize, float eps, float min_sum, float scaling) {
+  wait_for_dependencies();
+  // Only after the wait: when the next kernel starts, the previous one has ended. A kernel two launches later may
+  // therefore read these results before it waits.
+  launch_dependents();
+  const int token = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  if (token >= m) return;
+  route_token<T, kScores, kSlots, kByScore>(token, logits + token * stride, bias, weights, experts, count, top_k,
+                                            groups, top_groups, top2, renormalize, eps, min_sum, scaling);
 }
 
 }  // namespace qcut
