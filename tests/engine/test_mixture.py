@@ -158,7 +158,7 @@ class Calls(TorchDispatchMode):
         name = func._schema.name.removeprefix("qcut::")
         self.count[name] += 1
         self.count["plain"] += name in ("add_norm_rotated", "add_norm_int8") and isinstance(args[-1], Tensor)
-        self.count["early"] += name == "codebook_experts" and args[-1] is True
+        self.count["early"] += name == "codebook_experts" and any(arg is True for arg in args)
         return func(*args, **(kwargs or {}))
 
 
