@@ -133,6 +133,7 @@ def _signal_of(error: KeyboardInterrupt) -> signal.Signals:
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Make the signals of `ENDING` raise `Ended` in a block, unless they have handlers already."""
+    in_hook = False
 
     def end(number: int, frame: object) -> None:
         torch = sys.modules.get("torch")
@@ -155,7 +156,7 @@ def _ended_by_signals() -> Iterator[None]:
         else:
             report(problem)
 
-    report, timers, in_hook = sys.unraisablehook, list[threading.Timer](), False
+    report, timers = sys.unraisablehook, list[threading.Timer]()
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         sys.unraisablehook = dropped
