@@ -12,31 +12,35 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.cutlass.gemm import INT8_CUTLASS
 from qcut.emitters.gemm.cutlass.w8a16 import W8A16_CUTLASS
 from qcut.emitters.gemm.dp4a import INT8_DP4A
+from qcut.emitters.gemm.int8_wgmma import INT8_WGMMA
 from qcut.emitters.gemm.mma import INT8_MMA
 from qcut.emitters.gemm.w8a16 import W8A16_MMA
 from qcut.emitters.gemm.w8a16_wgmma import W8A16_WGMMA
 from qcut.emitters.gemm.wmma import INT8_WMMA
 from qcut.emitters.stream.codebook import CODEBOOK_STREAM
+from qcut.emitters.stream.codebook_experts import CODEBOOK_EXPERTS
 from qcut.emitters.stream.codebook_rounds import CODEBOOK_STREAM_ROUNDS
 from qcut.emitters.stream.codebook_wgmma import CODEBOOK_STREAM_WGMMA
 from qcut.emitters.stream.w8a8 import INT8_STREAM
 from qcut.emitters.stream.w8a16 import W8A16_STREAM
 
 __all__ = [
-    "CODEBOOK_CUTLASS", "CODEBOOK_MMA", "CODEBOOK_STREAM", "CODEBOOK_STREAM_ROUNDS", "CODEBOOK_STREAM_WGMMA",
-    "CODEBOOK_WGMMA", "INT8_CUTLASS", "INT8_DP4A", "INT8_MMA", "INT8_STREAM", "INT8_WMMA", "W8A16_CUTLASS",
-    "W8A16_MMA", "W8A16_STREAM", "W8A16_WGMMA",
+    "CODEBOOK_CUTLASS", "CODEBOOK_EXPERTS", "CODEBOOK_MMA", "CODEBOOK_STREAM", "CODEBOOK_STREAM_ROUNDS",
+    "CODEBOOK_STREAM_WGMMA", "CODEBOOK_WGMMA", "INT8_CUTLASS", "INT8_DP4A", "INT8_MMA", "INT8_STREAM", "INT8_WGMMA",
+    "INT8_WMMA", "W8A16_CUTLASS", "W8A16_MMA", "W8A16_STREAM", "W8A16_WGMMA",
 ]  # fmt: skip
 
 _TUNED: tuple[Family[Any, Any], ...] = (INT8_CUTLASS, INT8_MMA, INT8_WMMA, INT8_DP4A)
 _OTHERS: tuple[Family[Any, Any], ...] = (
     INT8_STREAM,
+    INT8_WGMMA,
     W8A16_MMA,
     W8A16_STREAM,
     W8A16_WGMMA,
     W8A16_CUTLASS,
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
+    CODEBOOK_EXPERTS,
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,

@@ -31,7 +31,7 @@ import qcut
 from benchmarks import harness
 from benchmarks.harness import CEILINGS, CheckError, Timing
 from benchmarks.publish import plots
-from qcut.layers.codebook import CodebookLinear
+from qcut.layers.experts.linear_stack import LinearStack
 
 PROMPT, NEW = 256, 256
 ROUNDS, QUICK_ROUNDS = 5, 2
@@ -65,6 +65,7 @@ class Case:
         decode: tokens/s to reach, by batch.
         prefill: tokens/s to reach, by batch and prompt.
         first: milliseconds to the first token to reach, by batch and prompt.
+        experts: of a mixture: number, those of a token, and their width; Qwen3's shape then, ``hidden`` is unused.
     """
 
     gpt2: bool
@@ -79,6 +80,7 @@ class Case:
     decode: dict[int, float]
     prefill: dict[tuple[int, int], float]
     first: dict[tuple[int, int], float] = field(default_factory=dict)
+    experts: tuple[int, int, int] | None = None
 
 
 def _llama3(scheme: str, decode: dict[int, float], first: dict[int, float], embeddings: str = "w8a16") -> Case:
@@ -89,6 +91,13 @@ def _llama3(scheme: str, decode: dict[int, float], first: dict[int, float], embe
 
 def _llama2c(width: int, hidden: int, layers: int, heads: int, scheme: str | None, decode: float) -> Case:
     return Case(False, width, hidden, layers, heads, heads, 32000, scheme, scheme, {1: decode}, {(1, PROMPT): 0})
+
+
+def _qwen3_moe(scheme: str, embeddings: str = "w8a16") -> Case:
+    decode = {1: 650.0, 2: 0.0, 4: 0.0, 8: 2600.0, 16: 0.0, 32: 0.0, 64: 9000.0}
+    first = {(1, 256): 12.0, (1, 4096): 110.0}
+    sizes = 2048, 768, 48, 32, 4, 151936
+    return Case(False, *sizes, scheme, embeddings, decode, {}, first, (128, 8, 768))
 
 
 _GPT2_MARKS: dict[str, Any] = {"decode": {1: 2000, 8: 10600}, "prefill": {(8, 1024): 450_000}}
@@ -103,7 +112,17 @@ CASES = {
     "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 12000),
     "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 9500),
     "llama2c-288-float": _llama2c(288, 768, 6, 6, None, 0),
+    "qwen3-30b-a3b-codebook4": _qwen3_moe("codebook4"),
+    "qwen3-30b-a3b-codebook4-head": _qwen3_moe("codebook4", "codebook4"),
+    "qwen3-30b-a3b-codebook4-int8": _qwen3_moe("codebook4_int8"),
+    "qwen3-30b-a3b-int8": _qwen3_moe("w8a8"),
+    "olmoe-1b-7b-codebook4": Case(
+        False, 2048, 1024, 16, 16, 16, 50304, "codebook4", "w8a16", {1: 1800}, {}, experts=(64, 8, 1024)
+    ),
     "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}, {(2, 32): 0}),
+    "tiny-mixture": Case(
+        False, 128, 64, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}, experts=(8, 2, 64)
+    ),
     "tiny-llama": Case(False, 128, 256, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
 }
 """Marks are tokens/s; 0 if none is set. The tiny cases are for machines without a GPU."""
@@ -114,7 +133,14 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
 
     A Llama is one that was made for ``context`` tokens.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(0)
     sizes = {"vocab_size": case.vocabulary, "num_hidden_layers": 1, "bos_token_id": None, "eos_token_id": None}
@@ -132,7 +158,13 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
                     "max_position_embeddings": context,
                 }
                 llama |= {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
-                model = LlamaForCausalLM(LlamaConfig(**sizes, **llama))
+                if case.experts is None:
+                    model = LlamaForCausalLM(LlamaConfig(**sizes, **llama))
+                else:
+                    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+                    llama |= {**dict(zip(names, case.experts, strict=True)), "norm_topk_prob": True}
+                    llama["head_dim"] = min(128, case.width // 2)
+                    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **llama))
     finally:
         torch.set_default_dtype(torch.float32)
     model.eval()
@@ -163,17 +195,24 @@ def layers_of(model: Any) -> nn.ModuleList:
     return layers
 
 
-def read_bytes(model: Any) -> int:
+def read_bytes(model: Any, batch: int = 1) -> int:
     """Bytes of weights that one step reads: all weights except embeddings, of which a step reads single rows.
 
-    Of a codebook's norms, which a layer keeps twice, a step reads those that are packed for kernels.
+    Of a codebook's norms, which a layer keeps twice, a step reads those that are packed for kernels. Of experts, each
+    as likely as any other, it reads those that a batch reaches.
     """
     head = {id(t) for t in _tensors(model.get_output_embeddings())}
     tables = [model.get_input_embeddings(), getattr(model.base_model, "wpe", None)]
     skipped = {id(t) for m in tables if m is not None for t in _tensors(m)} - head
-    skipped |= {id(m.norms) for m in model.modules() if isinstance(m, CodebookLinear)}
+    stacks = [m for m in model.modules() if isinstance(m, LinearStack)]
+    skipped |= {id(m.norms) for m in (*model.modules(), *stacks) if hasattr(m, "packed_norms")}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.nbytes for key, t in tensors.items() if key not in skipped)
+    read = sum(t.nbytes for key, t in tensors.items() if key not in skipped)
+    if stacks:
+        experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
+        missed = (1 - top_k / experts) ** batch
+        read -= round(missed * sum(t.nbytes for m in stacks for t in _tensors(m) if id(t) not in skipped))
+    return read
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -249,6 +288,7 @@ KINDS = {
     "argmax": ("qcut_argmax",),
     "activations": ("silu_mul", "gelu_tanh"),
     "rotations, int8": ("qcut_rotate", "qcut_quantize"),
+    "routes": ("route",),
     "projections": ("qcut_", "gemm", "gemv", "cutlass", "nvjet", "splitK"),
 }
 """What a kernel is, by parts of its name; the first that fits, else ``other``."""
@@ -334,7 +374,9 @@ def main(options: argparse.Namespace) -> int:
             add(Timing.of(samples, "wall"), name, f"first token after {length}", batch, batch * length, mark)
         for batch, mark in case.decode.items():
             prompts = prompts_of(case.vocabulary, batch, prompt)
-            moved = read_bytes(model) + engine.cache.nbytes * batch * (prompt + new // 2) / (biggest * (context + 1))
+            moved = read_bytes(model, batch) + engine.cache.nbytes * batch * (prompt + new // 2) / (
+                biggest * (context + 1)
+            )
             floor = moved / ceiling.read_bytes * 1e6 if ceiling else math.nan
             timing = decode_us(engine, prompts, new, rounds)
             add(timing, name, "decode", batch, batch, mark, gb=round(moved / 1e9, 4), floor_us=round(floor, 2))

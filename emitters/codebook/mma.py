@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ONE_WEIGHT, ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, holds, shared_memory
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
@@ -48,6 +48,7 @@ CONSTRAINTS = (
     ARCHITECTURE,
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
+    ONE_WEIGHT,
     Constraint("schedule", "is multistage", lambda p, t, arch: t.schedule == "multistage"),
     Constraint("cluster_shape", "is (1, 1): CTAs share no loads", lambda p, t, arch: t.cluster_shape == (1, 1)),
     Constraint("epilogue_tile", "is (0, 0): a warp writes its own tile", lambda p, t, arch: t.epilogue_tile == (0, 0)),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.experts import EXPERT_PARAMS, SUM_PARAMS
 from qcut.emitters.core.source import DType, EmitError, Param
 
 BOOK_PARAMS = tuple(Param(f"book{i}", "i32") for i in range(8))
@@ -39,6 +40,12 @@ class CodebookProblem:
         offsets: whether each norm has an offset, which is added to values; with 16-bit tokens that were
             rotated before.
         pairs: whether the codebook is of pairs, so that a byte of 4-bit indices is the index of two values.
+        experts: whether weights are those of experts, one after the other, and rows of D are routes; with tokens that
+            were rotated before, without a residual.
+        early_routes: whether an earlier kernel than the last one has written which routes there are, so that weights of
+            experts are read before that one ends.
+        summed: whether rows of D are tokens: the sums of their routes' results, each rounded to D's type and multiplied
+            by the route's weight.
     """
 
     x: DType = DType.F16
@@ -50,6 +57,9 @@ class CodebookProblem:
     row_norm: bool = False
     offsets: bool = False
     pairs: bool = False
+    experts: bool = False
+    early_routes: bool = False
+    summed: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -78,6 +88,12 @@ class CodebookProblem:
                 not self.pairs or (self.bits == 4 and not self.row_norm and not self.offsets),
                 "pairs: 4 bits, norms that are read, no offsets",
             ),
+            (
+                not self.experts or (self.rotates is None and not self.row_norm and not e.residual),
+                "experts: tokens rotated before, norms that are read, no residual",
+            ),
+            (not self.early_routes or self.experts, "early_routes: those to experts"),
+            (not self.summed or self.experts, "summed: routes to experts"),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
@@ -86,13 +102,16 @@ class CodebookProblem:
     def name(self) -> str:
         """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``; ``h`` or ``h{rotates}`` after x if the kernel rotates.
 
-        Rows of one norm have ``r`` in place of ``s{slots}``, offsets ``o`` behind it, pairs ``p`` behind the bits.
+        Rows of one norm have ``r`` in place of ``s{slots}``, offsets ``o`` behind it, pairs ``p`` behind the bits,
+        experts ``_e`` at the end, with early routes ``_ee``, summed ``s`` behind it.
         """
         x = self.x.value
         if self.rotates is not None:
             x += "h" if self.rotates is self.x else f"h{self.rotates.value}"
         norms = "r" if self.row_norm else f"s{self.slots}" + "o" * self.offsets
-        return f"{x}xc{self.bits}{'p' * self.pairs}{norms}_{self.epilogue.name}_n{self.alignment_n}"
+        weight = f"c{self.bits}{'p' * self.pairs}{norms}"
+        routes = ("_ee" if self.early_routes else "_e") + "s" * self.summed if self.experts else ""
+        return f"{x}x{weight}_{self.epilogue.name}_n{self.alignment_n}{routes}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.
@@ -102,7 +121,7 @@ class CodebookProblem:
         row (s8 tokens only). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K; if the kernel
         rotates,
         ``units_pass`` of them belong to a pass. The codebook and the epilogue's arguments follow, without ``row_scale``
-        if the kernel quantizes.
+        if the kernel quantizes; then `EXPERT_PARAMS` of experts, or `SUM_PARAMS` if they are summed.
         """
         fold = (Param("fold", "ptr", "const float*"),) if self.x is DType.S8 else ()
         rotates = self.rotates is not None
@@ -122,6 +141,7 @@ class CodebookProblem:
             Param("ldd", "i32"),
             *self.book_params,
             *(param for param in self.epilogue.params() if not (rotates and param.name == "row_scale")),
+            *(SUM_PARAMS if self.summed else EXPERT_PARAMS if self.experts else ()),
         )
 
     @property
@@ -146,6 +166,12 @@ class CodebookProblem:
         return "fold" if self.x is DType.S8 else "nullptr"
 
 
+ONE_WEIGHT = Constraint(
+    "experts",
+    "have no kernel of this family: all tokens take one weight",
+    lambda problem, tile, arch: not problem.experts,
+)
+"""Constraint of families without products of experts; takes (problem, tile, arch)."""
 ROTATED_BEFORE = Constraint(
     "rotates", "is None: tokens are rotated before", lambda problem, tile, arch: problem.rotates is None
 )

@@ -118,6 +118,8 @@ class RotateTokens(Kernel):
         held: whether the threads hold all the columns that their CTA writes. False: the CTA reads longer rows again
             after their maximum is known.
         aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
+        routed: rows of the blocks may be routes to experts, in any order, and several of one row of x. The next kernel
+            begins when the last one has ended.
 
     Exactness: bitwise `qcut.numerics.codebook.tokens.rotate_tokens`.
     """
@@ -132,6 +134,7 @@ class RotateTokens(Kernel):
     rows: int = 1
     held: bool = True
     aligned: bool = True
+    routed: bool = False
 
     constraints = CONSTRAINTS
 
@@ -149,6 +152,7 @@ class RotateTokens(Kernel):
         passes: int = 1,
         aligned: bool = True,
         sm_count: int = 132,
+        routed: bool = False,
     ) -> RotateTokens:
         """The kernel for m rows of k columns in groups of ``group_size``.
 
@@ -166,6 +170,7 @@ class RotateTokens(Kernel):
             passes: see `RotateTokens`.
             aligned: rows start at multiples of 16 bytes; the function itself checks groups.
             sm_count: multiprocessors of the device.
+            routed: see `RotateTokens`.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
@@ -187,15 +192,15 @@ class RotateTokens(Kernel):
             spread = m * _ceil_div(columns, 4 * _WARP_COLUMNS) < sm_count
             threads = min(whole, smallest if spread else max(smallest, 128))
         rows = max(1, 128 // threads) if m >= 4 * sm_count else 1
-        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned)
+        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned, routed)
 
     @property
     def name(self) -> str:
         """``qcut_rotate_{arch}_{x}to{out}_{kind}{group}p{passes}_t{threads}r{rows}``.
 
-        Then ``_loop`` (not held), ``_u`` (unaligned).
+        Then ``_loop`` (not held), ``_u`` (unaligned), ``_e`` (routed).
         """
-        suffix = ("" if self.held else "_loop") + ("" if self.aligned else "_u")
+        suffix = ("" if self.held else "_loop") + ("" if self.aligned else "_u") + "_e" * self.routed
         return (
             f"qcut_rotate_{self.arch.replace('_', '')}_{self.x.value}to{self.out.value}_{self.kind}{self.group}"
             f"p{self.passes}_t{self.threads}r{self.rows}{suffix}"
@@ -242,7 +247,9 @@ class RotateTokens(Kernel):
 
         ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 only); ``signs``: int32 ``[passes, k_padded / 32]`` of
         `qcut.numerics.codebook.tokens.operands` (hadamard only); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
-        (of one pass).
+        (of one pass). If routed, ``routes``: int32 ``[m]``, routes from 0 to ``total - 1``; of other numbers blocks
+        are left as they are, and ``scale``, which is that of routes, has none; null: rows are those of x. ``per_row``:
+        routes of a row of x.
         """
         return (
             Param("x", "ptr", f"const {self.x.cpp}*"),
@@ -253,6 +260,7 @@ class RotateTokens(Kernel):
             Param("m", "i32"),
             Param("k", "i32"),
             Param("k_padded", "i32"),
+            *(Param("routes", "ptr", "const int*"), Param("per_row", "i32"), Param("total", "i32")) * self.routed,
         )
 
     def emit(self) -> KernelSource:
@@ -267,9 +275,10 @@ class RotateTokens(Kernel):
             f"{self.passes}, {self.threads}, {self.rows}, {flags}"
         )
         pointers = call_arguments(("scale", "signs"), params)
+        run, routes = ("run<true>", ", routes, per_row, total") if self.routed else ("run", "")
         return self._source(
-            f"qcut::RowRotation<{template}>::run"
-            f"(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(self.group)});",
+            f"qcut::RowRotation<{template}>::{run}"
+            f"(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(self.group)}{routes});",
             device_code=include("codebook/rotate.cuh"),
             # Without the bound of one CTA to an SM, ptxas spills a word of the loop to fit two.
             ctas_per_sm=None if self.held else 1,

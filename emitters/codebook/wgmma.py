@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, holds
+from qcut.emitters.core.experts import EXPERT_ROWS
 from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
@@ -24,7 +26,8 @@ ROWS = 128
 TOKENS = (64, 96, 128, 160, 192, 256)
 """Tokens of a CTA's tile."""
 PAIR_TABLE_BYTES = 65_536
-_SMEM_BYTES = architecture("sm_90a").smem_bytes
+SMEM_BYTES = architecture("sm_90a").smem_bytes
+"""Shared memory that a CTA may have."""
 _STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedStage<64> of epilogue.cuh
 _SHAPES = (
     (256, 1, 1, "", "tf"),
@@ -78,46 +81,56 @@ class CodebookWgmmaTile:
         )
 
 
-def stage_bytes(problem: CodebookProblem, tokens: int) -> int:
-    """Shared memory of a unit of K: tokens, and for int8 the 16 values of each row and slot."""
-    tables = ROWS * 16 * problem.slots if _has_tables(problem) else 0
-    return 128 * problem.x.bits // 8 * tokens + tables
+class Stage(NamedTuple):
+    """What shared memory holds of a unit of K.
+
+    Attributes:
+        element_bytes: of an element of a token.
+        table_bytes: of the 16 int8 values of each row and slot, which warps compute; 0 for none.
+    """
+
+    element_bytes: int
+    table_bytes: int = 0
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes of a stage, without its barriers."""
+        return 128 * self.element_bytes * tokens + self.table_bytes
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Barriers of a stage: filled, read, and tables built."""
+        return 24 if self.table_bytes else 16
 
 
-def buffers(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
+def stage_of(problem: CodebookProblem) -> Stage:
+    """The stage of a product with codebook weights."""
+    has_tables = problem.x is DType.S8 and not problem.pairs
+    return Stage(problem.x.bits // 8, ROWS * 16 * problem.slots if has_tables else 0)
+
+
+def buffers(stage: Stage, tile: CodebookWgmmaTile) -> int:
     """Staging buffers of sixteen tokens for each warpgroup: the largest of `_BUFFERS` that fits, at least one."""
     if tile.splits > 1:
         return 0
-    free = _SMEM_BYTES - _operand_bytes(problem, tile)
+    free = SMEM_BYTES - _operand_bytes(stage, tile)
     return next((count for count in _BUFFERS if 2 * count * _STAGED_BYTES <= free), 1)
 
 
-def smem_bytes(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
+def smem_bytes(stage: Stage, tile: CodebookWgmmaTile) -> int:
     """Dynamic shared memory of a CTA."""
-    return _operand_bytes(problem, tile) + 2 * buffers(problem, tile) * _STAGED_BYTES
+    return _operand_bytes(stage, tile) + 2 * buffers(stage, tile) * _STAGED_BYTES
 
 
-def _operand_bytes(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
+def _operand_bytes(stage: Stage, tile: CodebookWgmmaTile) -> int:
     """Table and stages, or the sums that take their place, and the barriers of each stage."""
     sums = 2 * (tile.tokens // 16) * _STAGED_BYTES if tile.splits > 1 else 0
-    operands = PAIR_TABLE_BYTES * tile.pairs + tile.stages * stage_bytes(problem, tile.tokens)
-    return max(operands, sums) + _barrier_bytes(problem) * tile.stages
+    operands = PAIR_TABLE_BYTES * tile.pairs + tile.stages * stage.bytes(tile.tokens)
+    return max(operands, sums) + stage.barrier_bytes * tile.stages
 
 
-def _barrier_bytes(problem: CodebookProblem) -> int:
-    """Barriers of a stage: filled, read, and for int8 tables built."""
-    return 24 if _has_tables(problem) else 16
-
-
-def _has_tables(problem: CodebookProblem) -> bool:
-    """Whether warps make tables of int8 values of each row and slot."""
-    return problem.x is DType.S8 and not problem.pairs
-
-
-CONSTRAINTS = (
+TILE_CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: wgmma and its clusters", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
-    ROTATED_BEFORE,
     Constraint("tokens", f"are one of {TOKENS}", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("cluster", "is 1 or 2", lambda p, t, arch: t.cluster in (1, 2)),
     Constraint("splits", "are 1, 2, 4 or 8: a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)),
@@ -126,16 +139,27 @@ CONSTRAINTS = (
         "shares tokens or K: cluster or splits are 1",
         lambda p, t, arch: t.cluster == 1 or t.splits == 1,
     ),
-    Constraint(
-        "pairs",
-        "are of 16-bit values, or of a codebook of pairs, which needs them",
-        lambda p, t, arch: t.pairs or not p.pairs if p.pairs or p.x is not DType.S8 else not t.pairs,
-    ),
     Constraint("stages", "are at least 2: one to read and one to fill", lambda p, t, arch: t.stages >= 2),
     Constraint(
         "lead",
         "is at least 1 and less than the stages, which both warpgroups must have read",
         lambda p, t, arch: 1 <= t.lead < t.stages,
+    ),
+)
+"""Constraints of a tile's sizes; each takes (problem, tile, arch)."""
+
+CONSTRAINTS = (
+    *TILE_CONSTRAINTS,
+    ROTATED_BEFORE,
+    Constraint(
+        "pairs",
+        "are of 16-bit values, or of a codebook of pairs, which needs them",
+        lambda p, t, arch: t.pairs or not p.pairs if p.pairs or p.x is not DType.S8 else not t.pairs,
+    ),
+    Constraint(
+        "experts",
+        "divide no K, since splits write neighbouring rows, and have a row each",
+        lambda p, t, arch: not p.experts or (t.splits == 1 and not p.summed),
     ),
     Constraint(
         "registers",
@@ -144,21 +168,22 @@ CONSTRAINTS = (
     ),
     Constraint(
         "shared_memory",
-        f"stages and staging fit {_SMEM_BYTES} bytes",
-        lambda p, t, arch: smem_bytes(p, t) <= _SMEM_BYTES,
+        f"stages and staging fit {SMEM_BYTES} bytes",
+        lambda p, t, arch: smem_bytes(stage_of(p), t) <= SMEM_BYTES,
     ),
 )
 """Constraints of the family; each takes (problem, tile, arch)."""
 
 
-def _deepest(
-    problem: CodebookProblem, tokens: int, cluster: int, splits: int, pairs: bool, fine: bool
+def deepest(
+    stage: Stage, tokens: int, cluster: int = 1, splits: int = 1, pairs: bool = False, fine: bool = False
 ) -> CodebookWgmmaTile:
+    """The tile with as many stages as fit."""
     enough, most = _STAGES
     stages = 0
     for count in (0,) if splits > 1 else _BUFFERS:
-        free = _SMEM_BYTES - 2 * count * _STAGED_BYTES - PAIR_TABLE_BYTES * pairs
-        stages = min(free // (stage_bytes(problem, tokens) + _barrier_bytes(problem)), most)
+        free = SMEM_BYTES - 2 * count * _STAGED_BYTES - PAIR_TABLE_BYTES * pairs
+        stages = min(free // (stage.bytes(tokens) + stage.barrier_bytes), most)
         if stages >= enough:
             break
     return CodebookWgmmaTile(tokens, stages, cluster, splits, max(1, stages // 2), pairs, fine)
@@ -185,7 +210,7 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
     name = "codebook_wgmma"
     tile_type = CodebookWgmmaTile
     constraints = CONSTRAINTS
-    smem_bytes = staticmethod(smem_bytes)
+    smem_bytes = staticmethod(lambda problem, tile: smem_bytes(stage_of(problem), tile))
 
     def threads(self, tile: CodebookWgmmaTile) -> int:
         """Threads of three warpgroups."""
@@ -201,7 +226,7 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
     def default_tiles(self, problem: CodebookProblem, arch: str) -> tuple[CodebookWgmmaTile, ...]:
         """Return tiles of each width of tokens, for one CTA, for two, and with K split, with as many stages as fit."""
         tiles = (
-            _deepest(problem, tokens, cluster, splits, "t" in letters or problem.pairs, "f" in letters)
+            deepest(stage_of(problem), tokens, cluster, splits, "t" in letters or problem.pairs, "f" in letters)
             for tokens, cluster, splits, int8, halves in _SHAPES
             if (letters := int8 if problem.x is DType.S8 else halves) is not None
         )
@@ -211,22 +236,22 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
         weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
         shape = (tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
         align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-        params = problem.params()
+        params, rows = problem.params(), f", {EXPERT_ROWS}" if problem.experts else ""
         return kernel_source(
             name,
             arch,
             params,
             f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {weight}, {', '.join(map(str, shape))}, "
-            f"{buffers(problem, tile)}, {flag(tile.pairs)}, {flag(tile.fine)}>;",
+            f"{buffers(stage_of(problem), tile)}, {flag(tile.pairs)}, {flag(tile.fine)}>;",
             *problem.epilogue.statements(params),
             problem.book,
             f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
-            "units_k, ldd, book, args);",
+            f"units_k, ldd, book, args{rows});",
             device_code=include("codebook/wgmma.cuh"),
             block=THREADS,
             ctas_per_sm=1,
             waits=True,
-            smem_bytes=smem_bytes(problem, tile),
+            smem_bytes=self.smem_bytes(problem, tile),
             cluster=tile.cluster * tile.splits,
         )
 

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of a decoder's rows, after a residual is added, and with their int8 quantization.
+"""RMSNorm and LayerNorm of a decoder's rows, after a residual is added, and with their quantization or rotation.
 
 Device code: ``include/qcut/decoder/norm.cuh``.
 """
@@ -29,6 +29,9 @@ CONSTRAINTS = (
     ),
     ROTATION,
     Constraint("quantized", "is False with a rotation", lambda k: k.rotation is None or not k.quantized),
+    Constraint(
+        "plain", "goes with quantized or a rotation", lambda k: not k.plain or k.quantized or k.rotation is not None
+    ),
 )
 """Constraints of `NormRows`."""
 
@@ -45,7 +48,7 @@ class NormRows(Kernel):
 
     With ``quantized``, y becomes int8 with a scale for each row, bitwise as
     `qcut.emitters.decoder.quantize.QuantizePerToken` quantizes y. With a rotation, y becomes blocks of tokens, bitwise
-    as `qcut.emitters.codebook.rotate.RotateTokens` makes them.
+    as `qcut.emitters.codebook.rotate.RotateTokens` makes them. With ``plain``, the kernel writes y of x's type too.
 
     Attributes:
         x: element type.
@@ -57,6 +60,7 @@ class NormRows(Kernel):
         vectors: vectors of 16 bytes of a thread.
         aligned: rows, weight and bias start at multiples of 16 bytes. False loads single elements.
         rotation: of y, or None.
+        plain: write y as it is before its quantization or rotation, too.
 
     Exactness: sums in a fixed order, with error at most ``k * 2**-24`` of the sum of their terms' sizes.
     """
@@ -70,6 +74,7 @@ class NormRows(Kernel):
     vectors: int = 1
     aligned: bool = True
     rotation: RowsRotation | None = None
+    plain: bool = False
 
     constraints = CONSTRAINTS
 
@@ -86,6 +91,7 @@ class NormRows(Kernel):
         quantized: bool = False,
         aligned: bool = True,
         rotation: RowsRotation | None = None,
+        plain: bool = False,
     ) -> NormRows:
         """The kernel for rows of k columns.
 
@@ -102,17 +108,17 @@ class NormRows(Kernel):
             each = max(each, min(most, -(-vectors // 32)))
         threads = min(1024, math.ceil(vectors / each / 32) * 32)
         each = -(-vectors // threads)
-        return cls(x, layer, arch, residual, quantized, threads, each, aligned, rotation)
+        return cls(x, layer, arch, residual, quantized, threads, each, aligned, rotation, plain)
 
     @property
     def name(self) -> str:
         """``qcut_norm_{arch}_{x}_{kind}``, ``_r``, ``_q`` or the rotation's name, ``_t{threads}v{vectors}``.
 
-        Then ``_u`` where unaligned.
+        ``_p`` before ``_t`` where plain, ``_u`` last where unaligned.
         """
         kind = "layer" if self.layer else "rms"
         flags = "_r" * self.residual + "_q" * self.quantized
-        flags += self.rotation.name if self.rotation else ""
+        flags += (self.rotation.name if self.rotation else "") + "_p" * self.plain
         return (
             f"qcut_norm_{self.arch.replace('_', '')}_{self.x.value}_{kind}{flags}_t{self.threads}v{self.vectors}"
             f"{'' if self.aligned else '_u'}"
@@ -131,7 +137,8 @@ class NormRows(Kernel):
         """Arguments, in order.
 
         ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer only); ``y``; ``scale`` (of int8 only);
-        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized only), ``eps``; then the rotation's.
+        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized only), ``eps``; then the rotation's;
+        ``plain`` (with it only), rows of k elements.
         """
         x = self.x.cpp
         names = ["x", *["residual", "sum"] * self.residual, "weight", *["bias"] * self.layer, "y"]
@@ -145,6 +152,7 @@ class NormRows(Kernel):
             *padded,
             Param("eps", "f32"),
             *(self.rotation.params() if self.rotation else ()),
+            *(Param("plain", "ptr", f"{x}*"),) * self.plain,
         )
 
     def emit(self) -> KernelSource:
@@ -154,11 +162,13 @@ class NormRows(Kernel):
         """
         params, rotation = self.params(), self.rotation
         flags = ", ".join(map(flag, (self.layer, self.residual, self.quantized)))
+        options = ", ".join(map(flag, (self.aligned, *(True,) * self.plain)))
         pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
         k_padded = "k_padded" if self.quantized else "0"
-        turned = f", {rotation.argument(self.x, self.vectors, self.threads)}" if rotation else ""
+        last = [rotation.argument(self.x, self.vectors, self.threads)] if rotation else ["{}"] * self.plain
+        last += ["plain"] * self.plain
         return self._source(
-            f"qcut::norm_rows<{self.x.cpp}, {flags}, {self.vectors}, {self.threads}, {flag(self.aligned)}>"
-            f"({pointers}, x_stride, k, {k_padded}, eps{turned});",
+            f"qcut::norm_rows<{self.x.cpp}, {flags}, {self.vectors}, {self.threads}, {options}>"
+            f"({', '.join((pointers, 'x_stride', 'k', k_padded, 'eps', *last))});",
             device_code=(rotation.device_code if rotation else "") + include("decoder/norm.cuh"),
         )

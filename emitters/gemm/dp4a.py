@@ -117,8 +117,8 @@ def smem_bytes(problem: GemmProblem, tile: Dp4aTile) -> int:
 CONSTRAINTS = (
     Constraint(
         "operands",
-        "are s8 x s8, which dp4a multiplies",
-        lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8,
+        "are s8 x s8, which dp4a multiplies, and B one weight",
+        lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8 and not p.experts,
     ),
     Constraint("halves", "are the tensor cores': a row of A is a row of D", lambda p, t, arch: not p.epilogue.halves),
     Constraint("rescale", "is the tensor cores' too", lambda p, t, arch: not p.epilogue.rescale),

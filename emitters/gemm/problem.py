@@ -12,6 +12,7 @@ from typing import Literal
 
 from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.experts import EXPERT_PARAMS
 from qcut.emitters.core.source import DType, EmitError, Param
 
 K_MAX = 131_071
@@ -40,6 +41,8 @@ class GemmProblem:
         layout_d: layout of D ``[M, N]`` and of the residual.
         device_m: whether M is read on the device: at most ``m``, which the host knows. Rows of D past it keep their
             contents.
+        experts: whether B is the weights of experts, one after the other, and rows of D are routes; in layouts tnt,
+            without a residual.
     """
 
     a: DType = DType.S8
@@ -51,12 +54,15 @@ class GemmProblem:
     layout_b: Layout = "column"
     layout_d: Layout = "row"
     device_m: bool = False
+    experts: bool = False
 
     def __post_init__(self) -> None:
         if self.epilogue.halves and (self.a is not DType.S8 or self.layouts != "tnt"):
             raise EmitError(f"{self.name}: halves are of int8 tokens, and in layouts tnt")
         if self.epilogue.halves and self.device_m:
             raise EmitError(f"{self.name}: M of halves is known on the host")
+        if self.experts and (self.layouts != "tnt" or self.epilogue.residual):
+            raise EmitError(f"{self.name}: experts are in layouts tnt, without a residual")
 
     @property
     def layouts(self) -> str:
@@ -65,13 +71,14 @@ class GemmProblem:
 
     @property
     def name(self) -> str:
-        """``{a}x{b}_{epilogue}``, the layouts where they are not tnt, the alignments where they are not 16, ``_dm``."""
+        """``{a}x{b}_{epilogue}``, the layouts where they are not tnt, the alignments unless 16, ``_dm``, ``_e``."""
         layouts = "" if self.layouts == "tnt" else f"_{self.layouts}"
         align = "" if (self.alignment_k, self.alignment_n) == (16, 16) else f"_k{self.alignment_k}n{self.alignment_n}"
-        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{layouts}{align}{'_dm' * self.device_m}"
+        flags = f"{'_dm' * self.device_m}{'_e' * self.experts}"
+        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{layouts}{align}{flags}"
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments of a launch: operands, sizes, leading dimensions, the epilogue's, ``m_count`` (device_m only).
+        """Arguments of a launch: operands, sizes, leading dimensions, the epilogue's, ``m_count`` or `EXPERT_PARAMS`.
 
         m is the number of A's rows, or its bound. D has as many, or ``tokens`` where the epilogue has halves.
         """
@@ -87,11 +94,14 @@ class GemmProblem:
             Param("ldd", "i32"),
             *self.epilogue.params(),
             *(Param("m_count", "count"),) * self.device_m,
+            *EXPERT_PARAMS * self.experts,
         )
 
 
 HOST_M = Constraint("device_m", "M is known on the host", lambda problem, tile, arch: not problem.device_m)
 """Constraint of families that cannot read M on the device; takes (problem, tile, arch)."""
+ONE_WEIGHT = Constraint("experts", "B is one weight", lambda problem, tile, arch: not problem.experts)
+"""Constraint of families that read no routes; takes (problem, tile, arch)."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,11 @@ TILE_CONSTRAINTS = (
 )
 """Constraints of tiles of the raw tensor-core families; each takes (problem, tile, arch)."""
 
-OPERANDS = Constraint("operands", "are s8 x s8", lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8)
+OPERANDS = Constraint(
+    "operands",
+    "are s8 x s8, and B one weight",
+    lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8 and not p.experts,
+)
 """Constraint of int8 families; takes (problem, tile, arch)."""
 
 SHARED_MEMORY = "pipeline and staging of a CTA fit what the architecture gives one"

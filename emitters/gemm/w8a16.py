@@ -9,7 +9,7 @@ from __future__ import annotations
 from qcut.emitters.core.constraints import Constraint, shared_memory
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.mma import smem_bytes
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import ONE_WEIGHT, GemmProblem
 from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, OperandGemm
 
 PROBLEM_CONSTRAINTS = (
@@ -25,6 +25,7 @@ PROBLEM_CONSTRAINTS = (
 """Constraints of all families of 16-bit tokens and int8 weights, except CUTLASS's."""
 CONSTRAINTS = (
     *PROBLEM_CONSTRAINTS,
+    ONE_WEIGHT,
     *TILE_CONSTRAINTS,
     Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
     shared_memory(SHARED_MEMORY, smem_bytes),

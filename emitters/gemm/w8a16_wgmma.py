@@ -14,7 +14,7 @@ from qcut.emitters.core.constraints import SPLITS, Constraint
 from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import include
-from qcut.emitters.gemm.problem import HOST_M, GemmProblem
+from qcut.emitters.gemm.problem import HOST_M, ONE_WEIGHT, GemmProblem
 from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 
 TOKENS = (32, 64, 128, 256)
@@ -96,6 +96,7 @@ def smem_bytes(problem: GemmProblem, tile: W8A16WgmmaTile) -> int:
 CONSTRAINTS = (
     *PROBLEM_CONSTRAINTS,
     HOST_M,
+    ONE_WEIGHT,
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_k", "is a multiple of 8: a tensor map's rows", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),

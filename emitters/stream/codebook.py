@@ -8,6 +8,7 @@ warp keeps its tokens in registers; the warps of a cluster's CTAs divide K. From
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
@@ -56,7 +57,7 @@ class CodebookStreamTile:
         return self.units * self.warps * self.splits
 
 
-def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
+def registers(problem: CodebookProblem, tile: Any) -> int:
     """Estimate a thread's registers: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
@@ -80,8 +81,11 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
     staged = tile.units * blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
     sums = 4 * tile.tokens * (rows + 4)
+    operands = table_bytes(problem) + tile.warps * max(staged, sums)
+    if problem.summed:
+        return operands + tile.warps * (8 * rows + 4) + tile.warps * tile.splits * (8 + 4 * rows)
     inbox = 4 * ROW_TILE * tile.splits * -(-tile.row_tiles * tile.tokens // tile.splits) if tile.splits > 1 else 0
-    return table_bytes(problem) + tile.warps * max(staged, sums) + inbox + 8 * rows + 4 * tile.tokens
+    return operands + inbox + 8 * rows + 4 * tile.tokens
 
 
 def table_bytes(problem: CodebookProblem) -> int:
@@ -91,6 +95,11 @@ def table_bytes(problem: CodebookProblem) -> int:
 
 CONSTRAINTS = (
     ARCHITECTURE,
+    Constraint(
+        "experts",
+        "add the results of a token's routes, and a tile has one token",
+        lambda p, t, arch: not p.experts or (p.summed and t.tokens == 1),
+    ),
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     Constraint(
         "tokens",
@@ -129,6 +138,10 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
     D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after
     the previous kernel's end; all other arguments may be read before.
 
+    Summed over routes, x has the tokens of all routes, ``units_k`` units each, a multiple of ``tile.units``; a route's
+    units are those of one CTA. ``chosen`` and ``weights`` are read before the last kernel's end with ``early_routes``,
+    and all else after it without.
+
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
     ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: products are exact, sums
     float32 in an order that the tile and units_k fix, with error at most ``(128 * units_k + 4) * 2**-23 * sum_k |x *
@@ -144,16 +157,20 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
 
     def _source(self, name: str, problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> KernelSource:
         sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch)
+        table = f", {flag(table_bytes(problem) > 0)}"
+        tokens = f"qcut::{'RouteToken' if problem.summed else 'BlockTokens'}<{problem.x.cpp}, Tile>{{x}}"
+        routes = f"qcut::SummedRoutes<{flag(problem.early_routes)}>{{chosen, weights, experts, per_token}}"
         return decode_source(
             name,
             problem,
             arch,
-            header="codebook",
+            header="codebook_sums" if problem.summed else "codebook",
             function="codebook_stream",
             tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
-            shared="qcut::StreamShared",
-            shared_last=shared_last(problem),
-            tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
+            shared="qcut::SumsShared" if problem.summed else "qcut::StreamShared",
+            shared_last=table if problem.summed else shared_last(problem),
+            tokens=_row_token(problem) if problem.rotates else tokens,
+            rows=f", {routes}" if problem.summed else "",
             block=32 * tile.warps,
             smem_bytes=smem_bytes(problem, tile),
             cluster=tile.splits,
@@ -187,6 +204,7 @@ def decode_source(
     shared_last: str = "",
     tokens: str = "x",
     last: str = "",
+    rows: str = "",
     block: int,
     smem_bytes: int,
     cluster: int = 1,
@@ -206,6 +224,7 @@ def decode_source(
         shared_last: text that follows this template's arguments.
         tokens: first argument of the function.
         last: text that follows the function's template arguments.
+        rows: text that follows the function's arguments.
         block: threads per CTA.
         smem_bytes: dynamic shared memory per CTA.
         cluster: CTAs that share K.
@@ -222,7 +241,7 @@ def decode_source(
         *problem.epilogue.statements(params),
         problem.book,
         f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, {flag(problem.offsets)}, Tile, Epilogue{last}>(\n"
-        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
+        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args{rows});",
         device_code=include(f"stream/{header}.cuh"),
         block=block,
         ctas_per_sm=ctas_per_sm,

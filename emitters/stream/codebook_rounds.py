@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ONE_WEIGHT, ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, Constraint
 from qcut.emitters.core.source import DType, KernelSource
@@ -81,6 +81,7 @@ CONSTRAINTS = (
     ARCHITECTURE,
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
+    ONE_WEIGHT,
     Constraint(
         "tokens",
         "are 1, 2, 4, 8 or 16: rows of the second operand, eight to a product",

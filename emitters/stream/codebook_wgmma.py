@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.codebook.problem import ONE_WEIGHT, ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import SPLITS, Constraint, holds
 from qcut.emitters.core.family import Family, Grid
@@ -66,6 +66,7 @@ CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
+    ONE_WEIGHT,
     Constraint("tokens", f"are one of {TOKENS}", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 8: the warpgroups of a CTA", lambda p, t, arch: 1 <= t.groups <= 8),
     SPLITS,

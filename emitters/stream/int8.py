@@ -12,6 +12,9 @@ from qcut.emitters.core.constraints import Constraint
 UNIT_COLUMNS = 128
 """Columns of 16 rows of weights that a warp reads at a time: a unit."""
 
+ROUTE_REGISTERS = 8
+"""Registers of a thread for its tile of routes, with experts."""
+
 
 @dataclass(frozen=True)
 class Int8StreamTile:

@@ -8,23 +8,24 @@
 from __future__ import annotations
 
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
+from qcut.emitters.core.experts import tile_rows
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 from qcut.emitters.stream.family import StreamFamily
-from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
+from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, ROUTE_REGISTERS, Int8StreamTile, register_limit
 
 MAX_TOKENS = 32
 """Largest number of rows of a that registers hold with the weights in flight."""
 TOKENS = (8, 16, 32)
-"""Tokens that a tile may hold."""
+"""Tokens that a tile may hold; a tile of routes may hold one."""
 _OTHER_REGISTERS = 24
 """Registers of a thread for addresses, counters and bounds."""
 
 
 class W8A16Tile(Int8StreamTile):
-    """An `Int8StreamTile` whose ``tokens`` are 8, 16 or 32."""
+    """An `Int8StreamTile` whose ``tokens`` are 8, 16 or 32, or 1 with experts."""
 
 
 def smem_bytes(problem: GemmProblem, tile: W8A16Tile) -> int:
@@ -33,9 +34,11 @@ def smem_bytes(problem: GemmProblem, tile: W8A16Tile) -> int:
     return 4 * (tile.warps * tile.tokens * (rows + 4) + 2 * rows)
 
 
-def registers(tile: W8A16Tile) -> int:
+def registers(problem: GemmProblem, tile: W8A16Tile) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
-    return 16 * tile.units * (tile.prefetch + tile.tokens // 8) + tile.tokens // 2 + _OTHER_REGISTERS
+    tokens = max(8, tile.tokens)
+    other = _OTHER_REGISTERS + ROUTE_REGISTERS * problem.experts
+    return 16 * tile.units * (tile.prefetch + tokens // 8) + tokens // 2 + other
 
 
 CONSTRAINTS = (
@@ -43,12 +46,16 @@ CONSTRAINTS = (
     HOST_M,
     ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
-    Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in TOKENS),
+    Constraint(
+        "tokens",
+        "are 8, 16 or 32, tiles of eight in registers, or 1 with experts",
+        lambda p, t, arch: t.tokens in TOKENS or (p.experts and t.tokens == 1),
+    ),
     *CUT_CONSTRAINTS,
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(t) <= register_limit(t.warps),
+        lambda p, t, arch: registers(p, t) <= register_limit(t.warps),
     ),
     SPLITS,
     CLUSTERS,
@@ -63,7 +70,9 @@ class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 ``[n, ldb]``, 16-byte
     aligned, ldb a multiple of 16 and at least k. a: if ``problem.alignment_k`` is a multiple of 8, so is k, and rows
     start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
-    element by element. b and the vectors of n are read before the kernel waits for its predecessor.
+    element by element. b and the vectors of n are read before the kernel waits for its predecessor. With experts,
+    everything is read after it, and m counts the routes of all tiles, ``tile.tokens`` each; a route's row of D is
+    written, and no other.
 
     Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
     the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
@@ -80,13 +89,15 @@ class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
     def _source(self, name: str, problem: GemmProblem, tile: W8A16Tile, arch: str) -> KernelSource:
         aligned = flag(problem.alignment_k % 8 == 0)
         params = problem.params()
+        rows = f", {tile_rows(tile.tokens)}" if problem.experts else ""
+        arguments = f"a, b, d, m, n, k, lda, ldb, ldd, args{rows}"
         return kernel_source(
             name,
             arch,
             params,
             f"using Tile = qcut::W8A16Tile<{tile.sizes}>;",
             *problem.epilogue.statements(params),
-            f"qcut::w8a16_stream<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
+            f"qcut::w8a16_stream<Tile, {problem.a.cpp}, {aligned}, Epilogue>({arguments});",
             device_code=include("stream/w8a16.cuh"),
             block=32 * tile.warps,
             waits=True,

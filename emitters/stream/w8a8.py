@@ -12,11 +12,12 @@ from typing import Literal
 
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
 from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.experts import EXPERT_PARAMS, tile_rows
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.family import StreamFamily
-from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
+from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, ROUTE_REGISTERS, Int8StreamTile, register_limit
 
 MAX_TOKENS = 32
 """Largest number of int8 tokens that registers hold with the weights in flight."""
@@ -49,6 +50,7 @@ class W8A8Problem:
         aligned: addresses and strides of rows are multiples of 16 bytes.
         absmax: whether ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN counts
             as the largest.
+        experts: whether b is the weights of experts, one after the other, and rows of D are routes.
     """
 
     tokens: Tokens
@@ -56,12 +58,13 @@ class W8A8Problem:
     epilogue: Epilogue
     aligned: bool = True
     absmax: bool = False
+    experts: bool = False
 
     @property
     def name(self) -> str:
-        """``{tokens}_{epilogue}``, with the type of rows before; then ``_absmax``, ``_u`` if unaligned."""
+        """``{tokens}_{epilogue}``, with the type of rows before; then ``_absmax``, ``_u`` if unaligned, ``_e``."""
         rows = f"_{self.x.value}" * self.quantizes
-        flags = f"{'_absmax' * self.absmax}{'' if self.aligned else '_u'}"
+        flags = f"{'_absmax' * self.absmax}{'' if self.aligned else '_u'}{'_e' * self.experts}"
         return f"{self.tokens}{rows}_{self.epilogue.name}{flags}"
 
     @property
@@ -70,7 +73,7 @@ class W8A8Problem:
         return self.tokens in ("rows", "floats")
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments, in order: those of a `GemmProblem`, ``absmax`` where there is one, ``activation``.
+        """Arguments, in order: those of a `GemmProblem`, ``absmax``, ``activation``, `EXPERT_PARAMS`, where needed.
 
         int8 and int16 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``,
         ``floats`` neither. With halves, ``tokens`` is the number of tokens, and m is unused.
@@ -89,6 +92,7 @@ class W8A8Problem:
             *(param for param in scaling if param.name != "activation"),
             *(Param("absmax", "ptr", "float*"),) * self.absmax,
             *(param for param in scaling if param.name == "activation"),
+            *EXPERT_PARAMS * self.experts,
         )
 
 
@@ -134,6 +138,7 @@ def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     if problem.epilogue.halves:  # of each token two halves, and sums of theirs; a single row leaves room for them
         one = problem.tokens == "floats" and tile.tokens == 1
         more += 24 * (tile.units - 1) + (16 if arch in _NEEDS_MORE else 0 if one else 8)
+    more += ROUTE_REGISTERS * problem.experts * (1 + problem.quantizes)
     other = _OTHER_REGISTERS if tiles == 1 else _OTHER_REGISTERS_INT8
     return 16 * tile.units * tile.prefetch + tiles * (tokens + 4) + other + more
 
@@ -169,6 +174,18 @@ CONSTRAINTS = (
         "absmax",
         "is that of f16, bf16 or f32",
         lambda p, t, arch: p.epilogue.out in _FLOATS or (p.epilogue.out in (DType.S8, DType.S16) and not p.absmax),
+    ),
+    Constraint(
+        "experts",
+        "have int8 tokens or rows with a scale each, and neither halves, absmax nor a residual",
+        lambda p, t, arch: (
+            not p.experts
+            or (
+                p.tokens in ("none", "rows")
+                and (p.epilogue.row_scale, p.epilogue.zero_point) == ("per_token", "none")
+                and not (p.epilogue.halves or p.epilogue.residual or p.absmax)
+            )
+        ),
     ),
     ARCHITECTURE,
     Constraint("tokens", f"are one of {_TOKENS}", lambda p, t, arch: t.tokens in _TOKENS),
@@ -211,7 +228,8 @@ class Int8Stream(StreamFamily[W8A8Problem, W8A8Tile]):
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless the kernel
     quantizes. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
     element by element. Unless tokens are ``none``, b and the vectors of n are read before the kernel waits for its
-    predecessor.
+    predecessor. With experts, everything is read after it, and m counts the routes of all tiles, ``tile.tokens`` each;
+    a route's row of D is written, and no other.
 
     Exactness: integer sums are exact, and the epilogue is that of the other int8 GEMMs, bitwise.
 
@@ -230,10 +248,11 @@ class Int8Stream(StreamFamily[W8A8Problem, W8A8Tile]):
         params, halves, rescale = problem.params(), problem.epilogue.halves, problem.epilogue.rescale
         function, m = ("int16x8_stream", "tokens") if halves else ("int8_stream", "m")
         header = "int16x8" if halves else "w8a8"
+        rows = f", {tile_rows(tile.tokens)}" if problem.experts else ""
         using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"
         call = (
             f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
-            f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);"
+            f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args{rows});"
         )
         if rescale:
             header = "integers"

@@ -82,3 +82,19 @@ def expert_marks_pattern(experts: Iterable[str]) -> str:
     """A regular expression for the names of `mark_experts` as the model has them, with any prefix."""
     names = "|".join(map(re.escape, sorted(experts)))
     return rf"(^|\.)({names})\.({'|'.join(map(re.escape, (*_OF_EXPERTS, ADVICE)))})$"
+
+
+def stored_marks_pattern(experts: Iterable[str]) -> str:
+    """A regular expression for the marks of experts as files have them, where blocks may have other names.
+
+    Args:
+        experts: names in the model, such as ``model.layers.0.mlp.experts``.
+    """
+    names = set()
+    for name in experts:
+        *outer, last = map(re.escape, name.split("."))
+        if outer and not outer[-1].isdigit():
+            outer[-1] = r"\w+"
+        names.add(r"\.".join([*outer, last]))
+    keys = rf"\d+\.\w+\.weight|{'|'.join(map(re.escape, (*_OF_EXPERTS, ADVICE)))}"
+    return rf"(^|\.)({'|'.join(sorted(names))})\.({keys})$"

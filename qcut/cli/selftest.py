@@ -38,6 +38,7 @@ from qcut.errors import DeviceError, QcutError
 from qcut.jit.waiting import no_fallbacks
 from qcut.numerics import int8
 from qcut.numerics.codebook import layout, products, tokens
+from qcut.numerics.routing import logits_of
 from qcut.ops.gemm import GemmS8Op
 
 OPS = torch.ops.qcut
@@ -104,7 +105,7 @@ def _on(device: torch.device, values: Iterable[Any]) -> list[Any]:
 
 def all_checks() -> list[Check]:
     """Every check, in the order in which they run: the ones that build quickly first."""
-    parts = (_quantization(), _decoder(), _attention(), _codebook(), _int8_weights(), _gemm())
+    parts = (_quantization(), _decoder(), _routing(), _attention(), _codebook(), _int8_weights(), _gemm())
     return [check for part in parts for check in part]
 
 
@@ -156,6 +157,34 @@ def _decoder() -> Iterator[Check]:
     yield Check("argmax", "5x50257 float16", OPS.argmax, (logits,))
     state = torch.zeros(5, dtype=torch.int64, device="cpu"), _int32(*[63] * 5), _int32(*[64] * 5)
     yield Check("advance", "5x50257 float16", _advance, (logits, *state))
+
+
+def _routing() -> Iterator[Check]:
+    logits, bias = _random(37, 128, dtype=HALF), 0.2 * _random(128, seed=1)
+    for groups, options in ((1, (None, "softmax", 8)), (8, (bias, "logits", 6, 8, 4, "top2"))):
+        yield Check("route", f"37x128 float16, groups {groups}", OPS.route, (logits, *options), _routes_expected)
+    x, weight = _integers(-2, 3, 5, 256, dtype=HALF), _integers(-2, 3, 128, 256, seed=1, dtype=HALF) / 64
+    router = (x, weight, HALF, None, "softmax", 8)
+    yield Check("linear_route", "5x256 of 128 float16", OPS.linear_route, router, _router_expected)
+    experts = _integers(-1, 131, 37, 8, dtype=torch.int32)
+    yield Check("sort_routes", "37x8 of 128", OPS.sort_routes, (experts, 128, 8))
+    yield Check("sort_routes", "5x8 of 128", OPS.sort_routes, (experts[:5], 128, 8))
+    results, added, weights = (
+        _random(37 * 8, 320, dtype=HALF),
+        _random(37, 320, seed=1, dtype=HALF),
+        _random(37, 8).abs(),
+    )
+    yield Check("sum_routes", "37x8x320 float16", OPS.sum_routes, (results, weights, experts, 128, added))
+
+
+def _routes_expected(got: Results, logits: Tensor, bias: Tensor | None, scores: str, *rest: Any) -> Sequence[Expected]:
+    _, experts = OPS.route(logits, bias, scores, *rest)
+    return routes(logits, experts, scores), experts
+
+
+def _router_expected(got: Results, x: Tensor, weight: Tensor, dtype: torch.dtype, *rest: Any) -> Sequence[Expected]:
+    """Logits have so few bits that every order of their sums is exact."""
+    return _routes_expected(got, logits_of(x, weight, dtype), *rest)
 
 
 def _add_norm(*args: Any) -> Results:
@@ -432,6 +461,13 @@ def norm(s: Tensor, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
         sizes, rounding = exact.abs(), half_ulp(scaled.abs() * (1 + 2.0**-10), dtype) * w.abs()
     # A sum of k squares errs by k 2**-24 of itself; a few roundings of float32 follow.
     return Near.rounded(exact, sizes * ((k + 16) * _EPS) + rounding + 1e-6, dtype)
+
+
+def routes(logits: Tensor, experts: Tensor, scores: str) -> Near:
+    """The weights of chosen experts: shares of all of a token's experts, or of those chosen."""
+    x, chosen = logits.double(), experts.long()
+    exact = x.softmax(1).gather(1, chosen) if scores == "softmax" else x.gather(1, chosen).softmax(1)
+    return Near(exact, exact * ((logits.shape[1] + 128) * 2.0**-24))
 
 
 def gelu_tanh(x: Tensor) -> Near:

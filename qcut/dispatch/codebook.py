@@ -66,6 +66,7 @@ def select_rotation(
     target: Target,
     *,
     aligned: bool = True,
+    routed: bool = False,
 ) -> tuple[Rotation, ...]:
     """Choose the kernels that rotate tokens: two, with float32 rows between, for dense rotations to int8; else one.
 
@@ -79,6 +80,7 @@ def select_rotation(
         passes: number of rotations of the same tokens.
         target: the GPU.
         aligned: whether rows start at multiples of 16 bytes.
+        routed: whether rows of the blocks are routes to experts; not with qr.
 
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
@@ -88,7 +90,7 @@ def select_rotation(
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
         one = RotateTokens.for_shape(
-            x, out, checked, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms
+            x, out, checked, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms, routed=routed
         )
         return (one,)
     to = DType.F32 if out is DType.S8 else out
@@ -121,6 +123,9 @@ def problem_of(
     row_norm: bool = False,
     offsets: bool = False,
     pairs: bool = False,
+    experts: bool = False,
+    early_routes: bool = False,
+    summed: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -137,6 +142,9 @@ def problem_of(
         row_norm: whether a row has one scale, and all rows have the same int8 values.
         offsets: whether group scales have offsets.
         pairs: whether the codebook is of pairs.
+        experts: whether weights are those of experts, and rows of the result are routes.
+        early_routes: whether the last kernel has not written which routes there are.
+        summed: whether rows of the result are tokens, the sums of their routes.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -149,7 +157,9 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs)
+    return CodebookProblem(
+        x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts, early_routes, summed
+    )
 
 
 @logs_choice

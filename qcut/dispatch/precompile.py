@@ -47,6 +47,9 @@ from qcut.emitters.families import (
     family,
 )
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem
+from qcut.emitters.routing.route import SCORES, SLOTS, RouteTokens
+from qcut.emitters.routing.sort_routes import FEW_ROUTES, MANY_ROUTES, SortRoutes
+from qcut.emitters.routing.sum_routes import SumRoutes
 from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.w8a8 import W8A8Problem
 
@@ -63,7 +66,7 @@ def ahead_of_time_kernels(arch: str) -> Iterator[KernelSource]:
     """
     target = ahead_of_time_target(arch)
     seen: set[str] = set()
-    for sources in (_int8, _w8a16, _codebook, _rotations, _rows, _attention):
+    for sources in (_int8, _w8a16, _codebook, _rotations, _rows, _routing, _attention):
         for source in sources(target):
             if source.name not in seen:
                 seen.add(source.name)
@@ -215,6 +218,17 @@ def _rows(target: Target) -> Iterator[KernelSource]:
             yield ArgmaxRows(x, arch, advances, parts, tells).emit()
     for aligned in _BOOLS:
         yield ColSum(arch, aligned).emit()
+
+
+def _routing(target: Target) -> Iterator[KernelSource]:
+    """A router's choice, tiles of routes, and the sums of experts' results."""
+    arch = target.arch
+    for x, scores, slots, by_score in product(FLOATS, SCORES, SLOTS, _BOOLS):
+        yield RouteTokens(x, scores, slots, by_score, arch).emit()
+    for routes in (1, FEW_ROUTES + 1, MANY_ROUTES):
+        yield SortRoutes.for_routes(routes, arch).emit()
+    for x, many, aligned in product(FLOATS, _BOOLS, _BOOLS):
+        yield SumRoutes(x, arch, many, aligned).emit()
 
 
 @lru_cache

@@ -47,10 +47,11 @@ class PromptAttention:
         absmax: Tensor | None,
     ) -> Tensor:
         """See `qcut.engine.decoder.Attention`."""
+        tables = self.tables[layer]
         if norms is not None:
-            q, k = norms(q, k)
+            q, k, tables = norms.at_positions(q, k, tables, self.positions)
         memory, rows = self.cache.layer(layer), len(q) // len(self.starts)
-        where = (*self.tables[layer], self.positions, self.slots)
+        where = (*tables, self.positions, self.slots)
         calibration, ring = self.cache.calibration(layer), self.cache.ring(layer)
         torch.ops.qcut.append_kv(q, k, v, *where, *memory, rows, False, calibration, ring)
         chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, *scores[1:], ring)
@@ -97,10 +98,10 @@ class StepAttention:
         absmax: Tensor | None,
     ) -> Tensor:
         """See `qcut.engine.decoder.Attention`."""
-        within = None if norms is None else norms.by_head(q.shape[2])
+        within, tables = None if norms is None else norms.by_head(q.shape[2]), self.tables[layer]
         if norms is not None and within is None:
-            q, k = norms(q, k)
-        step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
+            q, k, tables = norms.at_positions(q, k, tables, self.positions)
+        step = (q, k, v, *tables, self.positions, self.slots, *self.cache.layer(layer))
         options = (self.cache.calibration(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
         attend = torch.ops.qcut.append_attention
         overload = attend.early_read if self.early_read else attend.default

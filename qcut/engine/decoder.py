@@ -17,50 +17,31 @@ from torch import Tensor, nn
 
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Table, table_of
+from qcut.layers.experts.experts import Experts
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
+from qcut.layers.tokens import Int8Tokens, Prepared, RotatedTokens, TokensWithAbsmax
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
 # ── activations between layers ──────────────────────────────────────────────────────────────────
 
 
-class Int8Tokens(NamedTuple):
-    """Tokens quantized by `torch.ops.qcut.quantize_per_token`: int8 ``[M, K_padded]``, scales float32 ``[M]``."""
-
-    q: Tensor
-    scale: Tensor
-    dtype: torch.dtype
-
-    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
-        """The layer's `W8A8Linear.forward_int8`."""
-        return cast(Tensor, layer.forward_int8(*self, absmax))
-
-
-class TokensWithAbsmax(NamedTuple):
-    """Tokens ``[M, K]``, and the largest magnitude of each, float32 ``[M]``."""
+class PreparedTokens(NamedTuple):
+    """Tokens ``[M, K]``, and the same tokens as the layers of experts take them."""
 
     x: Tensor
-    absmax: Tensor
+    prepared: Prepared
+    experts: Experts
 
-    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
-        """The layer's `W8A8Linear.forward_with_absmax`."""
-        return cast(Tensor, layer.forward_with_absmax(*self))
-
-
-class RotatedTokens(NamedTuple):
-    """M tokens of a dtype as blocks and scales of `torch.ops.qcut.rotate_tokens`."""
-
-    blocks: Tensor
-    scale: Tensor
-    tokens: int
-    dtype: torch.dtype
-
-    def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
-        """The layer's `CodebookLinear.forward_rotated`."""
-        return cast(Tensor, layer.forward_rotated(*self))
+    def project(self, layer: nn.Module, absmax: Tensor | None) -> Tensor:
+        """The result of a layer, which takes the prepared tokens if the experts' layers take the same."""
+        readers = (layer, self.experts)
+        rotating = _rotating(readers)
+        rotates = rotating is not None and rotating.rotation_of(self.x) is not None
+        return project(layer, self.prepared if rotates or _int8_columns(readers) is not None else self.x, absmax)
 
 
-Activations = Tensor | Int8Tokens | TokensWithAbsmax | RotatedTokens
+Activations = Tensor | Int8Tokens | TokensWithAbsmax | RotatedTokens | PreparedTokens
 
 
 def takes_absmax(module: nn.Module, tokens: int) -> bool:
@@ -95,6 +76,7 @@ class AddNorm:
         eps: added under the root.
         k_padded: columns of the normalized tokens in int8, if all layers that read them take int8; else None.
         rotating: one of the layers that read the normalized tokens, if all rotate alike; else None.
+        experts: those that read the normalized tokens, beside layers that take plain ones; None: there are none.
     """
 
     norm: Literal["rms", "layer"]
@@ -102,42 +84,65 @@ class AddNorm:
     eps: float
     k_padded: int | None
     rotating: CodebookLinear | None = None
+    experts: Experts | None = None
 
     @classmethod
     def rms(cls, module: Any, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result."""
-        return cls("rms", module, module.variance_epsilon, _int8_columns(readers), _rotating(readers))
+        """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result, or experts."""
+        return cls("rms", module, module.variance_epsilon, *_read_by(readers))
 
     @classmethod
     def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result."""
-        return cls("layer", module, module.eps, _int8_columns(readers), _rotating(readers))
+        """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result, or experts."""
+        return cls("layer", module, module.eps, *_read_by(readers))
 
     def __call__(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
         """The sum ``x + branch``, or x if ``branch`` is None, and the norm of the sum; ``[M, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
         given = (x, branch, weight, bias, self.norm == "layer", self.eps)
-        normed: Activations
-        rotation = None if self.rotating is None else self.rotating.rotation_of(x)
-        if rotation is not None:
-            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation)
-            normed = RotatedTokens(blocks, scale, len(x), x.dtype)
-        elif self.k_padded is None:
+        experts, rotation, k_padded = self.experts, None, self.k_padded
+        if experts is not None and not experts.takes_prepared(x):
+            k_padded = None
+        elif self.rotating is not None:
+            rotation = self.rotating.rotation_of(x, routed=experts is not None)
+        if rotation is None and k_padded is None:
             total, normed = torch.ops.qcut.add_norm.early_read(*given)
+            return x if branch is None else total, normed
+        plain = None if experts is None else x.new_empty(x.shape)
+        prepared: Prepared
+        if rotation is not None:
+            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation, plain)
+            prepared = RotatedTokens(blocks, scale, len(x), x.dtype)
         else:
-            total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, self.k_padded)
-            normed = Int8Tokens(q, scale, x.dtype)
-        return x if branch is None else total, normed
+            total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, k_padded, plain)
+            prepared = Int8Tokens(q, scale, x.dtype)
+        both = prepared if experts is None or plain is None else PreparedTokens(plain, prepared, experts)
+        return x if branch is None else total, both
+
+
+def _read_by(readers: Sequence[nn.Module]) -> tuple[int | None, CodebookLinear | None, Experts | None]:
+    """``k_padded``, ``rotating`` and ``experts`` of an `AddNorm`."""
+    experts = next((reader for reader in readers if isinstance(reader, Experts)), None)
+    return _int8_columns(readers), _rotating(readers), experts
+
+
+def _layers_of(readers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Linear layers that take tokens; of experts, a layer as all of them are."""
+    return [
+        reader.stacks[0].form if isinstance(reader, Experts) and reader.stacks is not None else reader
+        for reader in readers
+    ]
 
 
 def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
-    columns = {module.qweight.shape[1] if isinstance(module, W8A8Linear) else None for module in readers}
+    layers = _layers_of(readers)
+    columns = {layer.qweight.shape[1] if isinstance(layer, W8A8Linear) else None for layer in layers}
     return columns.pop() if len(columns) == 1 else None
 
 
 def _rotating(readers: Sequence[nn.Module]) -> CodebookLinear | None:
     """The first of layers that all rotate tokens alike; None if one does not."""
-    layers = [module for module in readers if isinstance(module, CodebookLinear)]
+    layers = [layer for layer in _layers_of(readers) if isinstance(layer, CodebookLinear)]
     return layers[0] if len(layers) == len(readers) and len({layer.reads for layer in layers}) == 1 else None
 
 
@@ -187,23 +192,45 @@ class HeadWeights(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorms of queries and of keys before rotary positions: of each head, or of all heads of a token together."""
+    """RMSNorms of queries and of keys: of each head, or of all heads of a token together.
+
+    Attributes:
+        query: the norm of queries.
+        key: the norm of keys.
+        after_rotary: whether rotary positions come first.
+    """
 
     query: AddNorm
     key: AddNorm
+    after_rotary: bool = False
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalized queries and keys ``[M, heads, D]``."""
         normed_q, normed_k = (
             cast(Tensor, norm(x.reshape(-1, len(cast(Tensor, norm.module.weight))), None)[1]).view(x.shape)
-            for norm, x in zip(self, (q, k), strict=True)
+            for norm, x in ((self.query, q), (self.key, k))
         )
         return normed_q, normed_k
 
+    def at_positions(self, q: Tensor, k: Tensor, tables: Tables, positions: Tensor) -> tuple[Tensor, Tensor, Tables]:
+        """Normalized queries and keys ``[M, heads, D]``, and the tables by which they are to be rotated afterwards.
+
+        Args:
+            q: ``[M, heads, D]``.
+            k: ``[M, heads, D]``.
+            tables: of the layer.
+            positions: of the tokens, int32 ``[M]``.
+        """
+        if self.after_rotary and tables[0] is not None:
+            (cos, sin), half = (table[positions, None] for table in tables), q.shape[2] // 2
+            q, k = (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+            tables = None, None
+        return *self(q, k), tables
+
     def by_head(self, size: int) -> HeadWeights | None:
-        """Weights of norms that normalize each head of so many elements by itself; None for other norms."""
-        query, key = (cast(Tensor, norm.module.weight) for norm in self)
-        if len(query) != size or len(key) != size or self.query.eps != self.key.eps:
+        """Weights of norms that normalize each head of so many elements before rotary positions; None for others."""
+        query, key = (cast(Tensor, norm.module.weight) for norm in (self.query, self.key))
+        if self.after_rotary or len(query) != size or len(key) != size or self.query.eps != self.key.eps:
             return None
         return HeadWeights(query, key, self.query.eps)
 
@@ -227,12 +254,14 @@ class SelfAttention:
         output: the projection of the concatenated heads.
         heads: heads of a token.
         scaling: factor of the scores.
-        norms: of queries and of keys, before rotary positions; or None.
+        norms: of queries and of keys, or None.
         rotary: makes cosines and sines of positions; None: no rotary positions.
         order: int64, columns of the concatenated projections in the order that ``heads`` and rotary pairs require;
             None: they are in that order.
         window: see `Scores`.
         softcap: see `Scores`.
+        clip: largest magnitude of queries, keys and values before rotary positions; larger ones become it. None: all
+            stay.
     """
 
     projections: tuple[nn.Module, ...]
@@ -244,6 +273,7 @@ class SelfAttention:
     order: Tensor | None = None
     window: int = 0
     softcap: float = 0.0
+    clip: float | None = None
 
     def stacked(self, stacker: Stacker) -> SelfAttention:
         """Attention with one product for queries, keys and values, if the layers allow it."""
@@ -254,8 +284,12 @@ class SelfAttention:
         projected = [project(module, x) for module in self.projections]
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
-        q, k, v = self.heads.split(projected)
-        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
+        (q, k, v), norms = self.heads.split(projected), self.norms
+        if self.clip is not None:
+            if norms is not None:
+                (q, k), norms = norms(q, k), None
+            q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
+        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), norms, absmax)
         return project(self.output, mixed if absmax is None else TokensWithAbsmax(mixed, absmax))
 
 
@@ -271,6 +305,10 @@ def kernel_activations(gated: bool) -> frozenset[type[nn.Module]]:
 
 class FeedForward(Protocol):
     """The part of a block after attention: a dense `MLP`, or a mixture of experts."""
+
+    @property
+    def readers(self) -> Sequence[nn.Module]:
+        """All that read the tokens, as `AddNorm` takes them."""
 
     def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
         """``[M, hidden]`` of M tokens; ``absmax``, zeros ``[M]``, is scratch memory if `takes_absmax`."""
@@ -299,6 +337,11 @@ class MLP:
     activation: nn.Module
     down: nn.Module
     gated: bool
+
+    @property
+    def readers(self) -> tuple[nn.Module, ...]:
+        """See `FeedForward`."""
+        return self.projections
 
     @property
     def activated_by_kernel(self) -> bool:
@@ -359,6 +402,7 @@ class Block:
         attention_end: after attention, or None.
         mlp_end: after the MLP, or None.
         parallel: the MLP reads what attention reads, not its sum.
+        multiplier: of both branches, before they are added.
     """
 
     attention_norm: AddNorm | None
@@ -368,18 +412,23 @@ class Block:
     attention_end: AddNorm | None = None
     mlp_end: AddNorm | None = None
     parallel: bool = False
+    multiplier: float = 1.0
 
     def __call__(self, x: Tensor, branch: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
         """Residual and last branch ``[M, hidden]`` of the result, from those of the input."""
         x, normed = _normed(self.attention_norm, x, branch)
-        attended = _ended(self.attention_end, self.attention(normed, attend, absmax[0]))
+        attended = self._ended(self.attention_end, self.attention(normed, attend, absmax[0]))
         x, normed = _normed(self.mlp_norm, x, None if self.parallel else attended)
-        added = _ended(self.mlp_end, self.mlp(normed, absmax[1]))
+        added = self._ended(self.mlp_end, self.mlp(normed, absmax[1]))
         return x, added + attended if self.parallel else added
 
     def stacked(self, stacker: Stacker) -> Block:
         """The block with projections of one input as one product, if the layers allow it."""
         return replace(self, attention=self.attention.stacked(stacker), mlp=self.mlp.stacked(stacker))
+
+    def _ended(self, norm: AddNorm | None, branch: Tensor) -> Tensor:
+        branch = branch if norm is None else cast(Tensor, norm(branch, None)[1])
+        return branch if self.multiplier == 1 else branch * self.multiplier
 
 
 def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
@@ -388,10 +437,6 @@ def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Ten
         return norm(x, branch)
     x = x if branch is None else x + branch
     return x, x
-
-
-def _ended(norm: AddNorm | None, x: Tensor) -> Tensor:
-    return x if norm is None else cast(Tensor, norm(x, None)[1])
 
 
 # ── the decoder ──────────────────────────────────────────────────────────────────────────────────
@@ -450,6 +495,8 @@ class Decoder:
         dtype: dtype of activations.
         device: device of the weights.
         softcap: logits become ``softcap * tanh(logits / softcap)``; None: they stay.
+        embedding_multiplier: of embeddings.
+        logits_divisor: of logits.
     """
 
     architecture: str
@@ -464,6 +511,8 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    logits_divisor: float = 1.0
 
     def __call__(
         self, ids: Tensor, positions: Tensor, batch: int, attention: Attention
@@ -481,6 +530,7 @@ class Decoder:
         """
         memory, of_blocks = self._absmax(len(ids)) if attention.raises_absmax else self._no_absmax
         x, branch = self.embed(ids, positions, batch, memory), None
+        x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
         for i, (block, absmax) in enumerate(zip(self.blocks, of_blocks, strict=True)):
             x, branch = block(x, branch, partial(attention, i), absmax)
         return x, branch
@@ -488,6 +538,7 @@ class Decoder:
     def logits(self, x: Tensor, branch: Tensor | None) -> Tensor:
         """Logits ``[M, vocabulary]`` of hidden states ``x + branch``, or x."""
         logits = project(self.head, self.norm(x, branch)[1])
+        logits = logits if self.logits_divisor == 1 else logits / self.logits_divisor
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:

@@ -51,12 +51,13 @@ S = TypeVar("S", bound=SequenceState)
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules compute the projections, qcut's kernels the norms, attention and activations. Projections of
-    the same input are one product: their weights are stacked, and the model's tensors become views of the stacked ones
-    (`qcut.layers.stacking`). No weight is in memory twice, and the model and further engines go on working. On a GPU
-    decode steps and prefill chunks are captured as CUDA graphs at their first use: decode steps for each power of two
-    of sequences, and each ``max_seq_len`` bucket from 512 up; chunks for sizes of a short list (`warm_up`). The 128
-    sizes used last are kept; all graphs share their memory, bounded by the largest.
+    The model's own modules compute the projections and a mixture's experts, qcut's kernels the norms, attention,
+    activations and the choice of experts. Projections of the same input are one product: their weights are stacked, and
+    the model's tensors become views of the stacked ones (`qcut.layers.stacking`). No weight is in memory twice, and the
+    model and further engines go on working. On a GPU decode steps and prefill chunks are captured as CUDA graphs at
+    their first use: decode steps for each power of two of sequences, and each ``max_seq_len`` bucket from 512 up;
+    chunks for sizes of a short list (`warm_up`). The 128 sizes used last are kept; all graphs share their memory,
+    bounded by the largest.
 
     Quantize, load or move the model, set adapters and edit configurations before the engine is made: it reads modules,
     their code and their hooks once. After a change, make a new engine. Later hooks are not called by graph replays, nor

@@ -20,9 +20,10 @@ from qcut.layers.codebook_buffers import (
     stored_passes,
 )
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear
+from qcut.layers.linear import Known, Linear, Stacked
 from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
+from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
@@ -34,6 +35,7 @@ from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
+from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.ops.codebook import can_rotate
 from qcut.ops.embed import can_embed
 from qcut.ops.paths import path
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 _GEMM = torch.ops.qcut.codebook_gemm.early_read
 _GEMV = torch.ops.qcut.codebook_gemv.early_read
 _EMBED = torch.ops.qcut.embed_codebook.default
+_ACTIVATE = torch.ops.qcut.activate_rotated.early_read
 _REFERENCE = torch.ops.qcut.codebook_linear.default
 
 Books = dict[torch.dtype, tuple[int, ...]]
@@ -61,9 +64,6 @@ RowOperands = tuple[list[Tensor], Tensor, list[Tensor], list[int], rotation.Kind
 _CODEBOOK_KEYS = tuple(keys[CodebookSet._fields.index("codebook")] for keys in SET_KEYS)
 
 _HALVES = (torch.float16, torch.bfloat16)
-
-MOST_ROTATED = 64
-"""Rows up to which kernels that make rows rotate them: those of steps. Prompts have not been measured so."""
 
 
 class CodebookTable(NamedTuple):
@@ -316,15 +316,18 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """What layers have in common that can read the same rotated rows: the rotation, and whether rows are int8."""
         return self._rotation, self.int8
 
-    def rotation_of(self, like: Tensor) -> RotationArguments | None:
+    def rotation_of(self, like: Tensor, *, routed: bool = False) -> RotationArguments | None:
         """How an operator is to rotate rows that it makes for this layer, or None if the layer takes plain tokens.
 
-        A single row is rotated in the product's kernel, and those of prompts by a kernel of their own.
+        A single row is rotated in the product's kernel, except if it is routed to experts, and those of prompts by a
+        kernel of their own.
 
         Args:
             like: a tensor with the rows' number, dtype and device.
+            routed: whether `routed` multiplies the rows.
         """
-        if not 2 <= len(like) <= MOST_ROTATED or like.dtype not in _HALVES or not _by_kernels(like.device):
+        least = 1 if routed else 2
+        if not least <= len(like) <= MOST_PREPARED or like.dtype not in _HALVES or not _by_kernels(like.device):
             return None
         if not can_rotate(self.kind, self.group_size, self.in_features):
             return None
@@ -348,6 +351,60 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def quantized_tokens(self, x: Tensor) -> Tensor | None:
         """See `Linear.quantized_tokens`."""
         return None if self.int8 else x.float()
+
+    @property
+    def largest_tile(self) -> int:
+        """See `Linear.largest_tile`: group scales take the registers of 256 tokens."""
+        if self.kind == "qr":
+            return MOST_GATHERED
+        return 256 if self.int8 or self.geometry.slot > UNIT_COLUMNS // 4 else 128
+
+    @classmethod
+    def routed(
+        cls,
+        stack: Stacked,
+        x: Tensor | Prepared,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
+        one, b, dtype = stack.form, stack.tensors, x.dtype
+        if len(one.set_bits) > 1 or not (dtype in _HALVES or (one.int8 and dtype is torch.float32)):
+            return None
+        books = stack.read(("codebook",), _common_books)
+        if books is None or (tiles.ordered and one.kind == "qr"):
+            return None
+        if isinstance(x, Tensor):
+            rotated = one._rotated_routes(x, tiles, per_row, gated)
+            # What wrote the routes has ended when the rotation begins, or the kernel before the activation.
+            early = one.kind != "qr"
+        else:
+            rotated, early = cast(RotatedTokens, x), False  # the kernel just before writes the routes
+        weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], books[torch.float16 if one.int8 else dtype]
+        y: Tensor = torch.ops.qcut.codebook_experts(
+            rotated.blocks, rotated.scale if one.int8 else None, rotated.tokens, per_row, tiles.experts, tiles.routes,
+            *weight, b["bias"], one.set_bits[0], one.activation, dtype, early, weights,
+        )  # fmt: skip
+        return y
+
+    def _rotated_routes(self, x: Tensor, tiles: RouteTiles, per_row: int, gated: bool) -> RotatedTokens:
+        """The tokens of routes, rotated, in the order of tiles if they are ``ordered``; see `Linear.routed`."""
+        operands, dtype = self._rotation.operands_for(x), x.dtype
+        groups = self.group_size, self.scheme.seeds, torch.int8 if self.int8 else dtype
+        rotates = not tiles.ordered and dtype in _HALVES and can_rotate(self.kind, self.group_size, self.in_features)
+        if gated and rotates:
+            blocks, scale = _ACTIVATE(*x.chunk(2, -1), operands, *groups)
+        else:
+            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+            if self.kind == "qr":
+                blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, operands, self.kind, *groups)
+            else:
+                routes = tiles.routes if tiles.ordered else None
+                blocks, scale = torch.ops.qcut.rotate_routes(x, operands, self.kind, *groups, routes, per_row)
+        return RotatedTokens(blocks, scale, len(x), dtype)
 
     def _product(self, x: Tensor) -> Tensor:
         return self._by_kernel(x) if _by_kernels(x.device) else self._by_reference(x, self.activation)
@@ -545,6 +602,13 @@ def _reader(
         return packing.pack(layer._indices(p), layer.scheme.widths[p])
 
     return read
+
+
+def _common_books(codebooks: Tensor) -> Books | None:
+    """The codebook of all experts, ``[E, ...]``, as launches take it; None if they differ."""
+    if not bool((codebooks == codebooks[:1]).all()):
+        return None
+    return {dtype: products.pack_book(codebooks[0], dtype) for dtype in _HALVES}
 
 
 def _by_kernels(device: torch.device) -> bool:

@@ -13,16 +13,19 @@ import qcut.ops.linear  # noqa: F401  (registers its operators)
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.embedding import Table
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear
+from qcut.layers.linear import Known, Linear, Stacked
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
+from qcut.numerics.codebook.layout import UNIT_COLUMNS
 from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, StaticRange, padded_k
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.layers.tokens import Prepared
+    from qcut.numerics.routing import RouteTiles
 
 _W8A8 = torch.ops.qcut.w8a8_linear.early_read
 _INT8 = torch.ops.qcut.int8_linear.early_read
@@ -120,6 +123,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
     """
 
     k_max = K_MAX
+    largest_tile = 256
 
     def quantized_tokens(self, x: Tensor) -> Tensor:
         """See `Linear.quantized_tokens`."""
@@ -155,10 +159,62 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         b = self._buffers
         return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
+    @classmethod
+    def routed(
+        cls,
+        stack: Stacked,
+        x: Tensor | Prepared,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
+        b = stack.tensors
+        weight = b["qweight"], b["weight_scale"], b["bias"]
+        if not isinstance(x, Tensor):
+            q, scale = x[:2]
+        else:
+            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+            if tiles.ordered:
+                q, scale = _in_order(x, tiles, per_row, torch.int8)
+            else:
+                q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
+        y: Tensor = torch.ops.qcut.w8a8_experts(
+            q,
+            scale,
+            tiles.total // per_row,
+            per_row,
+            tiles.experts,
+            tiles.routes,
+            *weight,
+            stack.form.activation,
+            x.dtype,
+        )
+        return _summed(y, tiles, len(weight[0]), weights)
+
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
         return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+
+def _in_order(x: Tensor, tiles: RouteTiles, per_row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Blocks of the tokens of all places of tiles, of x's type or quantized, and the scales of routes."""
+    no_operands, one_pass = x.new_empty(0), [0]
+    blocks, scale = torch.ops.qcut.rotate_routes(
+        x, no_operands, "none", UNIT_COLUMNS, one_pass, dtype, tiles.routes, per_row
+    )
+    return blocks, scale
+
+
+def _summed(results: Tensor, tiles: RouteTiles, experts: int, weights: Tensor | None) -> Tensor:
+    """The results of routes, or of tokens if weights are given."""
+    if weights is None:
+        return results
+    y: Tensor = torch.ops.qcut.sum_routes(results, weights, tiles.experts.view(weights.shape), experts, None)
+    return y
 
 
 class _CalibratedLinear(Int8Linear):
@@ -319,6 +375,30 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     Exactness: that of `qcut.numerics.int8.w8a16_linear_ref`.
     """
+
+    largest_tile = 128
+
+    @classmethod
+    def routed(
+        cls,
+        stack: Stacked,
+        x: Tensor | Prepared,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `Linear.routed`: tokens of 16 bits."""
+        if not isinstance(x, Tensor) or x.dtype is torch.float32:
+            return None
+        b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        weight = b["qweight"], b["weight_scale"], b["bias"]
+        tokens = _in_order(x, tiles, per_row, x.dtype)[0] if tiles.ordered else x
+        y: Tensor = torch.ops.qcut.w8a16_experts(
+            tokens, *x.shape, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
+        )
+        return _summed(y, tiles, len(weight[0]), weights)
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from qcut.layers.quantized import FrozenWeight, QuantizedLayer
 from qcut.models.guards import described, is_described, refuse_foreign_saving
 from qcut.models.modules import float_bias, float_weight
 from qcut.numerics.plain_state import in_plain_state
+from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.ops.gradients import inference_only
 from qcut.schemes import (
     ALLOWED_SCHEMES,
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.layers.tokens import Prepared
     from qcut.numerics.codebook.fitting.curvature import Curvature
+
+V = TypeVar("V")
 
 
 _MODULES: dict[type[Scheme], str] = {
@@ -51,6 +55,21 @@ _MODULES: dict[type[Scheme], str] = {
     ShiftedCodebook: "shifted",
 }
 """The modules of qcut's own layers, imported when a scheme is first used."""
+
+
+class Stacked(Protocol):
+    """Layers of one form, whose tensors are stacked: the experts of a projection."""
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """The stacked tensors of the layers, by name."""
+
+    @property
+    def form(self) -> Any:
+        """A layer as all of them are, without tensors."""
+
+    def read(self, keys: Sequence[str], make: Callable[..., V]) -> V:
+        """What ``make`` finds in buffers, read on the host once, and again when they have changed."""
 
 
 class Known(NamedTuple):
@@ -315,6 +334,39 @@ class Linear(QuantizedLayer):
             result = inference_only(y, x, who)
             return result
         return self._product(x)
+
+    @property
+    def largest_tile(self) -> int:
+        """The most routes of a tile that `routed` takes, on a GPU with kernels for it."""
+        return MOST_GATHERED
+
+    @classmethod
+    def routed(
+        cls,
+        stack: Stacked,
+        x: Tensor | Prepared,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
+    ) -> Tensor | None:
+        """The products of routes with the layers of a stack, without a look at the routes on the host.
+
+        Args:
+            stack: layers of this class.
+            x: ``[M, K]`` on a GPU; gated, ``[M, 2 K]``, of which `torch.ops.qcut.silu_mul` makes the tokens. With tiles
+                that are not ``ordered``, also M tokens that an earlier kernel has prepared for the layers, not gated.
+            tiles: the routes, ``M * per_row`` in all.
+            per_row: routes of each token.
+            gated: see ``x``.
+            weights: float32 ``[T, k]`` of the routes of T tokens, in tiles of one route; None: routes are not summed.
+
+        Returns:
+            ``[M * per_row, N]`` of x's dtype; rows of routes in no tile hold anything. With ``weights``, what
+            `torch.ops.qcut.sum_routes` makes of them: ``[T, N]``. None: no kernel computes them.
+        """
+        return None
 
     def quantized_tokens(self, x: Tensor) -> Tensor | None:
         """The tokens that the product reads in place of x, dequantized; for checks, not for speed.

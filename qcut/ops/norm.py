@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from qcut.ops.codebook import RotateTokensOp, check_rotated
-from qcut.ops.registry import operator
+from qcut.ops.registry import MUTATED, operator
 
 
 @operator("add_norm", returns="(Tensor, Tensor)")
@@ -82,6 +82,7 @@ class AddNormInt8Op(NamedTuple):
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
+        plain: as x, contiguous, to which y is written, too; None: not wanted.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; q int8 ``[M, k_padded]``; scale float32
@@ -92,7 +93,7 @@ class AddNormInt8Op(NamedTuple):
         ConfigError: an RMSNorm is given a bias.
 
     Exactness: q and scale are bitwise `qcut.numerics.int8.quantize_per_token_ref` of y of `AddNormOp` on the same
-        device.
+        device, and ``plain`` is y.
     """
 
     x: Tensor
@@ -102,6 +103,7 @@ class AddNormInt8Op(NamedTuple):
     layer: bool
     eps: float
     k_padded: int
+    plain: Annotated[Tensor | None, MUTATED] = None
     early_read: bool = False
 
     @property
@@ -111,6 +113,7 @@ class AddNormInt8Op(NamedTuple):
 
     def check(self) -> None:
         _check_norm("add_norm_int8", self)
+        _check_plain("add_norm_int8", self)
         k = self.x.shape[1]
         if self.k_padded < k or self.k_padded % 16:
             raise ShapeError(f"qcut::add_norm_int8: k_padded is {self.k_padded}; allowed: a multiple of 16 from {k} on")
@@ -123,6 +126,8 @@ class AddNormInt8Op(NamedTuple):
 
     def cpu(self) -> tuple[Tensor, Tensor, Tensor]:
         total, y = self.unquantized.cpu()
+        if self.plain is not None:
+            self.plain.copy_(y)
         return total, *int8.quantize_per_token_ref(y, self.k_padded)
 
 
@@ -144,6 +149,7 @@ class AddNormRotatedOp(NamedTuple):
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.
+        plain: as x, contiguous, to which y is written, too; None: not wanted.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; blocks and scales of y, as
@@ -153,7 +159,7 @@ class AddNormRotatedOp(NamedTuple):
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: an RMSNorm is given a bias; another group, or no seed.
 
-    Exactness: blocks and scales are bitwise `RotateTokensOp` of `AddNormOp`'s y on the same device.
+    Exactness: blocks and scales are bitwise `RotateTokensOp` of `AddNormOp`'s y on the same device, and ``plain`` is y.
     """
 
     x: Tensor
@@ -166,6 +172,7 @@ class AddNormRotatedOp(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
+    plain: Annotated[Tensor | None, MUTATED] = None
     early_read: bool = False
 
     @property
@@ -175,10 +182,11 @@ class AddNormRotatedOp(NamedTuple):
 
     def rotation(self, y: Tensor) -> RotateTokensOp:
         """The rotation of the norm y."""
-        return RotateTokensOp(y, self.operands, "hadamard", *self[7:])
+        return RotateTokensOp(y, self.operands, "hadamard", *self[7:10], self.early_read)
 
     def check(self) -> None:
         _check_norm("add_norm_rotated", self)
+        _check_plain("add_norm_rotated", self)
         check_rotated("add_norm_rotated", self.x, *self[6:10])
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,6 +195,8 @@ class AddNormRotatedOp(NamedTuple):
 
     def cpu(self) -> tuple[Tensor, Tensor, Tensor]:
         total, y = self.unrotated.cpu()
+        if self.plain is not None:
+            self.plain.copy_(y)
         return total, *self.rotation(y).cpu()
 
 
@@ -202,3 +212,12 @@ def _check_norm(op: str, call: AddNormOp | AddNormInt8Op | AddNormRotatedOp) -> 
         check_tensor(op, "bias", bias, (x.dtype,), x.shape[1:], x.device)
         if not call.layer:
             raise ConfigError(f"qcut::{op}: an RMS norm has no bias")
+
+
+def _check_plain(op: str, call: AddNormInt8Op | AddNormRotatedOp) -> None:
+    x, plain = call.x, call.plain
+    if plain is None:
+        return
+    check_tensor(op, "plain", plain, (x.dtype,), x.shape, x.device)
+    if not plain.is_contiguous():
+        raise ShapeError(f"qcut::{op}: plain has strides {list(plain.stride())}; allowed: contiguous")

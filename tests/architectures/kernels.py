@@ -36,6 +36,10 @@ from qcut.emitters.families import (
     W8A16_MMA,
 )
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.routing.linear_route import LinearRoute
+from qcut.emitters.routing.route import RouteTokens
+from qcut.emitters.routing.sort_routes import SortRoutes
+from qcut.emitters.routing.sum_routes import SumRoutes
 from qcut.emitters.stream.w8a8 import W8A8Problem
 
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
@@ -90,6 +94,21 @@ def rows(arch: str) -> list[KernelSource]:
         quantize.Dequantize.for_shape(F16, arch, 4096, 4096).emit(),
         quantize.ColSum(arch).emit(),
     ]
+
+
+def routing(arch: str) -> list[KernelSource]:
+    """The kernels between a router and its experts."""
+    routers = [
+        RouteTokens(F16, "softmax", 4, False, arch),
+        RouteTokens(F32, "sigmoid", 8, True, arch),
+        RouteTokens(BF16, "logits", 32, True, arch),
+    ]
+    sorts = [SortRoutes.for_routes(routes, arch) for routes in (8, 300, 32768)]
+    linear = []
+    if architecture(arch).clusters:
+        linear.append(LinearRoute(BF16, F32, F32, "softmax", True, 60, 2048, 2, arch, True))
+    sums = (SumRoutes(F16, arch), SumRoutes(BF16, arch, True, False))
+    return [desc.emit() for desc in (*routers, *linear, *sorts, *sums)]
 
 
 def int8(arch: str) -> list[KernelSource]:
@@ -180,5 +199,5 @@ def cutlass(arch: str) -> list[KernelSource]:
 
 def raw_kernels(arch: str) -> list[KernelSource]:
     """All but CUTLASS's, each once."""
-    found = [*attention(arch), *prompts(arch), *rows(arch), *int8(arch), *codebooks(arch)]
+    found = [*attention(arch), *prompts(arch), *rows(arch), *int8(arch), *codebooks(arch), *routing(arch)]
     return list({source.name: source for source in found}.values())

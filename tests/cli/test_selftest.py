@@ -22,6 +22,7 @@ FAMILIES = {
     *("w8a16", "w8a16_mma", "w8a16_stream", "codebook", "rotate", "rotate_dense", "norm", "append_kv", "attention"),
     *("append_attention", "prompt_attention", "embed", "argmax", "advance", "quantize_per_token"),
     *("quantize_per_tensor", "dequantize", "colsum", "silu_mul", "gelu_tanh"),
+    *("route", "linear_route", "sort_routes", "sum_routes"),
 }
 
 

@@ -18,6 +18,7 @@ BELOW = {
     "stream": {"core", "codebook", "stream"},
     "decoder": {"core", "codebook", "decoder"},
     "attention": {"core", "codebook", "decoder", "attention"},
+    "routing": {"core", "routing"},
     "cutlass": {"core", "cutlass"},
 }
 """Folders that a folder's headers may include."""

@@ -19,13 +19,20 @@ from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.argmax import ArgmaxRows
 from qcut.emitters.decoder.embed import EmbedRows
 from qcut.emitters.decoder.embed_codebook import EmbedCodebook
-from qcut.emitters.families import INT8_MMA
+from qcut.emitters.families import INT8_MMA, INT8_STREAM, W8A16_STREAM
+from qcut.emitters.routing.linear_route import LinearRoute
+from qcut.emitters.routing.route import RouteTokens
+from qcut.emitters.routing.sort_routes import SortRoutes
+from qcut.emitters.routing.sum_routes import SumRoutes
+from qcut.emitters.stream.w8a8 import W8A8Tile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 from tests.emitters.conformance.gemm import INT8, SMALL
+from tests.emitters.conformance.stream import INT8_EXPERTS, ROWS_EXPERTS, W8A16_EXPERTS
 from tests.support.binaries import build, listing
 from tests.support.fakes.launches import H200
 
 ARCH, F16 = H200.arch, DType.F16
-WAIT = "ACQBULK"  # griddepcontrol.wait
+WAIT, LAUNCH = "ACQBULK", "PREEXIT"  # griddepcontrol.wait and .launch_dependents
 READS = ("LDG", "LD.", "UTMALDG", "UBLKCP", "ATOM", "RED.")
 
 
@@ -40,6 +47,17 @@ def stream(tokens: str) -> LaunchSpec:
     spec = Product(linear_problem(F16, 256, 256, True, "none", "w8a8"), 1, 256, 256).stream_spec(tokens, H200)
     assert spec is not None
     return spec
+
+
+def routings() -> list[KernelSource]:
+    """Kernels whose results a kernel two launches later may read before it waits."""
+    routers = (RouteTokens(F16, "softmax", 4, by_score, ARCH) for by_score in (False, True))
+    sorts = (SortRoutes.for_routes(routes, ARCH) for routes in (8, 300))
+    return [desc.emit() for desc in (*routers, linear_route(False), *sorts, SumRoutes(F16, ARCH))]
+
+
+def linear_route(early_read: bool) -> LinearRoute:
+    return LinearRoute(F16, F16, F16, "softmax", False, 128, 2048, 1, ARCH, early_read)
 
 
 def unpromised() -> list[KernelSource]:
@@ -59,6 +77,7 @@ def unpromised() -> list[KernelSource]:
         *(PromptWgmma.for_shape(F16, cache, 128, ARCH).emit() for cache in (F16, DType.S8)),
         EmbedRows(F16, DType.S8, ARCH, True, True).emit(),
         EmbedCodebook(F16, F16, (4,), 128, ARCH, places=True).emit(),
+        *routings(),
     ]
 
 
@@ -67,6 +86,31 @@ def test_kernels_read_nothing_before_they_wait() -> None:
     for source, binary in zip(sources, build(*sources), strict=True):
         assert source.waits
         assert reads_early(binary.cubin) == [], source.name
+
+
+def test_routings_launch_their_dependents_after_the_wait() -> None:
+    for binary in build(*routings()):
+        names = listing(binary.cubin)
+        assert names.index(WAIT) < names.index(LAUNCH)
+
+
+def test_routers_read_their_weight_before_they_wait() -> None:
+    desc = linear_route(True)
+    (binary,) = build(desc.emit())
+    assert len(reads_early(binary.cubin)) == desc.experts * desc.passes, "the weight alone"
+    names = listing(binary.cubin)
+    assert names.index(WAIT) < names.index(LAUNCH)
+
+
+def test_experts_launch_their_dependents_after_the_wait() -> None:
+    tiles = W8A8Tile(2, 10, prefetch=2), W8A8Tile(2, 4, tokens=1)
+    sources = [INT8_STREAM.emit(problem, tile, ARCH) for problem in (INT8_EXPERTS, ROWS_EXPERTS) for tile in tiles]
+    sources += [W8A16_STREAM.emit(W8A16_EXPERTS, W8A16Tile(2, 8, tokens=tokens), ARCH) for tokens in (1, 8)]
+    for source, binary in zip(sources, build(*sources), strict=True):
+        assert source.waits
+        assert reads_early(binary.cubin) == [], source.name
+        names = listing(binary.cubin)
+        assert names.index(WAIT) < names.index(LAUNCH), source.name
 
 
 def test_stream_of_given_weights_does_not_wait() -> None:

@@ -77,7 +77,11 @@ def test_a_quantized_table_and_classifier() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "qwen2", "qwen3", "olmo2", "phi3_partial", "smollm3", "starcoder2", "gpt_neox", "gemma2"]
+    "kind",
+    [
+        *("gpt2", "qwen2", "qwen3", "olmo2", "phi3_partial", "smollm3", "starcoder2", "gpt_neox", "gemma2"),
+        *("qwen3_moe", "granitemoe", "ernie4_5_moe"),
+    ],
 )
 def test_ragged_prompts_are_the_single_ones(kind: str) -> None:
     model = small(kind)

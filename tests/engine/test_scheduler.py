@@ -63,6 +63,8 @@ def finished(scheduler: Scheduler, most: int = 1000) -> int:
         ("gpt2", "w8a8", "int8"),
         ("qwen2", "codebook4_g32", "auto"),
         ("wide", "codebook4_g32_int8", "int4"),
+        ("qwen3_moe", "w8a8", "int8"),
+        ("qwen2_moe", "codebook4_g32", "auto"),
     ],
 )
 def test_admitted_and_retired_sequences_change_no_tokens(

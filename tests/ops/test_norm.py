@@ -41,8 +41,11 @@ def test_int8_norms_are_the_norms_quantized(layer: bool) -> None:
     weight, bias = torch.randn(2, 40).half()
     given = (x, residual, weight, bias if layer else None, layer, 1e-5)
     total, y = OPS.add_norm(*given)
-    for got, want in zip(OPS.add_norm_int8(*given, 48), (total, *OPS.quantize_per_token(y, 48)), strict=True):
-        assert torch.equal(got, want)
+    plain = torch.zeros(5, 40).half()
+    for beside in (None, plain):
+        got = OPS.add_norm_int8(*given, 48, beside)
+        assert all(map(torch.equal, got, (total, *OPS.quantize_per_token(y, 48))))
+    assert torch.equal(plain, y)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -55,15 +58,18 @@ def test_rotated_norms_are_the_norms_rotated(to: torch.dtype, residual: bool) ->
     signs = operands("hadamard", 64, 192, (7, 8), torch.bfloat16)
     total, y = OPS.add_norm(*given)
     rotated = (total, *OPS.rotate_tokens(y, signs, "hadamard", 64, (7, 8), to))
-    for got, want in zip(OPS.add_norm_rotated(*given, signs, 64, (7, 8), to), rotated, strict=True):
-        assert torch.equal(got, want)
-    torch.library.opcheck(OPS.add_norm_rotated.default, (*given, signs, 64, (7, 8), to))
+    plain = torch.zeros(9, 192).bfloat16()
+    for beside in (None, plain):
+        assert all(map(torch.equal, OPS.add_norm_rotated(*given, signs, 64, (7, 8), to, beside), rotated))
+        torch.library.opcheck(OPS.add_norm_rotated.default, (*given, signs, 64, (7, 8), to, beside))
+    assert torch.equal(plain, y)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
     x, weight, turned = torch.randn(3, 8), torch.randn(8), torch.randn(8, 3).t()
-    torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
+    for plain in (None, torch.zeros(3, 8)):
+        torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16, plain))
     for first, second in ((x, x + 1), (turned, turned), (turned, x), (x, turned)):  # results are contiguous
         torch.library.opcheck(OPS.add_norm.default, (first, second, weight, weight, True, 1e-5))
         torch.library.opcheck(OPS.add_norm.default, (first, None, weight, None, False, 1e-5))
@@ -111,3 +117,20 @@ def test_rotated_norms_refuse(changes: dict[str, Any], error: Any, message: str)
     given = {"x": x, "residual": None, "weight": weight, "bias": None, "layer": False, "eps": 1e-5, **rotation}
     with pytest.raises(error, match=f"add_norm_rotated: .*{message}"):
         OPS.add_norm_rotated(**{**given, "out_dtype": torch.float16, **changes})
+
+
+@pytest.mark.parametrize(
+    ("plain", "error", "message"),
+    [
+        (torch.zeros(2, 64), errors.DtypeError, "plain is float32; allowed: float16"),
+        (torch.zeros(3, 64).half(), errors.ShapeError, r"plain has shape \[3, 64\]; allowed: \[2, 64\]"),
+        (torch.zeros(64, 2).half().t(), errors.ShapeError, r"plain has strides \[1, 2\]; allowed: contiguous"),
+        (torch.zeros(2, 64, device="meta").half(), errors.DeviceError, "plain is on meta"),
+    ],
+)
+def test_plain_norms_refuse(plain: torch.Tensor, error: Any, message: str) -> None:
+    given = (torch.zeros(2, 64).half(), None, torch.zeros(64).half(), None, False, 1e-5)
+    with pytest.raises(error, match=f"add_norm_rotated: {message}"):
+        OPS.add_norm_rotated.early_read(*given, torch.zeros(1, 4, dtype=torch.int32), 64, [1], torch.int8, plain)
+    with pytest.raises(error, match=f"add_norm_int8: {message}"):
+        OPS.add_norm_int8.early_read(*given, 64, plain)

@@ -18,6 +18,7 @@ _THETA = {"rope_theta": 10000.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 _LOCAL = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 _HALF = {"rope_parameters": {"rope_type": "default", **_THETA, "partial_rotary_factor": 0.5}}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
@@ -67,10 +68,59 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_window": (
+        "qwen3_moe",
+        {**_EXPERTS, "mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 6},
+    ),
+    "qwen2_moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "mixtral": ("mixtral", {"num_local_experts": 6}),
+    "mixtral_window": ("mixtral", {"num_local_experts": 6, "sliding_window": 5}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe_clipped": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.75}),
+    "granitemoe": (
+        "granitemoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.75,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 36,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        {
+            "num_experts": 6,
+            "moe_topk": [2, 3],
+            "head_dim": 8,
+            "rope_parameters": {"rope_type": "dynamic", **_THETA, "factor": 1.0, "alpha": 1000.0},
+        },
+    ),
 }
 """By kind, the model's type in transformers, and what differs from `sizes`."""
+_SINCE = {
+    # Versions before refuse their own default settings.
+    **dict.fromkeys(("olmo2", "olmoe", "ernie4_5_moe"), "5.5"),
+    # Versions before hold the parts of a mixture by other names, which qcut refuses.
+    **dict.fromkeys(("granitemoe", "hunyuan_v1_moe"), "5.13"),
+}
+"""By type, the version of transformers whose models `small` can make and the engine serves."""
 KINDS = tuple(_KINDS)
 """What `small` makes."""
+MIXTURES = tuple(kind for kind in KINDS if any("experts" in key for key in _KINDS[kind][1]))
+"""Kinds with mixtures of experts."""
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Changes with which keys and values have 64 rows, so that codebooks too can be stacked."""
 
@@ -96,20 +146,21 @@ def small(kind: str, **changes: Any) -> Any:
     """A model with random weights, larger than usual so that its tokens differ."""
     torch.manual_seed(0)
     model_type, own = _KINDS[kind]
-    if model_type == "olmo2" and Version(transformers.__version__) < Version("5.5"):
-        pytest.skip("before 5.5, transformers refuses its own default of OLMo 2")
+    since = _SINCE.get(model_type, "0")
+    if Version(transformers.__version__) < Version(since):
+        pytest.skip(f"{model_type} is served from transformers {since} on")
     # Torch's attention knows no softcap, and older versions of transformers choose it all the same.
     options = {"attn_implementation": "eager"} if "attn_logit_softcapping" in own else {}
     config = AutoConfig.for_model(model_type, **sizes(**own | changes))
     model: Any = AutoModelForCausalLM.from_config(config, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+            if name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)
+            elif parameter.dim() > 1:
                 parameter.mul_(6)
             elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.uniform_(-0.5, 0.5)
     return model.eval()
 
 

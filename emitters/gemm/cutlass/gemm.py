@@ -46,6 +46,7 @@ class Int8Cutlass(Family[GemmProblem, TileConfig]):
         smem_bytes = architecture(arch).smem_bytes if arch in ARCHITECTURES else 0
         require(arch in ARCHITECTURES, name, f"architecture: allowed are {', '.join(ARCHITECTURES)}")
         require(problem.a is DType.S8 and problem.b is DType.S8, name, "operands are s8 x s8")
+        require(not problem.experts, name, "B is one weight")
         require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
         require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")
         require(not problem.epilogue.rescale, name, "rescale: results in integers alone are the raw families'")

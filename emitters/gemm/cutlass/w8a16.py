@@ -18,7 +18,7 @@ from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
 from qcut.emitters.gemm.cutlass.tiles import tile
-from qcut.emitters.gemm.problem import HOST_M, GemmProblem, Schedule, TileConfig
+from qcut.emitters.gemm.problem import HOST_M, ONE_WEIGHT, GemmProblem, Schedule, TileConfig
 
 MENU: tuple[TileConfig, ...] = (
     tile("pingpong", "128x64x64"),
@@ -91,6 +91,7 @@ CONSTRAINTS = (
     ),
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     HOST_M,
+    ONE_WEIGHT,
     Constraint("alignment_k", "rows of tokens are multiples of 16 bytes", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint(
         "alignment_n",

@@ -52,6 +52,7 @@ class Rotation(NamedTuple):
         passes: number of rotations of the same tokens.
         aligned: whether rows start at multiples of 16 bytes.
         early_read: whether the signs or matrices are ready, as those of a layer are.
+        routed: whether rows of the blocks are routes to experts. Kernels then wait before they read anything.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Rotation(NamedTuple):
     passes: int
     aligned: bool = True
     early_read: bool = True
+    routed: bool = False
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches in order: two for dense rotations to int8, else one."""
@@ -76,11 +78,11 @@ class Rotation(NamedTuple):
             self.passes,
             gpu,
             aligned=self.aligned,
+            routed=self.routed,
         )
         k_padded = Geometry(self.k, self.group_size).k_padded
-
-        early = architecture(gpu.arch).pdl and (self.early_read or self.kind == rotation.NO_ROTATION)
-        early = early and dispatch.starts_early(self.rows, self.k)
+        early = (self.early_read or self.kind == rotation.NO_ROTATION) and dispatch.starts_early(self.rows, self.k)
+        early = architecture(gpu.arch).pdl and (self.routed or early)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
             return LaunchSpec(kernel.emit(), dispatch.rotation_grid(kernel, columns), pdl=early)
@@ -88,8 +90,10 @@ class Rotation(NamedTuple):
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
 
     def load(self, device: int) -> tuple[LaunchPlan, ...]:
-        """The launch plans in order, handed to C++."""
+        """The launch plans in order, handed to C++ except of routes."""
         plans = tuple(spec.load(device) for spec in self.specs(target(device)))
+        if self.routed:
+            return plans
         key = native.key(
             "rotate_tokens",
             n=self.group_size,

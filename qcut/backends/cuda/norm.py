@@ -9,10 +9,12 @@ from qcut.backends.cuda.codebook import rotate, rotates_rows
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
+from qcut.backends.cuda.quantize import quantize_per_token
 from qcut.dispatch.ahead_of_time import norm_columns
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
 from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
+from qcut.ops.quantize import QuantizePerTokenOp
 from qcut.ops.registry import serves
 
 
@@ -27,6 +29,9 @@ def add_norm(call: AddNormOp) -> tuple[Tensor, Tensor]:
 def add_norm_int8(call: AddNormInt8Op) -> tuple[Tensor, Tensor, Tensor]:
     call.check()
     m, device = call.x.shape[0], call.x.device
+    if call.plain is not None and target(call.x.get_device()).ahead_of_time:  # no such kernel is built ahead of time
+        total = _launch(call.unquantized, call.plain)
+        return total, *quantize_per_token(QuantizePerTokenOp(call.plain, call.k_padded))
     q = torch.empty((m, call.k_padded), dtype=torch.int8, device=device)
     scale = torch.empty(m, dtype=torch.float32, device=device)
     return _launch(call, q, scale), q, scale
@@ -39,8 +44,8 @@ def add_norm_rotated(call: AddNormRotatedOp) -> tuple[Tensor, Tensor, Tensor]:
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds))
     shape = DTYPES[call.x.dtype], call.layer, gpu.arch, k
     if not rotates_rows(gpu, NormRows.for_shape, *shape, many=m >= MANY_ROWS, rotation=rotation):
-        total, y = add_norm(call.unrotated)
-        return total, *rotate(call.rotation(y))
+        y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device) if call.plain is None else call.plain
+        return _launch(call.unrotated, y), *rotate(call.rotation(y))
     blocks, scale = call.rotation(call.x).fake()
     return _launch(call, blocks, scale if rotation.quantized else None, rotation), blocks, scale
 
@@ -52,6 +57,7 @@ def _launch(
     rotation: RowsRotation | None = None,
 ) -> Tensor:
     """Write the norm to y, and the scales of an int8 norm to ``scale``; return the sum."""
+    plain = None if isinstance(call, AddNormOp) else call.plain
     given, residual, weight, bias, layer, eps = call[:6]
     (m, k), dtype, device = given.shape, given.dtype, given.get_device()
     total = torch.empty(given.shape if residual is not None else (0,), dtype=dtype, device=given.device)
@@ -67,16 +73,17 @@ def _launch(
     early_read = call.early_read and weight is call.weight and bias is call.bias
     if isinstance(call, AddNormRotatedOp):
         early_read = early_read and signs is call.operands
-    aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
+    aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias, y, plain)
     quantized = scale is not None and rotation is None
-    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, early_read, device)
-    plan = _plans[key]
+    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, plain is not None)
+    plan = _plans[(*key, early_read, device)]
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
     results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
     sizes = (k, k, y.shape[1]) if quantized else (k, k)
     rotation_args = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
-    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *rotation_args)
+    plains = () if plain is None else (plain.data_ptr(),)
+    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *rotation_args, *plains)
     plan.launch(m, args, current_stream(device))
     return total
 
@@ -91,11 +98,12 @@ def _plans(
     many: bool,
     aligned: bool,
     rotation: RowsRotation | None,
+    plain: bool,
     early_read: bool,
     device: int,
 ) -> LaunchPlan:
     flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
     gpu = target(device)
     columns = norm_columns(k, DTYPES[dtype], gpu, aligned=aligned)
-    desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation)
+    desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation, plain=plain)
     return LaunchSpec(desc.emit(), desc.grid, pdl=early_read and pdl(device)).load(device)

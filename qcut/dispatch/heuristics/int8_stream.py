@@ -17,8 +17,10 @@ _SUM_BYTES_PER_NS = 200.0
 """Bytes of warps' sums per ns that an SM adds in shared memory."""
 
 
-def candidates(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> Iterator[tuple[W8A8Tile, float]]:
-    """Tiles for m tokens and weights ``[n, k]``.
+def candidates(
+    problem: W8A8Problem, m: int, n: int, k: int, target: Target, copies: int = 1
+) -> Iterator[tuple[W8A8Tile, float]]:
+    """Tiles for m tokens and weights ``[n, k]``, or for m tokens with each of so many weights, in one launch.
 
     Raises:
         EmitError: m is more than the kernel holds (`qcut.emitters.stream.w8a8.tokens_of`), K beyond the exact range, or
@@ -39,8 +41,8 @@ def candidates(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> 
             registers = w8a8.registers(problem, tile, target.arch)
             return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
-        for cut, ns in cuts(n, k, target, fits, clusters=clusters):
-            yield tile_of(cut), ns + _tokens_ns(tokens, k, cut, common_sums, target)
+        for cut, ns, turns in cuts(n, k, target, fits, clusters=clusters, copies=copies):
+            yield tile_of(cut), ns + turns * _tokens_ns(tokens, k, cut, common_sums, target)
 
 
 def _tokens_ns(tokens: int, k: int, cut: Cut, common_sums: bool, target: Target) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 from qcut.dispatch.gpus import Target
@@ -38,23 +39,34 @@ class Cut(NamedTuple):
 
 
 def cuts(
-    n: int, k: int, target: Target, fits: Callable[[Cut, int], bool], *, clusters: bool = True
-) -> Iterator[tuple[Cut, float]]:
+    n: int, k: int, target: Target, fits: Callable[[Cut, int], bool], *, clusters: bool = True, copies: int = 1
+) -> Iterator[tuple[Cut, float, int]]:
     """Cuts of weights ``[n, k]``, over clusters if wanted, and the nanoseconds that the model expects of each.
 
     Two CTAs on one SM hide each other's start and end; they are used if each reads its part of K in one round.
-    ``fits`` tells whether registers and shared memory of an SM hold a given number of CTAs with a cut.
+
+    Args:
+        n: rows of a weight.
+        k: columns.
+        target: the GPU.
+        fits: whether registers and shared memory of an SM hold a given number of CTAs with a cut.
+        clusters: whether K may be divided over clusters.
+        copies: weights of one launch; no CTA has rows of two.
+
+    Returns:
+        Cuts, their times, and how often the model counts what tokens and sums over a cluster add: once with one weight,
+        else in every wave.
     """
     machine = target.machine
     for splits in CLUSTER_SIZES if clusters and architecture(target.arch).clusters else (1,):
         at_once = machine.clusters_at_once(splits)
         for units in (1, 2):
             for ctas in (1, 2) if splits == 1 else (1,):
-                if at_once and (one := _one_cut(n, k, splits, units, ctas, at_once, machine, fits)) is not None:
-                    yield one
+                if at_once:
+                    yield from _cuts_of(n, k, splits, units, ctas, at_once, machine, fits, copies)
 
 
-def _one_cut(
+def _cuts_of(
     n: int,
     k: int,
     splits: int,
@@ -63,8 +75,9 @@ def _one_cut(
     at_once: int,
     machine: Machine,
     fits: Callable[[Cut, int], bool],
-) -> tuple[Cut, float] | None:
-    """One of `cuts`, for some splits, units and CTAs of an SM; None if nothing fits, or two CTAs are not taken."""
+    copies: int,
+) -> Iterator[tuple[Cut, float, int]]:
+    """Those of `cuts` for some splits, units and CTAs of an SM: of one weight the first that fits, of several all."""
     units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
     in_flight = math.ceil(_UNITS_IN_FLIGHT * machine.bandwidth)
     most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
@@ -72,20 +85,23 @@ def _one_cut(
     warps = -(-wanted // -(-wanted // most))  # in equal rounds
     rounds = -(-units_k // (splits * warps * units))
     if ctas > 1 and rounds > 1:
-        return None
-    for waves in range(1, 1 + tiles_n):
-        row_tiles = -(-tiles_n // (waves * at_once * ctas))
+        return
+    # CTAs of a weight: as many as one wave or several have, or, of several weights, any number.
+    step = at_once * ctas if copies == 1 else 1
+    for row_tiles, _ in groupby(-(-tiles_n // parts) for parts in range(step, step * tiles_n + 1, step)):
         prefetch = min(row_tiles, -(-in_flight // (warps * units * ctas)))
         while prefetch > 1 and not fits(Cut(row_tiles, warps, units, prefetch, splits), ctas):
             prefetch -= 1
         cut = Cut(row_tiles, warps, units, prefetch, splits)
-        if fits(cut, ctas):
-            break
-    else:
-        return None
-    unit_bytes = 16 * UNIT_COLUMNS
-    of_an_sm = waves * ctas * row_tiles * rounds * units * min(warps, wanted) * unit_bytes
-    together_ns = tiles_n * units_k * unit_bytes / (_BYTES_PER_NS * machine.bandwidth * at_once * splits)
-    read_ns = max(together_ns, of_an_sm / machine.sm_bytes_per_ns)
-    ctas_ns = waves * (rounds * _ROUND_NS + _CTA_NS) / ctas / machine.clock
-    return cut, read_ns + ctas_ns + _CLUSTER_NS * (splits > 1) / machine.clock
+        if not fits(cut, ctas):
+            continue
+        waves = -(-(copies * -(-tiles_n // row_tiles)) // (at_once * ctas))
+        unit_bytes = 16 * UNIT_COLUMNS
+        of_an_sm = waves * ctas * row_tiles * rounds * units * min(warps, wanted) * unit_bytes
+        together_ns = copies * tiles_n * units_k * unit_bytes / (_BYTES_PER_NS * machine.bandwidth * at_once * splits)
+        read_ns = max(together_ns, of_an_sm / machine.sm_bytes_per_ns)
+        ctas_ns = waves * (rounds * _ROUND_NS + _CTA_NS) / ctas / machine.clock
+        turns = waves if copies > 1 else 1
+        yield cut, read_ns + ctas_ns + turns * _CLUSTER_NS * (splits > 1) / machine.clock, turns
+        if copies == 1:
+            return

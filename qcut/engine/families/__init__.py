@@ -8,7 +8,19 @@ from typing import Any
 from torch import nn
 
 from qcut.engine.decoder import Decoder
-from qcut.engine.families import gemma, gpt2, gpt_neox, llama, olmo2, phi3, starcoder2
+from qcut.engine.families import (
+    ernie4_5_moe,
+    gemma,
+    gpt2,
+    gpt_neox,
+    granitemoe,
+    hunyuan_v1_moe,
+    llama,
+    olmo2,
+    olmoe,
+    phi3,
+    starcoder2,
+)
 from qcut.engine.families.fidelity import check_model
 from qcut.errors import UnsupportedError
 from qcut.layers.parallel import refuse_parts
@@ -16,9 +28,14 @@ from qcut.layers.parallel import refuse_parts
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": gpt2.decoder,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), llama.decoder),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), llama.decoder),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma.decoder),
+    "ernie4_5_moe": ernie4_5_moe.decoder,
     "gpt_neox": gpt_neox.decoder,
+    "granitemoe": granitemoe.decoder,
+    "hunyuan_v1_moe": hunyuan_v1_moe.decoder,
     "olmo2": olmo2.decoder,
+    "olmoe": olmoe.decoder,
     "phi3": phi3.decoder,
     "starcoder2": starcoder2.decoder,
 }

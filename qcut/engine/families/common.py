@@ -9,7 +9,7 @@ from qcut.engine.decoder import AddNorm, Block, Decoder, Heads, Rotary
 from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.models.modules import model_device
 
-_BY_CONFIGURATION = ("mistral", "phi3", "starcoder2")
+_BY_CONFIGURATION = ("mistral", "mixtral", "phi3", "starcoder2")
 """Models whose windows are only in their configurations; others ignore an entry there."""
 
 

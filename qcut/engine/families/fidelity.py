@@ -3,7 +3,7 @@
 A reference of the same configuration is made of the installed transformers' classes on the meta device. Every module of
 the model is compared with the reference's module of the same name: its class and overrides, attributes set on the
 object, hooks, and the attributes that its code reads. Functions are identified by the file of their code, not by their
-names. Linear layers and activations, which the engine calls, may be others of a known kind.
+names. Linear layers, activations and experts, which the engine calls, may be others of a known kind.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from torch.nn.modules import module as torch_modules
 from qcut.engine.decoder import kernel_activations
 from qcut.errors import UnsupportedError, shown
 from qcut.layers.embedding import Embedding
+from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.families import uses_interface
+from qcut.layers.experts.linear_stack import LinearStack
+from qcut.layers.experts.opening import PROJECTIONS
 from qcut.layers.linear import Linear
 from qcut.models.fusion import FusedActivation
 from qcut.models.modules import is_linear
@@ -36,6 +40,7 @@ _READ_BY_FUNCTIONS = frozenset({"is_causal", "num_key_value_groups", "sliding_wi
 """Attributes of a module that functions of attention read."""
 _READ_BY_ENGINE = frozenset(
     {"scaling", "eps", "variance_epsilon", "attn_logit_softcapping", "rope_type", "use_rope", "use_parallel_residual"}
+    | {"top_k", "norm_topk_prob", "norm_min"}
 )
 """Attributes that the engine reads as the module does."""
 _WITHOUT_INFLUENCE = frozenset({"layer_idx", "training", "gradient_checkpointing", "vocab_size", "padding_idx"})
@@ -88,6 +93,7 @@ def check_model(model: nn.Module) -> None:
         name = f"{expected.__module__}.{expected.__qualname__}"
         raise UnsupportedError(f"{_named(type(model))} is not the {name} of transformers{_INSTEAD}")
     _check_attention(config)
+    _check_experts_function(config)
     _check_adapters(model, type(model).__name__)
     reference, known = _reference(expected, config), set[type]()
     _check(model, reference, type(model).__name__, known, _GENERATION)
@@ -127,6 +133,17 @@ def _check_attention(config: Any) -> None:
         raise UnsupportedError(f"attention is computed by {shown(name)}{_INSTEAD}, or set_attn_implementation('sdpa')")
 
 
+def _check_experts_function(config: Any) -> None:
+    """Refuse float experts that are computed otherwise than by transformers."""
+    name = getattr(config, "_experts_implementation", None) or "eager"
+    interface: Any = sys.modules.get("transformers.integrations.moe")
+    function = None if interface is None else interface.ALL_EXPERTS_FUNCTIONS.get(name)
+    if function is not None and _package(function) != "transformers":
+        raise UnsupportedError(
+            f"experts are computed by {shown(name)}{_INSTEAD}, or set_experts_implementation('grouped_mm')"
+        )
+
+
 def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: Any, known: set[type]) -> None:
     """Compare the parts of a module with a reference's; ``known`` are classes whose code has been checked."""
     is_list = isinstance(reference, nn.ModuleList)
@@ -142,6 +159,8 @@ def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: An
             _check_linear(part, name, known)
         elif type(wanted) in _activations():
             _check_activation(part, name, known)
+        elif isinstance(part, Experts) and uses_interface(type(wanted)):
+            _check_experts(part, wanted, name, known)
         elif type(wanted) is nn.Embedding and (kind := _known_kind(part)) is not None:
             _check_itself(part, kind, name, known)
         else:
@@ -250,6 +269,22 @@ def _check_linear(module: nn.Module, name: str, known: set[type]) -> None:
         _check_linear(base, f"{name}.base_layer", known)
         return
     _check_itself(module, kind, name, known)
+
+
+def _check_experts(experts: Experts, wanted: Any, name: str, known: set[type]) -> None:
+    """Check experts in place of transformers' own, which are called in the same way."""
+    _check_itself(experts, Experts, name, known)
+    count = experts.num_experts + experts.identities
+    if count != wanted.num_experts:
+        raise UnsupportedError(f"{name} has {count} experts, and by its configuration {wanted.num_experts}{_INSTEAD}")
+    for key in PROJECTIONS:
+        projection = getattr(experts, key)
+        if isinstance(projection, LinearStack):
+            _check_itself(projection, LinearStack, f"{name}.{key}", known, ("expert",))
+            continue
+        _check_itself(projection, nn.ModuleList, f"{name}.{key}", known)
+        for e, layer in enumerate(projection):
+            _check_linear(layer, f"{name}.{key}.{e}", known)
 
 
 def _check_activation(module: nn.Module, name: str, known: set[type]) -> None:

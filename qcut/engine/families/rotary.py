@@ -13,7 +13,7 @@ from torch import Tensor
 from qcut.engine.decoder import Heads, Rotary
 from qcut.errors import UnsupportedError
 
-_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+_TYPES = ("default", "linear", "llama3", "yarn", "ntk_alpha", "dynamic", "longrope")
 """Frequencies of the last two depend on the length only past the context that `context_of` allows."""
 
 
@@ -74,7 +74,9 @@ def context_of(config: Any) -> int:
     return most
 
 
-def column_order(heads: Heads, rotated: int, starts: Sequence[int], device: torch.device) -> Tensor | None:
+def column_order(
+    heads: Heads, rotated: int, starts: Sequence[int], device: torch.device, interleaved: bool = False
+) -> Tensor | None:
     """Columns of a projection in the order of `Heads.split`, rotated pairs half a head apart; None: they are so.
 
     Args:
@@ -82,11 +84,15 @@ def column_order(heads: Heads, rotated: int, starts: Sequence[int], device: torc
         rotated: first columns of each query and key, which positions rotate; pairs are ``rotated / 2`` apart.
         starts: first column of each head: of queries, then keys, then values.
         device: of the result.
+        interleaved: whether pairs are neighbours instead.
     """
     size, half = heads.size, rotated // 2
     kept = (size - rotated) // 2
-    lows = [*range(half), *range(rotated, rotated + kept)]
-    highs = [*range(half, rotated), *range(rotated + kept, size)]
+    first, second = range(half), range(half, rotated)
+    if interleaved:
+        first, second = range(0, rotated, 2), range(1, rotated, 2)
+    lows = [*first, *range(rotated, rotated + kept)]
+    highs = [*second, *range(rotated + kept, size)]
     order = []
     for i, start in enumerate(starts):
         columns = [*lows, *highs] if i < heads.queries + heads.keys else range(size)

@@ -29,12 +29,13 @@ POSITIONS = 64
 
 @dataclass
 class Observer:
-    """Attention of a prefill chunk that also sums statistics of queries and keys before rotary positions.
+    """Attention of a prefill chunk that also sums statistics of queries and keys, normalized and not yet rotated.
 
     Attributes:
         inner: the attention.
         moments: of each layer, float64 ``[kv_heads, D, D]``: ``q q^T`` summed over the chunk's queries.
         keys: of each layer, float64 ``[kv_heads, D]``: the sum of its keys.
+        rotates: of each layer, whether rotary positions come afterwards.
     """
 
     raises_absmax: ClassVar[bool] = PromptAttention.raises_absmax
@@ -42,6 +43,7 @@ class Observer:
     inner: PromptAttention
     moments: list[Tensor] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
+    rotates: list[bool] = field(default_factory=list)
 
     def __call__(
         self,
@@ -54,15 +56,17 @@ class Observer:
         absmax: Tensor | None,
     ) -> Tensor:
         """As `PromptAttention`, layers in order."""
+        queries, keys, tables = q, k, self.inner.tables[layer]
         if norms is not None:
-            q, k = norms(q, k)
+            queries, keys, tables = norms.at_positions(q, k, tables, self.inner.positions)
         lengths = self.inner.lengths
         index = torch.arange(len(q) // len(lengths), device=q.device, dtype=torch.int64)
         real = (index < lengths[:, None]).flatten()[:, None, None]
-        rows = torch.where(real, q, 0).double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
+        rows = torch.where(real, queries, 0).double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         self.moments.append(rows.transpose(1, 2) @ rows)
-        self.keys.append(torch.where(real, k, 0).double().sum(0))
-        return self.inner(layer, q, k, v, scores, None, absmax)
+        self.keys.append(torch.where(real, keys, 0).double().sum(0))
+        self.rotates.append(tables[0] is not None)
+        return self.inner(layer, q, k, v, scores, norms, absmax)
 
 
 class Generates(Protocol):
@@ -112,10 +116,10 @@ def calibrate_keys(runner: ModelRunner, prompts: list[Tensor], tables: Sequence[
         seen += runner.prefill_observed(prompts[i : i + runner.batch], Observer)
     count, found = sum(map(len, prompts)), []
     layers = zip(*([*zip(observer.moments, observer.keys, strict=True)] for observer in seen), strict=True)
-    for parts, (cos, sin) in zip(layers, tables, strict=True):
+    for parts, (cos, sin), rotates in zip(layers, tables, seen[0].rotates, strict=True):
         moments, keys = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
         mean = keys / count
-        if cos is not None and sin is not None:
+        if rotates and cos is not None and sin is not None:
             rotary = cos, sin
             moments = _at_positions(_at_positions(moments, rotary).transpose(2, 3), rotary, positioned=True).mean(0)
             mean = _at_positions(mean, rotary).mean(0)

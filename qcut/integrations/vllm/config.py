@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import vllm
 from torch import nn
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -85,19 +87,27 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
         return "qcut" if asked and hf_quant_cfg.get("quant_method") == "compressed-tensors" else None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """How a layer is quantized: one of `qcut.integrations.vllm.linear`, vLLM's own for float, or None.
+        """How a layer is quantized: one of `linear` or `experts`, vLLM's own for float, or None.
 
         Raises:
-            UnsupportedError, PlanError: see `Layers.method` and `Layers.check_float`.
+            QcutError: see `Layers.method`, `Layers.experts` and `Layers.check_float`.
         """
         if isinstance(layer, LinearBase):
             made = self._layers.method(layer, prefix, self._names(prefix))
             return UnquantizedLinearMethod() if made is None else made
-        experts = any(c.__name__ in ("FusedMoE", "RoutedExperts") for c in type(layer).__mro__)
-        if experts or isinstance(layer, ParallelLMHead):
+        if isinstance(layer, RoutedExperts) and (experts := self._layers.experts(layer, prefix)) is not None:
+            return experts
+        if isinstance(layer, (RoutedExperts, ParallelLMHead)):
             self._layers.check_float(prefix.strip("."))
             LOG.info("%s stays in float: %s is vLLM's own", prefix, type(layer).__name__)
         return None
+
+    def get_cache_scale_mapper(self) -> Any:
+        """vLLM's names of stored tensors, without the marks of quantized experts, which hold nothing."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        mapper, marks = super().get_cache_scale_mapper(), self._layers.marks
+        return mapper if marks is None else mapper | WeightsMapper(orig_to_new_regex={re.compile(marks): None})
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Take vLLM's names of modules in place of the checkpoint's."""

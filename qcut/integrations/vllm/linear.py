@@ -61,7 +61,7 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
         self.split = self.k != input_size
         if self.split:
             self.scheme = part_scheme(self.scheme, layer.tp_rank * self.k, self.k, self.name)
-        self.dtype, self.rows = params_dtype, _token_counts()
+        self.dtype, self.rows = params_dtype, token_counts()
         self.register(layer, extra["weight_loader"])
         self.loaded = tuple(layer._parameters)
 
@@ -182,7 +182,7 @@ class StoredMethod(QcutMethod):
         return self.format.layer(Parts(self.stored_name, "checkpoint", self.n, self.k, stored))
 
 
-def _token_counts() -> list[int]:
+def token_counts() -> list[int]:
     """Numbers of tokens that vLLM captures graphs of, and powers of two up to its largest batch."""
     config = get_current_vllm_config()
     most = config.scheduler_config.max_num_batched_tokens

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from qcut.errors import DeviceError, DtypeError, RangeError, ShapeError, UnsupportedError, layer_prefix
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
+from qcut.layers.tokens import MOST_PREPARED, Prepared
 from qcut.models.modules import ExpertsModule, dtype_name
 from qcut.numerics.gating import Gating
+from qcut.numerics.routing import MAX_EXPERTS, RouteTiles
+from qcut.ops.paths import path_on
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,6 +50,7 @@ class Experts(ExpertsModule):
         super().__init__()
         self.up, self.down, self.post_expert_norm = up, down, post_expert_norm
         self.gating, self.name, self.num_experts, self.identities = gating, name, count_of(up), identities
+        self._sizes_without_kernels: set[int] = set()
 
     def with_projections(self, up: Projection, down: Projection) -> Self:
         """These experts with other layers."""
@@ -57,7 +61,29 @@ class Experts(ExpertsModule):
         """What `forward` takes for tokens ``[T, H]``, the experts of each ``[T, k]`` and their weights."""
         return x, index, weights
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    @property
+    def stacks(self) -> tuple[LinearStack, LinearStack] | None:
+        """``up`` and ``down``, if kernels may compute them by routes that are read on the device; else None."""
+        up, down = self.up, self.down
+        if self.identities or self.post_expert_norm is not None or self.num_experts > MAX_EXPERTS:
+            return None
+        return (up, down) if isinstance(up, LinearStack) and isinstance(down, LinearStack) else None
+
+    def takes_prepared(self, like: Tensor) -> bool:
+        """Whether `forward` reads tokens that the kernel before has prepared for ``up``, if it can be.
+
+        Args:
+            like: a tensor with the tokens' number, dtype and device.
+        """
+        return len(like) <= MOST_PREPARED and self.stacks is not None and _has_kernels(like.device)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        prepared: Prepared | None = None,
+    ) -> Tensor:
         """Applies to each token the experts that the router chose.
 
         Args:
@@ -65,6 +91,8 @@ class Experts(ExpertsModule):
             top_k_index: the experts of each token, integers ``[T, k]``. An index beyond all experts is a route that
                 another process computes; its weight is 0.
             top_k_weights: of each route, floating point ``[T, k]``.
+            prepared: the same tokens, rotated or quantized as the layers of ``up`` take them, which kernels of experts
+                read in place of ``hidden_states`` while an expert has few of them; or None.
 
         Returns:
             ``[T, H]`` of the tokens' dtype.
@@ -73,18 +101,24 @@ class Experts(ExpertsModule):
             ShapeError: shapes that do not fit together.
             DtypeError: indices that are no integers, or weights that are no floats.
             DeviceError: indices or weights on another device than the tokens.
-            RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite.
-            UnsupportedError: a CUDA graph or a program is captured, in which no host can read the routes.
+            RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite; on
+                a GPU whose kernels read the routes, such routes add nothing, or what the weight makes of them.
+            UnsupportedError: a CUDA graph or a program is captured, where the host must read the routes: on the CPU,
+                and with layers or gatings that no kernel of experts computes.
 
         Exactness: products are those of the experts' layers; their results are multiplied by the weights and added in
         float32 in the order of the routes, and rounded once. Other tokens change nothing but what the layers' own
-        products owe to their number of tokens, which integer products do not.
+        products owe to their number of tokens, which integer products do not. Kernels round a gated SiLU before it is
+        multiplied, as `torch.ops.qcut.silu_mul` does.
         """
         x, index, weights = hidden_states, top_k_index, top_k_weights
-        refuse_capture(x, layer_prefix(self.name))
         self._check(x, index, weights)
         if x.is_meta:
             return torch.empty_like(x)
+        if _has_kernels(x.device) and (y := self._by_kernels(x, index, weights, prepared)) is not None:
+            return y
+        refuse_capture(x, layer_prefix(self.name))
+        self._check_values(index, weights)
         routes, index = index.shape[1], index.long()
         order = index.reshape(-1).argsort(stable=True)
         counts = torch.bincount(index.reshape(-1).clamp(max=self.num_experts), minlength=self.num_experts + 1)
@@ -98,6 +132,52 @@ class Experts(ExpertsModule):
         parts.append(last if self.identities else torch.zeros_like(last))
         results = torch.cat(parts)[order.argsort()].view(*index.shape, x.shape[1])
         return weighted_sum(results, weights).to(x.dtype)
+
+    def _by_kernels(self, x: Tensor, index: Tensor, weights: Tensor, prepared: Prepared | None) -> Tensor | None:
+        """The result, of routes that are read on the device; None where no kernels compute it."""
+        stacks = self.stacks
+        if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+            return None
+        if stacks is None or not x.numel() or not index.numel():
+            return None
+        from qcut.backends.cuda.experts import tile_size
+
+        experts, (tokens, top_k) = index.to(torch.int32), index.shape
+        largest, without = min(stack.form.largest_tile for stack in stacks), self._sizes_without_kernels
+        while (size := tile_size(tokens, top_k, self.num_experts, largest, x.get_device(), without)) is not None:
+            try:
+                return self._summed(stacks, x, prepared, experts, weights.float(), size)
+            except UnsupportedError:  # this GPU has no kernel for the layers' sizes
+                without.add(size)
+        return None
+
+    def _summed(
+        self,
+        stacks: tuple[LinearStack, LinearStack],
+        x: Tensor,
+        prepared: Prepared | None,
+        experts: Tensor,
+        weights: Tensor,
+        size: int,
+    ) -> Tensor | None:
+        """The sums of the experts' results ``[T, H]``, by tiles of a size; None where no kernels compute the layers."""
+        (up, down), gated = stacks, self.gating == Gating("silu")
+        tiles = RouteTiles(experts.flatten(), None, experts.numel())
+        if size > 1:
+            tile_experts, tile_routes = torch.ops.qcut.sort_routes(experts, self.num_experts, size)
+            tiles = RouteTiles(tile_experts, tile_routes, tiles.total)
+        # Tokens in the order of tiles are gathered while they are rotated.
+        hidden = up.routed(x if prepared is None or tiles.ordered else prepared, tiles, experts.shape[1])
+        if hidden is None:
+            return None
+        tokens = hidden if gated else self.gating(hidden)
+        if size == 1:
+            return down.routed(tokens, tiles, 1, gated=gated, weights=weights)
+        results = down.routed(tokens, tiles, 1, gated=gated)
+        if results is None:
+            return None
+        summed: Tensor = torch.ops.qcut.sum_routes(results, weights, experts, self.num_experts, None)
+        return summed
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         y = layer_of(self.down, e)(self.gating(layer_of(self.up, e)(x)))
@@ -118,14 +198,14 @@ class Experts(ExpertsModule):
             raise DeviceError(
                 f"{where}tokens are on {x.device}, indices on {index.device}, weights on {weights.device}; allowed: one"
             )
-        if x.is_meta:
-            return
+
+    def _check_values(self, index: Tensor, weights: Tensor) -> None:
         beyond = index >= self.num_experts + self.identities
         wrong = (index < 0) | (beyond & (weights != 0)) | ~weights.isfinite()
         if wrong.any():
             token, route = wrong.nonzero()[0].tolist()
             raise RangeError(
-                f"{where}token {token}: found expert {int(index[token, route])} with weight "
+                f"{layer_prefix(self.name)}token {token}: found expert {int(index[token, route])} with weight "
                 f"{float(weights[token, route])}; allowed: experts 0 to {self.num_experts + self.identities - 1} with "
                 "finite weights, and larger indices with weight 0"
             )
@@ -133,6 +213,10 @@ class Experts(ExpertsModule):
     def extra_repr(self) -> str:
         """Number of experts and gating, for ``print(model)``."""
         return f"num_experts={self.num_experts}, gating={self.gating}"
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and path_on(device) == "cuda"
 
 
 def refuse_capture(x: Tensor, where: str) -> None:

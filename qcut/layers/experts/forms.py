@@ -61,7 +61,9 @@ class BatchedExperts(Experts):
         """See `Experts.arguments`."""
         return x[None], index, weights
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """Applies the experts to tokens ``[B, S, H]``, with B * S rows of routes; otherwise as `Experts.forward`."""
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         return super().forward(flat, top_k_index, top_k_weights).view(hidden_states.shape)

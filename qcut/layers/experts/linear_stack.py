@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from qcut.errors import QuantizationError, ShapeError, layer_prefix
+from qcut.layers.host_values import Reading
 from qcut.layers.linear import Linear
 from qcut.layers.quantized import FrozenWeight, QuantizedLayer, StateEntry
 from qcut.models.guards import refuse_foreign_saving
@@ -18,7 +19,11 @@ from qcut.models.modules import tensor_key
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from qcut.layers.tokens import Prepared
+    from qcut.numerics.routing import RouteTiles
     from qcut.schemes import Scheme
+
+V = TypeVar("V")
 
 MOST_EXPERTS = 1 << 16
 MOST_ROWS = 1 << 31
@@ -61,6 +66,7 @@ class LinearStack(QuantizedLayer):
             )
         self.experts, self.name, self.scheme = experts, one.name, one.scheme
         self.in_features, self.out_features, self.activation = one.in_features, one.out_features, one.activation
+        self._readings: dict[Callable[..., Any], Reading[Any]] = {}
         self.__dict__["_one"] = one  # no child: its tensors are on the meta device, and in no state dict
         for key, buffer in one._buffers.items():
             shape = None if buffer is None else (experts, *buffer.shape)
@@ -112,6 +118,27 @@ class LinearStack(QuantizedLayer):
         state |= {"name": f"{self.name}.{e}" if self.name else None, "input_gradients": self.input_gradients}
         one.__dict__ = state
         return one
+
+    @property
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The stacked tensors of the layers, by name."""
+        return self._buffers
+
+    @property
+    def form(self) -> Linear:
+        """A layer as all of them are, without tensors."""
+        return self._one
+
+    def read(self, keys: Sequence[str], make: Callable[..., V]) -> V:
+        """What ``make`` finds in buffers, read on the host once, and again when they have changed."""
+        read = self._readings.get(make)
+        if read is None or not read.holds_for(self._buffers):
+            read = self._readings[make] = Reading(self._buffers, keys, make(*(self._buffers[key] for key in keys)))
+        return cast(V, read.value)
+
+    def routed(self, x: Tensor | Prepared, tiles: RouteTiles, per_row: int, **options: Any) -> Tensor | None:
+        """See `Linear.routed`."""
+        return type(self._one).routed(self, x, tiles, per_row, **options)
 
     @property
     def layers(self) -> list[Linear]:

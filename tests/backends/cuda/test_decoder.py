@@ -21,6 +21,7 @@ from qcut.ops.activation import ActivateRotatedOp, GeluTanhOp, SiluMulOp
 from qcut.ops.embed import EmbedCodebookOp, EmbedRowsOp
 from qcut.ops.next_token import AdvanceOp, ArgmaxOp
 from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
+from qcut.ops.quantize import QuantizePerTokenOp
 from tests.support.fakes.launches import H200, Launches, note_launches
 
 HALF = torch.float16
@@ -83,18 +84,18 @@ def test_rotated_rows(
     x, residual = torch.randn(2, 9, 192).half()
     weight, seeds = torch.randn(192).half(), list(range(passes))
     signs = operands("hadamard", 64, 192, seeds, HALF)
-    turned = (signs, 64, seeds, to, True)
-    of_norm = AddNormRotatedOp(x, residual, weight, None, False, 1e-6, *turned)
+    turned = (signs, 64, seeds, to)
+    of_norm = AddNormRotatedOp(x, residual, weight, None, False, 1e-6, *turned, early_read=True)
     total, blocks, scale = norm.add_norm_rotated(of_norm)
     scales = {"scale": scale} if to is torch.int8 else {}
     has(norms[-1], x=x, residual=residual, sum=total, weight=weight, y=blocks, x_stride=192, k=192, **scales)
     has(norms[-1], signs=signs, k_padded=256, eps=1e-6)
-    of_gate = ActivateRotatedOp(x, residual, *turned)
+    of_gate = ActivateRotatedOp(x, residual, *turned, True)
     blocks, scale = activation.activate_rotated(of_gate)
     scales = {"scale": scale} if to is torch.int8 else {}
     has(activations[-1], x=x, up=residual, y=blocks, columns=192, signs=signs, k_padded=256, **scales)
     assert activations[-1]["grid"] == (9, 1, 1)
-    activation.activate_rotated(ActivateRotatedOp(x, None, *turned))
+    activation.activate_rotated(ActivateRotatedOp(x, None, *turned, True))
     assert ("up" in activations[-1], len(norms), len(activations), len(rotations)) == (False, 1, 2, 0)
     for module, serve, call in (
         (norm, norm.add_norm_rotated, of_norm),
@@ -104,6 +105,58 @@ def test_rotated_rows(
         serve(call)
     assert (len(norms), len(activations), len(rotations)) == (2, 3, 2)
     assert [launch["signs"] for launch in rotations] == [signs.data_ptr()] * 2
+
+
+def plain_norms(x: Tensor, **options: Any) -> list[tuple[Callable[..., Any], Any]]:
+    """Norms of rows of 192 columns that are written as they are, beside rotated and quantized ones."""
+    weight, signs = torch.randn(192).half(), operands("hadamard", 64, 192, [1], HALF)
+    given = (x, x + 1, weight, None, False, 1e-6)
+    turned = [AddNormRotatedOp(*given, signs, 64, [1], to, **options) for to in (HALF, torch.int8)]
+    quantized = (norm.add_norm_int8, AddNormInt8Op(*given, 208, **options))
+    return [*((norm.add_norm_rotated, call) for call in turned), quantized]
+
+
+def test_norms_write_plain_rows_beside(noted: Callable[[Any], Launches]) -> None:
+    norms, rotations = noted(norm), noted(codebook)
+    x, plain = torch.randn(9, 192).half(), torch.zeros(9, 192).half()
+    shifted = torch.zeros(9 * 192 + 1).half()[1:].view(9, 192)
+    for serve, call in plain_norms(x, plain=plain):
+        total, y, _ = serve(call)
+        has(norms[-1], x=x, residual=call.residual, sum=total, weight=call.weight, y=y, plain=plain, k=192)
+        assert "_p_t" in norms[-1]["kernel"]
+    for (serve, call), (_, other) in zip(plain_norms(x, plain=shifted), plain_norms(x), strict=True):
+        serve(call)
+        has(norms[-1], plain=shifted)
+        assert norms[-1]["kernel"].endswith("_u")
+        serve(other)
+        assert "plain" not in norms[-1]
+    assert (len(norms), len(rotations)) == (9, 0)
+
+
+def test_plain_rows_are_rotated_where_norms_cannot(
+    noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms, rotations = noted(norm), noted(codebook)
+    quantized: list[QuantizePerTokenOp] = []
+
+    def quantize(call: QuantizePerTokenOp) -> tuple[Tensor, Tensor]:
+        quantized.append(call)
+        return call.fake()
+
+    monkeypatch.setattr(norm, "quantize_per_token", quantize)
+    monkeypatch.setattr(norm, "target", lambda device: replace(H200, ahead_of_time=True))
+    monkeypatch.setattr(norm, "norm_columns", lambda k, *_, **__: k)
+    x, plain = torch.randn(9, 192).half(), torch.zeros(9, 192).half()
+    for serve, call in plain_norms(x, plain=plain):
+        _, y, _ = serve(call)
+        has(norms[-1], x=x, y=plain)
+        if serve is norm.add_norm_rotated:
+            has(rotations[-1], x=plain, y=y)
+        assert "_p_t" not in norms[-1]["kernel"]
+    assert (len(norms), len(rotations)) == (3, 2)
+    ((quantized_rows, k_padded),) = quantized
+    assert quantized_rows is plain
+    assert k_padded == 208
 
 
 def test_long_rows_are_rotated_apart(noted: Callable[[Any], Launches]) -> None:

@@ -179,7 +179,7 @@ def test_norms_ask_for_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(norm_cuda, "current_stream", lambda device: 0)
     monkeypatch.setattr(norm_cuda, "target", lambda device: H200)
     x, weight = torch.randn(4, 64).half(), torch.ones(64).half()
-    turned: tuple[Any, ...] = (torch.zeros(1, 4, dtype=torch.int32), 64, [1], HALF)
+    turned: tuple[Any, ...] = (torch.zeros(1, 4, dtype=torch.int32), 64, [1], HALF, None)
     for given, early_read, early in (
         (weight, True, True),
         (weight, False, False),
@@ -187,7 +187,7 @@ def test_norms_ask_for_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         for call, launch in (
             (AddNormOp(x, None, given, None, False, 1e-6, early_read), norm_cuda.add_norm),
-            (AddNormInt8Op(x, None, given, None, False, 1e-6, 64, early_read), norm_cuda.add_norm_int8),
+            (AddNormInt8Op(x, None, given, None, False, 1e-6, 64, None, early_read), norm_cuda.add_norm_int8),
             (AddNormRotatedOp(x, None, given, None, False, 1e-6, *turned, early_read), norm_cuda.add_norm_rotated),
         ):
             asked = Asked(Idle())
@@ -209,7 +209,7 @@ def test_norms_begin_early_only_if_promised(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(norm_cuda, "LaunchSpec", Spec)
     for early_read in (True, False):
-        norm_cuda._plans.maker(HALF, False, 64, False, False, False, True, None, early_read, 0)
+        norm_cuda._plans.maker(HALF, False, 64, False, False, False, True, None, False, early_read, 0)
     assert seen == [True, False]
 
 

@@ -26,6 +26,7 @@ SCALED = Epilogue(row_scale="per_token", col_scale="per_channel", bias=True)
 FULL = Epilogue(BF16, col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
 HALF = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(S8, epilogue=SCALED)
+EXPERTS = replace(HALF, experts=True)
 PAIRS, INT8_PAIRS = replace(HALF, pairs=True), replace(INT8, pairs=True)
 
 # ── a warp's tensor core ─────────────────────────────────────────────────────────────────────────
@@ -64,6 +65,7 @@ MMA_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(HALF, MIDDLE, "sm_75")],
     "alignment_n": [(replace(HALF, alignment_n=0), MIDDLE, "sm_80")],
     "rotates": [(replace(HALF, rotates=F16), MIDDLE, "sm_80")],
+    "experts": [(EXPERTS, MIDDLE, "sm_80")],
     "schedule": [(HALF, replace(MIDDLE, schedule="pingpong"), ARCH)],
     "cluster_shape": [(HALF, replace(MIDDLE, cluster_shape=(2, 1)), ARCH)],
     "epilogue_tile": [(HALF, replace(MIDDLE, epilogue_tile=(64, 32)), ARCH)],
@@ -105,6 +107,8 @@ def wgmma_sources(arch: str) -> Iterator[KernelSource]:
         for problem in (INT8, TOKENS):
             other = replace(problem, bits=bits, slots=slots)
             kernels += [(other, tile) for tile in CODEBOOK_WGMMA.default_tiles(other, "sm_90a")[:3]]
+    for problem in (EXPERTS, replace(INT8, experts=True), replace(INT8_PAIRS, experts=True)):
+        kernels += [(problem, tile) for tile in CODEBOOK_WGMMA.menu(problem, "sm_90a")]
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
     kernels += [
         (BRAIN, replace(DEEP, tokens=128)),
@@ -132,6 +136,7 @@ WGMMA_REFUSALS: dict[str, list[Any]] = {
     "tokens": [(INT8, replace(PAIR, tokens=80), ARCH)],
     "cluster": [(INT8, replace(PAIR, cluster=4), ARCH)],
     "splits": [(INT8, replace(SPLIT, splits=3), ARCH)],
+    "experts": [(EXPERTS, SPLIT, ARCH)],
     "one_cluster": [(INT8, replace(SPLIT, cluster=2), ARCH)],
     "pairs": [
         (INT8, replace(PAIR, pairs=True), ARCH),
@@ -185,6 +190,9 @@ def rotations(arch: str) -> Iterator[KernelSource]:
                 found.append(RotateTokens.for_shape(x, out, "none", arch, m, k, (96, 128)[i % 2], aligned=aligned))
     for x, k, group in ((F32, 16384, 16384), (F32, 20480, 4096), (F16, 14336, 128)):
         found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, 1, k, group, passes=2))
+    for x, m, k in ((F16, 4096, 2048), (F32, 8, 768)):
+        found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, m, k, 128, routed=True))
+    found.append(RotateTokens.for_shape(BF16, BF16, "none", arch, 64, 4096, 128, routed=True))
     yield from {desc.name: desc.emit() for desc in found}.values()
 
 

@@ -24,6 +24,14 @@ F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
 FLOATS = (F16, BF16, F32)
 ROTATION = RowsRotation(S8, 128)
 NORM = NormRows(F16, False, ARCH)
+PLAIN_NORMS = (
+    NormRows.for_shape(F16, False, ARCH, 2048, residual=True, rotation=RowsRotation(F16, 128), plain=True),
+    NormRows.for_shape(BF16, False, ARCH, 4096, residual=True, rotation=ROTATION, plain=True),
+    NormRows.for_shape(BF16, True, ARCH, 4096, many=True, rotation=ROTATION, plain=True),
+    NormRows.for_shape(F16, False, ARCH, 160, aligned=False, rotation=RowsRotation(S8, 32, 2), plain=True),
+    NormRows.for_shape(BF16, False, ARCH, 2048, residual=True, quantized=True, plain=True),
+    NormRows.for_shape(F32, True, ARCH, 77, quantized=True, aligned=False, plain=True),
+)
 ACTIVATE = ActivateRows("silu_mul", F16, ARCH)
 APPEND = RotateAndAppend(F16, F16, 128, "half", ARCH)
 CODEBOOK = EmbedCodebook(F16, F16, (4,), 128, ARCH)
@@ -44,6 +52,7 @@ def norms(arch: str) -> Iterator[KernelSource]:
     for rotation in rotations():
         many = rotation is ROTATION
         yield NormRows.for_shape(F16, False, arch, 4096, residual=True, many=many, rotation=rotation).emit()
+    yield from (replace(desc, arch=arch).emit() for desc in PLAIN_NORMS)
 
 
 def activations(arch: str) -> Iterator[KernelSource]:
@@ -144,6 +153,7 @@ NORM_REFUSALS: dict[str, list[Any]] = {
         {"rotation": ROTATION, "x": F32},
     ],
     "quantized": [{"rotation": ROTATION, "quantized": True}],
+    "plain": [{"plain": True}],
 }
 ACTIVATE_REFUSALS: dict[str, list[Any]] = {
     "kind": [{"kind": "relu"}],

@@ -9,11 +9,21 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
 
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_CUTLASS, W8A16_MMA, W8A16_WGMMA
-from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma
+from qcut.emitters.families import (
+    INT8_CUTLASS,
+    INT8_DP4A,
+    INT8_MMA,
+    INT8_WGMMA,
+    INT8_WMMA,
+    W8A16_CUTLASS,
+    W8A16_MMA,
+    W8A16_WGMMA,
+)
+from qcut.emitters.gemm import dp4a, int8_wgmma, mma, w8a16, w8a16_wgmma
 from qcut.emitters.gemm.cutlass import w8a16 as w8a16_cutlass
 from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
@@ -221,6 +231,7 @@ W8A16_REFUSALS = {
         "architecture": [({}, LARGE, "sm_75")],
         "alignments": [({"alignment_k": 0}, MIDDLE, ARCH)],
         "one_cta": [({}, SPLIT, ARCH)],
+        "experts": [({"experts": True, "epilogue": Epilogue(col_scale="per_channel")}, LARGE, ARCH)],
     }.items()
 }
 for _name in set(TENSOR_CORE_REFUSALS) - {*W8A16_REFUSALS, "operands", "copy_runs"}:
@@ -256,6 +267,7 @@ def w8a16_wgmma_instructions(source: KernelSource) -> Iterator[str]:
 WGMMA_REFUSALS = {
     **float_refusals(VECTORS, GROUPS),
     "device_m": [(replace(VECTORS, device_m=True), GROUPS, ARCH)],
+    "experts": [(replace(VECTORS, experts=True), GROUPS, ARCH)],
     "architecture": [(VECTORS, GROUPS, "sm_80")],
     "alignment_k": [(replace(VECTORS, alignment_k=4), GROUPS, ARCH)],
     "alignment_n": [(replace(VECTORS, alignment_n=0), GROUPS, ARCH)],
@@ -374,6 +386,7 @@ W8A16_CUTLASS_REFUSALS = {
     "operands": [(replace(VECTORS, a=S8), MIXED, ARCH)],
     "layouts": [(replace(VECTORS, layout_a="column"), MIXED, ARCH)],
     "device_m": [(replace(VECTORS, device_m=True), MIXED, ARCH)],
+    "experts": [(replace(VECTORS, experts=True), MIXED, ARCH)],
     "alignment_k": [(replace(VECTORS, alignment_k=4), MIXED, ARCH)],
     "alignment_n": [(replace(VECTORS, alignment_n=4), MIXED, ARCH)],
     "epilogue": [
@@ -384,6 +397,55 @@ W8A16_CUTLASS_REFUSALS = {
             Epilogue(S8, col_scale="per_channel"),
         )
     ],
+}
+
+# ── int8 weights of experts on a warpgroup's tensor core ─────────────────────────────────────────
+
+ROUTED_INT8 = GemmProblem(epilogue=replace(BIAS, out=F16, row_scale="per_token"), experts=True)
+ROUTED_HALF = GemmProblem(a=F16, epilogue=Epilogue(F16, col_scale="per_channel"), experts=True)
+PROMPT = CodebookWgmmaTile(128, 5, 1, lead=2)
+
+
+def int8_wgmma_sources(arch: str) -> Iterator[KernelSource]:
+    """The menus of int8 and of 16-bit tokens, and other types and epilogues."""
+    if arch != ARCH:
+        return
+    kernels = [(problem, tile) for problem in (ROUTED_INT8, ROUTED_HALF) for tile in INT8_WGMMA.menu(problem, arch)]
+    single = replace(BIAS, out=F32, row_scale="per_token", activation=Activation.SILU)
+    brain = replace(ROUTED_HALF, a=BF16, epilogue=replace(BIAS, out=BF16), alignment_n=1)
+    kernels += [(replace(ROUTED_INT8, epilogue=single, alignment_n=1), PROMPT), (brain, PROMPT)]
+    yield from (INT8_WGMMA.emit(*kernel, arch) for kernel in kernels)
+
+
+def int8_wgmma_instructions(source: KernelSource) -> Iterator[str]:
+    tokens = re.search(r"_128x(\d+)_", source.name)
+    assert tokens is not None
+    yield ("IGMMA" if "_s8xs8_" in source.name else "HGMMA") + rf"\.64x{tokens[1]}x"
+    yield "UBLKCP"
+    yield ("" if "_c2_" in source.name else "!") + r".*MULTICAST"
+
+
+INT8_WGMMA_REFUSALS: dict[str, list[Any]] = {
+    "experts": [(replace(ROUTED_INT8, experts=False), PROMPT, ARCH)],
+    "device_m": [(replace(ROUTED_INT8, device_m=True), PROMPT, ARCH)],
+    "epilogue": [
+        (replace(ROUTED_INT8, epilogue=BIAS), PROMPT, ARCH),
+        (replace(ROUTED_HALF, epilogue=replace(BIAS, row_scale="per_token")), PROMPT, ARCH),
+        (replace(ROUTED_INT8, epilogue=replace(ROUTED_INT8.epilogue, zero_point="per_token")), PROMPT, ARCH),
+    ],
+    "out": [(replace(ROUTED_INT8, epilogue=replace(ROUTED_INT8.epilogue, out=S8)), PROMPT, ARCH)],
+    "architecture": [(ROUTED_INT8, PROMPT, "sm_80")],
+    "alignment_n": [(replace(ROUTED_INT8, alignment_n=0), PROMPT, ARCH)],
+    "tokens": [(ROUTED_INT8, replace(PROMPT, tokens=80), ARCH)],
+    "cluster": [(ROUTED_INT8, replace(PROMPT, cluster=4), ARCH)],
+    "splits": [(ROUTED_INT8, replace(PROMPT, splits=3), ARCH)],
+    "one_cluster": [(ROUTED_INT8, replace(PROMPT, cluster=2, splits=2), ARCH)],
+    "one_part": [(ROUTED_INT8, replace(PROMPT, splits=2), ARCH)],
+    "stages": [(ROUTED_INT8, replace(PROMPT, stages=1), ARCH)],
+    "lead": [(ROUTED_INT8, replace(PROMPT, lead=5), ARCH)],
+    "pairs": [(ROUTED_HALF, replace(PROMPT, pairs=True), ARCH)],
+    "registers": [(ROUTED_HALF, replace(PROMPT, tokens=256, stages=2, lead=1), ARCH)],
+    "shared_memory": [(ROUTED_HALF, replace(PROMPT, stages=8), ARCH)],
 }
 
 ROWS = {
@@ -418,6 +480,14 @@ ROWS = {
         DP4A_REFUSALS,
         legal=(BIASED, SIMT, "sm_80"),
         instructions=lambda source: (r"IDP\.4A\.S8\.S8$", r"LDS\.128$", "STS", "!IMMA"),
+    ),
+    "int8_wgmma": Row(
+        INT8_WGMMA.emit,
+        int8_wgmma_sources,
+        int8_wgmma.CONSTRAINTS,
+        INT8_WGMMA_REFUSALS,
+        legal=(ROUTED_INT8, PROMPT, ARCH),
+        instructions=int8_wgmma_instructions,
     ),
     "w8a16_mma": Row(
         W8A16_MMA.emit,

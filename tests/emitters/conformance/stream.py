@@ -15,6 +15,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import (
+    CODEBOOK_EXPERTS,
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
@@ -22,8 +23,9 @@ from qcut.emitters.families import (
     W8A16_STREAM,
 )
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream import codebook, codebook_rounds, codebook_wgmma, w8a8, w8a16
+from qcut.emitters.stream import codebook, codebook_experts, codebook_rounds, codebook_wgmma, w8a8, w8a16
 from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_experts import CodebookExpertsTile
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
@@ -48,7 +50,12 @@ def problem_of(
 
 NONE, TOKEN_ROWS = problem_of("none"), problem_of("rows")
 ZERO_POINT = W8A8Problem("given", F16, replace(PLAIN, out=S8, zero_point="per_token"))
+INT8_EXPERTS, ROWS_EXPERTS = (replace(problem, experts=True) for problem in (NONE, TOKEN_ROWS))
 INT8_TILE = W8A8Tile(2, 10, prefetch=2)
+
+
+EXPERT_SIZES = ((1536, 2048), (28672, 4096))
+"""(N, K) of an expert's weight."""
 
 
 def int8_sources(arch: str) -> Iterator[KernelSource]:
@@ -77,12 +84,14 @@ def int8_sources(arch: str) -> Iterator[KernelSource]:
         few = W8A8Problem("given", epilogue.out, epilogue)
         shapes += [(few, 1, 14336, 4096), (few, 8, 4096, 14336)]
     shapes.append((W8A8Problem("given", S8, RESCALED), 16, 1280, 1280))
+    shapes += [(INT8_EXPERTS, m, n, k) for m, (n, k) in product((1, 8, 16, 32), EXPERT_SIZES)]
+    shapes += [(ROWS_EXPERTS, m, n, k) for m, (n, k) in product((1, 8), EXPERT_SIZES)]
     kernels = [(p, best_tile(INT8_STREAM, p, m, n, k, Target(arch, SM_COUNT[arch]))) for p, m, n, k in shapes]
     kernels.append((ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16)))
     kernels.append((replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True)))
     kernels.append((problem_of("given"), W8A8Tile(3, 10, 1, 3, 8)))
     if arch == ARCH:
-        kernels.append((NONE, W8A8Tile(4, 28, splits=2)))
+        kernels += [(problem, W8A8Tile(4, 28, splits=2)) for problem in (NONE, INT8_EXPERTS)]
         kernels.append((problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8)))
     yield from (INT8_STREAM.emit(problem, tile, arch) for problem, tile in kernels)
 
@@ -112,6 +121,13 @@ INT8_REFUSALS: dict[str, list[Any]] = {
         (replace(TOKEN_ROWS, tokens="floats"), replace(INT8_TILE, tokens=16), ARCH),
     ],
     "absmax": [(replace(ZERO_POINT, absmax=True), INT8_TILE, "sm_80")],
+    "experts": [
+        (replace(INT8_EXPERTS, tokens="given"), INT8_TILE, "sm_80"),
+        (replace(INT8_EXPERTS, absmax=True), INT8_TILE, ARCH),
+        (replace(ROWS_EXPERTS, epilogue=replace(PLAIN, residual=True)), INT8_TILE, ARCH),
+        (replace(INT8_EXPERTS, epilogue=replace(PLAIN, halves=True)), INT8_TILE, ARCH),
+        (replace(INT8_EXPERTS, epilogue=replace(PLAIN, zero_point="per_token")), INT8_TILE, ARCH),
+    ],
     "architecture": [(TOKEN_ROWS, INT8_TILE, "sm_75")],
     "tokens": [(NONE, replace(INT8_TILE, tokens=24), "sm_80"), (NONE, W8A8Tile(2, 10, tokens=3), ARCH)],
     "halves": [(problem_of("none", halves=True), replace(INT8_TILE, tokens=16), "sm_80")],
@@ -128,6 +144,7 @@ INT8_REFUSALS: dict[str, list[Any]] = {
 # ── int8 weights, float tokens ───────────────────────────────────────────────────────────────────
 
 W8A16 = GemmProblem(a=F16, epilogue=Epilogue(col_scale="per_channel", bias=True))
+W8A16_EXPERTS = replace(W8A16, experts=True)
 ONE, MANY = W8A16Tile(7, 32), W8A16Tile(7, 16, 2, 1, 16)
 LAYERS = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280), (50257, 1280))
 
@@ -149,6 +166,13 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
         kernels += [(W8A16, W8A16Tile(9, 28, splits=4)), (brain, W8A16Tile(3, 10, 1, 3, 32, 2))]
     tiles = {best_tile(W8A16_STREAM, W8A16, m, n, k, Target(arch, 132)) for (n, k), m in product(LAYERS, (1, 16, 32))}
     kernels += [(problem, tile) for problem in (W8A16, brain) for tile in sorted(tiles, key=str)]
+    experts = W8A16_EXPERTS, replace(W8A16_EXPERTS, a=BF16, alignment_k=1, alignment_n=1)
+    kernels += [
+        (problem, best_tile(W8A16_STREAM, problem, m, n, k, Target(arch, 132)))
+        for problem, m, (n, k) in product(experts, (1, 8, 16, 32), EXPERT_SIZES)
+    ]
+    if arch == ARCH:
+        kernels.append((W8A16_EXPERTS, W8A16Tile(9, 28, splits=4)))
     yield from {s.name: s for s in (W8A16_STREAM.emit(*kernel, arch) for kernel in kernels)}.values()
 
 
@@ -157,7 +181,7 @@ W8A16_REFUSALS = {
     "device_m": [(replace(W8A16, device_m=True), ONE, "sm_80")],
     "architecture": [(W8A16, ONE, "sm_75")],
     "alignments": [(replace(W8A16, alignment_k=0), ONE, "sm_80")],
-    "tokens": [(W8A16, replace(ONE, tokens=64), "sm_80")],
+    "tokens": [(W8A16, replace(ONE, tokens=tokens), "sm_80") for tokens in (1, 64)],
     "row_tiles": [(W8A16, replace(ONE, row_tiles=0), "sm_80")],
     "warps": [(W8A16, replace(ONE, warps=33), "sm_80")],
     "units": [(W8A16, replace(ONE, units=0), "sm_80")],
@@ -178,6 +202,9 @@ ROTATES = replace(HALF, rotates=F16)
 PAIRS = replace(HALF, pairs=True)
 INT8_PAIRS = CodebookProblem(S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), pairs=True)
 QUANTIZES = CodebookProblem(S8, 4, 2, INT8_PAIRS.epilogue, 8, BF16)
+EXPERTS = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True), experts=True)
+EXPERT_TILE = CodebookExpertsTile(8, 4, 8, 2, 1, 2)
+SPREAD = CodebookExpertsTile(8, 8, 14, 1, 8, 4)
 WIDE = CodebookStreamTile(1, 7, 32)
 FEW = CodebookStreamTile(16, 2, 8, 2)
 CLUSTER = CodebookStreamTile(8, 9, 28, 1, 4)
@@ -192,7 +219,15 @@ def codebook_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     tiles += [(PAIRS, FEW), (INT8_PAIRS, WIDE), (replace(INT8_PAIRS, rotates=BF16), WIDE)]
+    sums = replace(EXPERTS, summed=True, early_routes=True)
+    int8_sums = replace(INT8_PAIRS, experts=True, summed=True)
+    tiles += [
+        (sums, CodebookStreamTile(1, 1, 16, 3)),
+        (replace(sums, early_routes=False), CodebookStreamTile(1, 4, 24)),
+    ]
+    tiles += [(int8_sums, CodebookStreamTile(1, 2, 16, 3)), (replace(int8_sums, pairs=False), WIDE)]
     if arch == ARCH:
+        tiles += [(sums, CodebookStreamTile(1, 2, 23, 1, 4))]
         tiles += [(HALF, CLUSTER), (INT8_PAIRS, CodebookStreamTile(8, 4, 28, 1, 2))]
         tiles += [(INT8, CodebookStreamTile(8, 4, 28, 2, 2)), (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8))]
     yield from (CODEBOOK_STREAM.emit(problem, tile, arch) for problem, tile in tiles)
@@ -202,6 +237,21 @@ def codebook_instructions(source: KernelSource) -> Iterator[str]:
     yield from (product_of(source), r"LDSM\.16\.M88\.4$", "PRMT", STREAM)
     rotates = any(param.name == "signs" for param in source.params)
     yield from (r"SHFL\.BFLY", f"!{COPY}") if rotates else (r"!SHFL\.BFLY", COPY)
+
+
+def experts_sources(arch: str) -> Iterator[KernelSource]:
+    """Each type of token and size of tile, late and early routes, near the register limit; a cluster."""
+    early = replace(EXPERTS, early_routes=True)
+    int8 = replace(INT8_PAIRS, pairs=False, slots=1, experts=True)
+    tiles = [(EXPERTS, EXPERT_TILE), (early, EXPERT_TILE), (early, CodebookExpertsTile(1, 12, 8, 2, 1, 3))]
+    tiles += [(int8, CodebookExpertsTile(8, 8, 6, 1, 1, 4)), (replace(int8, early_routes=True), EXPERT_TILE)]
+    tiles += [(replace(INT8_PAIRS, experts=True), EXPERT_TILE), (replace(PAIRS, experts=True), EXPERT_TILE)]
+    tiles += [(replace(BRAIN, experts=True), CodebookExpertsTile(16, 2, 8, 1, 1, 2))]
+    tiles += [(int8, CodebookExpertsTile(32, 4, 6, 1, 1, 2))]
+    if arch == ARCH:
+        tiles += [(EXPERTS, CodebookExpertsTile(32, 2, 8, 1, 2, 1)), (early, CodebookExpertsTile(8, 8, 6, 1, 1, 4, 2))]
+        tiles += [(EXPERTS, SPREAD), (int8, replace(SPREAD, prefetch=2))]
+    yield from (CODEBOOK_EXPERTS.emit(problem, tile, arch) for problem, tile in tiles)
 
 
 def rounds_sources(arch: str) -> Iterator[KernelSource]:
@@ -245,14 +295,35 @@ CODEBOOK_REFUSALS: dict[str, list[Any]] = {
     "prefetch": [(HALF, replace(FEW, prefetch=3), "sm_80")],
     "splits": [(HALF, replace(FEW, splits=3), ARCH)],
     "rotates": [(ROTATES, FEW, "sm_80")],
+    "experts": [
+        (EXPERTS, replace(FEW, tokens=1), "sm_80"),
+        (replace(EXPERTS, summed=True), FEW, "sm_80"),
+    ],
     "clusters": [(HALF, CLUSTER, "sm_80")],
     "registers": [(HALF, CodebookStreamTile(16, 1, 32), ARCH)],
     "shared_memory": [(HALF, CodebookStreamTile(8, 12, 32), ARCH)],
+}
+EXPERTS_REFUSALS: dict[str, list[Any]] = {
+    "architecture": [(EXPERTS, EXPERT_TILE, "sm_75")],
+    "rotates": [(ROTATES, EXPERT_TILE, "sm_80")],
+    "experts": [(HALF, EXPERT_TILE, "sm_80"), (replace(EXPERTS, summed=True), EXPERT_TILE, "sm_80")],
+    "alignment": [(replace(EXPERTS, alignment_n=0), EXPERT_TILE, "sm_80")],
+    "tokens": [(EXPERTS, replace(EXPERT_TILE, tokens=24), "sm_80")],
+    "warps": [(EXPERTS, replace(EXPERT_TILE, warps=33), "sm_80")],
+    "units": [(EXPERTS, replace(EXPERT_TILE, units=9), "sm_80")],
+    "prefetch": [(EXPERTS, replace(EXPERT_TILE, prefetch=5), "sm_80")],
+    "row_tiles": [(EXPERTS, replace(EXPERT_TILE, row_tiles=rows), "sm_80") for rows in (3, 34)],
+    "splits": [(EXPERTS, replace(EXPERT_TILE, splits=3), ARCH)],
+    "clusters": [(EXPERTS, SPREAD, "sm_80")],
+    "registers": [(EXPERTS, replace(EXPERT_TILE, warps=16), ARCH)],
+    "shared_memory": [(EXPERTS, replace(EXPERT_TILE, row_tiles=32, tokens=16), ARCH)],
+    "ctas": [(EXPERTS, replace(EXPERT_TILE, ctas=2, row_tiles=16), ARCH), (EXPERTS, replace(SPREAD, ctas=2), ARCH)],
 }
 ROUNDS_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(HALF, ROUNDS, "sm_75")],
     "alignment": [(replace(HALF, alignment_n=0), ROUNDS, "sm_80")],
     "rotates": [(ROTATES, ROUNDS, "sm_80")],
+    "experts": [(EXPERTS, ROUNDS, "sm_80")],
     "tokens": [(HALF, replace(ROUNDS, tokens=24), "sm_80")],
     "row_tiles": [(HALF, replace(ROUNDS, row_tiles=5), "sm_80")],
     "warps": [(HALF, replace(ROUNDS, warps=33), "sm_80")],
@@ -264,6 +335,7 @@ WGMMA_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(HALF, WGMMA, "sm_100")],
     "alignment": [(replace(HALF, alignment_n=0), WGMMA, ARCH)],
     "rotates": [(ROTATES, WGMMA, ARCH)],
+    "experts": [(EXPERTS, WGMMA, ARCH)],
     "tokens": [(HALF, replace(WGMMA, tokens=24), ARCH)],
     "groups": [(HALF, replace(WGMMA, groups=9), ARCH)],
     "splits": [(HALF, replace(WGMMA, splits=16), ARCH)],
@@ -296,6 +368,14 @@ ROWS = {
         codebook.CONSTRAINTS,
         CODEBOOK_REFUSALS,
         legal=(HALF, FEW, "sm_80"),
+        instructions=codebook_instructions,
+    ),
+    "codebook_experts": Row(
+        CODEBOOK_EXPERTS.emit,
+        experts_sources,
+        codebook_experts.CONSTRAINTS,
+        EXPERTS_REFUSALS,
+        legal=(EXPERTS, EXPERT_TILE, "sm_80"),
         instructions=codebook_instructions,
     ),
     "codebook_stream_rounds": Row(

@@ -25,7 +25,7 @@ from qcut.emitters.families import ALL_FAMILIES, FAMILIES, SPELLINGS, TUNED_FAMI
 from qcut.jit import Binary
 from tests.architectures.reading import code_faults, report_faults
 from tests.architectures.record import require_sound
-from tests.emitters.conformance import attention, codebook, decoder, gemm, stream
+from tests.emitters.conformance import attention, codebook, decoder, gemm, routing, stream
 from tests.emitters.conformance.row import absent
 from tests.support import GOLDEN
 from tests.support.binaries import in_turns, instructions
@@ -36,6 +36,7 @@ ROWS = {
     **codebook.ROWS,
     **attention.ROWS,
     **decoder.ROWS,
+    **routing.ROWS,
 }
 TEXTS = GOLDEN / "kernel_texts.json"
 ARCHS = ("sm_80", "sm_90a")

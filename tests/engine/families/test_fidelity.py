@@ -16,6 +16,7 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaRMSNorm
 
@@ -24,6 +25,7 @@ from qcut.engine.engine import Engine
 from qcut.engine.families import FAMILIES
 from qcut.engine.families.fidelity import check_model
 from qcut.errors import UnsupportedError
+from qcut.layers.experts.forms import DenseExperts
 from tests.support.decoders import KINDS, VOCABULARY, prompts_of, small
 
 Change = Callable[[Any], object]
@@ -163,6 +165,22 @@ OTHERWISE: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         lambda m: setattr(m.model.layers[1].self_attn, "config", deepcopy_with(m.config, sliding_window=3)),
         (f"{LAYER}.self_attn has a configuration of its own",),
     ),
+    "router": (
+        "mixtral",
+        lambda m: as_own(m.model.layers[1].mlp.gate, forward=double),
+        (f"{LAYER}.mlp.gate", "OwnMixtralTopKRouter"),
+    ),
+    "mixture": ("qwen2_moe", lambda m: as_own(m.model.layers[1].mlp, forward=double), (f"{LAYER}.mlp: its class",)),
+    "hook on experts": (
+        "qwen3_moe",
+        lambda m: m.model.layers[1].mlp.experts.register_forward_pre_hook(lambda *a: None),
+        (f"{LAYER}.mlp.experts has a hook",),
+    ),
+    "dense layer of a mixture": (
+        "qwen3_moe",
+        lambda m: setattr(m.config, "mlp_only_layers", [1]),
+        (f"{LAYER}.mlp is a", "Qwen3MoeSparseMoeBlock", "Qwen3MoeMLP"),
+    ),
 }
 
 
@@ -191,6 +209,34 @@ def test_attention_of_ones_own_is_refused() -> None:
     AttentionInterface.register("of_ones_own", lambda *a, **b: None)
     model.set_attn_implementation("of_ones_own")
     refused(model, "attention is computed by 'of_ones_own'")
+
+
+def test_experts_of_ones_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "of_ones_own", lambda *a, **b: None)
+    model = small("qwen3_moe")
+    model.set_experts_implementation("of_ones_own")
+    refused(model, "experts are computed by 'of_ones_own'")
+
+
+EXPERTS: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "forward": (lambda experts: as_own(experts, forward=double), ("mlp.experts", "OwnExperts")),
+    "another form": (lambda experts: setattr(experts, "__class__", DenseExperts), ("mlp.experts", "DenseExperts")),
+    "hook": (lambda experts: experts.register_forward_hook(lambda *a: None), ("mlp.experts has a hook",)),
+    "hook on a stack": (lambda experts: experts.up.register_forward_hook(lambda *a: None), ("experts.up has a hook",)),
+    "layers": (
+        lambda experts: as_own(experts.down, expert=lambda self, e: None),
+        ("mlp.experts.down", "OwnLinearStack", "expert"),
+    ),
+    "fewer": (lambda experts: setattr(experts, "num_experts", 5), ("has 5 experts", "by its configuration 6")),
+}
+
+
+@pytest.mark.parametrize("what", EXPERTS)
+def test_changed_quantized_experts_are_refused_by_name(what: str) -> None:
+    model, (change, words) = small("qwen3_moe"), EXPERTS[what]
+    qcut.quantize(model, "w8a8", progress=False)
+    change(model.model.layers[1].mlp.experts)
+    refused(model, "model.layers.1.mlp.experts", *words)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +319,12 @@ SAME: dict[str, tuple[str, Change]] = {
     "softcap": ("gemma2", lambda m: setattr(m.config, "final_logit_softcapping", 2.0)),
     "window by configuration": ("starcoder2", lambda m: setattr(m.config, "sliding_window", 4)),
     "window of a model without": ("llama", lambda m: setattr(m.config, "sliding_window", 4)),
+    "eager experts": ("qwen2_moe", lambda m: m.set_experts_implementation("eager")),
+    "activation of experts": (
+        "qwen3_moe",
+        lambda m: setattr(m.model.layers[1].mlp.experts, "act_fn", nn.GELU()),
+    ),
+    "experts of a token": ("ernie4_5_moe", lambda m: setattr(m.model.layers[1].mlp.gate, "top_k", 3)),
     "fewer layers": ("llama", lambda m: m.model.layers.__delitem__(1)),
     "bounded rows of an embedding": ("llama", lambda m: setattr(m.model.embed_tokens, "max_norm", 1.0)),
     "gradients of inputs": ("llama", lambda m: m.enable_input_require_grads()),
@@ -314,7 +366,7 @@ def adapted(kind: str = "llama", model: Any = None, **options: Any) -> Any:
     return get_peft_model(model or small(kind), LoraConfig(task_type="CAUSAL_LM", **options))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi3", "gpt_neox", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi3", "gpt_neox", "gemma3", "olmo2", "qwen3_moe"])
 def test_adapters_are_served(kind: str) -> None:
     served(adapted(kind))
 

@@ -13,7 +13,7 @@ from qcut.engine.kv_cache import calibration
 from qcut.errors import ConfigError, ContextError
 from qcut.numerics import int4
 from tests.engine.test_int4_cache import model_of
-from tests.support.decoders import VOCABULARY, prompts_of
+from tests.support.decoders import VOCABULARY, prompts_of, small
 
 
 def projected(model: Any, kind: str, prompts: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
@@ -61,12 +61,31 @@ def test_calibration_follows_the_models_queries_and_keys(kind: str) -> None:
                 turns.append((torch.diag(cos[place]) + torch.diag(sin[place]) @ half).double())
             moments = torch.stack([t @ moments @ t.t() for t in turns]).mean(0)
             mean = torch.stack([mean @ t.t() for t in turns]).mean(0)
-        guide = engine.cache.calibration(layer)
-        assert guide is not None
-        got, exact = int4._fields(guide), int4._fields(int4.guide_of(*turned(moments, mean)))
-        torch.testing.assert_close(got.mean, exact.mean, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(got.costs.double(), exact.costs.double(), rtol=0.02, atol=0)
-        torch.testing.assert_close(got.strengths, exact.strengths, rtol=0.02, atol=0)
+        assert_calibrated(engine, layer, moments, mean)
+
+
+def assert_calibrated(engine: Engine, layer: int, moments: Tensor, mean: Tensor) -> None:
+    guide = engine.cache.calibration(layer)
+    assert guide is not None
+    got, exact = int4._fields(guide), int4._fields(int4.guide_of(*turned(moments, mean)))
+    torch.testing.assert_close(got.mean, exact.mean, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got.costs.double(), exact.costs.double(), rtol=0.02, atol=0)
+    torch.testing.assert_close(got.strengths, exact.strengths, rtol=0.02, atol=0)
+
+
+def test_norms_after_positions_are_calibrated_as_they_are() -> None:
+    model = small("hunyuan_v1_moe", num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    (prompt,) = prompts_of(VOCABULARY, 40)
+    engine = Engine(model, kv_cache="int4", context=48, calibration_prompts=[prompt])
+    found: list[Tensor] = []
+    for layer in model.model.layers:
+        for norm in (layer.self_attn.query_layernorm, layer.self_attn.key_layernorm):
+            norm.register_forward_hook(lambda _, __, out: found.append(out[0].double()))
+    with torch.no_grad():
+        model(torch.tensor([prompt]))
+    for layer, (q, k) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        rows = q.unflatten(0, (2, -1)).flatten(1, 2)  # of the two queries of each key
+        assert_calibrated(engine, layer, rows.transpose(1, 2) @ rows, k.mean(1))
 
 
 def turned(moments: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:

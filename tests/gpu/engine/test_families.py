@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,22 +13,26 @@ import qcut
 from benchmarks.engine import steps
 from qcut.engine.engine import Engine
 from tests.gpu.support.oracles import DEVICE, assert_same
-from tests.support.decoders import KINDS, VOCABULARY, WIDE, prompts_of, small
+from tests.support.decoders import KINDS, MIXTURES, VOCABULARY, WIDE, prompts_of, small
 
 SCHEMES = (None, "w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g32_int8", "codebook4_pairs_g32")
-HEADS = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma2", "gemma3")}
+DENSE = tuple(kind for kind in KINDS if kind not in MIXTURES)
+MIXTURE_SCHEMES = ("w8a8", "codebook4_g32")
+"""Experts in float are for the CPU."""
+SIZES: dict[str, dict[str, int]] = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma2", "gemma3")}
+SIZES |= {kind: {"moe_intermediate_size": 64} for kind in MIXTURES}
+SIZES["hunyuan_v1_moe"] |= {"head_dim": 32}
 
 
 def model_of(kind: str, scheme: str | None, dtype: torch.dtype, device: str = DEVICE) -> Any:
-    changes = {} if kind == "phi3_long" else WIDE | HEADS.get(kind, {})  # whose frequencies are listed for heads of 8
+    changes = {} if kind == "phi3_long" else WIDE | SIZES.get(kind, {})  # whose frequencies are listed for heads of 8
     model = small(kind, **changes).to(device, dtype)
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)
     return model
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "scheme"), [*product(DENSE, (None, "w8a8")), *product(MIXTURES, ("w8a8",))])
 def test_float32_tokens_are_the_cpus(kind: str, scheme: str | None) -> None:
     cpu = model_of(kind, scheme, torch.float32, "cpu")
     prompts = prompts_of(VOCABULARY, 7, 30, 1)
@@ -35,8 +40,7 @@ def test_float32_tokens_are_the_cpus(kind: str, scheme: str | None) -> None:
     assert Engine(copy.deepcopy(cpu).to(DEVICE), batch=3).generate(prompts, 12) == want
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "scheme"), [*product(DENSE, SCHEMES), *product(MIXTURES, MIXTURE_SCHEMES)])
 def test_logits_are_transformers(kind: str, scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind.startswith("gemma"):  # norms are rounded twice, which moves some int8 activations by a step
         monkeypatch.setattr(steps, "MIN_COSINE", 0.99)
@@ -46,7 +50,9 @@ def test_logits_are_transformers(kind: str, scheme: str | None, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
-@pytest.mark.parametrize("kind", ["phi3_partial", "smollm3", "gpt_neox", "gemma2", "gemma3", "olmo2", "mistral_window"])
+@pytest.mark.parametrize(
+    "kind", ["phi3_partial", "smollm3", "gpt_neox", "gemma2", "gemma3", "olmo2", "mistral_window", *MIXTURES]
+)
 def test_graphs_are_the_launches(kind: str, kv_cache: Any) -> None:
     model, prompts = model_of(kind, "w8a8", torch.float16), prompts_of(VOCABULARY, 20, 3)
     launched, captured = (Engine(model, batch=2, graphs=graphs, kv_cache=kv_cache) for graphs in (False, True))

@@ -1,4 +1,4 @@
-"""Experts on CUDA: each route is bitwise what the layer of its expert computes alone."""
+"""Experts on CUDA: each route is bitwise what the layer of its expert computes by itself."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from qcut.errors import RangeError, UnsupportedError
 from qcut.layers.experts.experts import Experts, weighted_sum
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.numerics.gating import Gating
+from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 COUNT, H, WIDTH = 6, 256, 192
+FLOAT_SUMS = ("codebook4", "codebook3", "codebook4+4", "w8a16")
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8", "codebook4", "codebook4_int8", "codebook3", "codebook4+4")
 
 
@@ -47,20 +49,57 @@ def test_routes_are_those_of_single_layers(scheme: str, tokens: int) -> None:
     x, index, weights = routes(tokens, 2)
     with torch.no_grad():
         found = experts(x, index, weights)
-        alone = torch.zeros(tokens, 2, H, dtype=torch.float16, device=DEVICE)
+        each = torch.zeros(tokens, 2, H, dtype=torch.float16, device=DEVICE)
         for e in range(COUNT):
             token, route = (index == e).nonzero(as_tuple=True)
             if len(token):
-                alone[token, route] = down[e](gating(up[e](x[token])))
-    assert_same(found, weighted_sum(alone, weights).half())
+                each[token, route] = down[e](gating(up[e](x[token])))
+    want = weighted_sum(each, weights).half()
+    if scheme in FLOAT_SUMS:  # kernels of 16-bit tokens add in an order of their own
+        assert sqnr_db(want.double().cpu(), found.double().cpu()) > 50
+    else:
+        assert_same(found, want)
+
+
+def mixture(scheme: str) -> Experts:
+    up, down = layers(scheme, 2 * WIDTH, H, bias=True), layers(scheme, H, WIDTH, bias=False)
+    return Experts(LinearStack.of(up), LinearStack.of(down), Gating("silu"))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 80, 400])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a16"])
+def test_graphs_follow_their_routes(scheme: str, tokens: int) -> None:
+    experts = mixture(scheme)
+    held = [t.clone() for t in routes(tokens, 2)]
+    with torch.no_grad():
+        experts(*held)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = experts(*held)
+        for seed in (1, 2):
+            for t, new in zip(held, routes(tokens, 2, seed), strict=True):
+                t.copy_(new)
+            graph.replay()
+            assert_same(got, experts(*held))
+            whole = copy.deepcopy(experts).cpu()(*(t.cpu() for t in held))
+            assert sqnr_db(whole.double(), got.double().cpu()) > 45
+
+
+def test_routes_of_other_processes_add_nothing() -> None:
+    experts = mixture("codebook4_int8")
+    x, index, weights = routes(9, 2)
+    with torch.no_grad():
+        kept = weights.clone()
+        kept[:, 0] = 0
+        elsewhere = index.clone()
+        elsewhere[:, 0] = COUNT
+        assert_same(experts(x, elsewhere, kept), experts(x, index, kept))
+        assert not experts(x, torch.full_like(index, COUNT + 3), weights).any()
 
 
 def test_capture_and_bad_routes_are_refused() -> None:
-    experts = Experts(
-        LinearStack.of(layers("w8a8", 2 * WIDTH, H, bias=False)),
-        LinearStack.of(layers("w8a8", H, WIDTH, bias=False)),
-        Gating("silu"),
-    )
+    """Where the host reads the routes."""
+    experts = mixture("codebook4+3")
     x, index, weights = routes(3, 2)
     with torch.no_grad():
         expected = experts(x, index, weights)
@@ -69,11 +108,6 @@ def test_capture_and_bad_routes_are_refused() -> None:
         torch.cuda.synchronize()
         with pytest.raises(RangeError, match="expert 6"):
             experts(x, torch.full_like(index, COUNT), weights)
-        elsewhere = index.clone()
-        elsewhere[0, 0] = COUNT
-        kept = weights.clone()
-        kept[0, 0] = 0
-        assert_same(experts(x, elsewhere, kept)[1:], expected[1:])
         assert_same(experts(x, index, weights), expected)
 
 

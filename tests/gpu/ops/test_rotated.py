@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+import qcut
 from qcut.backends.cuda import activation, norm
 from qcut.backends.cuda.launch.plans import target, watched_loads
 from qcut.engine.engine import Engine
+from qcut.layers.experts.experts import Experts
 from qcut.numerics.codebook.layout import from_blocks
 from qcut.numerics.codebook.tokens import operands
 from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE, assert_same
-from tests.support.decoders import VOCABULARY, prompts_of
+from tests.support.decoders import VOCABULARY, WIDE, prompts_of, small
 
 OPS = torch.ops.qcut
 CASES = (
@@ -63,12 +64,35 @@ def test_rotated_rows_are_those_of_two_kernels(
             want = (total, *OPS.rotate_tokens(y, signs, "hadamard", *turned[1:]))
             for op in (OPS.add_norm_rotated.default, OPS.add_norm_rotated.early_read):
                 same(op(*given, *turned), want, m)
+                plain = torch.full_like(y, 9.0)
+                same(op(*given, *turned, plain), want, m)
+                assert_same(plain, y)
         stacked = torch.cat((x, other), 1)
         for gate, up in ((x, None), (x, other), stacked.chunk(2, 1)):
             y = OPS.gelu_tanh(gate) if up is None else OPS.silu_mul(gate, up)
             want = OPS.rotate_tokens(y, signs, "hadamard", *turned[1:])
             same(OPS.activate_rotated(gate, up, *turned), want, m)
-    assert ahead_of_time or any(f"_h{group}p{passes}" in name for name in loaded)
+    for end in ("_t", "_p_t") if not ahead_of_time else ():
+        assert any(f"_h{group}p{passes}{'s8' * (to is torch.int8)}{end}" in name for name in loaded)
+
+
+@pytest.mark.parametrize("m", [1, 9, 1030])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_int8_norms_write_plain_rows_beside(dtype: torch.dtype, m: int) -> None:
+    for k in (77, 2048, 5120):
+        columns = -(-k // 16) * 16
+        x, other = (x[:m] for x in rows(2, max(m, 4), k, dtype))
+        weight, bias = (torch.randn(k, device=DEVICE, dtype=dtype) for _ in range(2))
+        for layer, residual in ((False, other), (True, None)):
+            given = (x, residual, weight, bias if layer else None, layer, 1e-5)
+            total, y = OPS.add_norm(*given)
+            want = (total, *OPS.quantize_per_token(y, columns))
+            for op in (OPS.add_norm_int8.default, OPS.add_norm_int8.early_read):
+                memory = torch.full((m + 2, k), 9.0, device=DEVICE, dtype=dtype)
+                for got, expected in zip(op(*given, columns, memory[1:-1]), want, strict=True):
+                    assert_same(got, expected)
+                assert_same(memory[1:-1], y)
+                assert bool((memory[:: m + 1] == 9.0).all()), "rows beside are not written"
 
 
 def test_unaligned_rows() -> None:
@@ -79,7 +103,9 @@ def test_unaligned_rows() -> None:
     for to in (torch.float16, torch.int8):
         total, y = OPS.add_norm(x, other, weight, None, False, 1e-5)
         want = (total, *OPS.rotate_tokens(y, signs, "hadamard", 128, [1], to))
-        same(OPS.add_norm_rotated(x, other, weight, None, False, 1e-5, signs, 128, [1], to), want, m)
+        for plain in (None, torch.zeros(m * k + 1, device=DEVICE).half()[1:].view(m, k)):
+            same(OPS.add_norm_rotated(x, other, weight, None, False, 1e-5, signs, 128, [1], to, plain), want, m)
+            assert plain is None or torch.equal(plain, y)
         want = OPS.rotate_tokens(OPS.silu_mul(x, other), signs, "hadamard", 128, [1], to)
         same(OPS.activate_rotated(x, other, signs, 128, [1], to), want, m)
 
@@ -98,3 +124,25 @@ def test_engines_give_the_logits_of_rotations_apart(scheme: str, monkeypatch: py
         monkeypatch.setattr(module, "rotates_rows", lambda *_, **__: False)
     for got, want in zip(within, steps(), strict=True):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8"])
+def test_mixtures_give_the_logits_of_tokens_prepared_apart(
+    scheme: str, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small(kind, **WIDE, moe_intermediate_size=64).to(DEVICE, torch.float16)
+    qcut.quantize(model, scheme, allow_growth=True, progress=False)
+
+    def steps(graphs: bool) -> list[Tensor]:
+        engine = Engine(model, batch=batch, graphs=graphs)
+        read = engine.prefill(prompts_of(VOCABULARY, *(20, 3, 7)[:batch]))
+        return [read, *(engine.decode([token + i for i in range(batch)]) for token in (5, 7, 9))]
+
+    within = [steps(graphs) for graphs in (False, True)]
+    monkeypatch.setattr(Experts, "takes_prepared", lambda self, like: False)
+    apart = steps(False)
+    for got in within:
+        for logits, want in zip(got, apart, strict=True):
+            assert_same(logits, want)

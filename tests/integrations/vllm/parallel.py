@@ -78,3 +78,50 @@ def layer(kind: str, config: Any, tensors: list[dict[str, Tensor]], bias: bool =
     made.quant_method.process_weights_after_loading(made)
     made.quant_method.process_weights_after_loading(made)  # vLLM does, where weights were quantized one by one
     return made
+
+
+H, I, EXPERTS, TOP_K = 128, 256, 4, 2  # noqa: E741
+"""Of a mixture: columns of tokens, width of an expert, experts, and those of a token."""
+MIXTURE = "model.layers.0.mlp.experts"
+
+
+def expert_weights() -> dict[str, Tensor]:
+    """By the end of their names in a checkpoint, the float weights of a mixture."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"gate_proj": (I, H), "up_proj": (I, H), "down_proj": (H, I)}
+    return {
+        f"{e}.{key}.weight": torch.randn(shape, generator=generator) * 0.1
+        for e in range(EXPERTS)
+        for key, shape in shapes.items()
+    }
+
+
+def routes(rows: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, and the weights and experts of their routes."""
+    generator = torch.Generator().manual_seed(5)
+    x, weights = torch.randn(rows, H, generator=generator), torch.rand(rows, TOP_K, generator=generator)
+    ids = torch.rand(rows, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+    return x, weights, ids.to(torch.int32)
+
+
+def mixture(config: Any, tensors: dict[str, Tensor], name: str = MIXTURE, **options: Any) -> Any:
+    """The routed experts of a mixture of vLLM, loaded as a model loads them.
+
+    Args:
+        config: vLLM's configuration.
+        tensors: by the end of their names.
+        name: of the module.
+        options: of vLLM's mixture.
+    """
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers import fused_moe
+
+    get_current_vllm_config().compilation_config.static_forward_context.pop(name, None)
+    build = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # its name since 0.28, and before
+    sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": H, "intermediate_size": I}
+    made = build(**{**sizes, "params_dtype": torch.float32, "quant_config": config, "prefix": name, **options})
+    list(made.load_weights(iter(tensors.items())))
+    routed = made.routed_experts
+    routed.quant_method.process_weights_after_loading(routed)
+    routed.quant_method.process_weights_after_loading(routed)  # vLLM does, where weights were quantized one by one
+    return routed

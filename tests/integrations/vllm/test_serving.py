@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import qcut
 from tests.support import ROOT
@@ -29,6 +29,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.05, tie_word_embeddings=False))
     folder = tmp_path_factory.mktemp("llama")
     model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers, with two of eight experts to a token."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 8192}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**sizes, **heads, **experts, initializer_range=0.05, tie_word_embeddings=False)
+    folder = tmp_path_factory.mktemp("mixture")
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -73,6 +86,17 @@ def test_a_float_checkpoint_is_quantized_while_it_loads(llama: Path) -> None:
         llama, dtype=torch.float32, quantization_config=qcut.QcutConfig("codebook4", include=["*.mlp.*"])
     )
     assert_greedy(model, answers, near=1e-3)
+
+
+def test_a_mixture_is_quantized_while_it_loads(mixture: Path) -> None:
+    answers = served(mixture, quantization="qcut-codebook4")
+    assert_greedy(quantized(mixture, "codebook4"), answers, near=1e-3)
+
+
+def test_a_saved_mixture_is_served_as_it_is(mixture: Path, tmp_path: Path) -> None:
+    model = quantized(mixture, "w8a16")
+    model.save_pretrained(tmp_path)
+    assert_greedy(model, served(tmp_path), near=1e-3)
 
 
 @torch.no_grad()

@@ -13,12 +13,15 @@ from torch.multiprocessing.spawn import spawn
 
 import qcut
 from qcut.errors import UnsupportedError
+from qcut.layers.experts.experts import Experts
 from qcut.layers.parallel import part_scheme
-from tests.integrations.vllm import parallel
+from qcut.numerics.gating import Gating
+from tests.integrations.vllm import parallel, test_experts
 from tests.integrations.vllm.test_layers import KINDS, described, expected, linears
 
 WORLD = 2
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook4_int8", "codebook4+4", "codebook3", "codebook4_pairs", "int4")
+MIXTURE_SCHEMES = ("w8a8", "codebook4", "codebook4_int8")
 STATIC = {"static_range": qcut.StaticRange(-4.0, 3.5)}
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -51,7 +54,39 @@ def _rank(rank: int, folder: str) -> None:
         for scheme in ("codebook4_g256", "codebook4_rows"):
             with pytest.raises(UnsupportedError, match=r"'h.down'.*parts of 128 input channels"):
                 parallel.layer("row", ServingConfig({"quant_method": "qcut", "scheme": scheme}), floats)
+        found |= _mixtures()
     torch.save(found, f"{folder}/{rank}.pt")
+
+
+def _mixtures() -> dict[tuple[str, str, str], dict[str, Tensor]]:
+    """Experts on two processes: a part of each, or half of them."""
+    from vllm.config import get_current_vllm_config
+
+    from qcut.integrations.vllm.config import ServingConfig
+
+    found = {}
+    options = get_current_vllm_config().parallel_config
+    x, weights, ids = parallel.routes()
+    ids[0, 0] = -1  # vLLM's routers give it to padding
+    for kind, options.enable_expert_parallel in (("half of the experts", True), ("part of each", False)):
+        for scheme in MIXTURE_SCHEMES:
+            stacks = test_experts.stacks(scheme)
+            cases = {"online": (test_experts.asking(scheme), parallel.expert_weights())}
+            cases["stored"] = ServingConfig(test_experts.described(stacks)), test_experts.stored(stacks)
+            for source, (config, tensors) in cases.items():
+                routed = parallel.mixture(config, tensors)
+                given = (x, weights, ids) if options.enable_expert_parallel else _without_first_route()
+                made = {part: getattr(routed.qcut, part).dequantized_weight() for part in ("up", "down")}
+                found[kind, scheme, source] = {"y": routed.quant_method.apply(routed, *given), **made}
+    with pytest.raises(UnsupportedError, match=r"'.*mlp.experts.down'.*parts of 128 input channels"):
+        parallel.mixture(test_experts.asking("codebook4_g256"), parallel.expert_weights())
+    return found
+
+
+def _without_first_route() -> tuple[Tensor, Tensor, Tensor]:
+    x, weights, ids = parallel.routes()
+    weights[0, 0], ids[0, 0] = 0, parallel.EXPERTS
+    return x, weights, ids
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +108,7 @@ def _options(scheme: str) -> dict[str, Any]:
 
 
 def test_every_case_ran(results: Results) -> None:
-    assert len(results) == len(KINDS) * (2 * len(SCHEMES) + 1)
+    assert len(results) == len(KINDS) * (2 * len(SCHEMES) + 1) + 4 * len(MIXTURE_SCHEMES)
 
 
 @pytest.mark.parametrize("kind", ["column", "merged", "qkv"])
@@ -122,3 +157,35 @@ def test_row_parallel_result_is_near_the_layer(results: Results) -> None:
         # Tokens of int8 are rounded by half a step of their scale at most, in the whole layer and in a part.
         step = x.abs().amax(1, keepdim=True) / 127 * weight.abs().sum(1) if whole.scheme.int8_products else 0.0
         assert bool((error <= step + 1e-3).all()), scheme
+
+
+def _whole_mixture(scheme: str) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights of both projections, and the result, where all experts are on one GPU."""
+    made = test_experts.stacks(scheme)
+    x, weights, ids = _without_first_route()
+    y = Experts(made["up"], made["down"], Gating("silu"))(x, ids, weights)
+    return {part: stack.dequantized_weight() for part, stack in made.items()}, y
+
+
+@pytest.mark.parametrize("scheme", MIXTURE_SCHEMES)
+@pytest.mark.parametrize("source", ["online", "stored"])
+def test_halves_of_the_experts_sum_to_the_mixture(results: Results, scheme: str, source: str) -> None:
+    whole, y = _whole_mixture(scheme)
+    ranks = results["half of the experts", scheme, source]
+    for part, weight in whole.items():
+        assert torch.equal(torch.cat([found[part] for found in ranks]), weight)
+    assert torch.equal(ranks[0]["y"] + ranks[1]["y"], y)  # two routes of a token, in any order
+
+
+@pytest.mark.parametrize("scheme", MIXTURE_SCHEMES)
+@pytest.mark.parametrize("source", ["online", "stored"])
+def test_parts_of_all_experts_sum_to_the_mixture(results: Results, scheme: str, source: str) -> None:
+    whole, y = _whole_mixture(scheme)
+    ranks = results["part of each", scheme, source]
+    for rank, found in enumerate(ranks):
+        gate_up = [half.chunk(WORLD, 1)[rank] for half in whole["up"].chunk(2, 1)]
+        assert torch.equal(found["up"], torch.cat(gate_up, 1))
+        assert torch.equal(found["down"], whole["down"].chunk(WORLD, 2)[rank])
+    # Tokens of int8 are rounded by half a step of their scale at most, in the whole and in a part.
+    near = 1e-5 if scheme == "codebook4" else 0.02
+    assert float((ranks[0]["y"] + ranks[1]["y"] - y).norm() / y.norm()) <= near

@@ -103,7 +103,7 @@ struct RowRotation {
   char* y;
   uint32_t* partial;  // a word for each warp
   float4* exchange;
-  int row, m8, k, k_padded, thread, local_row;
+  int row, scale_row, m8, k, k_padded, thread, local_row;
   float factor;
 
   __device__ __forceinline__ Columns columns(int place) const {
@@ -201,7 +201,7 @@ struct RowRotation {
   // Returns the row's quantization and stores the row's scale.
   __device__ __forceinline__ QuantizedRow quantize(uint32_t peak, float* scale) const {
     const QuantizedRow quantized(row_max(peak));
-    if (thread == 0 && x_row) scale[row] = quantized.scale();
+    if (thread == 0 && x_row) scale[scale_row] = quantized.scale();
     return quantized;
   }
 
@@ -266,20 +266,34 @@ struct RowRotation {
     });
   }
 
+  // kOfRoutes: the next kernel begins once the last one has ended, so that it may read what that one wrote before it
+  // waits for this one. With `routes` [m], row i is the token of route routes[i] of `total`, per_row of which each row of
+  // x has; its scale is the route's, and rows of no route are left as they are.
+  template <bool kOfRoutes = false>
   static __device__ __forceinline__ void run(const T* x, void* y, float* scale, const uint32_t* signs,
-                                             long long x_stride, int m, int k, int k_padded, float factor) {
+                                             long long x_stride, int m, int k, int k_padded, float factor,
+                                             const int* routes = nullptr, int per_row = 1, int total = 0) {
     extern __shared__ float4 exchange[];
     __shared__ uint32_t partial[kRows * kWarps];
+    if constexpr (kOfRoutes) wait_for_dependencies();
     launch_dependents();
     const int local_row = threadIdx.x / kThreads;
     const int row = blockIdx.x * kRows + local_row;
-    const bool live = row < m;  // threads of a row past m still take part in the CTA's barriers
-    RowRotation self{live ? x + row * x_stride : nullptr,
+    int from = row, scale_row = row;
+    if (kOfRoutes && routes != nullptr) {
+      scale_row = row < m ? routes[row] : -1;
+      if (scale_row >= total) scale_row = -1;
+      from = scale_row / per_row;
+    }
+    // Threads of a row that is not there still take part in the CTA's barriers.
+    const bool live = row < m && (!kOfRoutes || scale_row >= 0);
+    RowRotation self{live ? x + from * x_stride : nullptr,
                      signs,
                      static_cast<char*>(y),
                      partial,
                      exchange + local_row * kThreads,
                      row,
+                     scale_row,
                      (m + 7) / 8,
                      live ? k : 0,
                      k_padded,

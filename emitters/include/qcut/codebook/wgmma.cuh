@@ -42,16 +42,59 @@ __device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, in
   }
 }
 
+// The rows of D that a tile of tokens writes, and the epilogue's arguments for them: neighbours, or an expert's routes.
+template <class Args>
+struct TokenRows {
+  const Args& args;
+  int first, m;
+  struct Place {
+    __device__ __forceinline__ int operator()(int staged) const { return staged_token(staged); }
+  };
+  __device__ __forceinline__ Place of(int) const { return {}; }
+  __device__ __forceinline__ bool ends_before(int token) const { return first + token >= m; }
+};
+
+template <class Args>
+struct RouteRows {
+  Args args;
+  const int* routes;  // of the tile
+  int first, m;       // 0, and the number of all routes
+  // Called for a staged row of sixteen tokens; TileWriter adds the tokens before. Rows past the last route are not written.
+  struct Place {
+    const int* routes;
+    int before, m;
+    __device__ __forceinline__ int operator()(int staged) const {
+      const int route = routes[staged_token(staged)];
+      return min(static_cast<unsigned>(route), static_cast<unsigned>(m)) - before;
+    }
+  };
+  __device__ __forceinline__ Place of(int round) const { return {routes + 16 * round, 16 * round, m}; }
+  __device__ __forceinline__ bool ends_before(int token) const { return routes[token] < 0; }
+};
+
+template <class T, class Args>
+__device__ __forceinline__ TokenRows<Args> rows_of_tile(const PromptWork<T, AllRows>& work, const Args& args, int, int first,
+                                                        int) {
+  return {args, first, work.m};
+}
+template <class T, class Args>
+__device__ __forceinline__ RouteRows<Args> rows_of_tile(const PromptWork<T, ExpertRows>& work, const Args& args, int tile,
+                                                        int first, int n) {
+  const long long expert = work.expert(tile);
+  Args mine = args;
+  mine.col_scale_per_channel += expert * n;
+  if (mine.bias != nullptr) mine.bias += expert * n;
+  return {mine, work.rows.routes + first, 0, work.rows.rows * work.rows.per_row};
+}
+
 // The work of the two multiplying warpgroups. Each writes its 64 channels of D.
-template <class T, class E, int kAlign, class B>
-__device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const char* units, const char* norms,
-                                                const float* fold, typename E::Out* d, int n, int ldd, const B& book,
+template <class T, class E, int kAlign, class Weights, class B, class Rows>
+__device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work, const Weights& weights,
+                                                typename E::Out* d, int n, int ldd, const B& book,
                                                 const typename E::Args& args, uint32_t base) {
   using Acc = typename T::Acc;
   using Stage = typename T::Stage;
-  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
-  using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
-  using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder, HalfDecoder>::Type;
+  using Decoder = typename Weights::template Decoder<T>;
   constexpr int kSteps = Decoder::kSteps;
   // Products are issued in batches of kBatch. The weights of a batch are decoded together into one of kRing buffers.
   constexpr int kBatch = T::kFine ? 1 : kSteps / 2;
@@ -79,19 +122,13 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   };
 
   Decoder decoder(book, base, warp, lane);
-  UnitStream<T> stream(units, norms);
+  typename Weights::template Stream<T> stream(weights);
   const auto begin_tile = [&](int tile) {
-    if (tile >= work.count() || work.units == 0) return;
-    // Warps past the last row read the last rows again; their sums are not stored.
-    const long long row_tile = min(work.tile(tile).y + warp, work.row_tiles - 1);
-    stream.begin(units, norms, row_tile * work.units_k + work.first_unit, lane);
-    if constexpr (UnitStream<T>::kHasFolds) {
-      const float* at = fold + kUnitRows * row_tile + lane / 4;
-      stream.folds = make_float2(at[0], at[8]);
-    }
+    if (tile < work.count() && work.units > 0) stream.begin(weights, work, tile, warp, lane);
   };
+  if constexpr (Rows::kOfExperts) wait_for_dependencies();
   begin_tile(work.first());
-  wait_for_dependencies();
+  if constexpr (!Rows::kOfExperts) wait_for_dependencies();
   uint32_t a[kRing][kBatch][4] = {};
   // Products in flight read these registers, which must therefore live until the wait for these products.
   const auto keep_operands = [](uint32_t(&batch)[kBatch][4]) {
@@ -102,7 +139,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   int lead = T::kSplits == 1 && work.first() < work.count() ? min(T::kLead, work.units) : 0;
   int buffer = 0;
   if (lead > 0 && group == 1) named_barrier_sync<T::kThreads>(kLeadBarrier);
-  for (int tile = work.first(); tile < work.count(); tile += work.step()) {
+  for (int tile = work.first(); tile < work.count(); tile = work.next(tile)) {
     const int2 at = work.tile(tile);
     const int channel0 = 16 * at.y + 64 * group;
     Acc acc[T::kTokens / 2];
@@ -143,16 +180,17 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       previous = stage;
       if (lead > 0 && group == 0 && --lead == 0) named_barrier_arrive<T::kThreads>(kLeadBarrier);
     }
-    begin_tile(tile + work.step());
+    begin_tile(work.next(tile));
 
     if constexpr (T::kSplits == 1) {
       // A warp writes four of sixteen tokens, as a CTA of a cluster of four does.
       using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, 4>;
       constexpr int kAhead = (E::kHasResidual ? 2 : 4) / Writer::kPasses;  // rounds whose vectors are in flight
-      const Writer writer(d, at.x, channel0, work.m, n, ldd, args, warp % 4);
+      const auto written = rows_of_tile(work, args, tile, at.x, n);
+      const Writer writer(d, written.first, channel0, written.m, n, ldd, written.args, warp % 4);
       typename Writer::Rows rows[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) writer.fetch(rows[i], i, staged_token);
+      for (int i = 0; i < kAhead; ++i) writer.fetch(rows[i], i, written.of(i));
       wgmma_wait<0>();
 #pragma unroll
       for (int k = 0; k < kRing; ++k) keep_operands(a[k]);
@@ -162,7 +200,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       if (channel0 >= n) continue;
 #pragma unroll
       for (int i = 0; i < T::kRounds; i += T::kBatch) {
-        if (at.x + 16 * i >= work.m) break;
+        if (written.ends_before(16 * i)) break;
         const uint32_t to = staging + buffer * (T::kBatch * Stage::kBytes);
         // With two batches of buffers, all warps have read this buffer at the barrier of the batch in between.
         buffer = T::kBuffers > 1 ? buffer ^ 1 : 0;
@@ -187,7 +225,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
         for (int b = 0; b < T::kBatch; ++b) {
           const int round = i + b;
           const typename Writer::Rows current = rows[round % kAhead];
-          if (round + kAhead < T::kRounds) writer.fetch(rows[round % kAhead], round + kAhead, staged_token);
+          if (round + kAhead < T::kRounds) writer.fetch(rows[round % kAhead], round + kAhead, written.of(round + kAhead));
           writer.write(current, sums[b]);
         }
       }
@@ -219,11 +257,13 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   }
 }
 
-// The kernel. `fold` is read only for int8 tokens. kAlign is the alignment of D's rows in bytes, as in TileWriter.
-template <class T, class E, int kAlign, class B>
-__device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms,
-                                                const float* fold, typename E::Out* d, int m, int n, int units_k,
-                                                int ldd, const B& book, const typename E::Args& args) {
+// The kernel, of codebook weights or of others with a stream and a decoder. kAlign is the alignment of D's rows in bytes,
+// as in TileWriter. With ExpertRows, m counts the routes of all tiles, and row_scale is that of routes.
+template <class T, class E, int kAlign, class Weights, class B, class Rows>
+__device__ __forceinline__ void prompt_product(const char* x, const Weights& weights, typename E::Out* d, int m, int n,
+                                               int units_k, int ldd, const B& book, const typename E::Args& args,
+                                               const Rows& rows) {
+  static_assert(!Rows::kOfExperts || T::kSplits == 1, "splits write rows of tokens");
   static_assert(!B::kPairs || T::kPairs, "a codebook of pairs needs the table");
   extern __shared__ __align__(1024) char shared[];
   launch_dependents();
@@ -247,9 +287,10 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
   if (threadIdx.x >= T::kThreads) {
     give_registers<T::kFetchRegisters>();
     if (threadIdx.x < T::kThreads + 32) {
-      fetch_prompt<T>(PromptWork<T>(m, n, units_k), x, base);
+      fetch_prompt(PromptWork<T, Rows>(m, n, units_k, rows), x, base);
     } else if constexpr (T::kHasTables) {
-      build_tables<T>(PromptWork<T>(m, n, units_k), reinterpret_cast<const uint32_t*>(norms), fold, book, base);
+      const PromptWork<T, Rows> work(m, n, units_k, rows);
+      build_tables(work, reinterpret_cast<const uint32_t*>(weights.norms), weights.fold, book, base);
     }
     if constexpr (T::kSplits > 1) {  // matches the cluster's barrier before the sums are read
       cluster_arrive();
@@ -257,13 +298,21 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
     }
   } else {
     take_registers<T::kRegisters>();
-    multiply_prompt<T, E, kAlign>(PromptWork<T>(m, n, units_k), units, norms, fold, d, n, ldd, book, args, base);
+    const PromptWork<T, Rows> work(m, n, units_k, rows);
+    multiply_prompt<T, E, kAlign>(work, weights, d, n, ldd, book, args, base);
   }
   // No CTA exits while other CTAs copy to its memory, arrive at its barriers or read its sums.
   if constexpr (T::kCtas > 1) {
     cluster_arrive();
     cluster_wait();
   }
+}
+
+template <class T, class E, int kAlign, class B, class Rows = AllRows>
+__device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms, const float* fold,
+                                               typename E::Out* d, int m, int n, int units_k, int ldd, const B& book,
+                                               const typename E::Args& args, const Rows& rows = Rows()) {
+  prompt_product<T, E, kAlign>(x, CodebookRows{units, norms, fold}, d, m, n, units_k, ldd, book, args, rows);
 }
 
 }  // namespace qcut

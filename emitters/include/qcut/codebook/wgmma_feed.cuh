@@ -4,6 +4,7 @@
 
 #include <qcut/codebook/codebook.cuh>
 #include <qcut/core/barrier.cuh>
+#include <qcut/core/experts.cuh>
 #include <qcut/core/wgmma.cuh>
 #include <qcut/gemm/gemm.cuh>
 
@@ -37,7 +38,8 @@ struct WgmmaTile {
   static constexpr bool kPairs = kPairs_;  // whether a PairTable lies before the stages
   static constexpr int kFirstStage = kPairs ? PairTable::kBytes : 0;
   static constexpr int kTables = kFirstStage + kStages * kTokenBytes;
-  static constexpr bool kHasTables = sizeof(X) == 1 && !kPairs;  // tables of int8 values, of each row
+  static constexpr bool kInt8Weights = kBits == 8;
+  static constexpr bool kHasTables = sizeof(X) == 1 && !kPairs && !kInt8Weights;  // tables of int8 values, of each row
   static constexpr int kTableBytes = kHasTables ? 16 * kRows * kSlots : 0;  // [slot][row][16 int8]
   static constexpr int kOperandBytes = kTables + kStages * kTableBytes;
   // Splits stage all sums in the place of the operands.
@@ -77,13 +79,21 @@ struct UnitStream {
   const char* unit_norms;
   typename Either<kHasFolds, float2, Nothing>::Type folds;  // of rows g and g + 8
 
-  __device__ __forceinline__ UnitStream(const char* units, const char* norms) : units(units), unit_norms(norms) {}
+  template <class Weights>
+  __device__ __forceinline__ explicit UnitStream(const Weights& all) : units(all.units), unit_norms(all.norms) {}
 
-  // Starts at unit `index` of all units.
-  __device__ __forceinline__ void begin(const char* all_units, const char* all_norms, long long index, int lane) {
-    units = all_units + index * kUnitBytes<T::kBits>;
-    unit_norms = all_norms + index * (Norms::kBytes * T::kSlots) + lane / 4 * Norms::kLaneBytes;
+  // Starts at a warp's rows of a tile of D. Warps past the last row read the last rows again; their sums are not stored.
+  template <class Weights, class Work>
+  __device__ __forceinline__ void begin(const Weights& all, const Work& work, int tile, int warp, int lane) {
+    const long long row_tile = work.before(tile) + min(work.tile(tile).y + warp, work.row_tiles - 1);
+    const long long index = row_tile * work.units_k + work.first_unit;
+    units = all.units + index * kUnitBytes<T::kBits>;
+    unit_norms = all.norms + index * (Norms::kBytes * T::kSlots) + lane / 4 * Norms::kLaneBytes;
     load(lane);
+    if constexpr (kHasFolds) {
+      const float* at = all.fold + kUnitRows * row_tile + lane / 4;
+      folds = make_float2(at[0], at[8]);
+    }
   }
   __device__ __forceinline__ void load(int lane) {
     next.load(units, lane);
@@ -190,13 +200,32 @@ struct PromptTableDecoder {
   }
 };
 
-// The tiles of D that a cluster computes, in order, and this CTA's units of each tile.
-template <class T>
+// Codebook weights in memory; see emitters/codebook/problem.py. `fold` is read only for int8 tokens.
+struct CodebookRows {
+  const char* units;
+  const char* norms;
+  const float* fold;
+
+  template <class T>
+  using Stream = UnitStream<T>;
+  template <class T>
+  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
+  template <class T>
+  using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
+  template <class T>
+  using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder<T>, HalfDecoder<T>>::Type;
+};
+
+// The tiles of D that a cluster computes, in order, and this CTA's units of each tile. With ExpertRows, tokens lie in
+// the order of their routes in tiles, and tiles without an expert are left out.
+template <class T, class Rows = AllRows>
 struct PromptWork {
+  Rows rows;
   int m, units_k, tiles_m, tiles_n, row_tiles, rank, first_unit, units;
 
-  __device__ __forceinline__ PromptWork(int m, int n, int units_k)
-      : m(m),
+  __device__ __forceinline__ PromptWork(int m, int n, int units_k, const Rows& rows)
+      : rows(rows),
+        m(m),
         units_k(units_k),
         tiles_m((m + T::kTokens - 1) / T::kTokens),
         tiles_n((n + T::kRows * T::kCluster - 1) / (T::kRows * T::kCluster)),
@@ -206,14 +235,31 @@ struct PromptWork {
     first_unit = T::kSplits > 1 ? min(rank * part, units_k) : 0;
     units = min(part, units_k - first_unit);
   }
-  __device__ __forceinline__ int first() const { return blockIdx.x / T::kCtas; }
-  __device__ __forceinline__ int step() const { return gridDim.x / T::kCtas; }
+  __device__ __forceinline__ int first() const { return there(blockIdx.x / T::kCtas); }
+  __device__ __forceinline__ int next(int i) const { return there(i + gridDim.x / T::kCtas); }
   __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
+  // The tiles of 16 rows of the experts before that of a tile of D.
+  __device__ __forceinline__ long long before(int i) const {
+    if constexpr (Rows::kOfExperts) {
+      return static_cast<long long>(expert(i)) * row_tiles;
+    } else {
+      return 0;
+    }
+  }
+  __device__ __forceinline__ int expert(int i) const { return rows.expert(tile_of_block(i, tiles_m, tiles_n).x); }
   // The first token (x) and the first tile of 16 rows (y) of a tile of D.
   __device__ __forceinline__ int2 tile(int i) const {
     const int2 at = tile_of_block(i, tiles_m, tiles_n);
     const int across = T::kCluster > 1 ? at.y * T::kCluster + rank : at.y;
     return make_int2(at.x * T::kTokens, across * T::kWarps);
+  }
+
+ private:
+  __device__ __forceinline__ int there(int i) const {
+    if constexpr (Rows::kOfExperts) {
+      while (i < count() && expert(i) < 0) i += gridDim.x / T::kCtas;
+    }
+    return i;
   }
 };
 
@@ -230,15 +276,15 @@ struct RingPlace {
 };
 
 // The work of the fetching warp: bulk copies of tokens into the stages.
-template <class T>
-__device__ __forceinline__ void fetch_prompt(const PromptWork<T>& work, const char* x, uint32_t base) {
+template <class T, class Rows>
+__device__ __forceinline__ void fetch_prompt(const PromptWork<T, Rows>& work, const char* x, uint32_t base) {
   constexpr int kPart = T::kTokens / 8 / T::kCluster;  // blocks of tokens that this CTA copies for the cluster
   const int lane = threadIdx.x % 32;
   const int token_blocks = (work.m + 7) / 8;
   const int begin = T::kCluster > 1 ? work.rank * kPart : 0;
   wait_for_dependencies();
   RingPlace<T::kStages> place;
-  for (int i = work.first(); i < work.count(); i += work.step()) {
+  for (int i = work.first(); i < work.count(); i = work.next(i)) {
     const int2 at = work.tile(i);
     const int there = min(T::kTokens / 8, token_blocks - at.x / 8);
     const int blocks = min(kPart, there - begin);
@@ -264,8 +310,8 @@ __device__ __forceinline__ void fetch_prompt(const PromptWork<T>& work, const ch
 
 // The work of the three warps that build the table of q = rne(value * (norm * fold)) for each row and slot of a stage.
 // Each warp builds the tables of 32 rows; the warps take turns with the last 32 rows.
-template <class T>
-__device__ __forceinline__ void build_tables(const PromptWork<T>& work, const uint32_t* norms, const float* fold,
+template <class T, class Rows>
+__device__ __forceinline__ void build_tables(const PromptWork<T, Rows>& work, const uint32_t* norms, const float* fold,
                                              const Book& book, uint32_t base) {
   const int lane = keep(threadIdx.x % 32);
   const int warp = keep(threadIdx.x / 32 - T::kWarps - 1);
@@ -294,17 +340,18 @@ __device__ __forceinline__ void build_tables(const PromptWork<T>& work, const ui
       store_shared_16(table + s * (16 * T::kRows), w);
     }
   };
+  if constexpr (Rows::kOfExperts) wait_for_dependencies();
   const int mine = 32 * warp + lane, last = 96 + lane;
   RingPlace<T::kStages> place;
   int turn = warp;
-  for (int i = work.first(); i < work.count(); i += work.step()) {
-    const int first_tile = work.tile(i).y;
+  for (int i = work.first(); i < work.count(); i = work.next(i)) {
+    const int first_tile = work.tile(i).y, before = static_cast<int>(work.before(i));
     const auto norms_of = [&](int row) {
-      const int tile = min(first_tile + row / 16, work.row_tiles - 1);
+      const int tile = before + min(first_tile + row / 16, work.row_tiles - 1);
       return (tile * work.units_k + work.first_unit) * (8 * T::kSlots) + row % 8;
     };
     const auto fold_of = [&](int row) {
-      return first_tile + row / 16 < work.row_tiles ? fold[16 * first_tile + row] : 0.0f;
+      return first_tile + row / 16 < work.row_tiles ? fold[16 * (before + first_tile) + row] : 0.0f;
     };
     int mine_at = norms_of(mine), last_at = norms_of(last);  // offsets for the next unit
     const float mine_fold = fold_of(mine), last_fold = fold_of(last);

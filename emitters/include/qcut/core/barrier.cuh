@@ -93,6 +93,13 @@ __device__ __forceinline__ void store_async(uint32_t shared, uint32_t barrier, i
       : "memory");
 }
 
+__device__ __forceinline__ void store_async(uint32_t shared, uint32_t barrier, int rank, float v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   map_to_rank(shared, rank)),
+               "f"(v), "r"(map_to_rank(barrier, rank))
+               : "memory");
+}
+
 // Waits until the first phase is complete. The bytes that the phase counts may come from any CTA of the cluster.
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier) {
   asm volatile(

@@ -1,5 +1,5 @@
 // RMSNorm or LayerNorm of rows, with an optional residual that is added before and an optional quantization or rotation
-// after.
+// after, in place of the plain rows or beside them.
 //
 // A CTA has a row, which its threads hold in registers. Exactness: values are rounded to T wherever the eager model
 // stores them. The sum with the residual is rounded, and so is an RMS-normalized value before its weight multiplies it.
@@ -67,12 +67,13 @@ struct NotRotated {
 // `residual` and writes the sum to `sum`, which may be x or the residual itself. With kQuantized, y is int8
 // [m, k_padded] with `scale`, as quantize_per_token computes them from the norm rounded to T; otherwise y is T [m, k].
 // Rows of x, residual and sum are x_stride elements apart; y is contiguous. A rotation rounds y to T and stores it as
-// blocks of tokens.
+// blocks of tokens. With kPlain, the norm rounded to T is also written to `plain` [m, k], contiguous, beside a quantized
+// or rotated y.
 template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned,
-          class Rotation = NotRotated>
+          bool kPlain = false, class Rotation = NotRotated>
 __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum, const T* weight, const T* bias,
                                           void* y, float* scale, long long x_stride, int k, int k_padded, float eps,
-                                          Rotation rotation = {}) {
+                                          Rotation rotation = {}, T* plain = nullptr) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kStep = kThreads * kSize;
   constexpr int kWarps = kThreads / 32;
@@ -142,8 +143,9 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
       f[i][j] = first + i * kStep + j < k ? normalized<T, kLayer>(f[i][j], mean, inv, w[j], b[j]) : 0.0f;
       peak = max(peak, __float_as_uint(f[i][j]) & 0x7fffffffu);
     }
-    if constexpr (!kQuantized && !Rotation::kRotates) {
-      store_vector<T, kAligned>(static_cast<T*>(y) + row * k, first + i * kStep, k, f[i]);
+    if constexpr (kPlain || (!kQuantized && !Rotation::kRotates)) {
+      T* const rows = kPlain ? plain : static_cast<T*>(y);
+      store_vector<T, kAligned>(rows + row * k, first + i * kStep, k, f[i]);
     }
   }
   if constexpr (Rotation::kRotates) rotation.store(f, row, gridDim.x, first, kStep, y, scale);

@@ -262,14 +262,25 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
   d[at] = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), added, args));
 }
 
+// D is the product of all tokens with one weight.
+struct NoRoutes {
+  static constexpr bool kSummed = false;
+  template <class T, class Tile, bool kTable>
+  using Shared = StreamShared<T, Tile, kTable>;
+};
+
 // The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
 // is a BlockTokens, a RowToken or a QuantizedToken.
-template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X, class B>
+//
+// With SummedRoutes (codebook_sums.cuh), x is a RouteToken, and units of K of all routes of a token follow one another:
+// units_k is a multiple of kUnits, and where kSplits > 1, kWarps * kUnits one of units_k. The grid has as many clusters
+// for every token.
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X, class B, class Routes = NoRoutes>
 __device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
-                                                const B& book, typename E::Args args) {
+                                                const B& book, typename E::Args args, Routes routes = Routes()) {
   constexpr bool kTable = !kIsInt8<T> || B::kPairs;
-  using Shared = StreamShared<T, Tile, kTable>;
+  using Shared = typename Routes::template Shared<T, Tile, kTable>;
   using Product = UnitProduct<T, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
@@ -280,7 +291,12 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
-  const int tile0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRowTiles;
+  int cluster = static_cast<int>(blockIdx.x) / Tile::kSplits;
+  if constexpr (Routes::kSummed) {
+    cluster = routes.begin(cluster, (n + Tile::kRows - 1) / Tile::kRows, m);
+    m = 1;  // a route's
+  }
+  const int tile0 = cluster * Tile::kRowTiles;
   const int tiles = min(Tile::kRowTiles, (n + kUnitRows - 1) / kUnitRows - tile0);
   const int col0 = kUnitRows * tile0;
   const int cta_first = rank * Tile::kWarps * kUnits;
@@ -292,12 +308,18 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   Unit weights[Tile::kPrefetch][kUnits] = {};
   RowFold<T> folds[Tile::kPrefetch];
   // The address of this lane's part of unit k0 of the next tile, computed before the tile's registers are free.
-  const int k0 = min(first, units_k - 1);
-  const long long unit0 = static_cast<long long>(tile0) * units_k + k0;
+  int k0 = min(first, units_k - 1), row_tile0 = tile0;
+  if constexpr (Routes::kSummed) {
+    k0 = routes.find(first, units_k);
+    row_tile0 += routes.expert * ((n + 63) / 64 * 4);
+  }
+  const long long unit0 = static_cast<long long>(row_tile0) * units_k + k0;
   const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
   const char* next_norms = norms + unit0 * Unit::kNormBytes + lane / 4 * Unit::Norms::kLaneBytes;
   const auto load_unit = [&](Unit& unit, int u, bool wanted) {
-    unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && first + u < units_k);
+    bool inside = first + u < units_k;
+    if constexpr (Routes::kSummed) inside = routes.there;
+    unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && inside);
   };
   const auto next_tile = [&] {
     next_unit += units_k * kUnitBytes<kBits>;
@@ -307,13 +329,13 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   for (int s = 0; s < Tile::kPrefetch; ++s) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) load_unit(weights[s][u], u, s == 0 || s < tiles);
-    folds[s].load_if(fold, tile0 + s, s == 0 || s < tiles);
+    folds[s].load_if(fold, row_tile0 + s, s == 0 || s < tiles);
     next_tile();
   }
   // No register is free for the tile after the kPrefetch tiles in flight, but the L2 has room: this tile is prefetched
   // while the table is filled and the tokens arrive. Prefetching more tiles, one in every later round, or the last of
   // two tiles would only delay the tiles in flight.
-  if (!kIsInt8<T> && Tile::kPrefetch + 1 < tiles) {
+  if (!kIsInt8<T> && !Routes::kSummed && Tile::kPrefetch + 1 < tiles) {
     constexpr int kLines = kUnitBytes<kBits> / 128;
     const int lines = min(kUnits, units_k - k0) * kLines;
 #pragma unroll
@@ -334,12 +356,18 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   float* bias = reinterpret_cast<float*>(shared + Shared::kBias);
   float* row_scale = reinterpret_cast<float*>(shared + Shared::kRowScale);
   wait_for_dependencies();
-  x.request(regions, m, cta_first, units_k);
-  copy_async_commit();
-  const int columns = min(Tile::kRows, n - col0);
-  copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
-  copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
-  if constexpr (kIsInt8<T> && !X::kHasScale) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
+  if constexpr (Routes::kSummed) {
+    x.request(region, routes, k0, units_k);
+    copy_async_commit();
+    routes.template request<Shared, Tile>(shared, args, warp, lane, col0, n, units_k, rank);
+  } else {
+    x.request(regions, m, cta_first, units_k);
+    copy_async_commit();
+    const int columns = min(Tile::kRows, n - col0);
+    copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
+    copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
+    if constexpr (kIsInt8<T> && !X::kHasScale) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
+  }
   copy_async_commit();
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
@@ -374,7 +402,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
         product.add(sum, weights[s][u], folds[s], tokens.b[u], sums[u]);
         load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
       }
-      folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
+      folds[s].load_if(fold, row_tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
       next_tile();
       const uint32_t place = mine + 64 * (tile + s);
 #pragma unroll
@@ -391,6 +419,10 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
 
   copy_async_wait<0>();
   __syncthreads();
+  if constexpr (Routes::kSummed) {
+    routes.template finish<Acc, Shared, Tile, E>(shared, args, d, col0, n, units_k, ldd, cta_first, rank);
+    return;
+  }
   const auto sum_of_warps = [&](int token, int row) {
     const Acc* at = reinterpret_cast<const Acc*>(shared + Shared::kRegions) + token * kPitch + row;
     constexpr int kChains = 4;  // one chain of additions would take as long as the loads

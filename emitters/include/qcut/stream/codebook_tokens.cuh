@@ -73,6 +73,30 @@ __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* globa
   }
 }
 
+// Stages a warp's columns of the tokens of a tile's routes; lane i has the row of the token of route i. Chunk c of token
+// t lies at c ^ (t % 8) of its 128 bytes, in memory as in the region. Units past the last one are zero.
+template <class T, class Tile>
+__device__ __forceinline__ void stage_routes(const char* x, uint32_t region, int source, int m, int rows, int first,
+                                             int units_k) {
+  using Shared = StreamShared<T, Tile>;
+  constexpr int kRows = Shared::kStagedRows;
+  constexpr int kPieces = Shared::kStagedBytes / 16;
+  const int lane = threadIdx.x % 32;
+  const int blocks = (rows + 7) / 8;
+#pragma unroll
+  for (int from = 0; from < kPieces; from += 32) {
+    const int i = from + lane;
+    const int row = i / 8 % kRows;
+    const int j = i / (8 * kRows) % Tile::kTokenTiles;
+    const int block = i / (8 * kRows * Tile::kTokenTiles);
+    const int token = __shfl_sync(0xffffffffu, source, 8 * j + row);
+    const long long at = static_cast<long long>(first * Shared::kBlocks + block) * blocks + token / 8;
+    const int chunk = i % 8 ^ row ^ token % 8;
+    copy_async_if<16>(region + 16 * i, x + 1024 * at + 128 * (token % 8) + 16 * chunk,
+                      i < kPieces && 8 * j + row < m, first + block / Shared::kBlocks >= units_k);
+  }
+}
+
 // Tokens in blocks, as the rotation kernel stored them. Each warp stages the columns of its own units in its
 // region of shared memory; the CTA's first unit is cta_first.
 template <class T, class Tile>

@@ -25,6 +25,7 @@
 #pragma once
 
 #include <qcut/core/epilogue.cuh>
+#include <qcut/core/experts.cuh>
 #include <qcut/core/streaming.cuh>
 
 namespace qcut {
@@ -79,11 +80,30 @@ struct Int8StreamTile {
   static constexpr int kPitch = kRows + 4;
 };
 
-// The kernel: 1 <= m <= kTokens. The grid has kSplits CTAs for every kRows rows. With kAbsmax, absmax [m] is raised to
-// the largest magnitude of each row of D.
-template <class Tile, bool kAbsmax, class E, class Tokens>
+// With ExpertRows, waits for the previous kernel, which may have written which expert this is, and goes to the expert
+// of this CTA: b and the vectors of columns become those of the expert, m the number of routes. False: there is none.
+template <class Tile, class Args, class Rows>
+__device__ __forceinline__ bool begin_expert(Rows& rows, const int8_t*& b, Args& args, int& m, int n, int ldb) {
+  if constexpr (Rows::kOfExperts) {
+    wait_for_dependencies();
+    const int ctas = (n + Tile::kRows - 1) / Tile::kRows;
+    const long long expert = rows.begin(static_cast<int>(blockIdx.x) / Tile::kSplits / ctas, m);
+    if (expert < 0) return false;
+    b += expert * n * ldb;
+    args.col_scale_per_channel += expert * n;
+    if (args.bias != nullptr) args.bias += expert * n;
+  }
+  return true;
+}
+
+// The kernel: 1 <= m <= kTokens. The grid has kSplits CTAs for every kRows rows, and with ExpertRows, after
+// begin_expert, as many again for every tile of routes. With kAbsmax, absmax [m] is raised to the largest magnitude of
+// each row of D.
+template <class Tile, bool kAbsmax, class E, class Tokens, class Rows = AllRows>
 __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, typename E::Out* d, float* absmax, int m,
-                                            int n, int k, int ldb, int ldd, const typename E::Args& args) {
+                                            int n, int k, int ldb, int ldd, const typename E::Args& args,
+                                            const Rows& rows = Rows()) {
+  static_assert(!Rows::kOfExperts || !(kAbsmax || E::kHasResidual), "rows of these vectors are tokens");
   using Acc = typename Tokens::Acc;
   extern __shared__ __align__(16) char shared[];
   const ColumnStore<Tile, E> stored(shared);
@@ -95,7 +115,9 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   const int g = threadIdx.x % 32 / 4;
   const int t = threadIdx.x % 4;
   const int rank = blockIdx.x % Tile::kSplits;
-  const int n0 = blockIdx.x / Tile::kSplits * Tile::kRows;
+  unsigned cta = blockIdx.x / Tile::kSplits;
+  if constexpr (Rows::kOfExperts) cta %= (n + Tile::kRows - 1) / Tile::kRows;
+  const int n0 = cta * Tile::kRows;
   const int tiles = min(Tile::kRowTiles, (n - n0 + 15) / 16);
 
   // If K is longer than the columns of all warps together, each warp goes on in a further round, kStride columns later.
@@ -116,7 +138,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
       for (int p = 0; p < 2; ++p) load_stream_16(unit[p][i], row + min(column + 64 * p + 16 * t, last_column));
     }
   };
-  if constexpr (Tile::kWaitsFirst) wait_for_dependencies();
+  if constexpr (Tile::kWaitsFirst && !Rows::kOfExperts) wait_for_dependencies();
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
     if (s >= tiles || rounds == 0) break;
@@ -149,7 +171,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     const int row = threadIdx.x + i * Tile::kThreads;
     columns[i] = E::column(args, row < Tile::kRows ? n0 + row : n, n);
   }
-  if constexpr (!Tile::kWaitsFirst) wait_for_dependencies();
+  if constexpr (!Tile::kWaitsFirst && !Rows::kOfExperts) wait_for_dependencies();
 
   tokens.begin(first);
   const auto residual_at = [&](int token, int row) {
@@ -226,7 +248,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     if (n0 + row >= n) return 0;
     const typename E::Column column = stored.load(row);
     const typename E::Out y = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args));
-    d[static_cast<long long>(token) * ldd + n0 + row] = y;
+    d[static_cast<long long>(rows.of(token)) * ldd + n0 + row] = y;
     return kAbsmax ? __float_as_uint(to_float(y)) & 0x7fffffffu : 0u;
   };
   if constexpr (Tile::kSplits == 1) {

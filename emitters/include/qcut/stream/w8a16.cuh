@@ -44,14 +44,16 @@ __device__ __forceinline__ void load_8(uint32_t (&w)[4], const T* row, int col, 
 }
 
 // Tokens as rows of T, lda elements apart. Tokens past m repeat the last token, and their results are not stored.
-template <class Tile, class T, bool kAligned>
+template <class Tile, class T, bool kAligned, class Rows>
 struct FloatTokens {
   using Acc = float;
   uint32_t x[Tile::kTokenTiles][Tile::kUnits][2][2][4];  // [8 tokens][unit][64 columns][8 columns][words]
   const T* a;
   int m, k, lda;
+  Rows rows;
 
-  __device__ __forceinline__ FloatTokens(const T* a, int m, int k, int lda) : a(a), m(m), k(k), lda(lda) {}
+  __device__ __forceinline__ FloatTokens(const T* a, int m, int k, int lda, const Rows& rows)
+      : a(a), m(m), k(k), lda(lda), rows(rows) {}
 
   __device__ __forceinline__ void begin(int column) { next(column); }
   __device__ __forceinline__ void settle() {}
@@ -60,7 +62,7 @@ struct FloatTokens {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < Tile::kTokenTiles; ++j) {
-      const T* row = a + static_cast<long long>(min(8 * j + g, m - 1)) * lda;
+      const T* row = a + static_cast<long long>(rows.source(min(8 * j + g, m - 1))) * lda;
 #pragma unroll
       for (int i = 0; i < 4 * Tile::kUnits; ++i) {
         load_8<T, kAligned>(x[j][i / 4][i / 2 % 2][i % 2], row, column + i / 2 * 64 + 16 * t + i % 2 * 8, k);
@@ -84,11 +86,13 @@ struct FloatTokens {
 };
 
 // The kernel: D [m, n] = epilogue(A B^T), A [m, k] of T, B [n, k] of int8. With kAligned, tokens are read 16 bytes at a
-// time.
-template <class Tile, class T, bool kAligned, class E>
+// time. With ExpertRows, B is [experts, n, k], m counts the routes of all tiles, and rows of D are routes.
+template <class Tile, class T, bool kAligned, class E, class Rows = AllRows>
 __device__ __forceinline__ void w8a16_stream(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
-                                                   int lda, int ldb, int ldd, const typename E::Args& args) {
-  stream_int8<Tile, false, E>(FloatTokens<Tile, T, kAligned>(a, m, k, lda), b, d, nullptr, m, n, k, ldb, ldd, args);
+                                             int lda, int ldb, int ldd, typename E::Args args, Rows rows = Rows()) {
+  if (!begin_expert<Tile>(rows, b, args, m, n, ldb)) return;
+  const FloatTokens<Tile, T, kAligned, Rows> tokens(a, m, k, lda, rows);
+  stream_int8<Tile, false, E>(tokens, b, d, nullptr, m, n, k, ldb, ldd, args, rows);
 }
 
 }  // namespace qcut

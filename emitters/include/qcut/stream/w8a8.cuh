@@ -59,21 +59,22 @@ __device__ __forceinline__ void multiply_int8(int (&acc)[kTiles][4], const Int8U
 }
 
 // Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero.
-template <class Tile>
+template <class Tile, class Rows = AllRows>
 struct Int8Rows {
   using Acc = int;
   uint32_t x[Tile::kTokenTiles][Tile::kUnits][2][4];
   const int8_t* a;
   int m, k, lda;
+  Rows rows;
 
-  __device__ __forceinline__ Int8Rows(const void* a, int m, int k, int lda)
-      : a(static_cast<const int8_t*>(a)), m(m), k(k), lda(lda) {}
+  __device__ __forceinline__ Int8Rows(const void* a, int m, int k, int lda, const Rows& rows = Rows())
+      : a(static_cast<const int8_t*>(a)), m(m), k(k), lda(lda), rows(rows) {}
   __device__ __forceinline__ void next(int column) {
     const int g = threadIdx.x % 32 / 4;
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < Tile::kTokenTiles; ++j) {
-      const int8_t* row = a + static_cast<long long>(8 * j + g) * lda;
+      const int8_t* row = a + static_cast<long long>(row_of(8 * j + g)) * lda;
       const int columns = 8 * j + g < m ? k : 0;
 #pragma unroll
       for (int i = 0; i < 2 * Tile::kUnits; ++i) {
@@ -89,23 +90,33 @@ struct Int8Rows {
   __device__ __forceinline__ void multiply(int (&acc)[Tile::kTokenTiles][4], const Int8Unit& unit, int u) const {
     multiply_int8(acc, unit, [&](int tile) -> const uint32_t(&)[2][4] { return x[tile][u]; });
   }
+  __device__ __forceinline__ int row_of(int token) const {
+    if constexpr (Rows::kOfExperts) return token < m ? rows.source(token) : 0;
+    return token;
+  }
 };
 
 // The same with scales and zero points of tokens, which the epilogue E reads: they wait in shared memory for the end.
-template <class Tile, class E>
-struct Int8Tokens : Int8Rows<Tile> {
+template <class Tile, class E, class Rows = AllRows>
+struct Int8Tokens : Int8Rows<Tile, Rows> {
   typename E::Args& args;
   float* scales;
   int* zero_points;
   typename E::Row mine;
 
-  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda, typename E::Args& args, char* shared)
-      : Int8Rows<Tile>(a, m, k, lda), args(args), scales(reinterpret_cast<float*>(shared + Tile::kTokenScales)),
+  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda, typename E::Args& args, char* shared,
+                                        const Rows& rows = Rows())
+      : Int8Rows<Tile, Rows>(a, m, k, lda, rows), args(args),
+        scales(reinterpret_cast<float*>(shared + Tile::kTokenScales)),
         zero_points(reinterpret_cast<int*>(shared + Tile::kZeroPoints)), mine{0, 0.0f} {
     static_assert(Tile::kTokens <= Tile::kThreads, "a thread for each token");
   }
   __device__ __forceinline__ void begin(int column) {
-    mine = E::row(args, threadIdx.x, this->m);
+    if constexpr (Rows::kOfExperts) {
+      if (threadIdx.x < this->m) mine = E::row(args, this->rows.source(threadIdx.x), this->rows.rows);
+    } else {
+      mine = E::row(args, threadIdx.x, this->m);
+    }
     this->next(column);
   }
   __device__ __forceinline__ void settle() {
@@ -140,7 +151,7 @@ struct WholeRows {
 // of the token's words and then exchange them. `absmax` holds the rows' largest magnitudes, unless the CTA's warps find
 // them, each in its part of the rows, and leave them in `found` [warp][token]; `scales` receives the tokens' scales.
 // With kAligned, rows start at multiples of 16 bytes.
-template <class Tile, bool kAligned, class Form = WholeRows>
+template <class Tile, bool kAligned, class Form = WholeRows, class Rows = AllRows>
 struct RowTokens {
   using Acc = typename Form::Acc;
   using Quantized = typename Form::Quantized;
@@ -154,21 +165,23 @@ struct RowTokens {
   const float* absmax;
   float* scales;
   uint32_t* found;
-  int m, k, lda, g, t, token, columns;
+  int m, k, lda, g, t, token, source, columns;
   Quantized quantized;
 
   __device__ __forceinline__ RowTokens(const void* a, const float* absmax, float* scales, uint32_t* found, int m, int k,
-                                       int lda)
+                                       int lda, const Rows& rows = Rows())
       : absmax(absmax), scales(scales), found(found), m(m), k(k), lda(lda), g(threadIdx.x % 32 / 4),
-        t(threadIdx.x % 4), token(g % kTokens), columns(token < m ? k : 0), quantized(0) {
-    row = static_cast<const T*>(a) + static_cast<long long>(token) * lda;
+        t(threadIdx.x % 4), token(g % kTokens), source(token), columns(token < m ? k : 0), quantized(0) {
+    static_assert(!Rows::kOfExperts || !Tile::kFinds, "rows lie one behind another");
+    if constexpr (Rows::kOfExperts) source = token < m ? rows.source(token) : 0;
+    row = static_cast<const T*>(a) + static_cast<long long>(source) * lda;
   }
   __device__ __forceinline__ void begin(int column) {
     load(column);
     if constexpr (Tile::kFinds) {
       find();
     } else {
-      quantized = Quantized(columns > 0 ? __float_as_uint(absmax[token]) : 0);
+      quantized = Quantized(columns > 0 ? __float_as_uint(absmax[source]) : 0);
     }
   }
   __device__ __forceinline__ void settle() {
@@ -272,21 +285,23 @@ struct RowTokens {
 
 // The kernel: D [m, n] = epilogue(A B^T), A [m, k], B [n, k] of int8. `a` holds the tokens as int8 or T, lda elements
 // apart; `a_absmax` holds the largest magnitudes of rows of T. With kAligned, rows of T start at multiples of 16 bytes.
-// With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D.
-template <class Tile, bool kAligned, bool kAbsmax, class E>
+// With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D. With ExpertRows, B is [experts, n, k],
+// m counts the routes of all tiles, and rows of D are routes.
+template <class Tile, bool kAligned, bool kAbsmax, class E, class Rows = AllRows>
 __device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
-                                            typename E::Args args) {
+                                            typename E::Args args, Rows rows = Rows()) {
   extern __shared__ __align__(16) char shared[];
+  if (!begin_expert<Tile>(rows, b, args, m, n, ldb)) return;
   if constexpr (Tile::kQuantizes) {
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
     uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
-    const RowTokens<Tile, kAligned> tokens(a, a_absmax, scales, found, m, k, lda);
-    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
+    const RowTokens<Tile, kAligned, WholeRows, Rows> tokens(a, a_absmax, scales, found, m, k, lda, rows);
+    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args, rows);
   } else {
-    const Int8Tokens<Tile, E> tokens(a, m, k, lda, args, shared);
-    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
+    const Int8Tokens<Tile, E, Rows> tokens(a, m, k, lda, args, shared, rows);
+    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args, rows);
   }
 }
 

@@ -33,9 +33,11 @@ _TOKENS = 0.1  # reading a token's part of a unit, 256 bytes, from the L2
 
 
 def candidates(
-    problem: CodebookProblem, m: int, n: int, k: int, target: Target
+    problem: CodebookProblem, m: int, n: int, k: int, target: Target, routes: int = 1
 ) -> Iterator[tuple[CodebookStreamTile, float]]:
     """Tiles for m tokens and weights ``[n, k]``.
+
+    If K is that of several routes, one after the other, a warp has units of one route, and a CTA whole routes.
 
     The model weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange
     of a cluster, the table that each CTA fills, and waves after the first.
@@ -51,8 +53,12 @@ def candidates(
     tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
     row_tiles = -(-n // ROW_TILE)
     sizes = CLUSTER_SIZES if architecture(arch).clusters else (1,)
-    for splits, units, ctas in product(sizes, (1, 2, 4), (1, 2, 3)):
-        warps = -(-units_k // (splits * units))
+    of_route = units_k // routes
+    for splits, units, ctas in product(sizes, (1, 2, 4) if routes == 1 else (1, 2, 3, 4, 6, 8), (1, 2, 3)):
+        if routes > 1 and of_route % units:
+            continue
+        whole = -(-routes // splits) * of_route if routes > 1 else -(-units_k // splits)
+        warps = -(-whole // units)
         if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
             continue
         slots = max(1, machine.clusters_at_once(splits)) * ctas

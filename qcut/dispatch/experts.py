@@ -1,0 +1,129 @@
+"""Chooses tiles of routes, and the kernels of products with the weights of experts.
+
+All choices are pure functions of sizes, types and the GPU; which experts are chosen is known on the device only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from operator import itemgetter
+from typing import Any
+
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.heuristics import Choice, int8_stream, int8_wgmma, w8a16_stream
+from qcut.dispatch.heuristics.codebook import experts as decode
+from qcut.dispatch.heuristics.codebook import stream, wgmma
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.family import Family
+from qcut.emitters.core.source import EmitError
+from qcut.emitters.families import (
+    CODEBOOK_EXPERTS,
+    CODEBOOK_STREAM,
+    CODEBOOK_WGMMA,
+    INT8_STREAM,
+    INT8_WGMMA,
+    W8A16_STREAM,
+)
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.w8a8 import W8A8Problem
+
+ExpertProblem = CodebookProblem | W8A8Problem | GemmProblem
+
+_INT8: dict[type[W8A8Problem | GemmProblem], tuple[str, Callable[..., Any]]] = {
+    W8A8Problem: (INT8_STREAM.name, int8_stream.candidates),
+    GemmProblem: (W8A16_STREAM.name, w8a16_stream.candidates),
+}
+"""Of each kind of problem, the family and the function that lists its tiles."""
+
+_SIZES = (8, 16, 32)
+_ORDERED_SIZES = (128, 256)
+_FEW_REPEATS = 1.1
+"""Of an expert's routes, while each is a tile: the weights are read anew for each."""
+_MANY = 48
+"""Routes of an expert from which tokens are put in the order of tiles."""
+_TILE, _ROUTE = 1200, 5
+"""Times of a unit of weights in ``codebook_wgmma``: of a tile, and for each of its routes."""
+
+
+def busy_experts(routes: int, experts: int) -> float:
+    """Experts that so many routes are expected to reach, each expert as likely as any other."""
+    return experts * (1 - (1 - 1 / experts) ** routes)
+
+
+def tile_size(routes: int, experts: int, allowed: Collection[int] = (1, *_SIZES)) -> int | None:
+    """Routes of a tile: 1 while few experts have several, else enough for most experts' routes; None: no size is left.
+
+    Args:
+        routes: of all tokens.
+        experts: number of experts.
+        allowed: sizes that kernels take.
+    """
+    busy = busy_experts(routes, experts)
+    mean = routes / busy
+    ordered = [size for size in _ORDERED_SIZES if size in allowed]
+    gathered = [size for size in _SIZES if size in allowed]
+    if mean <= _FEW_REPEATS or not gathered:
+        gathered = [1] if 1 in allowed else gathered
+    elif mean >= _MANY and ordered:
+        return min(ordered, key=lambda size: max(1, mean / size + 0.5) * (_TILE + _ROUTE * size))
+    return next((size for size in gathered if size >= mean + mean**0.5), gathered[-1] if gathered else None)
+
+
+def busy_tiles(routes: int, experts: int, size: int) -> int:
+    """Tiles that so many routes are expected to take."""
+    busy = busy_experts(routes, experts)
+    return routes if size == 1 else round(max(busy, routes / size + busy / 2 * (routes > size * busy)))
+
+
+def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
+    """Choose the kernel of a product whose routes are in ``tiles`` tiles of ``size``.
+
+    Raises:
+        EmitError: no kernel takes the product on this GPU.
+    """
+    if isinstance(problem, CodebookProblem):
+        return select_codebook(problem, size, tiles, n, k, target)
+    if size > _SIZES[-1]:
+        return _select_ordered(INT8_WGMMA, int8_wgmma.cycles, problem, size, tiles, n, k, target)
+    family, candidates = _INT8[type(problem)]
+    tile, cost = min(candidates(problem, size, n, k, target, copies=max(1, tiles)), key=itemgetter(1))
+    return Choice(family, tile, cost=cost)
+
+
+def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
+    """`select` with codebook weights."""
+    if size > _SIZES[-1]:
+        return _select_ordered(CODEBOOK_WGMMA, wgmma.cycles, problem, size, tiles, n, k, target)
+    found = min(decode.candidates(problem, size, k, target), key=itemgetter(1), default=None)
+    if found is None:
+        raise EmitError(f"{CODEBOOK_EXPERTS.name}: no tile for tiles of {size} routes and {k} columns on {target.arch}")
+    return Choice(CODEBOOK_EXPERTS.name, found[0], cost=found[1])
+
+
+def select_summed(problem: CodebookProblem, m: int, routes: int, n: int, k: int, target: Target) -> Choice | None:
+    """Choose the kernel that adds the results of m tokens' routes itself, so many of each; None: there is none."""
+    sizes = (m * n, routes * 128 * -(-k // 128))  # the rows of all tokens follow one another
+    try:
+        tile, cost = min(stream.candidates(problem, 1, *sizes, target, routes), key=itemgetter(1))
+    except EmitError:
+        return None
+    return Choice(CODEBOOK_STREAM.name, tile, cost=cost)
+
+
+def _select_ordered(
+    family: Family[Any, Any],
+    cycles: Callable[..., float],
+    problem: ExpertProblem,
+    size: int,
+    tiles: int,
+    n: int,
+    k: int,
+    target: Target,
+) -> Choice:
+    """The tile with the least time of those that take ``size`` routes in the order of tiles."""
+    menu = [tile for tile in family.menu(problem, target.arch) if tile.tokens == size]
+    if not menu:
+        raise EmitError(f"{family.name}: no tile of {size} routes for {problem.name} on {target.arch}")
+    costs = [(tile, cycles(problem, tile, size * tiles, n, k, target)) for tile in menu]
+    tile, cost = min(costs, key=itemgetter(1))
+    return Choice(family.name, tile, cost=cost)
