@@ -7,7 +7,7 @@ import re
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import KernelSource
 from qcut.jit import Binary
-from tests.support.binaries import instructions
+from tests.support.binaries import instructions, overwritten_operands, text
 
 TRY_WAIT = "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 """``mbarrier.try_wait``."""
@@ -46,7 +46,7 @@ def report_faults(source: KernelSource, binary: Binary, spill: int = 0) -> list[
 
 
 def code_faults(source: KernelSource, binary: Binary, spill: int = 0) -> list[str]:
-    """What the instructions say against a kernel: local memory, a barrier or a wait that is missing."""
+    """What the instructions say against a kernel: local memory, a missing barrier or wait, operands overwritten."""
     names, found = instructions(binary.cubin), []
     if not spill and any(name.startswith(("LDL", "STL")) for name in names):
         found.append("has local memory")
@@ -58,6 +58,8 @@ def code_faults(source: KernelSource, binary: Binary, spill: int = 0) -> list[st
         name.startswith("UCGABAR") for name in names
     ) and not source.host_text:
         found.append("has a cluster without a barrier, or the other way round")
+    if any("GMMA" in name for name in names) and (written := overwritten_operands(text(binary.cubin))):
+        found.append(f"overwrites operands of products in flight: {min(written)}")
     return found
 
 

@@ -8,6 +8,7 @@
 
 #include <qcut/codebook/wgmma.cuh>
 #include <qcut/core/int8_rows.cuh>
+#include <qcut/core/streaming.cuh>
 
 namespace qcut {
 
@@ -78,6 +79,7 @@ struct Int8Decoder {
       Float16<X>::from_int8(w[0][i], a[0], a[2]);
       Float16<X>::from_int8(w[1][i], a[1], a[3]);
     }
+    pin(a);  // copies: products in flight read them while the next words come
   }
 };
 
