@@ -21,18 +21,20 @@ from qcut.emitters.stream.codebook import CODEBOOK_STREAM
 from qcut.emitters.stream.codebook_experts import CODEBOOK_EXPERTS
 from qcut.emitters.stream.codebook_rounds import CODEBOOK_STREAM_ROUNDS
 from qcut.emitters.stream.codebook_wgmma import CODEBOOK_STREAM_WGMMA
+from qcut.emitters.stream.int8_experts import INT8_EXPERTS
 from qcut.emitters.stream.w8a8 import INT8_STREAM
 from qcut.emitters.stream.w8a16 import W8A16_STREAM
 
 __all__ = [
     "CODEBOOK_CUTLASS", "CODEBOOK_EXPERTS", "CODEBOOK_MMA", "CODEBOOK_STREAM", "CODEBOOK_STREAM_ROUNDS",
-    "CODEBOOK_STREAM_WGMMA", "CODEBOOK_WGMMA", "INT8_CUTLASS", "INT8_DP4A", "INT8_MMA", "INT8_STREAM", "INT8_WGMMA",
-    "INT8_WMMA", "W8A16_CUTLASS", "W8A16_MMA", "W8A16_STREAM", "W8A16_WGMMA",
+    "CODEBOOK_STREAM_WGMMA", "CODEBOOK_WGMMA", "INT8_CUTLASS", "INT8_DP4A", "INT8_EXPERTS", "INT8_MMA", "INT8_STREAM",
+    "INT8_WGMMA", "INT8_WMMA", "W8A16_CUTLASS", "W8A16_MMA", "W8A16_STREAM", "W8A16_WGMMA",
 ]  # fmt: skip
 
 _TUNED: tuple[Family[Any, Any], ...] = (INT8_CUTLASS, INT8_MMA, INT8_WMMA, INT8_DP4A)
 _OTHERS: tuple[Family[Any, Any], ...] = (
     INT8_STREAM,
+    INT8_EXPERTS,
     INT8_WGMMA,
     W8A16_MMA,
     W8A16_STREAM,

@@ -8,6 +8,7 @@ no ``s_a``. The kernel is that of `qcut.emitters.codebook.wgmma`, with weights t
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 from qcut.emitters.codebook.wgmma import (
     CODEBOOK_WGMMA,
@@ -38,7 +39,7 @@ def stage_of(problem: GemmProblem) -> Stage:
     return Stage(problem.a.bits // 8)
 
 
-def _scaled_by_channel(problem: GemmProblem, tile: CodebookWgmmaTile, arch: str) -> bool:
+def _scaled_by_channel(problem: GemmProblem, tile: Any, arch: str) -> bool:
     e, is_int8 = problem.epilogue, problem.a is DType.S8
     return (e.row_scale, e.col_scale, e.zero_point, e.halves, e.rescale) == (
         "per_token" if is_int8 else "none",
@@ -49,11 +50,15 @@ def _scaled_by_channel(problem: GemmProblem, tile: CodebookWgmmaTile, arch: str)
     )
 
 
-CONSTRAINTS = (
+PROBLEM_CONSTRAINTS = (
     Constraint("experts", "have routes: other products are of other families", lambda p, t, arch: p.experts),
     HOST_M,
     Constraint("epilogue", "has a scale for each channel, and for each int8 token", _scaled_by_channel),
     Constraint("out", "is f16, bf16 or f32", lambda p, t, arch: p.epilogue.out in (DType.F16, DType.BF16, DType.F32)),
+)
+"""Constraints of products with int8 weights of experts; each takes (problem, tile, arch)."""
+CONSTRAINTS = (
+    *PROBLEM_CONSTRAINTS,
     *TILE_CONSTRAINTS,
     Constraint("one_part", "is all of K: parts of K write neighbouring rows", lambda p, t, arch: t.splits == 1),
     Constraint("pairs", "are of codebooks", lambda p, t, arch: not t.pairs),

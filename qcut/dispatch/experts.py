@@ -5,35 +5,29 @@ All choices are pure functions of sizes, types and the GPU; which experts are ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from operator import itemgetter
 from typing import Any
 
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics import Choice, int8_stream, int8_wgmma, w8a16_stream
-from qcut.dispatch.heuristics.codebook import experts as decode
+from qcut.dispatch.heuristics import experts as decode
 from qcut.dispatch.heuristics.codebook import stream, wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.family import Family
-from qcut.emitters.core.source import EmitError
+from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import (
     CODEBOOK_EXPERTS,
     CODEBOOK_STREAM,
     CODEBOOK_WGMMA,
+    INT8_EXPERTS,
     INT8_STREAM,
     INT8_WGMMA,
     W8A16_STREAM,
 )
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.w8a8 import W8A8Problem
 
-ExpertProblem = CodebookProblem | W8A8Problem | GemmProblem
-
-_INT8: dict[type[W8A8Problem | GemmProblem], tuple[str, Callable[..., Any]]] = {
-    W8A8Problem: (INT8_STREAM.name, int8_stream.candidates),
-    GemmProblem: (W8A16_STREAM.name, w8a16_stream.candidates),
-}
-"""Of each kind of problem, the family and the function that lists its tiles."""
+ExpertProblem = CodebookProblem | GemmProblem
 
 _SIZES = (8, 16, 32)
 _ORDERED_SIZES = (128, 256)
@@ -81,33 +75,44 @@ def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
-    if isinstance(problem, CodebookProblem):
-        return select_codebook(problem, size, tiles, n, k, target)
+    is_codebook = isinstance(problem, CodebookProblem)
     if size > _SIZES[-1]:
-        return _select_ordered(INT8_WGMMA, int8_wgmma.cycles, problem, size, tiles, n, k, target)
-    family, candidates = _INT8[type(problem)]
-    tile, cost = min(candidates(problem, size, n, k, target, copies=max(1, tiles)), key=itemgetter(1))
-    return Choice(family, tile, cost=cost)
-
-
-def select_codebook(problem: CodebookProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
-    """`select` with codebook weights."""
-    if size > _SIZES[-1]:
-        return _select_ordered(CODEBOOK_WGMMA, wgmma.cycles, problem, size, tiles, n, k, target)
+        family, cycles = (CODEBOOK_WGMMA, wgmma.cycles) if is_codebook else (INT8_WGMMA, int8_wgmma.cycles)
+        return _select_ordered(family, cycles, problem, size, tiles, n, k, target)
+    family = CODEBOOK_EXPERTS if is_codebook else INT8_EXPERTS
     found = min(decode.candidates(problem, size, k, target), key=itemgetter(1), default=None)
-    if found is None:
-        raise EmitError(f"{CODEBOOK_EXPERTS.name}: no tile for tiles of {size} routes and {k} columns on {target.arch}")
-    return Choice(CODEBOOK_EXPERTS.name, found[0], cost=found[1])
+    if found is not None:
+        return Choice(family.name, found[0], cost=found[1])
+    if isinstance(problem, GemmProblem):
+        return _select_of_long_rows(problem, size, tiles, n, k, target)
+    raise EmitError(f"{family.name}: no tile for tiles of {size} routes and {k} columns on {target.arch}")
+
+
+def _select_of_long_rows(problem: GemmProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
+    """int8 weights of more columns than ``int8_experts`` holds, or unaligned tokens: a CTA for each part of a tile.
+
+    Raises:
+        EmitError: see `select`.
+    """
+    copies = max(1, tiles)
+    if problem.a is DType.S8:
+        found = int8_stream.candidates(int8_stream.of_experts(problem), size, n, k, target, copies=copies)
+        return _least(INT8_STREAM, found)
+    return _least(W8A16_STREAM, w8a16_stream.candidates(problem, size, n, k, target, copies=copies))
+
+
+def _least(family: Family[Any, Any], candidates: Iterable[tuple[Any, float]]) -> Choice:
+    tile, cost = min(candidates, key=itemgetter(1))
+    return Choice(family.name, tile, cost=cost)
 
 
 def select_summed(problem: CodebookProblem, m: int, routes: int, n: int, k: int, target: Target) -> Choice | None:
     """Choose the kernel that adds the results of m tokens' routes itself, so many of each; None: there is none."""
     sizes = (m * n, routes * 128 * -(-k // 128))  # the rows of all tokens follow one another
     try:
-        tile, cost = min(stream.candidates(problem, 1, *sizes, target, routes), key=itemgetter(1))
+        return _least(CODEBOOK_STREAM, stream.candidates(problem, 1, *sizes, target, routes))
     except EmitError:
         return None
-    return Choice(CODEBOOK_STREAM.name, tile, cost=cost)
 
 
 def _select_ordered(
@@ -124,6 +129,4 @@ def _select_ordered(
     menu = [tile for tile in family.menu(problem, target.arch) if tile.tokens == size]
     if not menu:
         raise EmitError(f"{family.name}: no tile of {size} routes for {problem.name} on {target.arch}")
-    costs = [(tile, cycles(problem, tile, size * tiles, n, k, target)) for tile in menu]
-    tile, cost = min(costs, key=itemgetter(1))
-    return Choice(family.name, tile, cost=cost)
+    return _least(family, ((tile, cycles(problem, tile, size * tiles, n, k, target)) for tile in menu))

@@ -9,14 +9,12 @@ import pytest
 
 from qcut.dispatch.experts import busy_tiles, select, tile_size
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import best_tile, emit, grid
+from qcut.dispatch.heuristics import emit, grid
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.families import INT8_STREAM, W8A16_STREAM
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.w8a8 import W8A8Problem
-from tests.emitters.conformance.stream import INT8_EXPERTS, NONE, SM_COUNT, W8A16, W8A16_EXPERTS
+from tests.emitters.conformance.stream import SM_COUNT, W8A16_EXPERTS
 
 H200 = Target("sm_90a", 132)
 SHAPES = ((1536, 2048), (2048, 768), (4096, 14336), (33, 77), (1, 1))
@@ -25,31 +23,29 @@ ORDERED = GemmProblem(epilogue=Epilogue(DType.F16, row_scale="per_token", col_sc
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("problem", [INT8_EXPERTS, W8A16_EXPERTS], ids=["w8a8", "w8a16"])
-def test_every_size_has_a_tile(problem: W8A8Problem | GemmProblem, arch: str) -> None:
+@pytest.mark.parametrize("problem", [ORDERED, W8A16_EXPERTS], ids=["w8a8", "w8a16"])
+def test_every_size_has_a_tile(problem: GemmProblem, arch: str) -> None:
     gpu = Target(arch, SM_COUNT[arch])
     for (n, k), size, tiles in product(SHAPES, SIZES, (1, 7, 200)):
         choice = select(problem, size, tiles, n, k, gpu)
         assert choice.tile.tokens == size, "as many as a tile has routes"
         emit(choice, problem, arch)
         one = grid(choice, n, gpu.sm_count)
-        ctas = one(size)[0]
-        assert one(tiles * size)[0] == tiles * ctas
-        rows = 16 * choice.tile.row_tiles
-        assert ctas == -(-n // rows) * choice.tile.splits
+        if choice.family == "int8_experts":
+            tile = choice.tile
+            assert one(200 * size)[0] <= tile.ctas * gpu.sm_count, "CTAs go from tile to tile"
+            assert 128 * tile.units * tile.warps * tile.splits >= k
+        else:
+            assert one(tiles * size)[0] == tiles * one(size)[0], "a tile has CTAs of its own"
 
 
-@pytest.mark.parametrize(("problem", "dense"), [(INT8_EXPERTS, NONE), (W8A16_EXPERTS, W8A16)], ids=["w8a8", "w8a16"])
-def test_experts_of_a_step_fill_the_gpu(problem: W8A8Problem | GemmProblem, dense: W8A8Problem | GemmProblem) -> None:
-    """Eight routes of a token: CTAs of all experts together are one wave, where those of a dense layer were eight."""
-    family = INT8_STREAM if problem is INT8_EXPERTS else W8A16_STREAM
-    n, k = 1536, 2048
-    of_dense = family.grid(best_tile(family, dense, 8, n, k, H200), n)(8)[0]  # type: ignore[attr-defined, arg-type]
-    choice = select(problem, 1, 8, n, k, H200)
-    ctas = grid(choice, n, H200.sm_count)(8)[0]
-    assert ctas < 8 * of_dense
-    assert ctas * 32 * choice.tile.warps <= 132 * 2048
-    assert ctas >= 100
+def test_long_rows_and_unaligned_tokens_take_the_kernels_of_dense_layers() -> None:
+    old, unaligned = Target("sm_80", 108), replace(W8A16_EXPERTS, alignment_k=1)
+    assert select(ORDERED, 8, 4, 4096, 14336, old).family == "int8_stream"
+    assert select(W8A16_EXPERTS, 8, 4, 4096, 14336, old).family == "w8a16_stream"
+    assert select(unaligned, 8, 4, 1536, 2048, H200).family == "w8a16_stream"
+    for problem in (ORDERED, W8A16_EXPERTS):
+        assert select(problem, 8, 4, 4096, 14336, H200).family == "int8_experts", "a cluster holds the columns"
 
 
 @pytest.mark.parametrize("problem", [ORDERED, replace(W8A16_EXPERTS, a=DType.BF16)], ids=["w8a8", "w8a16"])

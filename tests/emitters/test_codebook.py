@@ -16,7 +16,7 @@ from qcut.dispatch.heuristics.codebook.wgmma import cycles
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
-from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, buffers, smem_bytes
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, buffers, smem_bytes, stage_of
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError
@@ -67,11 +67,12 @@ def test_grid_is_one_cta_per_tile():
 def test_menu_holds_a_tile_for_every_shape(problem: CodebookProblem):
     menu = CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")
     assert {96, 128} <= {t.tokens for t in menu} if problem.x is not DType.S8 else {128, 256}
+    stage = stage_of(problem)
     for tile in menu:
         CODEBOOK_WGMMA.validate(problem, tile, ARCH)
         deeper = replace(tile, stages=tile.stages + 1)
-        fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
-        assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
+        fits = smem_bytes(stage, deeper) <= architecture(ARCH).smem_bytes
+        assert tile.stages == 8 or not fits or buffers(stage, deeper) < buffers(stage, tile)
     menu = (*menu, *CODEBOOK_STREAM_WGMMA.default_tiles(problem, "sm_90a"))
     for m, n, units in ((65, 1, 1), (80, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
         assert select(problem, m, n, units, H200).tile in menu

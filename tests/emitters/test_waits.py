@@ -27,7 +27,7 @@ from qcut.emitters.routing.sum_routes import SumRoutes
 from qcut.emitters.stream.w8a8 import W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 from tests.emitters.conformance.gemm import INT8, SMALL
-from tests.emitters.conformance.stream import INT8_EXPERTS, ROWS_EXPERTS, W8A16_EXPERTS
+from tests.emitters.conformance.stream import NONE_EXPERTS, ROWS_EXPERTS, W8A16_EXPERTS
 from tests.support.binaries import build, listing
 from tests.support.fakes.launches import H200
 
@@ -104,7 +104,7 @@ def test_routers_read_their_weight_before_they_wait() -> None:
 
 def test_experts_launch_their_dependents_after_the_wait() -> None:
     tiles = W8A8Tile(2, 10, prefetch=2), W8A8Tile(2, 4, tokens=1)
-    sources = [INT8_STREAM.emit(problem, tile, ARCH) for problem in (INT8_EXPERTS, ROWS_EXPERTS) for tile in tiles]
+    sources = [INT8_STREAM.emit(problem, tile, ARCH) for problem in (NONE_EXPERTS, ROWS_EXPERTS) for tile in tiles]
     sources += [W8A16_STREAM.emit(W8A16_EXPERTS, W8A16Tile(2, 8, tokens=tokens), ARCH) for tokens in (1, 8)]
     for source, binary in zip(sources, build(*sources), strict=True):
         assert source.waits

@@ -76,7 +76,7 @@ def instructions(cubin: bytes) -> set[str]:
     return set(listing(cubin))
 
 
-_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)\s*(.*?)\s*;|^(\.L\w+):", re.MULTILINE)
+_LINE = re.compile(_INSTRUCTION.pattern + r"\s*(.*?)\s*;|^(\.L\w+):", re.MULTILINE)
 _ASYNC = re.compile(r"R\d+, R(\d+)(?:\.reuse)?, gdesc")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 _WIDTHS = {".64": 2, ".WIDE": 2, ".128": 4}

@@ -24,7 +24,6 @@ from qcut.dispatch.gemm import alignment_of
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import DtypeError
 from qcut.numerics.codebook.products import is_pair_book
 from qcut.numerics.routing import MOST_GATHERED
@@ -242,11 +241,8 @@ def codebook_experts(call: CodebookExpertsOp) -> Tensor:
     return y
 
 
-def _w8a8_problem(n: int, k: int, out: torch.dtype, bias: bool, activation: str, ordered: bool) -> ExpertProblem:
-    problem = linear_problem(DTYPES[out], n, k, bias, activation, "w8a8")
-    if ordered:
-        return replace(problem, experts=True)
-    return W8A8Problem("none", problem.epilogue.out, problem.epilogue, experts=True)
+def _w8a8_problem(n: int, k: int, out: torch.dtype, bias: bool, activation: str) -> GemmProblem:
+    return replace(linear_problem(DTYPES[out], n, k, bias, activation, "w8a8"), experts=True)
 
 
 @serves(W8A8ExpertsOp)
@@ -258,7 +254,7 @@ def w8a8_experts(call: W8A8ExpertsOp) -> Tensor:
     _launch(
         call,
         _w8a8_problem,
-        (call.out_dtype, call.bias is not None, call.activation, call.tiles.ordered),
+        (call.out_dtype, call.bias is not None, call.activation),
         (experts, n, k),
         (q.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, k, k, k, n, *vectors.addresses),
     )

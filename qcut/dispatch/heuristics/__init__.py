@@ -21,6 +21,7 @@ from qcut.emitters import families
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.family import Family, Grid, Problem, Tile
 from qcut.emitters.core.source import EmitError, KernelSource
+from qcut.emitters.gemm.problem import GemmProblem
 
 _CANDIDATES: dict[str, Callable[[Any, int, int, int, Target], Iterable[tuple[Any, float]]]] = {
     **{name: partial(tiled.int8, name) for name in families.FAMILIES},
@@ -105,6 +106,8 @@ def emit(choice: Choice, problem: Any, arch: str) -> KernelSource:
     """Text of the chosen kernel."""
     if isinstance(problem, CodebookProblem) and choice.family != families.CODEBOOK_CUTLASS.name:
         problem = replace(problem, row_norm=False)  # the others read the norms
+    if isinstance(problem, GemmProblem) and choice.family == families.INT8_STREAM.name:
+        problem = int8_stream.of_experts(problem)
     return families.family(choice.family).emit(problem, choice.tile, arch)
 
 

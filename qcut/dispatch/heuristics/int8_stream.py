@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.heuristics.weight_cuts import Cut, cuts
 from qcut.emitters.core.arch import architecture
+from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream import w8a8
 from qcut.emitters.stream.int8 import register_limit
 from qcut.emitters.stream.w8a8 import INT8_STREAM, W8A8Problem, W8A8Tile
@@ -15,6 +16,11 @@ _TOKEN_BYTES_PER_NS = 50.0
 """Bytes of int8 tokens per ns that each SM reads while all SMs read the same."""
 _SUM_BYTES_PER_NS = 200.0
 """Bytes of warps' sums per ns that an SM adds in shared memory."""
+
+
+def of_experts(problem: GemmProblem) -> W8A8Problem:
+    """The description that ``int8_stream`` takes of a product with the weights of experts."""
+    return W8A8Problem("none", problem.epilogue.out, problem.epilogue, experts=True)
 
 
 def candidates(

@@ -45,10 +45,10 @@ def w8a16(x: Tensor, per_row: int, size: int, weight: tuple[Any, ...]) -> W8A16E
 
 
 def ctas(launch: dict[str, Any], tiles: int) -> tuple[int, int, int]:
-    """The grid in which each tile has CTAs for all rows of a weight."""
-    row_tiles, splits = (re.search(pattern, launch["kernel"]) for pattern in (r"_r(\d+)_", r"_k(\d+)$"))
-    assert row_tiles is not None
-    return tiles * -(-N // (16 * int(row_tiles[1]))) * (1 if splits is None else int(splits[1])), 1, 1
+    """The grid of a CTA for each group of rows of each tile: fewer than the GPU runs at a time."""
+    prefetch = re.search(r"_k1_p(\d+)_", launch["kernel"])
+    assert prefetch is not None
+    return tiles * -(-N // (16 * int(prefetch[1]))), 1, 1
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 32])
@@ -63,7 +63,7 @@ def test_w8a8(size: int, launches: Launches) -> None:
     has(launch, m=tiles * size, n=N, k=K, lda=K, ldb=K, ldd=N, experts=E, per_row=3, rows=9)
     has(launch, tile_experts=call.tile_experts, tile_routes=0 if size == 1 else call.tile_routes)
     assert launch["grid"] == ctas(launch, tiles)
-    assert launch["kernel"].startswith(f"qcut_int8_stream_sm90a_none_bf16_sm_sn_b_e_m{size}_r")
+    assert launch["kernel"].startswith(f"qcut_int8_experts_sm90a_s8xs8_bf16_sm_sn_b_k16n2_e_t{size}_r")
 
 
 @pytest.mark.parametrize("size", [1, 8, 16, 32])
@@ -76,7 +76,7 @@ def test_w8a16(size: int, launches: Launches) -> None:
     has(launch, n=N, k=K, lda=K + 8, ldb=K, ldd=N, experts=E, per_row=2, rows=9)
     assert "bias" not in launch
     assert launch["grid"] == ctas(launch, len(call.tile_experts))
-    assert launch["kernel"].startswith(f"qcut_w8a16_stream_sm90a_f16xs8_f16_sn_silu_k8n2_e_m{size}_r")
+    assert launch["kernel"].startswith(f"qcut_int8_experts_sm90a_f16xs8_f16_sn_silu_k8n2_e_t{size}_r")
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
@@ -104,7 +104,7 @@ def test_tokens_of_any_layout(launches: Launches) -> None:
     for x, k in ((torch.randn(9, 91).half(), 91), (torch.randn(9, 97).half()[:, 1:], 96)):
         experts_cuda.w8a16_experts(w8a16(x, 1, 8, weight))
         has(launches[-1], a=x, k=k, lda=x.stride(0), ldb=96)
-        assert "_k1n2_e_" in launches[-1]["kernel"]
+        assert "w8a16_stream" in launches[-1]["kernel"]
     experts_cuda.w8a16_experts(w8a16(torch.randn(96, 9).half().t(), 1, 8, weight))
     has(launches[-1], lda=96)
     call = w8a8(9, 1, 8, weight, torch.float16)

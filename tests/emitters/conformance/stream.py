@@ -19,18 +19,19 @@ from qcut.emitters.families import (
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
+    INT8_EXPERTS,
     INT8_STREAM,
     W8A16_STREAM,
 )
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream import codebook, codebook_experts, codebook_rounds, codebook_wgmma, w8a8, w8a16
+from qcut.emitters.stream import codebook, codebook_experts, codebook_rounds, codebook_wgmma, int8_experts, w8a8, w8a16
 from qcut.emitters.stream.codebook import CodebookStreamTile
-from qcut.emitters.stream.codebook_experts import CodebookExpertsTile
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
+from qcut.emitters.stream.experts import ExpertsTile
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
-from tests.emitters.conformance.gemm import RESCALED, RESCALED_HALVES, float_refusals
+from tests.emitters.conformance.gemm import BIAS, RESCALED, RESCALED_HALVES, ROUTED_INT8, float_refusals
 from tests.emitters.conformance.row import COPY, STREAM, Row, product_of, tokens_of
 
 ARCH = "sm_90a"
@@ -50,7 +51,7 @@ def problem_of(
 
 NONE, TOKEN_ROWS = problem_of("none"), problem_of("rows")
 ZERO_POINT = W8A8Problem("given", F16, replace(PLAIN, out=S8, zero_point="per_token"))
-INT8_EXPERTS, ROWS_EXPERTS = (replace(problem, experts=True) for problem in (NONE, TOKEN_ROWS))
+NONE_EXPERTS, ROWS_EXPERTS = (replace(problem, experts=True) for problem in (NONE, TOKEN_ROWS))
 INT8_TILE = W8A8Tile(2, 10, prefetch=2)
 
 
@@ -84,14 +85,14 @@ def int8_sources(arch: str) -> Iterator[KernelSource]:
         few = W8A8Problem("given", epilogue.out, epilogue)
         shapes += [(few, 1, 14336, 4096), (few, 8, 4096, 14336)]
     shapes.append((W8A8Problem("given", S8, RESCALED), 16, 1280, 1280))
-    shapes += [(INT8_EXPERTS, m, n, k) for m, (n, k) in product((1, 8, 16, 32), EXPERT_SIZES)]
+    shapes += [(NONE_EXPERTS, m, n, k) for m, (n, k) in product((1, 8, 16, 32), EXPERT_SIZES)]
     shapes += [(ROWS_EXPERTS, m, n, k) for m, (n, k) in product((1, 8), EXPERT_SIZES)]
     kernels = [(p, best_tile(INT8_STREAM, p, m, n, k, Target(arch, SM_COUNT[arch]))) for p, m, n, k in shapes]
     kernels.append((ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16)))
     kernels.append((replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True)))
     kernels.append((problem_of("given"), W8A8Tile(3, 10, 1, 3, 8)))
     if arch == ARCH:
-        kernels += [(problem, W8A8Tile(4, 28, splits=2)) for problem in (NONE, INT8_EXPERTS)]
+        kernels += [(problem, W8A8Tile(4, 28, splits=2)) for problem in (NONE, NONE_EXPERTS)]
         kernels.append((problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8)))
     yield from (INT8_STREAM.emit(problem, tile, arch) for problem, tile in kernels)
 
@@ -122,11 +123,11 @@ INT8_REFUSALS: dict[str, list[Any]] = {
     ],
     "absmax": [(replace(ZERO_POINT, absmax=True), INT8_TILE, "sm_80")],
     "experts": [
-        (replace(INT8_EXPERTS, tokens="given"), INT8_TILE, "sm_80"),
-        (replace(INT8_EXPERTS, absmax=True), INT8_TILE, ARCH),
+        (replace(NONE_EXPERTS, tokens="given"), INT8_TILE, "sm_80"),
+        (replace(NONE_EXPERTS, absmax=True), INT8_TILE, ARCH),
         (replace(ROWS_EXPERTS, epilogue=replace(PLAIN, residual=True)), INT8_TILE, ARCH),
-        (replace(INT8_EXPERTS, epilogue=replace(PLAIN, halves=True)), INT8_TILE, ARCH),
-        (replace(INT8_EXPERTS, epilogue=replace(PLAIN, zero_point="per_token")), INT8_TILE, ARCH),
+        (replace(NONE_EXPERTS, epilogue=replace(PLAIN, halves=True)), INT8_TILE, ARCH),
+        (replace(NONE_EXPERTS, epilogue=replace(PLAIN, zero_point="per_token")), INT8_TILE, ARCH),
     ],
     "architecture": [(TOKEN_ROWS, INT8_TILE, "sm_75")],
     "tokens": [(NONE, replace(INT8_TILE, tokens=24), "sm_80"), (NONE, W8A8Tile(2, 10, tokens=3), ARCH)],
@@ -203,8 +204,9 @@ PAIRS = replace(HALF, pairs=True)
 INT8_PAIRS = CodebookProblem(S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), pairs=True)
 QUANTIZES = CodebookProblem(S8, 4, 2, INT8_PAIRS.epilogue, 8, BF16)
 EXPERTS = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True), experts=True)
-EXPERT_TILE = CodebookExpertsTile(8, 4, 8, 2, 1, 2)
-SPREAD = CodebookExpertsTile(8, 8, 14, 1, 8, 4)
+EXPERT_TILE = ExpertsTile(8, 4, 8, 2, 1, 2)
+SPREAD = ExpertsTile(8, 8, 14, 1, 8, 4)
+INT8_TILE_OF_ROUTES = ExpertsTile(8, 12, 16, 1, 1, 2)
 WIDE = CodebookStreamTile(1, 7, 32)
 FEW = CodebookStreamTile(16, 2, 8, 2)
 CLUSTER = CodebookStreamTile(8, 9, 28, 1, 4)
@@ -243,15 +245,28 @@ def experts_sources(arch: str) -> Iterator[KernelSource]:
     """Each type of token and size of tile, late and early routes, near the register limit; a cluster."""
     early = replace(EXPERTS, early_routes=True)
     int8 = replace(INT8_PAIRS, pairs=False, slots=1, experts=True)
-    tiles = [(EXPERTS, EXPERT_TILE), (early, EXPERT_TILE), (early, CodebookExpertsTile(1, 12, 8, 2, 1, 3))]
-    tiles += [(int8, CodebookExpertsTile(8, 8, 6, 1, 1, 4)), (replace(int8, early_routes=True), EXPERT_TILE)]
+    tiles = [(EXPERTS, EXPERT_TILE), (early, EXPERT_TILE), (early, ExpertsTile(1, 12, 8, 2, 1, 3))]
+    tiles += [(int8, ExpertsTile(8, 8, 6, 1, 1, 4)), (replace(int8, early_routes=True), EXPERT_TILE)]
     tiles += [(replace(INT8_PAIRS, experts=True), EXPERT_TILE), (replace(PAIRS, experts=True), EXPERT_TILE)]
-    tiles += [(replace(BRAIN, experts=True), CodebookExpertsTile(16, 2, 8, 1, 1, 2))]
-    tiles += [(int8, CodebookExpertsTile(32, 4, 6, 1, 1, 2))]
+    tiles += [(replace(BRAIN, experts=True), ExpertsTile(16, 2, 8, 1, 1, 2))]
+    tiles += [(int8, ExpertsTile(32, 4, 6, 1, 1, 2))]
     if arch == ARCH:
-        tiles += [(EXPERTS, CodebookExpertsTile(32, 2, 8, 1, 2, 1)), (early, CodebookExpertsTile(8, 8, 6, 1, 1, 4, 2))]
+        tiles += [(EXPERTS, ExpertsTile(32, 2, 8, 1, 2, 1)), (early, ExpertsTile(8, 8, 6, 1, 1, 4, 2))]
         tiles += [(EXPERTS, SPREAD), (int8, replace(SPREAD, prefetch=2))]
     yield from (CODEBOOK_EXPERTS.emit(problem, tile, arch) for problem, tile in tiles)
+
+
+def int8_experts_sources(arch: str) -> Iterator[KernelSource]:
+    """Each type of token and size of tile, near the register limit; a cluster."""
+    half, brain = W8A16_EXPERTS, replace(W8A16_EXPERTS, a=BF16, epilogue=Epilogue(BF16, col_scale="per_channel"))
+    single = replace(ROUTED_INT8, epilogue=replace(ROUTED_INT8.epilogue, out=F32, activation=Activation.SILU))
+    tiles = [(ROUTED_INT8, INT8_TILE_OF_ROUTES), (ROUTED_INT8, ExpertsTile(1, 12, 8, 2, 1, 1, 2))]
+    tiles += [(single, ExpertsTile(8, 12, 6, 1, 1, 2, 2)), (ROUTED_INT8, ExpertsTile(32, 4, 8, 2, 1, 2))]
+    tiles += [(half, ExpertsTile(8, 12, 16, 1, 1, 2)), (brain, ExpertsTile(16, 8, 6, 1, 1, 2, 2))]
+    tiles += [(half, ExpertsTile(1, 9, 6, 1, 1, 3, 2)), (half, ExpertsTile(32, 4, 6, 1, 1, 2))]
+    if arch == ARCH:
+        tiles += [(ROUTED_INT8, replace(SPREAD, prefetch=2)), (half, replace(SPREAD, prefetch=1))]
+    yield from (INT8_EXPERTS.emit(problem, tile, arch) for problem, tile in tiles)
 
 
 def rounds_sources(arch: str) -> Iterator[KernelSource]:
@@ -317,7 +332,29 @@ EXPERTS_REFUSALS: dict[str, list[Any]] = {
     "clusters": [(EXPERTS, SPREAD, "sm_80")],
     "registers": [(EXPERTS, replace(EXPERT_TILE, warps=16), ARCH)],
     "shared_memory": [(EXPERTS, replace(EXPERT_TILE, row_tiles=32, tokens=16), ARCH)],
-    "ctas": [(EXPERTS, replace(EXPERT_TILE, ctas=2, row_tiles=16), ARCH), (EXPERTS, replace(SPREAD, ctas=2), ARCH)],
+    "ctas": [
+        (EXPERTS, replace(EXPERT_TILE, units=1, warps=4, ctas=4), ARCH),
+        (EXPERTS, replace(SPREAD, warps=4, ctas=2), ARCH),
+    ],
+}
+INT8_EXPERTS_REFUSALS: dict[str, list[Any]] = {
+    "experts": [(replace(ROUTED_INT8, experts=False), INT8_TILE_OF_ROUTES, "sm_80")],
+    "device_m": [(replace(ROUTED_INT8, device_m=True), INT8_TILE_OF_ROUTES, "sm_80")],
+    "epilogue": [(replace(ROUTED_INT8, epilogue=BIAS), INT8_TILE_OF_ROUTES, "sm_80")],
+    "out": [(replace(ROUTED_INT8, epilogue=replace(ROUTED_INT8.epilogue, out=S8)), INT8_TILE_OF_ROUTES, "sm_80")],
+    "alignment_k": [(replace(W8A16_EXPERTS, alignment_k=1), INT8_TILE_OF_ROUTES, "sm_80")],
+    "alignment": [(replace(ROUTED_INT8, alignment_n=0), INT8_TILE_OF_ROUTES, "sm_80")],
+    "registers": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, prefetch=4), "sm_80")],
+    "shared_memory": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, row_tiles=32), "sm_80")],
+    "ctas": [(ROUTED_INT8, replace(SPREAD, warps=4, prefetch=1, ctas=2), ARCH)],
+    "architecture": [(ROUTED_INT8, INT8_TILE_OF_ROUTES, "sm_75")],
+    "tokens": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, tokens=24), "sm_80")],
+    "warps": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, warps=33), "sm_80")],
+    "units": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, units=9), "sm_80")],
+    "prefetch": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, prefetch=5), "sm_80")],
+    "row_tiles": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, row_tiles=rows), "sm_80") for rows in (3, 34)],
+    "splits": [(ROUTED_INT8, replace(INT8_TILE_OF_ROUTES, splits=3), ARCH)],
+    "clusters": [(ROUTED_INT8, replace(SPREAD, prefetch=2), "sm_80")],
 }
 ROUNDS_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(HALF, ROUNDS, "sm_75")],
@@ -377,6 +414,14 @@ ROWS = {
         EXPERTS_REFUSALS,
         legal=(EXPERTS, EXPERT_TILE, "sm_80"),
         instructions=codebook_instructions,
+    ),
+    "int8_experts": Row(
+        INT8_EXPERTS.emit,
+        int8_experts_sources,
+        int8_experts.CONSTRAINTS,
+        INT8_EXPERTS_REFUSALS,
+        legal=(ROUTED_INT8, INT8_TILE_OF_ROUTES, "sm_80"),
+        instructions=lambda source: (STREAM, product_of(source), COPY),
     ),
     "codebook_stream_rounds": Row(
         CODEBOOK_STREAM_ROUNDS.emit,

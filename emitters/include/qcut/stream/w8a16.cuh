@@ -43,6 +43,24 @@ __device__ __forceinline__ void load_8(uint32_t (&w)[4], const T* row, int col, 
   for (int i = 0; i < 4; ++i) w[i] = v.w[i];
 }
 
+// Adds the products of a unit of weights with tiles of eight tokens of 16 bits. part(tile, i) is lane 4g + t's part of
+// token g of a tile: eight columns, the (i % 2)th of its 16 of the (i / 2)th 64.
+template <class T, int kTiles, class Part>
+__device__ __forceinline__ void multiply_halves(float (&acc)[kTiles][4], const Int8Unit& unit, const Part& part) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t(&rows)[2][4] = unit[i / 4];
+    uint32_t weights[4];
+    Float16<T>::from_int8(rows[0][i % 4], weights[0], weights[2]);
+    Float16<T>::from_int8(rows[1][i % 4], weights[1], weights[3]);
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const uint32_t(&words)[4] = part(j, i / 2);
+      Float16<T>::mma(acc[j], weights, {words[i % 2 * 2], words[i % 2 * 2 + 1]});
+    }
+  }
+}
+
 // Tokens as rows of T, lda elements apart. Tokens past m repeat the last token, and their results are not stored.
 template <class Tile, class T, bool kAligned, class Rows>
 struct FloatTokens {
@@ -70,18 +88,7 @@ struct FloatTokens {
     }
   }
   __device__ __forceinline__ void multiply(float (&acc)[Tile::kTokenTiles][4], const Int8Unit& unit, int u) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t(&rows)[2][4] = unit[i / 4];
-      uint32_t weights[4];
-      Float16<T>::from_int8(rows[0][i % 4], weights[0], weights[2]);
-      Float16<T>::from_int8(rows[1][i % 4], weights[1], weights[3]);
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; ++j) {
-        const uint32_t(&part)[4] = x[j][u][i / 4][i / 2 % 2];
-        Float16<T>::mma(acc[j], weights, {part[i % 2 * 2], part[i % 2 * 2 + 1]});
-      }
-    }
+    multiply_halves<T>(acc, unit, [&](int j, int i) -> const uint32_t(&)[4] { return x[j][u][i / 2][i % 2]; });
   }
 };
 

@@ -1,0 +1,52 @@
+"""Tiles of ``codebook_experts`` and ``int8_experts``.
+
+Source: constants fitted to products of 1 to 64 tokens with the experts of Qwen3-30B-A3B in codebook4, on an H200. The
+memory's part is the same for int8, by bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.machines import CLUSTER_SIZES
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.families import CODEBOOK_EXPERTS, INT8_EXPERTS
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.experts import ExpertsTile
+
+# Shares by which the time exceeds that of reading the weights.
+_IN_FLIGHT = 12.0  # divided by the kilobytes in flight on a multiprocessor
+_ENOUGH, _MORE_THAN_ENOUGH = 48, 0.004  # kilobytes in flight, and for each beyond them
+_FEW_WARPS = 3.0  # divided by its warps
+_SUMS = 0.03  # for each of them, by the kilobytes of a unit
+_MORE_UNITS = 0.05  # for each unit of a warp after the first
+_EXCHANGE = 0.5  # of the sums of a cluster
+_ROW_TILES = (12, 8, 6, 4, 3, 2, 1)
+"""Tiles of rows between two sums, the best first."""
+_INT8_KB = 2
+"""Kilobytes of a unit of int8 weights; a codebook's units count as one."""
+
+
+def candidates(
+    problem: CodebookProblem | GemmProblem, size: int, k: int, target: Target
+) -> Iterator[tuple[ExpertsTile, float]]:
+    """Tiles for tiles of ``size`` routes and k columns; times are multiples of the time of reading the weights."""
+    is_codebook = isinstance(problem, CodebookProblem)
+    family, unit_kb = (CODEBOOK_EXPERTS, 1) if is_codebook else (INT8_EXPERTS, _INT8_KB)
+    units_k = -(-k // 128)
+    sizes = CLUSTER_SIZES if architecture(target.arch).clusters else (1,)
+    for splits, units, prefetch, ctas in product(sizes, (1, 2, 4), (1, 2, 3, 4), (1, 2, 3)):
+        warps = -(-units_k // (splits * units))
+        if warps * ctas > 32 or splits > units_k:
+            continue
+        for rows in _ROW_TILES:
+            tile = ExpertsTile(size, max(prefetch, rows // prefetch * prefetch), warps, units, splits, prefetch, ctas)
+            if family.is_legal(problem, tile, target.arch):
+                together, in_flight = warps * ctas, warps * ctas * units * prefetch * unit_kb
+                share = _IN_FLIGHT / in_flight + _MORE_THAN_ENOUGH * max(0, in_flight - _ENOUGH)
+                share += _FEW_WARPS / together + _SUMS / unit_kb * together
+                yield tile, 1 + share + _MORE_UNITS * (units - 1) + _EXCHANGE * (splits > 1)
+                break
