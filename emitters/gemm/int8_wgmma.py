@@ -2,7 +2,7 @@
 
 ``D = act((sum_k a[m, k] * b[e, n, k]) * s_a[m] * s_b[e, n] + bias[e, n])``, e the expert of route m; 16-bit tokens have
 no ``s_a``. The kernel is that of `qcut.emitters.codebook.wgmma`, with weights that need no codebook. Device code:
-``include/qcut/gemm/int8_wgmma.cuh``. The kernels need only NVRTC.
+``include/qcut/experts/int8_wgmma.cuh``. The kernels need only NVRTC.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Int8Wgmma(Family[GemmProblem, CodebookWgmmaTile]):
             *problem.epilogue.statements(params),
             f"qcut::int8_wgmma<Tile, Epilogue, {align_d}>(reinterpret_cast<const char*>(a), b, d, m, n, k, ldb, ldd, "
             f"args, {EXPERT_ROWS});",
-            device_code=include("gemm/int8_wgmma.cuh"),
+            device_code=include("experts/int8_wgmma.cuh"),
             block=THREADS,
             ctas_per_sm=1,
             waits=True,

@@ -164,7 +164,7 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
             name,
             problem,
             arch,
-            header="codebook_sums" if problem.summed else "codebook",
+            header="stream/codebook_sums" if problem.summed else "stream/codebook",
             function="codebook_stream",
             tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
             shared="qcut::SumsShared" if problem.summed else "qcut::StreamShared",
@@ -211,13 +211,13 @@ def decode_source(
     ctas_per_sm: int = 1,
     alone: bool = False,
 ) -> KernelSource:
-    """Emit a kernel of few tokens with codebook weights that calls ``qcut::{function}`` of ``stream/{header}.cuh``.
+    """Emit a kernel of few tokens with codebook weights that calls ``qcut::{function}`` of ``{header}.cuh``.
 
     Args:
         name: procedural name.
         problem: types, widths and epilogue.
         arch: real architecture.
-        header: the header's stem.
+        header: folder and stem of the header.
         function: name of the device code's function.
         tile: C++ type of the tile.
         shared: C++ template whose ``kBytes`` are the shared memory.
@@ -242,7 +242,7 @@ def decode_source(
         problem.book,
         f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, {flag(problem.offsets)}, Tile, Epilogue{last}>(\n"
         f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args{rows});",
-        device_code=include(f"stream/{header}.cuh"),
+        device_code=include(f"{header}.cuh"),
         block=block,
         ctas_per_sm=ctas_per_sm,
         waits=True,

@@ -1,6 +1,6 @@
 """Products of routes to experts with codebook weights, in tiles of up to 32 routes of one expert: decode.
 
-Device code: ``include/qcut/stream/codebook_experts.cuh``.
+Device code: ``include/qcut/experts/codebook.cuh``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CodebookExperts(ExpertsFamily[CodebookProblem]):
             name,
             problem,
             arch,
-            header="codebook_experts",
+            header="experts/codebook",
             function="codebook_experts",
             tile=f"qcut::StreamTile<{tile.sizes}>",
             shared="qcut::ExpertShared",

@@ -127,7 +127,7 @@ class CodebookStreamRounds(StreamFamily[CodebookProblem, CodebookRoundsTile]):
             name,
             problem,
             arch,
-            header="codebook_rounds",
+            header="stream/codebook_rounds",
             function="codebook_stream_rounds",
             tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
             shared="qcut::StreamShared",

@@ -172,7 +172,7 @@ class CodebookStreamWgmma(Family[CodebookProblem, CodebookStreamWgmmaTile]):
             name,
             problem,
             arch,
-            header="codebook_wgmma",
+            header="stream/codebook_wgmma",
             function="codebook_stream_wgmma",
             tile=f"qcut::StreamWgmmaTile<{', '.join(map(str, sizes))}>",
             shared="qcut::StreamWgmmaShared",

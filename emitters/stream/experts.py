@@ -1,6 +1,6 @@
 """Products of routes to experts in tiles of up to 32 routes of one expert, at the speed of memory: decode.
 
-Device code: ``include/qcut/stream/experts.cuh``. The CTAs of a launch share the rows of all tiles, whatever their
+Device code: ``include/qcut/experts/stream.cuh``. The CTAs of a launch share the rows of all tiles, whatever their
 number, which is known on the device only.
 """
 

@@ -1,7 +1,7 @@
 """Products of routes to experts with int8 weights, in tiles of up to 32 routes of one expert: decode.
 
 ``D = act((sum_k a[m, k] * b[e, n, k]) * s_a[m] * s_b[e, n] + bias[e, n])``, e the expert of a route; 16-bit tokens have
-no ``s_a``. Device code: ``include/qcut/stream/int8_experts.cuh``.
+no ``s_a``. Device code: ``include/qcut/experts/int8.cuh``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Int8Experts(ExpertsFamily[GemmProblem]):
             *problem.epilogue.statements(params),
             f"qcut::int8_experts<{problem.a.cpp}, Tile, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args,\n"
             f"      {EXPERT_ROWS});",
-            device_code=include("stream/int8_experts.cuh"),
+            device_code=include("experts/int8.cuh"),
             block=32 * tile.warps,
             ctas_per_sm=tile.ctas,
             waits=True,

@@ -77,8 +77,8 @@ def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target
     """
     is_codebook = isinstance(problem, CodebookProblem)
     if size > _SIZES[-1]:
-        family, cycles = (CODEBOOK_WGMMA, wgmma.cycles) if is_codebook else (INT8_WGMMA, int8_wgmma.cycles)
-        return _select_ordered(family, cycles, problem, size, tiles, n, k, target)
+        many, cycles = (CODEBOOK_WGMMA, wgmma.cycles) if is_codebook else (INT8_WGMMA, int8_wgmma.cycles)
+        return _select_ordered(many, cycles, problem, size, tiles, n, k, target)
     family = CODEBOOK_EXPERTS if is_codebook else INT8_EXPERTS
     found = min(decode.candidates(problem, size, k, target), key=itemgetter(1), default=None)
     if found is not None:

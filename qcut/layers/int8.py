@@ -35,7 +35,7 @@ _INT16X8 = torch.ops.qcut.int16x8_linear.early_read
 _INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.early_read
 
 _BLOCK_COLUMNS = 128
-"""To a multiple of which tokens of experts are padded, see `qcut.ops.codebook.RotateRoutesOp`."""
+"""To a multiple of which tokens of experts are padded, see `qcut.ops.experts.RotateRoutesOp`."""
 _LEAST_NORMAL = 2.0**-126
 _MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
 """The scale of the largest float32, which may be rounded up."""

@@ -16,6 +16,7 @@ BELOW = {
     "gemm": {"core", "gemm"},
     "codebook": {"core", "gemm", "codebook"},
     "stream": {"core", "codebook", "stream"},
+    "experts": {"core", "codebook", "stream", "experts"},
     "decoder": {"core", "codebook", "decoder"},
     "attention": {"core", "codebook", "decoder", "attention"},
     "routing": {"core", "routing"},

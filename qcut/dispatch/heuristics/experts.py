@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import CLUSTER_SIZES
@@ -15,7 +16,7 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.families import CODEBOOK_EXPERTS, INT8_EXPERTS
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.experts import ExpertsTile
+from qcut.emitters.stream.experts import ExpertsFamily, ExpertsTile
 
 # Shares by which the time exceeds that of reading the weights.
 _IN_FLIGHT = 12.0  # divided by the kilobytes in flight on a multiprocessor
@@ -34,8 +35,10 @@ def candidates(
     problem: CodebookProblem | GemmProblem, size: int, k: int, target: Target
 ) -> Iterator[tuple[ExpertsTile, float]]:
     """Tiles for tiles of ``size`` routes and k columns; times are multiples of the time of reading the weights."""
-    is_codebook = isinstance(problem, CodebookProblem)
-    family, unit_kb = (CODEBOOK_EXPERTS, 1) if is_codebook else (INT8_EXPERTS, _INT8_KB)
+    family: ExpertsFamily[Any] = INT8_EXPERTS
+    unit_kb = _INT8_KB
+    if isinstance(problem, CodebookProblem):
+        family, unit_kb = CODEBOOK_EXPERTS, 1
     units_k = -(-k // 128)
     sizes = CLUSTER_SIZES if architecture(target.arch).clusters else (1,)
     for splits, units, prefetch, ctas in product(sizes, (1, 2, 4), (1, 2, 3, 4), (1, 2, 3)):

@@ -1,8 +1,8 @@
-// Routes to experts with codebook weights, on the skeleton of experts.cuh. Units and products are those of codebook.cuh,
-// as is their exactness.
+// Routes to experts with codebook weights, on the skeleton of stream.cuh. Units and products are those of
+// stream/codebook.cuh, as is their exactness.
 #pragma once
 
-#include <qcut/stream/experts.cuh>
+#include <qcut/experts/stream.cuh>
 
 namespace qcut {
 

@@ -1,12 +1,12 @@
-// Routes to experts with int8 weights [experts, n, ldb] in row-major order, on the skeleton of experts.cuh: int8 tokens, or
-// tokens of 16 bits, for which weights are converted in registers. Products are those of w8a8.cuh and w8a16.cuh, as is
-// their exactness.
+// Routes to experts with int8 weights [experts, n, ldb] in row-major order, on the skeleton of stream.cuh: int8 tokens,
+// or tokens of 16 bits, for which weights are converted in registers. Products are those of stream/w8a8.cuh and
+// stream/w8a16.cuh, as is their exactness.
 //
-// Tokens are rows, lda elements apart, which start at multiples of 16 bytes, as many of which k columns have. Columns of
-// weights past k repeat the last 16 and are multiplied by zero tokens.
+// Tokens are rows, lda elements apart, which start at multiples of 16 bytes; k columns are a multiple of 16 bytes. Columns
+// of weights past k repeat the last 16 and are multiplied by zero tokens.
 #pragma once
 
-#include <qcut/stream/experts.cuh>
+#include <qcut/experts/stream.cuh>
 #include <qcut/stream/w8a16.cuh>
 #include <qcut/stream/w8a8.cuh>
 

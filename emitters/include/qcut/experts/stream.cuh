@@ -8,7 +8,7 @@
 // With kEarly, an earlier kernel than the last one has written which routes there are: weights are then loaded before
 // the wait for the last one, which has written the tokens.
 //
-// What weights and tokens are is a Form (codebook_experts.cuh, int8_experts.cuh), with the types and functions:
+// What weights and tokens are is a Form (codebook.cuh, int8.cuh), with the types and functions:
 //   T, kTable                      type of tokens; whether shared memory begins with a PairTable
 //   fill(shared)                   fills what all warps read
 //   Unit, Fold                     a lane's part of 16 rows x 128 columns; what all units of the rows have in common
