@@ -23,17 +23,63 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import harness
 from benchmarks.harness import Timing
 
+
+class Shape(NamedTuple):
+    """Sizes of a Llama, or with experts of a Qwen3 mixture.
+
+    Attributes:
+        width, hidden, blocks, heads, kv_heads, vocabulary: sizes; ``hidden`` is the width of an expert too.
+        experts: their number and those of a token; None: no mixture.
+    """
+
+    width: int
+    hidden: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    experts: tuple[int, int] | None = None
+
+    def config(self, context: int) -> dict[str, Any]:
+        """A model's configuration, for so many tokens."""
+        found: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.width,
+            "intermediate_size": self.hidden,
+            "num_hidden_layers": self.blocks,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": max(8192, context),
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "hidden_act": "silu",
+            "torch_dtype": "float16",
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        if self.experts is not None:
+            experts, top_k = self.experts
+            found |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+            found |= {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": self.hidden}
+            found |= {"head_dim": min(128, self.width // 2), "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return found
+
+
 SHAPES = {
-    "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
-    "llama-3-70b": (8192, 28672, 80, 64, 8, 128256),
-    "tiny": (256, 512, 2, 8, 4, 1024),
+    "llama-3-8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "llama-3-70b": Shape(8192, 28672, 80, 64, 8, 128256),
+    "qwen3-30b-a3b": Shape(2048, 768, 48, 32, 4, 151936, (128, 8)),
+    "tiny": Shape(256, 512, 2, 8, 4, 1024),
+    "tiny-mixture": Shape(256, 128, 2, 8, 4, 1024, (8, 2)),
 }
-"""Width, MLP width, blocks, heads, heads of keys, vocabulary."""
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _W8A8 = {
     "targets": ["Linear"],
@@ -65,7 +111,9 @@ STORED: dict[str, dict[str, Any]] = {
 """vLLM's own methods, by the checkpoint's quantization method."""
 KERNELS = {"vllm gptq4 marlin": ("vllm gptq4", "CutlassW4A8LinearKernel,MacheteLinearKernel,AllSparkLinearKernel")}
 """A method with other kernels than those that vLLM prefers: its name among `STORED`, and the kernels left out."""
-METHODS = ("fp16", *STORED, *KERNELS, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
+ONLINE = {"vllm fp8": "fp8"}
+"""vLLM's own methods that quantize float weights while loading, by the name that ``LLM`` takes."""
+METHODS = ("fp16", *STORED, *KERNELS, *ONLINE, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
 BATCHES, PROMPT, CONTEXT = (1, 8, 64), 2048, 128
 ROUNDS, NEW = 3, 128
 STEPS = 16
@@ -149,10 +197,13 @@ def child(asked: dict[str, Any]) -> None:
 
 
 def methods_of(model: Any) -> list[str]:
-    """What computes the linear layers of a model that vLLM has loaded."""
+    """What computes the linear layers and experts of a model that vLLM has loaded, but not its routers."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
 
-    return [type(layer.quant_method).__name__ for layer in model.modules() if isinstance(layer, LinearBase)]
+    named = model.named_modules()
+    layers = [layer for name, layer in named if isinstance(layer, LinearBase | RoutedExperts) and not name.endswith(".gate")]
+    return [type(layer.quant_method).__name__ for layer in layers]
 
 
 def kernels_of(llm: Any, work: Callable[[], object]) -> dict[str, tuple[int, float]]:
@@ -219,25 +270,7 @@ def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
 
 def write_shape(folder: Path, shape: str, method: str, context: int) -> None:
     """Write the configuration of a model."""
-    width, hidden, blocks, heads, kv_heads, vocabulary = SHAPES[shape]
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_hidden_layers": blocks,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": max(8192, context),
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "torch_dtype": "float16",
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    config = SHAPES[shape].config(context)
     if method in STORED:
         config["quantization_config"] = STORED[method]
     folder.mkdir(parents=True)
@@ -248,7 +281,7 @@ def arguments_of(folder: Path, method: str, gpus: int, options: argparse.Namespa
     """The arguments of ``LLM``."""
     given = {
         "model": str(folder),
-        "quantization": method if method.startswith("qcut") else None,
+        "quantization": method if method.startswith("qcut") else ONLINE.get(method),
         "dtype": options.dtype,
         "tensor_parallel_size": gpus,
         "gpu_memory_utilization": options.memory,
@@ -282,7 +315,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                 "settings": {"VLLM_DISABLED_KERNELS": left_out} if left_out else {},
             }
             try:
-                first, *found = run({**asked, "vocabulary": SHAPES[options.shape][5]}, options.timeout)
+                first, *found = run({**asked, "vocabulary": SHAPES[options.shape].vocabulary}, options.timeout)
                 layers = first.pop("layers")
                 if ("Unquantized" in layers) != (method == "fp16"):
                     raise RuntimeError(f"its linear layers are of {layers}")

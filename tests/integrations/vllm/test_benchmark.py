@@ -25,8 +25,9 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 EAGER = ["--dtype", "float32", "--arguments", '{"enforce_eager": true}']
 
 
-def test_steps_and_prompts_are_timed(tmp_path: Path) -> None:
-    asked = ["--shape", "tiny", "--methods", "qcut-w8a8", "--batches", "1,2", "--prompt", "64", "--out", str(tmp_path)]
+@pytest.mark.parametrize("shape", ["tiny", "tiny-mixture"])
+def test_steps_and_prompts_are_timed(shape: str, tmp_path: Path) -> None:
+    asked = ["--shape", shape, "--methods", "qcut-w8a8", "--batches", "1,2", "--prompt", "64", "--out", str(tmp_path)]
     assert vllm.main([*asked, "--kernels", *EAGER]) == 0  # a CPU has none
     rows = read_rows(tmp_path / "bench_vllm.csv")
     assert [(row["method"], row["what"], row["batch"]) for row in rows] == [
