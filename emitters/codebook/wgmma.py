@@ -86,20 +86,20 @@ class Stage(NamedTuple):
 
     Attributes:
         element_bytes: of an element of a token.
-        table_bytes: of the 16 int8 values of each row and slot, which warps compute; 0 for none.
+        supply_bytes: of what warps supply for the rows: 16 int8 values of each slot, or int8 weights; 0 for none.
     """
 
     element_bytes: int
-    table_bytes: int = 0
+    supply_bytes: int = 0
 
     def bytes(self, tokens: int) -> int:
         """Bytes of a stage, without its barriers."""
-        return 128 * self.element_bytes * tokens + self.table_bytes
+        return 128 * self.element_bytes * tokens + self.supply_bytes
 
     @property
     def barrier_bytes(self) -> int:
-        """Barriers of a stage: filled, read, and tables built."""
-        return 24 if self.table_bytes else 16
+        """Barriers of a stage: filled, read, and supplied."""
+        return 24 if self.supply_bytes else 16
 
 
 def stage_of(problem: CodebookProblem) -> Stage:

@@ -2,7 +2,7 @@
 
 ``D = act((sum_k a[m, k] * b[e, n, k]) * s_a[m] * s_b[e, n] + bias[e, n])``, e the expert of route m; 16-bit tokens have
 no ``s_a``. The kernel is that of `qcut.emitters.codebook.wgmma`, with weights that need no codebook. Device code:
-``include/qcut/experts/int8_wgmma.cuh``. The kernels need only NVRTC.
+``include/qcut/experts/int8_wgmma.cuh``. A stage has tokens and the CTA's rows of weights. The kernels need only NVRTC.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from qcut.emitters.codebook.wgmma import (
     CODEBOOK_WGMMA,
+    ROWS,
     SMEM_BYTES,
     THREADS,
     TILE_CONSTRAINTS,
@@ -29,14 +30,14 @@ from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 
 WIDE_TOKENS = 192
-"""Most 16-bit tokens of a tile: their sums, converted weights and weights in flight fit a thread's registers."""
+"""Most 16-bit tokens of a tile: more leave room for two stages, and both are read at the same time."""
 _SHAPES = ((256, 1), (256, 2), (192, 1), (192, 2), (160, 1), (128, 1), (96, 1))
 """Tokens and cluster of the menu's tiles."""
 
 
 def stage_of(problem: GemmProblem) -> Stage:
     """The stage of a product with int8 weights."""
-    return Stage(problem.a.bits // 8)
+    return Stage(problem.a.bits // 8, ROWS * 128)
 
 
 def _scaled_by_channel(problem: GemmProblem, tile: Any, arch: str) -> bool:
@@ -63,8 +64,8 @@ CONSTRAINTS = (
     Constraint("one_part", "is all of K: parts of K write neighbouring rows", lambda p, t, arch: t.splits == 1),
     Constraint("pairs", "are of codebooks", lambda p, t, arch: not t.pairs),
     Constraint(
-        "registers",
-        f"hold int8 tokens of up to 256, of 16 bits up to {WIDE_TOKENS}",
+        "three_stages",
+        f"fit beside int8 tokens of up to 256, of 16 bits up to {WIDE_TOKENS}",
         lambda p, t, arch: p.a is DType.S8 or t.tokens <= WIDE_TOKENS,
     ),
     Constraint(
@@ -89,7 +90,7 @@ class Int8Wgmma(Family[GemmProblem, CodebookWgmmaTile]):
     to float is exact and every product is exact in float32; the tensor core adds them in an order fixed by K. A route's
     result does not depend on the others; the same inputs give the same bits.
 
-    Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk``, ``mbarrier``.
+    Source: PTX ISA, ``wgmma.mma_async``, ``cp.async``, ``cp.async.bulk``, ``mbarrier``.
     """
 
     name = "int8_wgmma"

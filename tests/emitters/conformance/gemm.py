@@ -403,7 +403,7 @@ W8A16_CUTLASS_REFUSALS = {
 
 ROUTED_INT8 = GemmProblem(epilogue=replace(BIAS, out=F16, row_scale="per_token"), experts=True)
 ROUTED_HALF = GemmProblem(a=F16, epilogue=Epilogue(F16, col_scale="per_channel"), experts=True)
-PROMPT = CodebookWgmmaTile(128, 5, 1, lead=2)
+PROMPT = CodebookWgmmaTile(128, 4, 1, lead=2)
 
 
 def int8_wgmma_sources(arch: str) -> Iterator[KernelSource]:
@@ -422,6 +422,7 @@ def int8_wgmma_instructions(source: KernelSource) -> Iterator[str]:
     assert tokens is not None
     yield ("IGMMA" if "_s8xs8_" in source.name else "HGMMA") + rf"\.64x{tokens[1]}x"
     yield "UBLKCP"
+    yield COPY
     yield ("" if "_c2_" in source.name else "!") + r".*MULTICAST"
 
 
@@ -444,7 +445,7 @@ INT8_WGMMA_REFUSALS: dict[str, list[Any]] = {
     "stages": [(ROUTED_INT8, replace(PROMPT, stages=1), ARCH)],
     "lead": [(ROUTED_INT8, replace(PROMPT, lead=5), ARCH)],
     "pairs": [(ROUTED_HALF, replace(PROMPT, pairs=True), ARCH)],
-    "registers": [(ROUTED_HALF, replace(PROMPT, tokens=256, stages=2, lead=1), ARCH)],
+    "three_stages": [(ROUTED_HALF, replace(PROMPT, tokens=256, stages=2, lead=1), ARCH)],
     "shared_memory": [(ROUTED_HALF, replace(PROMPT, stages=8), ARCH)],
 }
 

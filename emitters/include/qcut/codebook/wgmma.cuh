@@ -117,7 +117,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
     }
   };
   const auto wait_stage = [&](const RingPlace<T::kStages>& place) {
-    if constexpr (T::kHasTables) barrier_wait(base + T::kBuilt + 8 * place.stage, place.parity);
+    if constexpr (T::kSupplyBytes > 0) barrier_wait(base + T::kSupplied + 8 * place.stage, place.parity);
     barrier_wait(base + T::kFull + 8 * place.stage, place.parity);
   };
 
@@ -257,8 +257,8 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
   }
 }
 
-// The kernel, of codebook weights or of others with a stream and a decoder. kAlign is the alignment of D's rows in bytes,
-// as in TileWriter. With ExpertRows, m counts the routes of all tiles, and row_scale is that of routes.
+// The kernel, of codebook weights or of others with a stream, a decoder and a supply. kAlign is the alignment of D's
+// rows in bytes, as in TileWriter. With ExpertRows, m counts the routes of all tiles, and row_scale is that of routes.
 template <class T, class E, int kAlign, class Weights, class B, class Rows>
 __device__ __forceinline__ void prompt_product(const char* x, const Weights& weights, typename E::Out* d, int m, int n,
                                                int units_k, int ldd, const B& book, const typename E::Args& args,
@@ -272,7 +272,7 @@ __device__ __forceinline__ void prompt_product(const char* x, const Weights& wei
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(base + T::kFull + 8 * i, 1);
       barrier_init(base + T::kEmpty + 8 * i, T::kWarps * T::kCluster);
-      if constexpr (T::kHasTables) barrier_init(base + T::kBuilt + 8 * i, T::kTableWarps);
+      if constexpr (T::kSupplyBytes > 0) barrier_init(base + T::kSupplied + 8 * i, T::kSuppliers);
     }
     barrier_init_fence();
   }
@@ -288,9 +288,8 @@ __device__ __forceinline__ void prompt_product(const char* x, const Weights& wei
     give_registers<T::kFetchRegisters>();
     if (threadIdx.x < T::kThreads + 32) {
       fetch_prompt(PromptWork<T, Rows>(m, n, units_k, rows), x, base);
-    } else if constexpr (T::kHasTables) {
-      const PromptWork<T, Rows> work(m, n, units_k, rows);
-      build_tables(work, reinterpret_cast<const uint32_t*>(weights.norms), weights.fold, book, base);
+    } else if constexpr (T::kSupplyBytes > 0) {
+      weights.supply(PromptWork<T, Rows>(m, n, units_k, rows), book, base);
     }
     if constexpr (T::kSplits > 1) {  // matches the cluster's barrier before the sums are read
       cluster_arrive();

@@ -13,7 +13,8 @@ namespace qcut {
 // Keeps a value in a register; otherwise the compiler reads the thread's index again in each loop.
 __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu, v, 0); }
 
-// The tile of emitters/codebook/wgmma.py and its shared memory: tokens and tables of all stages, staging, barriers.
+// The tile of emitters/codebook/wgmma.py and its shared memory: tokens and supplies of all stages, staging, barriers.
+// Three warps supply a stage with tables of int8 values for each row, or with int8 weights.
 template <class X_, int kBits_, int kSlots_, bool kOffsets_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
           int kBuffers_, bool kPairs_, bool kFine_>
 struct WgmmaTile {
@@ -37,19 +38,22 @@ struct WgmmaTile {
   static constexpr bool kFine = kFine_;    // whether each product follows the decoding of its weights
   static constexpr bool kPairs = kPairs_;  // whether a PairTable lies before the stages
   static constexpr int kFirstStage = kPairs ? PairTable::kBytes : 0;
-  static constexpr int kTables = kFirstStage + kStages * kTokenBytes;
+  static constexpr int kSupply = kFirstStage + kStages * kTokenBytes;
   static constexpr bool kInt8Weights = kBits == 8;
   static constexpr bool kHasTables = sizeof(X) == 1 && !kPairs && !kInt8Weights;  // tables of int8 values, of each row
-  static constexpr int kTableBytes = kHasTables ? 16 * kRows * kSlots : 0;  // [slot][row][16 int8]
-  static constexpr int kOperandBytes = kTables + kStages * kTableBytes;
+  // Tables are [slot][row][16 int8], weights [row][128 int8].
+  static constexpr int kSupplyBytes = kInt8Weights ? 128 * kRows : kHasTables ? 16 * kRows * kSlots : 0;
+  static constexpr int kOperandBytes = kSupply + kStages * kSupplyBytes;
   // Splits stage all sums in the place of the operands.
   static constexpr int kSumBytes = kSplits > 1 ? 2 * kRounds * Stage::kBytes : 0;
   static constexpr int kStaging = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
-  // Three barriers of each stage: filled, read, and tables built.
+  // Three barriers of each stage: filled, read, and supplied.
   static constexpr int kFull = kStaging + 2 * kBuffers * Stage::kBytes;
   static constexpr int kEmpty = kFull + 8 * kStages;
-  static constexpr int kBuilt = kEmpty + 8 * kStages;
-  static constexpr int kTableWarps = 3;
+  static constexpr int kSupplied = kEmpty + 8 * kStages;
+  static constexpr int kSupplyWarps = 3;
+  // A warp arrives once its tables are built, a thread once its copies are done.
+  static constexpr int kSuppliers = kInt8Weights ? 32 * kSupplyWarps : kSupplyWarps;
   // The registers of a thread after setmaxnreg. A launch gives each thread of the three warpgroups 168.
   static constexpr int kFetchRegisters = !kHasTables ? 40 : kTokens == 256 && kSlots == 1 ? 56 : 72;
   static constexpr int kRegisters = (3 * 168 - kFetchRegisters) / 2;
@@ -187,10 +191,10 @@ struct PromptTableDecoder {
   uint32_t my_tables;
 
   __device__ __forceinline__ PromptTableDecoder(const Book&, uint32_t base, int warp, int lane)
-      : my_tables(base + T::kTables + 16 * (kUnitRows * warp + lane / 4)) {}
+      : my_tables(base + T::kSupply + 16 * (kUnitRows * warp + lane / 4)) {}
   __device__ __forceinline__ void fetch(int step, int stage) {
     if (step % kSlotSteps == 0) {
-      const uint32_t at = my_tables + stage * T::kTableBytes + step / kSlotSteps * (16 * T::kRows);
+      const uint32_t at = my_tables + stage * T::kSupplyBytes + step / kSlotSteps * (16 * T::kRows);
       load_shared_16(row.table, at);
       load_shared_16(row8.table, at + 16 * 8);
     }
@@ -198,22 +202,6 @@ struct PromptTableDecoder {
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
     decode_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
   }
-};
-
-// Codebook weights in memory; see emitters/codebook/problem.py. `fold` is read only for int8 tokens.
-struct CodebookRows {
-  const char* units;
-  const char* norms;
-  const float* fold;
-
-  template <class T>
-  using Stream = UnitStream<T>;
-  template <class T>
-  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
-  template <class T>
-  using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
-  template <class T>
-  using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder<T>, HalfDecoder<T>>::Type;
 };
 
 // The tiles of D that a cluster computes, in order, and this CTA's units of each tile. With ExpertRows, tokens lie in
@@ -324,7 +312,7 @@ __device__ __forceinline__ void build_tables(const PromptWork<T, Rows>& work, co
   }
   // The norm of row g of a row tile is the lower half of word g of the tile's norms, that of row g + 8 the upper half.
   const auto build = [&](int stage, int row, const uint32_t(&row_norms)[T::kSlots], float row_fold) {
-    const uint32_t table = base + T::kTables + stage * T::kTableBytes + 16 * row;
+    const uint32_t table = base + T::kSupply + stage * T::kSupplyBytes + 16 * row;
 #pragma unroll
     for (int s = 0; s < T::kSlots; ++s) {
       const float2 pair = norm_pair(row_norms[s]);
@@ -370,13 +358,34 @@ __device__ __forceinline__ void build_tables(const PromptWork<T, Rows>& work, co
       barrier_wait(base + T::kEmpty + 8 * place.stage, place.parity ^ 1);
       build(place.stage, mine, mine_norms, mine_fold);
       if (turn == 0) build(place.stage, last, last_norms, last_fold);
-      turn = turn == 0 ? T::kTableWarps - 1 : turn - 1;
+      turn = turn == 0 ? T::kSupplyWarps - 1 : turn - 1;
       if (u + 1 < work.units) load();
       __syncwarp();
-      if (lane == 0) barrier_arrive(base + T::kBuilt + 8 * place.stage);
+      if (lane == 0) barrier_arrive(base + T::kSupplied + 8 * place.stage);
       place.advance();
     }
   }
 }
+
+// Codebook weights in memory; see emitters/codebook/problem.py. `fold` is read only for int8 tokens.
+struct CodebookRows {
+  const char* units;
+  const char* norms;
+  const float* fold;
+
+  template <class T>
+  using Stream = UnitStream<T>;
+  template <class T>
+  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
+  template <class T>
+  using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
+  template <class T>
+  using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder<T>, HalfDecoder<T>>::Type;
+
+  template <class T, class Rows>
+  __device__ __forceinline__ void supply(const PromptWork<T, Rows>& work, const Book& book, uint32_t base) const {
+    build_tables(work, reinterpret_cast<const uint32_t*>(norms), fold, book, base);
+  }
+};
 
 }  // namespace qcut

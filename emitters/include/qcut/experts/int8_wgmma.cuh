@@ -1,9 +1,10 @@
 // D^T = epilogue(W X^T) of many tokens X and int8 weights W in row-major order (sm_90a), for prefill: codebook/wgmma.cuh
-// with weights that need no codebook. Tokens lie in its blocks.
+// with weights that need no codebook. Tokens lie in its blocks. Three warps copy weights to the stages, as far ahead as
+// tokens: a unit's products do not hide the latency of a loaded memory.
 //
 // Exactness: int8 products are added in int32. 16-bit products are exact and are added in float32 in a fixed order.
 //
-// Source: PTX ISA "wgmma.mma_async".
+// Source: PTX ISA "wgmma.mma_async", "cp.async", "cp.async.mbarrier.arrive".
 #pragma once
 
 #include <qcut/codebook/wgmma.cuh>
@@ -12,72 +13,49 @@
 
 namespace qcut {
 
-// Loads a warp's 16 rows from global memory to registers, 128 columns at a time and as many ahead. Word i of a row's 64
-// columns then holds what chunk i of a block of int8 tokens has in its word t: columns 2t, 2t + 1, 8 + 2t and 9 + 2t of
-// 16. Rows past n repeat the last row and are not stored. Columns past k repeat the last 16 columns and are multiplied
-// by zero tokens.
-template <class T>
-struct Int8Stream {
-  using Words = uint32_t[2][2][4];  // [64 columns][row g, g + 8][16 bytes]
-  Words words, next;
-  const int8_t* rows[2];
-  int column = 0, last_column;
+// Where chunk c, 16 columns, of row r of a unit of weights lies in a stage. Eight lanes read four chunks of two rows at
+// a time, and meet every bank once.
+__device__ __forceinline__ uint32_t int8_chunk(int r, int c) { return 128 * r + 16 * (c ^ 4 * (r % 2)); }
 
+// Decoders load weights themselves.
+struct NoStream {
   template <class Weights>
-  __device__ __forceinline__ explicit Int8Stream(const Weights& all)
-      : rows{all.b, all.b}, last_column((all.k - 1) / 16 * 16) {}
-
+  __device__ __forceinline__ explicit NoStream(const Weights&) {}
   template <class Weights, class Work>
-  __device__ __forceinline__ void begin(const Weights& all, const Work& work, int tile, int warp, int lane) {
-    const int first = kUnitRows * (work.tile(tile).y + warp) + lane / 4;
-    const long long before = static_cast<long long>(work.expert(tile)) * all.n;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i] = all.b + (before + min(first + 8 * i, all.n - 1)) * all.ldb;
-    column = 128 * work.first_unit + 16 * (lane % 4);
-    load(lane);
-  }
-  __device__ __forceinline__ void load(int) {
-#pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      const int at = min(column + 64 * p, last_column);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) load_stream_16(next[p][i], rows[i] + at);
-    }
-    column += 128;
-  }
-  __device__ __forceinline__ void advance(bool more, int lane) {
-#pragma unroll
-    for (int p = 0; p < 2; ++p) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) words[p][i][j] = next[p][i][j];
-        exchange_columns(words[p][i]);
-      }
-    }
-    if (more) load(lane);
-  }
+  __device__ __forceinline__ void begin(const Weights&, const Work&, int, int, int) {}
+  __device__ __forceinline__ void advance(bool, int) {}
 };
 
+// Word i of a row's 64 columns has what chunk i of a block of int8 tokens has in its word t: columns 2t, 2t + 1, 8 + 2t
+// and 9 + 2t of 16.
 template <class T>
 struct Int8Decoder {
   using X = typename T::X;
   static constexpr int kSteps = 4 * sizeof(X);
+  uint32_t words[2][4];  // of 64 columns of rows g and g + 8
+  uint32_t mine;
 
   template <class B>
-  __device__ __forceinline__ Int8Decoder(const B&, uint32_t, int, int) {}
-  __device__ __forceinline__ void fetch(int, int) {}
-  __device__ __forceinline__ void decode(uint32_t (&a)[4], const Int8Stream<T>& stream, int step) const {
-    const uint32_t(&w)[2][4] = stream.words[2 * step / kSteps];
+  __device__ __forceinline__ Int8Decoder(const B&, uint32_t base, int warp, int lane)
+      : mine(base + T::kSupply + int8_chunk(kUnitRows * warp + lane / 4, lane % 4)) {}
+  __device__ __forceinline__ void fetch(int step, int stage) {
+    if (step % (kSteps / 2) != 0) return;
+    const uint32_t at = (mine + stage * T::kSupplyBytes) ^ int8_chunk(0, 4 * (2 * step / kSteps));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_shared_16(words[i], at + int8_chunk(8 * i, 0));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) exchange_columns(words[i]);
+  }
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const NoStream&, int step) const {
     const int i = step % (kSteps / 2);
     if constexpr (sizeof(X) == 1) {
-      a[0] = w[0][2 * i];
-      a[1] = w[1][2 * i];
-      a[2] = w[0][2 * i + 1];
-      a[3] = w[1][2 * i + 1];
+      a[0] = words[0][2 * i];
+      a[1] = words[1][2 * i];
+      a[2] = words[0][2 * i + 1];
+      a[3] = words[1][2 * i + 1];
     } else {
-      Float16<X>::from_int8(w[0][i], a[0], a[2]);
-      Float16<X>::from_int8(w[1][i], a[1], a[3]);
+      Float16<X>::from_int8(words[0][i], a[0], a[2]);
+      Float16<X>::from_int8(words[1][i], a[1], a[3]);
     }
     pin(a);  // copies: products in flight read them while the next words come
   }
@@ -89,9 +67,41 @@ struct Int8Rows {
   int n, k, ldb;
 
   template <class T>
-  using Stream = Int8Stream<T>;
+  using Stream = NoStream;
   template <class T>
   using Decoder = Int8Decoder<T>;
+
+  // Copies the rows of a CTA's tiles to the stages, 128 columns at a time. Rows past n repeat the last row and are not
+  // stored. Columns past k repeat the last 16 columns and are multiplied by zero tokens.
+  template <class T, class Rows, class B>
+  __device__ __forceinline__ void supply(const PromptWork<T, Rows>& work, const B&, uint32_t base) const {
+    constexpr int kStep = 32 * T::kSupplyWarps / 8;  // rows copied at a time
+    static_assert(kStep % 2 == 0, "rows a step apart have their chunks in the same places");
+    const int thread = keep(threadIdx.x - T::kThreads - 32);
+    const int row = thread / 8, chunk = thread % 8;
+    const uint32_t to = base + T::kSupply + int8_chunk(row, chunk);
+    const int last_column = (k - 1) / 16 * 16;
+    if constexpr (Rows::kOfExperts) wait_for_dependencies();
+    RingPlace<T::kStages> place;
+    for (int i = work.first(); i < work.count(); i = work.next(i)) {
+      int first = kUnitRows * work.tile(i).y + row;
+      const int8_t* from = b + static_cast<long long>(work.expert(i)) * n * ldb;
+      for (int u = 0; u < work.units; ++u) {
+        const int8_t* column = from + min(128 * (work.first_unit + u) + 16 * chunk, last_column);
+        const uint32_t stage = to + place.stage * T::kSupplyBytes;
+        barrier_wait(base + T::kEmpty + 8 * place.stage, place.parity ^ 1);
+        pin(first);  // the addresses of all rows are more than these threads' registers
+#pragma unroll
+        for (int j = 0; j < T::kRows; j += kStep) {
+          if (j + kStep > T::kRows && row >= T::kRows - j) continue;
+          copy_stream_16(stage + int8_chunk(j, 0), column + static_cast<long long>(min(first + j, n - 1)) * ldb);
+        }
+        barrier_arrive_copied(base + T::kSupplied + 8 * place.stage);
+        place.advance();
+      }
+    }
+    copy_async_wait_all();
+  }
 };
 
 struct NoBook {
