@@ -202,7 +202,9 @@ def methods_of(model: Any) -> list[str]:
     from vllm.model_executor.layers.linear import LinearBase
 
     named = model.named_modules()
-    layers = [layer for name, layer in named if isinstance(layer, LinearBase | RoutedExperts) and not name.endswith(".gate")]
+    layers = [
+        layer for name, layer in named if isinstance(layer, LinearBase | RoutedExperts) and not name.endswith(".gate")
+    ]
     return [type(layer.quant_method).__name__ for layer in layers]
 
 

@@ -1,7 +1,6 @@
-// Loads of weights, which a kernel reads once: from global memory to registers or shared memory, without a place in the
-// L1.
+// Loads of weights, which a kernel reads once: from global memory to registers, without a place in the L1.
 //
-// Source: PTX ISA 8.x, "ld.global.nc", "cp.async", "prefetch".
+// Source: PTX ISA 8.x, "ld.global.nc", "prefetch".
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -48,11 +47,6 @@ __device__ __forceinline__ void load_stream_4_if(uint32_t& w, const void* p, boo
       "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.nc.L1::no_allocate.u32 %0, [%1];\n\t}"
       : "+r"(w)
       : "l"(p), "r"(loaded));
-}
-
-// Copies 16 bytes to shared memory as the loads do.
-__device__ __forceinline__ void copy_stream_16(uint32_t shared, const void* p) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(p) : "memory");
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

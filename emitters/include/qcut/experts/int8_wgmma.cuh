@@ -17,6 +17,11 @@ namespace qcut {
 // a time, and meet every bank once.
 __device__ __forceinline__ uint32_t int8_chunk(int r, int c) { return 128 * r + 16 * (c ^ 4 * (r % 2)); }
 
+// Copies 16 bytes to shared memory as loads of weights do: without a place in the L1.
+__device__ __forceinline__ void copy_stream_16(uint32_t shared, const void* p) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(p) : "memory");
+}
+
 // Decoders load weights themselves.
 struct NoStream {
   template <class Weights>
