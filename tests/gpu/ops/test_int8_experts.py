@@ -178,6 +178,20 @@ def test_tiles_without_expert_or_route(scheme: str, size: int) -> None:
 
 @torch.no_grad()
 @HOPPER
+@pytest.mark.parametrize(("scheme", "size"), [("w8a8", 128), ("w8a8", 256), ("w8a16", 128)])
+def test_short_tiles(scheme: str, size: int) -> None:
+    """Tiles whose routes fill up to one half take products of half as many tokens."""
+    stack = stack_of(scheme, 2, 130, 320)
+    for first, second in ((size // 2, size // 2 + 1), (size, 1), (size + 1, size + size // 2), (2 * size - 1, 0)):
+        chosen = torch.tensor([0] * first + [1] * second, dtype=torch.int32)[:, None]
+        x = torch.randn(first + second, 320, generator=torch.Generator().manual_seed(first)).half().to(DEVICE)
+        y = stack.routed(x, on_device(tiles_of(chosen, 2, size)), 1)
+        assert y is not None
+        agree(stack, x, y, by_layers(stack, x, chosen), in_tiles(chosen, 2).to(DEVICE))
+
+
+@torch.no_grad()
+@HOPPER
 def test_prompts_of_a_real_size() -> None:
     """All that a persistent CTA goes through: many tiles of an expert, experts without routes, whole and part tiles."""
     for scheme, n, k, tokens, size in (("w8a8", 1536, 2048, 2048, 256), ("w8a16", 768, 1056, 1024, 128)):

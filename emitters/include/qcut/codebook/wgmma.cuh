@@ -13,7 +13,8 @@
 // kCluster CTAs along N share their tokens: each CTA fetches a part and multicasts it to all. CTAs are
 // persistent, and the fetching warp runs ahead into the next tile. The first warpgroup is kLead units ahead of
 // the second: each writes its part of D while the other has the tensor core to itself. With kSplits > 1, the CTAs
-// of a cluster share the units of one tile instead.
+// of a cluster share the units of one tile instead. An expert's last tile may have few routes: its products then are of
+// half as many tokens.
 //
 // Each lane's accumulators are of neighbouring tokens, whereas neighbouring channels are contiguous in D: raw
 // sums of kBatch times 16 tokens at a time are staged in shared memory. Of each 16 tokens, every warp of a
@@ -87,6 +88,22 @@ __device__ __forceinline__ RouteRows<Args> rows_of_tile(const PromptWork<T, Expe
   return {mine, work.rows.routes + first, 0, work.rows.rows * work.rows.per_row};
 }
 
+// Issues batch k of a unit's products with kTokens tokens, whose sums are the first ones.
+template <class T, int kTokens, int kBatch>
+__device__ __forceinline__ void issue_batch(typename T::Acc (&acc)[T::kTokens / 2], const uint32_t (&batch)[kBatch][4],
+                                            unsigned long long tokens0, uint32_t tokens, int k) {
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int step = k * kBatch + i;
+    // A unit of 16-bit tokens has two blocks of 128 bytes, a unit of int8 tokens one; a block feeds four products.
+    const uint32_t at = tokens + step / 4 * (8 * T::kTokens) + step % 4 * static_cast<uint32_t>(kWgmmaStep);
+    Wgmma<typename T::X, kTokens>::issue(reinterpret_cast<typename T::Acc(&)[kTokens / 2]>(acc), batch[i],
+                                         tokens0 >> 32 << 32 | at, 1);
+  }
+  wgmma_commit();
+}
+
 // The work of the two multiplying warpgroups. Each writes its 64 channels of D.
 template <class T, class E, int kAlign, class Weights, class B, class Rows>
 __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work, const Weights& weights,
@@ -128,6 +145,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
   };
   if constexpr (Rows::kOfExperts) wait_for_dependencies();
   begin_tile(work.first());
+  bool is_short = work.is_short(work.first());
   if constexpr (!Rows::kOfExperts) wait_for_dependencies();
   uint32_t a[kRing][kBatch][4] = {};
   // Products in flight read these registers, which must therefore live until the wait for these products.
@@ -166,21 +184,17 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
           decoder.fetch(k * kBatch + i, stage);
           decoder.decode(batch[i], stream, k * kBatch + i);
         }
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int step = k * kBatch + i;
-          // A unit of 16-bit tokens has two blocks of 128 bytes, a unit of int8 tokens one; a block feeds four
-          // products.
-          const uint32_t at = tokens + step / 4 * (8 * T::kTokens) + step % 4 * static_cast<uint32_t>(kWgmmaStep);
-          T::Product::issue(acc, batch[i], tokens0 >> 32 << 32 | at, 1);
+        if (is_short) {
+          issue_batch<T, T::kShort>(acc, batch, tokens0, tokens, k);
+        } else {
+          issue_batch<T, T::kTokens>(acc, batch, tokens0, tokens, k);
         }
-        wgmma_commit();
       }
       previous = stage;
       if (lead > 0 && group == 0 && --lead == 0) named_barrier_arrive<T::kThreads>(kLeadBarrier);
     }
     begin_tile(work.next(tile));
+    is_short = work.is_short(work.next(tile));
 
     if constexpr (T::kSplits == 1) {
       // A warp writes four of sixteen tokens, as a CTA of a cluster of four does.

@@ -19,8 +19,7 @@ template <class X_, int kBits_, int kSlots_, bool kOffsets_, int kTokens_, int k
           int kBuffers_, bool kPairs_, bool kFine_>
 struct WgmmaTile {
   using X = X_;
-  using Product = Wgmma<X, kTokens_>;
-  using Acc = typename Product::Acc;
+  using Acc = typename Wgmma<X, kTokens_>::Acc;
   using Stage = PaddedStage<64>;
   static constexpr int kBits = kBits_, kSlots = kSlots_, kTokens = kTokens_;
   static constexpr bool kOffsets = kOffsets_;  // of weights
@@ -33,6 +32,7 @@ struct WgmmaTile {
   static constexpr int kRows = 16 * kWarps;
   static constexpr int kBlocks = sizeof(X);  // blocks of 128 bytes of a token in a unit
   static constexpr int kRounds = kTokens / 16;
+  static constexpr int kShort = kTokens % 64 == 0 ? kTokens / 2 : kTokens;  // tokens of a short tile
 
   static constexpr int kTokenBytes = 128 * kBlocks * kTokens;
   static constexpr bool kFine = kFine_;    // whether each product follows the decoding of its weights
@@ -242,6 +242,16 @@ struct PromptWork {
     return make_int2(at.x * T::kTokens, across * T::kWarps);
   }
 
+  // Whether a tile's routes end before token kShort. Only the tokens before it are copied and multiplied then.
+  static constexpr bool kMayBeShort = Rows::kOfExperts && T::kShort < T::kTokens;
+  __device__ __forceinline__ bool is_short(int i) const {
+    if constexpr (kMayBeShort) {
+      return i < count() && rows.routes[tile(i).x + T::kShort] < 0;
+    } else {
+      return false;
+    }
+  }
+
  private:
   __device__ __forceinline__ int there(int i) const {
     if constexpr (Rows::kOfExperts) {
@@ -274,7 +284,7 @@ __device__ __forceinline__ void fetch_prompt(const PromptWork<T, Rows>& work, co
   RingPlace<T::kStages> place;
   for (int i = work.first(); i < work.count(); i = work.next(i)) {
     const int2 at = work.tile(i);
-    const int there = min(T::kTokens / 8, token_blocks - at.x / 8);
+    const int there = min((work.is_short(i) ? T::kShort : T::kTokens) / 8, token_blocks - at.x / 8);
     const int blocks = min(kPart, there - begin);
     for (int u = 0; u < work.units; ++u) {
       const uint32_t full = base + T::kFull + 8 * place.stage;
