@@ -240,7 +240,7 @@ ROWS = {
         WGMMA_REFUSALS,
         legal=(INT8, PAIR, ARCH),
         instructions=wgmma_instructions,
-        # Two words, once a tile, where float32 results with a residual are written element by element.
+        # A few words, once a tile, where float32 results with a residual are written element by element.
         spill=lambda source: 24 if "_f32_" in source.name else 0,
     ),
     "codebook_cutlass": Row(
