@@ -14,7 +14,7 @@ from benchmarks.engine import caches, steps
 from benchmarks.engine.steps import CASES
 from benchmarks.publish.rows import Row, Rows
 from benchmarks.scaling.laws import FLOAT, GPU, Primitives
-from benchmarks.scaling.model import Layout, Shape, prompt, step
+from benchmarks.scaling.model import Layout, Shape, predicted, prompt, step
 from qcut.errors import ConfigError
 
 LIMIT = 0.10
@@ -120,13 +120,23 @@ def calibrated(primitives: Primitives, rows: Rows) -> Primitives:
 def checks(primitives: Primitives, rows: Rows) -> list[Check]:
     """Predict every step and prompt of `engine/steps.py` and every step of `engine/caches.py` that was measured.
 
+    Mixtures are left out if there are no rows of their experts.
+
     Args:
         primitives: calibrated.
         rows: of ``benchmarks/results``.
     """
-    found = [Check(*key, us, _predicted_us(primitives, key), is_taken(key)) for key, us in _engine_rows(rows)]
+
+    def known(case: str) -> bool:
+        return predicted(primitives, Shape.of(case, CASES[case]), _scheme(case))
+
+    found = [
+        Check(*key, us, _predicted_us(primitives, key), is_taken(key))
+        for key, us in _engine_rows(rows)
+        if known(key[0])
+    ]
     for row in rows.of("bench_cache", gpu=GPU):
-        if row["cache"] not in ("auto", "int8"):
+        if row["cache"] not in ("auto", "int8") or not known(row["case"]):
             continue
         case, batch, context = row["case"], int(row["batch"]), int(row["context"])
         cache = "float" if row["cache"] == "auto" else row["cache"]

@@ -2,20 +2,25 @@
 
 A product of ``M`` tokens takes ``launch + NK / rate + K / walk``: the weights stream at a rate of their own for each
 scheme and M (bytes over bandwidth for few tokens, operations over a peak for many), and a longer K has a longer tail.
-Other times are read between measured ones on two logarithmic axes.
+A mixture's experts have one law for all M, in the bytes of the experts that tokens reach and in each one's number of
+tokens, its routes. Other times are read between measured ones on two logarithmic axes.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.harness import CEILINGS, Ceiling
-from benchmarks.publish.rows import Rows, shape_of
+from benchmarks.layers.experts import MODELS, Mixture
+from benchmarks.publish.rows import Row, Rows, shape_of
 from qcut.errors import ConfigError
 from qcut.schemes import parse_scheme
 
@@ -81,23 +86,158 @@ class ProductLaw:
             raise ConfigError(f"a law of products needs rows of at least 3 shapes, got {len(rows)}")
         terms = torch.tensor([[1.0, row.n * row.k, row.k] for row in rows], dtype=torch.float64)
         measured = torch.tensor([row.us for row in rows], dtype=torch.float64)
-        # Relative residuals, columns of one size, and the time above the floor.
-        scaled = terms / measured[:, None]
-        sizes = scaled.norm(dim=0)
-        goal = 1 - scaled[:, 1] * least_us_per_weight
-        best, least = torch.zeros(3, dtype=torch.float64), math.inf
-        for chosen in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
-            columns = list(chosen)
-            part = torch.linalg.lstsq((scaled / sizes)[:, columns], goal[:, None]).solution[:, 0] / sizes[columns]
-            found = torch.zeros(3, dtype=torch.float64).index_copy(0, torch.tensor(columns), part)
-            error = (scaled @ found - goal).square().sum().item()
-            if bool((part >= 0).all()) and error < least:
-                best, least = found, error
-        launch, weight, column = best.tolist()
-        law = cls(launch, weight + least_us_per_weight, column)
+        least = torch.tensor([0.0, least_us_per_weight, 0.0], dtype=torch.float64)
+        launch, weight, column = fitted(terms, measured, least).tolist()
+        law = cls(launch, weight, column)
+        return replace(law, residuals=tuple(law.us(r.n, r.k) / r.us - 1 for r in rows))
+
+
+def fitted(terms: Tensor, measured: Tensor, least: Tensor) -> Tensor:
+    """The factors ``[T]`` of terms, none below its least, with the least squared relative residuals.
+
+    A term that is 0 in all rows has its least factor.
+
+    Args:
+        terms: float64 ``[R, T]``, of each row.
+        measured: float64 ``[R]``, positive: what the terms times their factors add up to.
+        least: float64 ``[T]``, of each factor, 0 or more.
+    """
+    # Relative residuals, columns of one size, and what is above the least.
+    scaled = terms / measured[:, None]
+    sizes = scaled.norm(dim=0)
+    goal = 1 - scaled @ least
+    used = [index for index, size in enumerate(sizes.tolist()) if size > 0]
+    best, least_error = torch.zeros_like(least), math.inf
+    subsets = (itertools.combinations(used, count) for count in range(1, len(used) + 1))
+    for chosen in itertools.chain.from_iterable(subsets):
+        columns = list(chosen)
+        part = torch.linalg.lstsq((scaled / sizes)[:, columns], goal[:, None]).solution[:, 0] / sizes[columns]
+        found = torch.zeros_like(least).index_copy(0, torch.tensor(columns), part)
+        error = (scaled @ found - goal).square().sum().item()
+        if bool((part >= 0).all()) and error < least_error:
+            best, least_error = found, error
+    return best + least
+
+
+def reached(experts: int, top_k: int, tokens: int) -> float:
+    """Experts that have a route, on average: each token chooses ``top_k`` different ones, all equally often."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def fullest(experts: int, chosen: int, gpus: int) -> float:
+    """Chosen experts of the GPU that has most of them, on average, if every choice of so many is equally likely.
+
+    Args:
+        experts: an equal number on each GPU.
+        chosen: at most all.
+        gpus: how many.
+    """
+    each = experts // gpus
+    found = 0.0
+    for most in range(each):
+        # Choices with at most so many on each GPU: a coefficient of the product of the GPUs' polynomials.
+        choices = [1]
+        for _ in range(gpus):
+            product = [0] * min(chosen + 1, len(choices) + most)
+            for (i, ways), j in itertools.product(enumerate(choices), range(most + 1)):
+                if i + j < len(product):
+                    product[i + j] += ways * math.comb(each, j)
+            choices = product
+        within = choices[chosen] if chosen < len(choices) else 0
+        found += 1 - within / math.comb(experts, chosen)
+    return found
+
+
+class Routed(NamedTuple):
+    """What the experts of one GPU do for a batch.
+
+    Attributes:
+        tokens: of the batch.
+        experts: those that have routes.
+        routes: of each of these.
+        expert_bytes: of an expert's weights.
+        expert_weights: their number.
+    """
+
+    tokens: int
+    experts: float
+    routes: float
+    expert_bytes: float
+    expert_weights: int
+
+    @classmethod
+    def of(cls, mixture: Mixture, scheme: str, tokens: int, gpus: int = 1) -> Routed:
+        """Of the GPU with most experts that have routes, on average; each GPU has an equal part of the experts."""
+        projections = (2 * mixture.width, mixture.hidden), (mixture.hidden, mixture.width)
+        chosen = here = reached(mixture.experts, mixture.top_k, tokens)
+        if gpus > 1:
+            low, high = (fullest(mixture.experts, count, gpus) for count in (math.floor(chosen), math.ceil(chosen)))
+            here = low + (high - low) * (chosen - math.floor(chosen))
         return cls(
-            *(law.launch_us, law.us_per_weight, law.us_per_column), tuple(law.us(r.n, r.k) / r.us - 1 for r in rows)
+            tokens,
+            here,
+            tokens * mixture.top_k / chosen,
+            sum(weight_bytes(scheme, n, k) for n, k in projections),
+            sum(n * k for n, k in projections),
         )
+
+    def terms(self) -> list[float]:
+        """What the factors of `MixtureLaw` multiply, in their order."""
+        steps = zip(ROUTE_STEPS, (*ROUTE_STEPS[1:], math.inf), strict=True)
+        beyond = (self.experts * self.expert_weights * max(0.0, min(self.routes, end) - start) for start, end in steps)
+        return [1.0, float(self.tokens > 1), self.experts * self.expert_bytes, *beyond]
+
+
+ROUTE_STEPS = (4.0, 16.0, 256.0)
+"""Routes of an expert from which on a further one takes another time; fewer take no time but the weights' reading."""
+
+
+@dataclass(frozen=True)
+class MixtureLaw:
+    """Microseconds of a mixture's experts behind their router, whatever the number of tokens.
+
+    Attributes:
+        launch_us: of a mixture without weights.
+        sort_us: more for two tokens and more, whose routes are sorted and their results added.
+        us_per_byte: for each byte of the experts that have routes.
+        us_per_weight: for each weight and each of its expert's routes beyond one of `ROUTE_STEPS`, up to the next.
+        residuals: of the rows of the fit, predicted over measured less one.
+    """
+
+    launch_us: float
+    sort_us: float
+    us_per_byte: float
+    us_per_weight: tuple[float, ...]
+    residuals: tuple[float, ...] = ()
+
+    def us(self, routed: Routed) -> float:
+        """Microseconds of both products, and of what is before, between and after them."""
+        factors = (self.launch_us, self.sort_us, self.us_per_byte, *self.us_per_weight)
+        return sum(factor * term for factor, term in zip(factors, routed.terms(), strict=True))
+
+    @classmethod
+    def fit(cls, rows: Iterable[tuple[Routed, float]], least_us: tuple[float, float] = (0.0, 0.0)) -> MixtureLaw:
+        """The law with the least squared relative residuals; no term is negative.
+
+        Args:
+            rows: what was done, and its microseconds; at least six.
+            least_us: lower bounds by bandwidth and peak, of a byte and of a weight.
+
+        Raises:
+            ConfigError: fewer than six rows.
+        """
+        rows = list(rows)
+        if len(rows) < 6:
+            raise ConfigError(f"a law of mixtures needs at least 6 rows, got {len(rows)}")
+        terms = torch.tensor([one.terms() for one, _ in rows], dtype=torch.float64)
+        measured = torch.tensor([us for _, us in rows], dtype=torch.float64)
+        byte, weight = least_us
+        # Products of few routes may hide behind the reading of the weights.
+        least = torch.tensor([0.0, 0.0, byte, 0.0, weight, weight], dtype=torch.float64)
+        launch, sort, per_byte, *per_weight = fitted(terms, measured, least).tolist()
+        law = cls(launch, sort, per_byte, tuple(per_weight))
+        return replace(law, residuals=tuple(law.us(one) / us - 1 for one, us in rows))
 
 
 @dataclass(frozen=True)
@@ -183,6 +323,7 @@ class Primitives:
         attention: cache → sequences (1 and 8) → microseconds by bytes of keys and values.
         prompt_attention: microseconds by multiplications and additions that the causal mask leaves.
         all_reduce: GPUs → microseconds by bytes, in a CUDA graph; GPUs without rows are assumed.
+        mixtures: scheme → law of a mixture's experts; none without rows.
         ceiling: bandwidth and peaks.
         layer_us: of one layer of a step, the rest: norms, activation, minus the overlap of kernels.
         first_us: of one layer of a prompt, the same.
@@ -194,6 +335,7 @@ class Primitives:
     attention: Mapping[str, Mapping[int, Curve]]
     prompt_attention: Curve
     all_reduce: Mapping[int, Curve] = field(default_factory=dict)
+    mixtures: Mapping[str, MixtureLaw] = field(default_factory=dict)
     ceiling: Ceiling = CEILINGS[GPU]
     layer_us: float = 0.0
     first_us: float = 0.0
@@ -202,7 +344,7 @@ class Primitives:
 
     @classmethod
     def read(cls, rows: Rows) -> Primitives:
-        """Fit and collect rows: of products, of attention, of prompts' attention, and of all-reduces if there are any.
+        """Fit and collect rows: of products, of attention, of prompts' attention; of all-reduces and mixtures if any.
 
         Raises:
             ConfigError: there are too few rows of one of the first three.
@@ -222,7 +364,7 @@ class Primitives:
             (prompt_ops(*(int(row[c]) for c in ("batch", "tokens", "heads", "head"))), float(row["median_us"]))
             for row in rows.of("bench_prompt_attention", gpu=GPU, variant="qcut", head="128")
         )
-        return cls(products, attention, Curve.of(prompts), all_reduce_curves(rows))
+        return cls(products, attention, Curve.of(prompts), all_reduce_curves(rows), mixture_laws(rows, GPU))
 
     def product_us(self, scheme: str, m: int, n: int, k: int) -> float:
         """Microseconds of a layer ``[M, K] x [N, K]^T``, quantization of its input included; see `product_us`.
@@ -236,6 +378,18 @@ class Primitives:
         if m < 1:
             raise ConfigError(f"a product of {m} tokens does not exist; at least 1")
         return product_us(laws, m, n, k)
+
+    def mixture_us(self, scheme: str, mixture: Mixture, tokens: int, gpus: int = 1) -> float:
+        """Microseconds of a mixture behind its router, on the GPU with most of the experts that tokens reach.
+
+        Raises:
+            ConfigError: a scheme without rows.
+        """
+        law = self.mixtures.get(scheme)
+        if law is None:
+            measured = ", ".join(self.mixtures) or "none"
+            raise ConfigError(f"scheme {scheme!r} has no measured mixtures; measured: {measured}")
+        return law.us(Routed.of(mixture, scheme, tokens, gpus))
 
     def attention_us(self, sequences: int, size: float, cache: str = "float") -> float:
         """Microseconds of attention of one token for each sequence, over ``size`` bytes of keys and values together."""
@@ -298,6 +452,31 @@ def product_laws(rows: Rows, gpu: str) -> dict[str, dict[int, ProductLaw]]:
     }
 
 
+def mixture_rows(rows: Rows, gpu: str) -> list[Row]:
+    """Rows of `layers/experts.py` of whole mixtures in qcut's schemes on a GPU."""
+    found = rows.of("bench_experts", gpu=gpu, part="mixture")
+    return [row for row in found if row["scheme"] in SCHEMES and row["model"] in MODELS]
+
+
+def mixture_laws(rows: Rows, gpu: str) -> dict[str, MixtureLaw]:
+    """Scheme → the law of the mixtures that `layers/experts.py` measured on a GPU; none without rows.
+
+    No time is below the GPU's `Ceiling`, if one is known.
+    """
+    ceiling = CEILINGS.get(gpu)
+    found: dict[str, list[tuple[Routed, float]]] = {}
+    for row in mixture_rows(rows, gpu):
+        routed = Routed.of(MODELS[row["model"]], row["scheme"], int(row["m"]))
+        found.setdefault(row["scheme"], []).append((routed, float(row["median_us"])))
+
+    def least(scheme: str) -> tuple[float, float]:
+        if ceiling is None:
+            return 0.0, 0.0
+        return ceiling.floor_us(0.0, 1.0), ceiling.floor_us(2.0, 0.0, _product_bits(scheme))
+
+    return {scheme: MixtureLaw.fit(found[scheme], least(scheme)) for scheme in SCHEMES if scheme in found}
+
+
 def all_reduce_curves(rows: Rows) -> dict[int, Curve]:
     """GPUs → microseconds of an all-reduce in a CUDA graph by bytes, on whatever GPUs it was measured.
 
@@ -323,5 +502,8 @@ def least_us_per_weight(scheme: str, m: int, ceiling: Ceiling) -> float:
     """The least time for one weight: its bytes over the bandwidth, or its operations over the peak of its products."""
     size = 4096
     moved = weight_bytes(scheme, size, size) / size**2
-    bits = 8 if scheme != FLOAT and parse_scheme(scheme).int8_products else 16
-    return ceiling.floor_us(2.0 * m, moved, bits)
+    return ceiling.floor_us(2.0 * m, moved, _product_bits(scheme))
+
+
+def _product_bits(scheme: str) -> int:
+    return 8 if scheme != FLOAT and parse_scheme(scheme).int8_products else 16

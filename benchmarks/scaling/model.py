@@ -1,8 +1,9 @@
 """A decoder's step, its prompt and its memory on some GPUs, predicted from `Primitives`.
 
 Tensor parallelism splits every layer over GPUs of one host: heads and the MLP's intermediate columns, with an
-all-reduce after the attention's projection and one after the MLP's. Pipelines split the layers over hosts. Replicas
-share nothing.
+all-reduce after the attention's projection and one after the MLP's. A mixture's experts are not split: each GPU has an
+equal number of whole ones, every GPU computes the router, and the all-reduce adds what the GPUs' experts make of all
+tokens. Pipelines split the layers over hosts. Replicas share nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.engine.steps import Case
+from benchmarks.layers.experts import Mixture
 from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, FLOAT, Primitives, cache_row_bytes, prompt_ops
 from qcut import Linear
 from qcut.errors import ConfigError
@@ -34,8 +36,10 @@ class Shape:
 
     Attributes:
         name: label in tables.
-        layers, hidden, heads, kv_heads, intermediate, vocabulary: sizes.
+        layers, hidden, heads, kv_heads, intermediate, vocabulary: sizes; ``intermediate`` of one expert in a mixture.
         gated: whether the MLP has a gate projection, as Llama's.
+        experts: of a mixture: their number, and those of a token; queries and keys have norms then, as in Qwen3.
+        head_size: columns of a head, if they are not the hidden ones over the heads.
     """
 
     name: str
@@ -46,32 +50,55 @@ class Shape:
     intermediate: int
     vocabulary: int
     gated: bool = True
+    experts: tuple[int, int] | None = None
+    head_size: int | None = None
 
     @classmethod
     def of(cls, name: str, case: Case) -> Shape:
         """The shape of a model of `engine/steps.py`."""
-        sizes = (case.layers, case.width, case.heads, case.kv_heads, case.hidden, case.vocabulary)
-        return cls(name, *sizes, gated=not case.gpt2)
+        sizes = (case.layers, case.width, case.heads, case.kv_heads)
+        if case.experts is None:
+            return cls(name, *sizes, case.hidden, case.vocabulary, gated=not case.gpt2)
+        number, top_k, width = case.experts
+        head = min(128, case.width // 2)
+        return cls(name, *sizes, width, case.vocabulary, experts=(number, top_k), head_size=head)
 
     @property
     def head(self) -> int:
         """Columns of one head."""
-        return self.hidden // self.heads
+        return self.hidden // self.heads if self.head_size is None else self.head_size
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """Sizes of a layer's experts; None of a dense model."""
+        return None if self.experts is None else Mixture(self.hidden, self.intermediate, *self.experts)
+
+    def shard_kv_heads(self, tp: int) -> int:
+        """Heads of keys on each GPU; of fewer heads than GPUs, one each."""
+        return max(1, self.kv_heads // tp)
 
     def products(self, tp: int = 1) -> tuple[tuple[int, int], ...]:
-        """(N, K) of one GPU's part of a layer: queries, keys and values; back; gate and up; down."""
+        """(N, K) of one GPU's part of a layer: queries, keys and values; back; of a dense model, gate and up; down."""
         inner = self.intermediate // tp
-        return (
-            ((self.heads + 2 * self.kv_heads) * self.head // tp, self.hidden),
-            (self.hidden, self.hidden // tp),
-            ((2 if self.gated else 1) * inner, self.hidden),
-            (self.hidden, inner),
+        attention = (
+            ((self.heads // tp + 2 * self.shard_kv_heads(tp)) * self.head, self.hidden),
+            (self.hidden, self.heads * self.head // tp),
         )
+        if self.experts is not None:
+            return attention
+        return (*attention, ((2 if self.gated else 1) * inner, self.hidden), (self.hidden, inner))
+
+    def shares_heads(self, tp: int) -> bool:
+        """Whether GPUs have equally many heads, each with its head of keys."""
+        return self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
 
     def moved_bytes(self, rows: int, tp: int = 1) -> float:
-        """Bytes that one GPU's norms and activation of a layer read and write, in float16."""
+        """Bytes that one GPU's norms and activation of a layer read and write, in float16.
+
+        A mixture's law includes its activation; norms of heads are part of the kernel that writes the cache.
+        """
         norms = 2 * 4 * self.hidden
-        activation = 3 * self.intermediate // tp if self.gated else 0
+        activation = 3 * self.intermediate // tp if self.gated and self.experts is None else 0
         return 2.0 * rows * (norms + activation)
 
 
@@ -81,6 +108,11 @@ LLAMAS = (
     Shape("405B", 126, 16384, 128, 8, 53248, 128256),
 )
 """Llama 3's."""
+MIXTURES = (
+    Shape("30B-A3B", 48, 2048, 32, 4, 768, 151936, experts=(128, 8), head_size=128),
+    Shape("235B-A22B", 94, 4096, 64, 4, 1536, 151936, experts=(128, 8), head_size=128),
+)
+"""Qwen3's."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +177,11 @@ def check_layout(shape: Shape, scheme: str, layout: Layout) -> None:
         raise ConfigError(f"{layout.tp} GPUs for each layer of {shape.name}: a host has {HOST_GPUS}")
     if layout.pp > shape.layers:
         raise ConfigError(f"{layout.pp} stages for the {shape.layers} layers of {shape.name}")
-    for what, size in (("heads", shape.heads), ("heads of keys", shape.kv_heads)):
-        if size % layout.tp:
-            raise ConfigError(f"{shape.name} has {size} {what}, which {layout.tp} GPUs cannot share equally")
+    if not shape.shares_heads(layout.tp):
+        heads = f"{shape.heads} heads" if shape.heads % layout.tp else f"{shape.kv_heads} heads of keys"
+        raise ConfigError(f"{shape.name} has {heads}, which {layout.tp} GPUs cannot share equally")
+    if shape.experts is not None and shape.experts[0] % layout.tp:
+        raise ConfigError(f"{shape.name} has {shape.experts[0]} experts, which {layout.tp} GPUs cannot share equally")
     if scheme.startswith("codebook"):
         for _, k in shape.products(layout.tp):
             if k % GROUP:
@@ -159,11 +193,20 @@ def head_scheme(scheme: str) -> str:
     return FLOAT if scheme == FLOAT else "w8a16"
 
 
+def predicted(primitives: Primitives, shape: Shape, scheme: str) -> bool:
+    """Whether there are rows of what a layer consists of."""
+    return shape.experts is None or scheme in primitives.mixtures
+
+
 def _layer(
     primitives: Primitives, shape: Shape, scheme: str, rows: int, tp: int, fixed_us: float
 ) -> tuple[float, float, float]:
     """Microseconds of a layer's products, of its norms and the rest, and of its all-reduces."""
     products = sum(primitives.product_us(scheme, rows, n, k) for n, k in shape.products(tp))
+    if (mixture := shape.mixture) is not None:
+        # The router is a float16 product of all experts' logits on every GPU.
+        products += primitives.product_us(FLOAT, rows, mixture.experts, mixture.hidden)
+        products += primitives.mixture_us(scheme, mixture, rows, tp)
     rest = fixed_us + shape.moved_bytes(rows, tp) / primitives.ceiling.read_bytes * 1e6
     return products, rest, 2 * primitives.all_reduce_us(tp, 2.0 * rows * shape.hidden)
 
@@ -202,7 +245,7 @@ def step(
     parts = min(batch, pp)
     rows = math.ceil(batch / parts)
     products, rest, exchanged = _layer(primitives, shape, scheme, rows, tp, primitives.layer_us)
-    read = rows * context * shape.kv_heads / tp * cache_row_bytes(cache, shape.head)
+    read = rows * context * shape.shard_kv_heads(tp) * cache_row_bytes(cache, shape.head)
     attention = primitives.attention_us(rows, read, cache)
     head = primitives.product_us(head_scheme(scheme), rows, math.ceil(shape.vocabulary / tp), shape.hidden)
     # Each GPU has the best of its part of the vocabulary: a value and an index for each sequence.
@@ -268,6 +311,11 @@ def weights_bytes(shape: Shape, scheme: str, layout: Layout | None = None) -> fl
     layout = layout or Layout()
     tp, pp = layout.tp, layout.pp
     layer = sum(kept_bytes(scheme, n, k) for n, k in shape.products(tp)) + 2 * 2 * shape.hidden
+    if (mixture := shape.mixture) is not None:
+        up, down = (2 * mixture.width, mixture.hidden), (mixture.hidden, mixture.width)
+        expert = sum(kept_bytes(scheme, n, k) for n, k in (up, down))
+        router, norms = 2 * mixture.experts * mixture.hidden, 2 * 2 * shape.head
+        layer += mixture.experts // tp * expert + router + norms
     table = kept_bytes(head_scheme(scheme), shape.vocabulary, shape.hidden) / tp
     return math.ceil(shape.layers / pp) * layer + table * (2 if pp == 1 else 1) + 2 * shape.hidden
 
@@ -275,7 +323,7 @@ def weights_bytes(shape: Shape, scheme: str, layout: Layout | None = None) -> fl
 def token_bytes(shape: Shape, cache: str = "float", layout: Layout | None = None) -> float:
     """Bytes of keys and values of one token on the fullest GPU."""
     layout = layout or Layout()
-    return math.ceil(shape.layers / layout.pp) * shape.kv_heads / layout.tp * cache_row_bytes(cache, shape.head)
+    return math.ceil(shape.layers / layout.pp) * shape.shard_kv_heads(layout.tp) * cache_row_bytes(cache, shape.head)
 
 
 def room(shape: Shape, scheme: str, context: int, layout: Layout, cache: str = "float") -> int:
@@ -317,7 +365,7 @@ def served(
     for layout in layouts(gpus):
         batch = math.ceil(sequences / layout.replicas)
         if (
-            shape.kv_heads % layout.tp
+            not shape.shares_heads(layout.tp)
             or layout.pp > shape.layers
             or room(shape, scheme, context, layout, cache) < batch
         ):

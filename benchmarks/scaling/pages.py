@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +17,26 @@ from benchmarks.publish.rows import Rows, missing, provenance
 from benchmarks.publish.serving import FOUR_GPUS, HOSTS, TWO_GPUS
 from benchmarks.scaling import split
 from benchmarks.scaling.check import LIMIT, PROMPT_ROWS, STEP_ROW, Check, calibrated, checks, worst
-from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, ASSUMED_IN_HOST, FLOAT, SCHEMES, Primitives, weight_bytes
+from benchmarks.scaling.laws import (
+    ASSUMED_ACROSS_HOSTS,
+    ASSUMED_IN_HOST,
+    FLOAT,
+    GPU,
+    ROUTE_STEPS,
+    SCHEMES,
+    Primitives,
+    mixture_rows,
+    weight_bytes,
+)
 from benchmarks.scaling.model import (
     GROUP,
     HOST_GPUS,
     LLAMAS,
+    MIXTURES,
     Layout,
     Served,
     Shape,
+    predicted,
     prompt,
     room,
     served,
@@ -52,6 +65,9 @@ CHECKED = (
     ("Prompts of GPT-2 Large", "gpt2", False),
     ("Steps of llama2.c", "llama2c", True),
     ("Prompts of llama2.c", "llama2c", False),
+    ("Steps of Qwen3-30B-A3B", "qwen3-30b-a3b", True),
+    ("Prompts of Qwen3-30B-A3B", "qwen3-30b-a3b", False),
+    ("Steps of OLMoE", "olmoe", True),
 )
 """The summaries: a title, a part of the models' names, and whether it is about steps or about prompts."""
 LARGE = "llama-3-70b"
@@ -63,6 +79,14 @@ SPLIT_CHECKED = (("Steps inside vLLM", "step"), ("Prompts inside vLLM", "prompt"
 def _primitives(folder: Path) -> Primitives:
     rows = Rows(folder)
     return calibrated(Primitives.read(rows), rows)
+
+
+def _cases(primitives: Primitives, schemes: Sequence[str] = SHOWN) -> Iterator[tuple[Shape, str]]:
+    """Shapes and schemes whose layers were measured."""
+    for shape in (*LLAMAS, *MIXTURES):
+        for scheme in schemes:
+            if predicted(primitives, shape, scheme):
+                yield shape, scheme
 
 
 def latency_layout(gpus: int) -> Layout:
@@ -118,11 +142,10 @@ def pays_to(primitives: Primitives, shape: Shape, scheme: str, batch: int) -> in
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _by_gpus(cell: Callable[[Shape, str, int], str]) -> str:
+def _by_gpus(primitives: Primitives, cell: Callable[[Shape, str, int], str]) -> str:
     header = ["model", "scheme", *(f"{gpus} GPU{'s' * (gpus > 1)}" for gpus in GPUS)]
-    return markdown(
-        header, ([s.name, scheme, *(cell(s, scheme, gpus) for gpus in GPUS)] for s in LLAMAS for scheme in SHOWN)
-    )
+    lines = ([s.name, scheme, *(cell(s, scheme, gpus) for gpus in GPUS)] for s, scheme in _cases(primitives))
+    return markdown(header, lines)
 
 
 def steps(rows: Rows) -> str:
@@ -135,7 +158,7 @@ def steps(rows: Rows) -> str:
             return MISSING
         return figures(step(primitives, shape, scheme, 1, CONTEXT, layout).us / 1e3)
 
-    return _by_gpus(cell)
+    return _by_gpus(primitives, cell)
 
 
 def firsts(rows: Rows) -> str:
@@ -148,7 +171,7 @@ def firsts(rows: Rows) -> str:
             return MISSING
         return figures(prompt(primitives, shape, scheme, 1, CONTEXT, layout).us / 1e3)
 
-    return _by_gpus(cell)
+    return _by_gpus(primitives, cell)
 
 
 def rates(rows: Rows) -> str:
@@ -159,7 +182,7 @@ def rates(rows: Rows) -> str:
         one = best(primitives, shape, scheme, SEQUENCES, gpus)
         return MISSING if one is None else f"{_rounded(one.tokens_s_gpu)} ({one.layout.name})"
 
-    return _by_gpus(cell)
+    return _by_gpus(primitives, cell)
 
 
 def _rounded(value: float) -> str:
@@ -172,20 +195,19 @@ def memory(rows: Rows) -> str:
     primitives = _primitives(rows.folder)
     slower = replace(primitives, all_reduce_factor=2.0)
     lines = []
-    for shape in LLAMAS:
-        for scheme in SHOWN:
-            least = least_gpus(shape, scheme)
-            lines.append(
-                [
-                    shape.name,
-                    scheme,
-                    _rounded(weights_bytes(shape, scheme) / 1e9),
-                    str(least),
-                    *(f"{room(shape, scheme, CONTEXT, Layout(tp)):,}" for tp in (least, HOST_GPUS)),
-                    *(str(pays_to(primitives, shape, scheme, batch)) for batch in (1, MANY)),
-                    str(pays_to(slower, shape, scheme, 1)),
-                ]
-            )
+    for shape, scheme in _cases(primitives):
+        least = least_gpus(shape, scheme)
+        lines.append(
+            [
+                shape.name,
+                scheme,
+                _rounded(weights_bytes(shape, scheme) / 1e9),
+                str(least),
+                *(f"{room(shape, scheme, CONTEXT, Layout(tp)):,}" for tp in (least, HOST_GPUS)),
+                *(str(pays_to(primitives, shape, scheme, batch)) for batch in (1, MANY)),
+                str(pays_to(slower, shape, scheme, 1)),
+            ]
+        )
     header = ["model", "scheme", "weights, GB", "fewest GPUs", "sequences on these", f"on {HOST_GPUS}"]
     return markdown([*header, "pays to, 1 sequence", f"{MANY} sequences", "1, all-reduces twice as long"], lines)
 
@@ -194,11 +216,21 @@ def crossings(rows: Rows) -> str:
     """The sequences from which on another scheme is faster than codebook4."""
     primitives = _primitives(rows.folder)
     others = [scheme for scheme in SCHEMES if scheme != "codebook4"]
-    lines = []
-    for shape in LLAMAS:
-        for tp in dict.fromkeys((least_gpus(shape, FLOAT), HOST_GPUS)):
-            found = (overtakes(primitives, shape, scheme, "codebook4", tp) for scheme in others)
-            lines.append([shape.name, str(tp), *("never" if batch is None else f"{batch:,}" for batch in found)])
+
+    def cell(shape: Shape, scheme: str, tp: int) -> str:
+        if not predicted(primitives, shape, scheme):
+            return MISSING
+        batch = overtakes(primitives, shape, scheme, "codebook4", tp)
+        return "never" if batch is None else f"{batch:,}"
+
+    fewest: dict[Shape, int] = {}
+    for shape, scheme in _cases(primitives, SCHEMES):
+        fewest[shape] = max(fewest.get(shape, 1), least_gpus(shape, scheme))
+    lines = [
+        [shape.name, str(tp), *(cell(shape, scheme, tp) for scheme in others)]
+        for shape, least in fewest.items()
+        for tp in dict.fromkeys((least, HOST_GPUS))
+    ]
     return markdown(["model", "GPUs", *others], lines)
 
 
@@ -208,7 +240,8 @@ def check(rows: Rows) -> str:
     found = checks(primitives, rows)
     parts = [_checks(found)]
     for title, name, is_step in CHECKED:
-        parts.append(_summary(title, [c for c in found if name in c.case and c.what.startswith("decode") == is_step]))
+        if about := [c for c in found if name in c.case and c.what.startswith("decode") == is_step]:
+            parts.append(_summary(title, about))
     return "\n\n".join(parts)
 
 
@@ -277,19 +310,62 @@ def _summary(title: str, found: Sequence[Check]) -> str:
 
 
 def products(rows: Rows) -> str:
-    """The error of the fitted product times on their own rows, and the bandwidth that they correspond to."""
+    """The error of the fitted times on their own rows, and the bandwidth that those of products correspond to."""
     primitives = _primitives(rows.folder)
     lines = []
     for scheme in SCHEMES:
         laws = primitives.products[scheme]
-        off = sorted(abs(one) for law in laws.values() for one in law.residuals)
         bandwidths = (
             f"{weight_bytes(scheme, 1, GROUP) / GROUP / laws[m].us_per_weight / 1e6:.2f}" for m in PRODUCT_TOKENS
         )
-        spread = (f"{100 * percentile(off, q):.1f} %" for q in (0.5, 0.9, 1.0))
-        lines.append([scheme, str(len(off)), *spread, *bandwidths])
+        lines.append([scheme, *_errors([one for law in laws.values() for one in law.residuals]), *bandwidths])
+    for scheme, law in primitives.mixtures.items():
+        lines.append([f"{scheme}, mixtures", *_errors(law.residuals), *[MISSING] * len(PRODUCT_TOKENS)])
     header = ["scheme", "rows", "error, median", "90th percentile", "largest"]
     return markdown([*header, *(f"M = {m}, TB/s" for m in PRODUCT_TOKENS)], lines)
+
+
+def _errors(residuals: Sequence[float]) -> list[str]:
+    off = sorted(map(abs, residuals))
+    return [str(len(off)), *(f"{100 * percentile(off, q):.1f} %" for q in (0.5, 0.9, 1.0))]
+
+
+def mixtures(rows: Rows) -> str:
+    """The law of mixtures, its constants, and what it assumes."""
+    found = mixture_rows(rows, GPU)
+    if not found:
+        return missing("bench_experts")
+    steps = [f"{step:.0f}" for step in ROUTE_STEPS]
+    tokens = sorted({int(row["m"]) for row in found})
+    models = list(dict.fromkeys(row["model"] for row in found))
+    law = (
+        "A mixture behind its router takes launch, for two tokens and more the time to sort routes and to add their "
+        "results, and the bytes of the experts that tokens reach over a rate. An expert's weights are multiplied with "
+        f"{steps[0]} routes while they are read; further routes take their operations over a peak of their own "
+        f"from {steps[0]} to {steps[1]} routes, from {steps[1]} to {steps[2]}, and beyond. These constants are fitted, "
+        f"for each scheme, to the rows `mixture` of `bench_experts.csv`: {', '.join(models)}, of "
+        f"{', '.join(f'{m:,}' for m in tokens)} tokens."
+    )
+    header = ["scheme", "launch, µs", "sort and sum, µs", "weights, TB/s"]
+    spans = [*(f"{low} to {high}" for low, high in itertools.pairwise(steps)), f"beyond {steps[-1]}"]
+    peaks = [f"routes {span}, TFLOP/s" for span in spans]
+    lines = [
+        [
+            scheme,
+            *(figures(us) for us in (one.launch_us, one.sort_us)),
+            f"{1 / one.us_per_byte / 1e6:.2f}",
+            *(f"{2 / us / 1e6:,.0f}" if us > 0 else MISSING for us in one.us_per_weight),
+        ]
+        for scheme, one in _primitives(rows.folder).mixtures.items()
+    ]
+    assumed = (
+        "Assumed: tokens choose experts uniformly, as in the benchmark, and M of them reach E · (1 − (1 − k / E)^M). "
+        "Each GPU of a host has an equal number of whole experts, and computes the router, a float16 product, and its "
+        "experts' part for all tokens. A layer waits for the GPU with most of the reached experts, on average over all "
+        "choices, and adds the parts in one all-reduce. Heads are split as in a dense model; if there are fewer KV "
+        "heads than GPUs, several GPUs have the same one. Float16 experts were not measured, and are left out."
+    )
+    return "\n\n".join([law, markdown([*header, *peaks], lines), assumed, provenance("bench_experts", found)])
 
 
 def links(rows: Rows) -> str:
@@ -346,6 +422,7 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "scale hosts": hosts,
     "scale taken": taken,
     "scale products": products,
+    "scale mixtures": mixtures,
     "scale links": links,
 }
 """The blocks of docs/scale.md."""
@@ -355,8 +432,8 @@ def plot(rows: Rows, out: Path) -> None:
     """Tokens/s of each GPU by the number of GPUs, a line for each shape and scheme."""
     primitives = _primitives(rows.folder)
     lines: dict[str, dict[float, float]] = {}
-    for shape in LLAMAS:
-        for scheme in PLOTTED:
+    for shape, scheme in _cases(primitives, PLOTTED):
+        if shape in LLAMAS or shape is MIXTURES[-1]:
             found = {gpus: best(primitives, shape, scheme, SEQUENCES, gpus) for gpus in GPUS}
             lines[f"{shape.name} {scheme}"] = {gpus: one.tokens_s_gpu for gpus, one in found.items() if one is not None}
     title = f"Predicted: {SEQUENCES} sequences of {CONTEXT:,} tokens, the best layout of H200s"

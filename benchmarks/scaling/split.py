@@ -68,12 +68,15 @@ class Terms:
 
 def shape_of(name: str) -> Shape:
     """A shape of `engine/vllm.py`."""
-    width, hidden, blocks, heads, kv_heads, vocabulary = SHAPES[name]
-    return Shape(name, blocks, width, heads, kv_heads, hidden, vocabulary)
+    sizes = SHAPES[name]
+    dense = (sizes.blocks, sizes.width, sizes.heads, sizes.kv_heads, sizes.hidden, sizes.vocabulary)
+    if sizes.experts is None:
+        return Shape(name, *dense)
+    return Shape(name, *dense, experts=sizes.experts, head_size=min(128, sizes.width // 2))
 
 
 def predictions(folder: Path) -> list[Check]:
-    """Every row of a scheme with laws but those of `BASE` on one GPU, beside its prediction; none without rows.
+    """Rows of dense models and schemes with laws, but `BASE` on one GPU, beside their predictions; none without rows.
 
     Args:
         folder: of results.
@@ -97,7 +100,8 @@ def _of_host(folder: Path, host: Path) -> Iterator[Check]:
     for row in measured:
         name, method, what, batch, gpus = _key(row)
         start, scheme, shape = starts.get((BASE, method, what, batch, 1)), method.removeprefix("qcut-"), shape_of(name)
-        if start is None or scheme not in terms.laws or (name, gpus) == (BASE, 1):
+        # A dense model on one GPU says nothing of a mixture's layers inside vLLM.
+        if start is None or scheme not in terms.laws or (name, gpus) == (BASE, 1) or shape.experts is not None:
             continue
         rest = start - terms.known_us(base, scheme, what, batch, 1)
         predicted = terms.known_us(shape, scheme, what, batch, gpus) + rest * shape.layers / base.layers
