@@ -17,7 +17,7 @@ from qcut.emitters.stream.experts import ExpertsFamily, ExpertsTile, tile_constr
 
 _REGISTERS = 64
 """Of a thread, beyond weights in flight, tokens and sums: where the next rows, tokens and routes lie."""
-_MORE_TOKENS = 8
+_MORE_TOKENS = 16
 """And of more tokens, for each eight."""
 
 
