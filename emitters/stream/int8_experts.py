@@ -15,10 +15,9 @@ from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream import experts
 from qcut.emitters.stream.experts import ExpertsFamily, ExpertsTile, tile_constraints
 
-_REGISTERS = 64
-"""Of a thread, beyond weights in flight, tokens and sums: where the next rows, tokens and routes lie."""
-_MORE_TOKENS = 16
-"""And of more tokens, for each eight."""
+_REGISTERS, _MORE_UNITS, _MORE_TOKENS, _ONE_WARP = 76, 12, 16, 40
+"""Of a thread: for addresses, counters and routes; for each further unit, for each eight further tokens; and
+of a warp that is a CTA's only one, and writes all rows."""
 
 
 def smem_bytes(problem: GemmProblem, tile: ExpertsTile) -> int:
@@ -27,9 +26,11 @@ def smem_bytes(problem: GemmProblem, tile: ExpertsTile) -> int:
 
 
 def _registers(problem: GemmProblem, tile: ExpertsTile) -> int:
+    """Estimate a thread's registers, no fewer than kernels take that do not spill."""
     tiles = -(-tile.tokens // 8)
-    tokens = tiles * (problem.a.bits * tile.units + 4)
-    return 16 * tile.units * tile.prefetch + tokens + _REGISTERS + _MORE_TOKENS * (tiles - 1)
+    weights, tokens = 18 * tile.units * tile.prefetch, 1.3 * tiles * (problem.a.bits * tile.units + 4)
+    more = _MORE_UNITS * (tile.units - 1) + _MORE_TOKENS * (tiles - 1) + _ONE_WARP * (tile.warps == 1)
+    return round(weights + tokens) + _REGISTERS + more
 
 
 CONSTRAINTS = (

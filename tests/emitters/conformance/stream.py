@@ -260,10 +260,10 @@ def int8_experts_sources(arch: str) -> Iterator[KernelSource]:
     """Each type of token and size of tile, near the register limit; a cluster."""
     half, brain = W8A16_EXPERTS, replace(W8A16_EXPERTS, a=BF16, epilogue=Epilogue(BF16, col_scale="per_channel"))
     single = replace(ROUTED_INT8, epilogue=replace(ROUTED_INT8.epilogue, out=F32, activation=Activation.SILU))
-    tiles = [(ROUTED_INT8, INT8_TILE_OF_ROUTES), (ROUTED_INT8, ExpertsTile(1, 12, 8, 2, 1, 1, 2))]
-    tiles += [(single, ExpertsTile(8, 12, 6, 1, 1, 2, 2)), (ROUTED_INT8, ExpertsTile(32, 4, 8, 2, 1, 1))]
-    tiles += [(half, ExpertsTile(8, 12, 16, 1, 1, 2)), (brain, ExpertsTile(16, 8, 6, 1, 1, 2, 2))]
-    tiles += [(half, ExpertsTile(1, 9, 6, 1, 1, 3, 2)), (half, ExpertsTile(32, 4, 6, 1, 1, 2))]
+    tiles = [(ROUTED_INT8, INT8_TILE_OF_ROUTES), (ROUTED_INT8, ExpertsTile(1, 12, 8, 2, 1, 2))]
+    tiles += [(single, ExpertsTile(8, 12, 6, 1, 1, 2, 2)), (ROUTED_INT8, ExpertsTile(32, 4, 8, 1, 1, 2))]
+    tiles += [(half, ExpertsTile(8, 12, 8, 2, 1, 2)), (brain, ExpertsTile(16, 8, 6, 1, 1, 1, 2))]
+    tiles += [(half, ExpertsTile(1, 9, 6, 1, 1, 3, 2)), (half, ExpertsTile(32, 4, 6, 1, 1, 1))]
     if arch == ARCH:
         tiles += [(ROUTED_INT8, replace(SPREAD, prefetch=2)), (half, replace(SPREAD, prefetch=1))]
     yield from (INT8_EXPERTS.emit(problem, tile, arch) for problem, tile in tiles)
