@@ -75,6 +75,9 @@ def test_w8a16(size: int, launches: Launches) -> None:
     has(launch, a=wide, b=weight[0], d=y, col_scale=weight[1])
     has(launch, n=N, k=K, lda=K + 8, ldb=K, ldd=N, experts=E, per_row=2, rows=9)
     assert "bias" not in launch
+    if size == 32:  # a CTA of one warp has no registers for so many tokens of 16 bits
+        assert launch["kernel"].startswith("qcut_w8a16_stream_sm90a_f16xs8_f16_sn_silu_k8n2_e_m32_r")
+        return
     assert launch["grid"] == ctas(launch, len(call.tile_experts))
     assert launch["kernel"].startswith(f"qcut_int8_experts_sm90a_f16xs8_f16_sn_silu_k8n2_e_t{size}_r")
 
