@@ -29,11 +29,11 @@ from qcut.emitters.gemm.problem import GemmProblem
 
 ExpertProblem = CodebookProblem | GemmProblem
 
-_SIZES = (8, 16, 32)
+_SIZES = (8, 16)
 _ORDERED_SIZES = (128, 256)
 _FEW_REPEATS = 1.1
 """Of an expert's routes, while each is a tile: the weights are read anew for each."""
-_MANY = 48
+_MANY = 32
 """Routes of an expert from which tokens are put in the order of tiles."""
 _TILE, _ROUTE = 1200, 5
 """Times of a unit of weights in ``codebook_wgmma``: of a tile, and for each of its routes."""
