@@ -9,6 +9,8 @@ from benchmarks.publish.rows import Rows, missing
 
 STEP = "step"
 """The role of `engine/breakdown.py` that is the whole step."""
+_FEW_TOKENS = 64
+"""Tokens up to which products of experts are bound by the memory."""
 
 
 def batching(rows: Rows) -> str:
@@ -98,9 +100,41 @@ def _worst(row: Mapping[str, str]) -> str:
     return f"{_ms(row['p99_us'])}, {float(row['p99_us']) / float(row['median_us']):.1f} × the median"
 
 
+def experts(rows: Rows) -> str:
+    """Products of mixtures' experts for few tokens: the share of the memory's rate, and µs of whole mixtures."""
+    found = {(r["model"], r["scheme"], r["m"], r["part"]): r for r in rows.of("bench_experts")}
+    if not found:
+        return missing("bench_experts")
+    tokens = [m for m in dict.fromkeys(m for _, _, m, _ in found) if int(m) <= _FEW_TOKENS]
+    lines = []
+    for model, scheme in dict.fromkeys((model, scheme) for model, scheme, _, _ in found):
+        for part in ("up", "down", "mixture"):
+            here = [found.get((model, scheme, m, part)) for m in tokens]
+            what = part if part != "mixture" else "the whole mixture"
+            cells = (f"{float(r['median_us']):.1f}, {float(r['memory_pct']):.0f} %" if r else MISSING for r in here)
+            lines.append([model, scheme, what, *cells])
+    return markdown(["experts of", "scheme", "product", *(f"{m} token{'s' * (m != '1')}, µs" for m in tokens)], lines)
+
+
+def expert_prompts(rows: Rows) -> str:
+    """Products of mixtures' experts for prompts, beside dense layers of equal work."""
+    found = {(r["model"], r["scheme"], r["m"], r["part"]): float(r["median_us"]) for r in rows.of("bench_experts")}
+    dense = [key for key in found if key[3].endswith(":dense")]
+    if not dense:
+        return missing("bench_experts")
+    lines = []
+    for model, scheme, m, part in dense:
+        name = part.removesuffix(":dense")
+        one, other = found[model, scheme, m, name], found[model, scheme, m, part]
+        lines.append([model, scheme, m, name, f"{one:.0f}", f"{other:.0f}", f"{other / one:.2f}"])
+    return markdown(["experts of", "scheme", "tokens", "product", "µs", "dense, µs", "its speed"], lines)
+
+
 TABLES: Mapping[str, Callable[[Rows], str]] = {
     "batching": batching,
     "server": server,
     "families": families,
+    "experts": experts,
+    "expert prompts": expert_prompts,
     "breakdown": breakdown,
 }

@@ -40,6 +40,7 @@ PAGES = (
     DOCS / "serving.md",
     DOCS / "transformers.md",
     DOCS / "kernel-notes" / "decoder.md",
+    DOCS / "kernel-notes" / "experts.md",
     DOCS / "kernel-notes" / "triton.md",
 )
 
@@ -71,6 +72,8 @@ ENGINE_MODELS = {
     "llama-3-8b-codebook4-head": "Llama-3-8B shape, codebook4, embeddings and head too",
     "llama-3-8b-codebook4-int8": "Llama-3-8B shape, codebook4_int8",
     "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
+    "qwen3-30b-a3b-codebook4-head": "Qwen3-30B-A3B shape, codebook4, embeddings and head too",
+    "olmoe-1b-7b-codebook4": "OLMoE-1B-7B shape, codebook4",
     "llama2c-288": "llama2.c, 6 layers of 288, w8a16",
     "llama2c-512": "llama2.c, 8 layers of 512, w8a16",
     "llama2c-288-float": "llama2.c, 6 layers of 288, float16",

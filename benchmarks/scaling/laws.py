@@ -459,13 +459,15 @@ def mixture_rows(rows: Rows, gpu: str) -> list[Row]:
 
 
 def mixture_laws(rows: Rows, gpu: str) -> dict[str, MixtureLaw]:
-    """Scheme → the law of the mixtures that `layers/experts.py` measured on a GPU; none without rows.
+    """Scheme → the law of the mixtures that `layers/experts.py` measured on a GPU; none without rows of two models.
 
-    No time is below the GPU's `Ceiling`, if one is known.
+    One model's rows do not tell what an expert's routes cost from what its bytes do. No time is below the GPU's `Ceiling`, if one is known.
     """
     ceiling = CEILINGS.get(gpu)
     found: dict[str, list[tuple[Routed, float]]] = {}
+    models: dict[str, set[str]] = {}
     for row in mixture_rows(rows, gpu):
+        models.setdefault(row["scheme"], set()).add(row["model"])
         routed = Routed.of(MODELS[row["model"]], row["scheme"], int(row["m"]))
         found.setdefault(row["scheme"], []).append((routed, float(row["median_us"])))
 
@@ -474,7 +476,9 @@ def mixture_laws(rows: Rows, gpu: str) -> dict[str, MixtureLaw]:
             return 0.0, 0.0
         return ceiling.floor_us(0.0, 1.0), ceiling.floor_us(2.0, 0.0, _product_bits(scheme))
 
-    return {scheme: MixtureLaw.fit(found[scheme], least(scheme)) for scheme in SCHEMES if scheme in found}
+    return {
+        scheme: MixtureLaw.fit(found[scheme], least(scheme)) for scheme in SCHEMES if len(models.get(scheme, ())) > 1
+    }
 
 
 def all_reduce_curves(rows: Rows) -> dict[int, Curve]:

@@ -21,13 +21,13 @@ def problem(x: DType, **options: bool) -> CodebookProblem:
 
 def test_sizes_follow_the_routes_of_an_expert() -> None:
     found = [experts.tile_size(8 * tokens, 128, TILE_SIZES) for tokens in (1, 8, 64, 128, 256, 1024, 4096)]
-    assert found == [1, 8, 8, 16, 32, 128, 256]
+    assert found == [1, 8, 8, 16, 16, 128, 256]
     assert experts.tile_size(2 * 16, 8, TILE_SIZES) == 8
     assert experts.tile_size(1, 1, TILE_SIZES) == 1
 
 
 def test_sizes_are_those_that_are_left() -> None:
-    assert experts.tile_size(8 * 4096, 128, (1, 8, 16, 32)) == 32
+    assert experts.tile_size(8 * 4096, 128, (1, 8, 16, 32)) == 16
     assert experts.tile_size(8 * 4096, 128, (1, 8, 16, 32, 128)) == 128
     assert experts.tile_size(8 * 256, 128, (1, 8, 16)) == 16
     assert experts.tile_size(8 * 256, 128, (1,)) == 1
