@@ -461,7 +461,8 @@ def mixture_rows(rows: Rows, gpu: str) -> list[Row]:
 def mixture_laws(rows: Rows, gpu: str) -> dict[str, MixtureLaw]:
     """Scheme → the law of the mixtures that `layers/experts.py` measured on a GPU; none without rows of two models.
 
-    One model's rows do not tell what an expert's routes cost from what its bytes do. No time is below the GPU's `Ceiling`, if one is known.
+    One model's rows do not tell what an expert's routes cost from what its bytes do. No time is below the GPU's
+    `Ceiling`, if one is known.
     """
     ceiling = CEILINGS.get(gpu)
     found: dict[str, list[tuple[Routed, float]]] = {}

@@ -286,7 +286,7 @@ def test_experts_of_the_fullest_gpu() -> None:
     assert Routed.of(mixture, "w8a8", 10**4, 4)[1:3] == pytest.approx((2, 2500))
 
 
-def test_a_mixtures_step_is_the_sum_of_its_terms(made: Primitives) -> None:
+def test_mixture_steps_are_sums_of_their_terms(made: Primitives) -> None:
     shape = Shape("s", 4, 256, 4, 2, 128, 1000, experts=(8, 2), head_size=128)
     with pytest.raises(ConfigError, match="scheme 'w8a8' has no measured mixtures; measured: none"):
         step(made, shape, "w8a8", 1, 100)
@@ -303,7 +303,7 @@ def test_a_mixtures_step_is_the_sum_of_its_terms(made: Primitives) -> None:
 
 
 @pytest.mark.parametrize("scheme", MIXTURE_SCHEMES)
-def test_more_work_takes_a_mixture_longer_more_gpus_less(mixed: Primitives, scheme: str) -> None:
+def test_mixtures_take_longer_for_more_work(mixed: Primitives, scheme: str) -> None:
     free = replace(mixed, all_reduce=dict.fromkeys((2, 4, 8), FREE))
     for shape in MIXTURES:
         for times in (
@@ -317,7 +317,7 @@ def test_more_work_takes_a_mixture_longer_more_gpus_less(mixed: Primitives, sche
 
 
 @pytest.mark.parametrize("scheme", MIXTURE_SCHEMES)
-def test_weights_of_a_mixture_take_the_bytes_of_layers(scheme: str) -> None:
+def test_weights_of_mixtures_are_those_of_layers(scheme: str) -> None:
     def layer(n: int, k: int, kind: str = scheme) -> int:
         return Linear(k, n, False, kind, device="meta").weight_bytes
 
