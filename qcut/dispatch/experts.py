@@ -87,12 +87,12 @@ def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target
     if found is not None:
         return Choice(family.name, found[0], cost=found[1])
     if isinstance(problem, GemmProblem):
-        return _select_of_long_rows(problem, size, tiles, n, k, target)
+        return _select_of_parts(problem, size, tiles, n, k, target)
     raise EmitError(f"{family.name}: no tile for tiles of {size} routes and {k} columns on {target.arch}")
 
 
-def _select_of_long_rows(problem: GemmProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
-    """int8 weights of more columns than ``int8_experts`` holds, or unaligned tokens: a CTA for each part of a tile.
+def _select_of_parts(problem: GemmProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
+    """Of the kernels of dense layers, a CTA for each part of a tile: for any number of columns and unaligned tokens.
 
     Raises:
         EmitError: see `select`.
