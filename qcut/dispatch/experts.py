@@ -14,6 +14,7 @@ from qcut.dispatch.heuristics import Choice, int8_stream, int8_wgmma, w8a16_stre
 from qcut.dispatch.heuristics import experts as decode
 from qcut.dispatch.heuristics.codebook import stream, wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.codebook.wgmma import TOKENS
 from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import (
@@ -30,9 +31,7 @@ from qcut.emitters.gemm.problem import GemmProblem
 ExpertProblem = CodebookProblem | GemmProblem
 
 _SIZES = (8, 16)
-"""Of tiles of few routes. Kernels take 32 too: on an H200, 16 was faster at every number of tokens."""
-_MOST_GATHERED = 32
-"""Routes of a tile up to which products take each token from wherever it lies."""
+"""Of tiles of few routes. Kernels take 32 too: `benchmarks/layers/experts.py --sizes` compares them."""
 _ORDERED_SIZES = (128, 256)
 _FEW_REPEATS = 1.1
 """Of an expert's routes, while each is a tile: the weights are read anew for each."""
@@ -79,7 +78,7 @@ def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target
         EmitError: no kernel takes the product on this GPU.
     """
     is_codebook = isinstance(problem, CodebookProblem)
-    if size > _MOST_GATHERED:
+    if size in TOKENS:
         many, cycles = (CODEBOOK_WGMMA, wgmma.cycles) if is_codebook else (INT8_WGMMA, int8_wgmma.cycles)
         return _select_ordered(many, cycles, problem, size, tiles, n, k, target)
     family = CODEBOOK_EXPERTS if is_codebook else INT8_EXPERTS
