@@ -4,14 +4,15 @@
 routes where its kernel adds them; ``mixture`` rows time `qcut.layers.experts.experts.Experts`, its sort, rotations,
 activation and sum included. With vLLM installed, rows of ``marlin_int4`` are its kernels on the same routes. Experts
 are chosen uniformly, others in each call; bytes are the weights of the experts that a batch reaches, each read once.
-``dense`` rows of prompts time one layer of the same size and scheme on as many tokens as there are routes.
+``dense`` rows of prompts time one layer of the same size and scheme on as many tokens as there are routes. ``--sizes``
+adds rows of the mixture in tiles of so many routes, in place of the number that `qcut.dispatch.experts` chooses.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -150,7 +151,13 @@ class Batch(NamedTuple):
         return sum(len(index.unique()) for index in self.every) / ROUTINGS
 
 
-def variants(layers: Experts, mixture: Mixture, batch: Batch) -> dict[str, Variant]:
+def in_tiles_of(layers: Experts, batch: Batch, size: int) -> Callable[[int], object]:
+    """The mixture with the routing i, in tiles of so many routes."""
+    assert layers.stacks is not None
+    return lambda i: layers._summed(layers.stacks, batch.x, None, batch.every[i], batch.weights, size)  # type: ignore
+
+
+def variants(layers: Experts, mixture: Mixture, batch: Batch, sizes: Sequence[int] = ()) -> dict[str, Variant]:
     """What is timed, by part."""
     up, down = layers.up, layers.down
     assert isinstance(up, LinearStack)
@@ -168,6 +175,8 @@ def variants(layers: Experts, mixture: Mixture, batch: Batch) -> dict[str, Varia
             many = tokens.repeat_interleave(per_row, 0)
             found[f"{part}:dense"] = Variant(f"{part}:dense", lambda i, one=one, many=many: one(many))  # type: ignore
     found["mixture"] = Variant("mixture", lambda i: layers(batch.x, every[i], batch.weights), ROUTINGS)
+    for size in sizes:
+        found[f"mixture:{size}"] = Variant(f"mixture:{size}", in_tiles_of(layers, batch, size), ROUTINGS)
     return found
 
 
@@ -220,7 +229,7 @@ def measured(options: argparse.Namespace, results: harness.Results) -> None:
             weight_bytes: dict[str, float] = {part: one.weight_bytes / one.experts for part, one in stacks.items()}
             weight_bytes["mixture"] = sum(weight_bytes.values())
             for batch in batches:
-                measurement.add(model, scheme, batch, variants(layers, mixture, batch), weight_bytes)
+                measurement.add(model, scheme, batch, variants(layers, mixture, batch, options.sizes), weight_bytes)
             del layers
             torch.cuda.empty_cache()
         if marlin_experts.is_there():
@@ -237,6 +246,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--schemes", nargs="+", default=[*SCHEMES])
     parser.add_argument("--tokens", nargs="+", type=int, default=[*TOKENS])
+    parser.add_argument("--sizes", nargs="+", type=int, default=[], help="routes of a tile, of further rows [none]")
     parser.add_argument("--rounds", type=int, default=15)
 
 

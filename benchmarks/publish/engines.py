@@ -117,7 +117,7 @@ def experts(rows: Rows) -> str:
 
 
 def expert_prompts(rows: Rows) -> str:
-    """Products of mixtures' experts for prompts, beside dense layers of equal work."""
+    """Products of mixtures' experts for prompts, next to dense layers of equal work."""
     found = {(r["model"], r["scheme"], r["m"], r["part"]): float(r["median_us"]) for r in rows.of("bench_experts")}
     dense = [key for key in found if key[3].endswith(":dense")]
     if not dense:

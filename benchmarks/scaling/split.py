@@ -76,7 +76,7 @@ def shape_of(name: str) -> Shape:
 
 
 def predictions(folder: Path) -> list[Check]:
-    """Rows of dense models and schemes with laws, but `BASE` on one GPU, beside their predictions; none without rows.
+    """Rows of dense models and schemes with laws, but `BASE` on one GPU, next to their predictions; none without rows.
 
     Args:
         folder: of results.

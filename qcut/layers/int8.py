@@ -34,8 +34,6 @@ _W8A16 = torch.ops.qcut.w8a16_linear.early_read
 _INT16X8 = torch.ops.qcut.int16x8_linear.early_read
 _INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.early_read
 
-_BLOCK_COLUMNS = 128
-"""To a multiple of which tokens of experts are padded, see `qcut.ops.experts.RotateRoutesOp`."""
 _LEAST_NORMAL = 2.0**-126
 _MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
 """The scale of the largest float32, which may be rounded up."""
@@ -203,9 +201,11 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
 
 def _in_order(x: Tensor, tiles: RouteTiles, per_row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Blocks of the tokens of all places of tiles, of x's type or quantized, and the scales of routes."""
+    from qcut.numerics.codebook.layout import UNIT_COLUMNS  # here: quantizing to int8 needs no codebooks
+
     no_operands, one_pass = x.new_empty(0), [0]
     blocks, scale = torch.ops.qcut.rotate_routes(
-        x, no_operands, "none", _BLOCK_COLUMNS, one_pass, dtype, tiles.routes, per_row
+        x, no_operands, "none", UNIT_COLUMNS, one_pass, dtype, tiles.routes, per_row
     )
     return blocks, scale
 

@@ -13,11 +13,14 @@ from torch import nn
 
 import qcut
 from benchmarks.harness import CheckError, Environment, Results, Timing, read_rows
-from benchmarks.layers import capture, codebook, crossover, epilogue, gemm, linear, shapes, triton
+from benchmarks.layers import capture, codebook, crossover, epilogue, experts, gemm, linear, shapes, triton
 from benchmarks.layers.shapes import Shape
 from benchmarks.perplexity import sizes
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.linear_stack import LinearStack
 from qcut.numerics import int8 as numerics
+from qcut.numerics.gating import Gating
 
 H200 = Environment("NVIDIA H200", "580", "13.0", "2.11", "abc")
 SMALL, LONG = Shape(1, 1280, 1280), Shape(4096, 4096, 4096)
@@ -194,3 +197,17 @@ def test_bytes_are_of_what_is_kept() -> None:
     assert sizes.int4_bytes(nn.Linear(300, 10, bias=False)) == 1575
     values = sizes.int4(torch.randn(1, 128), symmetric=False)
     assert len(values.unique()) <= 16
+
+
+@torch.no_grad()
+def test_mixtures_are_the_same_in_all_tiles() -> None:
+    stacks = (
+        LinearStack.of([qcut.Linear.from_float(nn.Linear(k, n, bias=False), "w8a8")] * 4)
+        for n, k in ((128, 64), (64, 64))
+    )
+    layers = Experts(*stacks, Gating("silu"))
+    index = torch.tensor([[0, 3], [3, 1], [2, 0]], dtype=torch.int32)
+    batch = experts.Batch(torch.randn(3, 64), torch.randn(6, 64), torch.rand(3, 2), [index.flip(0), index])
+    for size in (1, 8, 16):
+        found = experts.in_tiles_of(layers, batch, size)(1)
+        torch.testing.assert_close(found, layers(batch.x, index, batch.weights), rtol=1e-5, atol=1e-6)
