@@ -1,4 +1,4 @@
-"""Predict how fast a Llama runs on 1 to 64 H200s: every layout of the GPUs, with what its step consists of.
+"""Predict how fast a Llama or a mixture runs on 1 to 64 H200s: every layout of the GPUs, with what its step consists of.
 
     python benchmarks publish scale --model 70B --scheme codebook4 --gpus 8 --sequences 64 --context 2048
 
@@ -18,14 +18,14 @@ from benchmarks.harness import RESULTS, table
 from benchmarks.publish.rows import Rows
 from benchmarks.scaling.check import calibrated
 from benchmarks.scaling.laws import CACHES, SCHEMES, Primitives
-from benchmarks.scaling.model import LLAMAS, prompt, room, served
+from benchmarks.scaling.model import LLAMAS, MIXTURES, prompt, room, served
 
 MOST_GPUS = 64
 HEADER = (
     *("replicas", "GPUs a layer", "stages", "step ms", "tokens/s", "tokens/s GPU", "first token ms", "room"),
     *("products", "attention", "rest", "head", "all-reduce", "send", "bubble"),
 )
-SHAPES = {shape.name: shape for shape in LLAMAS}
+SHAPES = {shape.name: shape for shape in (*LLAMAS, *MIXTURES)}
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
