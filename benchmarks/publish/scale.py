@@ -1,4 +1,4 @@
-"""Predict how fast a Llama or a mixture runs on 1 to 64 H200s: every layout of the GPUs, with what its step consists of.
+"""Predict how fast a Llama or a mixture runs on 1 to 64 H200s: every layout of the GPUs, with what its step has.
 
     python benchmarks publish scale --model 70B --scheme codebook4 --gpus 8 --sequences 64 --context 2048
 
