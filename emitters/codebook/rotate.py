@@ -83,6 +83,7 @@ CONSTRAINTS = (
         "of a row hold whole groups where it is read in pieces",
         lambda t: t.held or t.kind == "none" or t.row_columns % t.padded_group == 0,
     ),
+    Constraint("natural", "is said of int8 columns", lambda t: t.out is DType.S8 or not t.natural),
     Constraint(
         "aligned",
         "groups start at multiples of 16 bytes",
@@ -120,6 +121,7 @@ class RotateTokens(Kernel):
         aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
         routed: rows of the blocks may be routes to experts, in any order, and several of one row of x. The next kernel
             begins when the last one has ended.
+        natural: int8 columns lie in natural order, as those of int8 weights; False: in that of decoded codebooks.
 
     Exactness: bitwise `qcut.numerics.codebook.tokens.rotate_tokens`.
     """
@@ -135,6 +137,7 @@ class RotateTokens(Kernel):
     held: bool = True
     aligned: bool = True
     routed: bool = False
+    natural: bool = False
 
     constraints = CONSTRAINTS
 
@@ -153,6 +156,7 @@ class RotateTokens(Kernel):
         aligned: bool = True,
         sm_count: int = 132,
         routed: bool = False,
+        natural: bool = False,
     ) -> RotateTokens:
         """The kernel for m rows of k columns in groups of ``group_size``.
 
@@ -171,6 +175,7 @@ class RotateTokens(Kernel):
             aligned: rows start at multiples of 16 bytes; the function itself checks groups.
             sm_count: multiprocessors of the device.
             routed: see `RotateTokens`.
+            natural: see `RotateTokens`.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
@@ -192,15 +197,15 @@ class RotateTokens(Kernel):
             spread = m * _ceil_div(columns, 4 * _WARP_COLUMNS) < sm_count
             threads = min(whole, smallest if spread else max(smallest, 128))
         rows = max(1, 128 // threads) if m >= 4 * sm_count else 1
-        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned, routed)
+        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned, routed, natural)
 
     @property
     def name(self) -> str:
         """``qcut_rotate_{arch}_{x}to{out}_{kind}{group}p{passes}_t{threads}r{rows}``.
 
-        Then ``_loop`` (not held), ``_u`` (unaligned), ``_e`` (routed).
+        Then ``_loop`` (not held), ``_u`` (unaligned), ``_e`` (routed), ``_n`` (natural).
         """
-        suffix = ("" if self.held else "_loop") + ("" if self.aligned else "_u") + "_e" * self.routed
+        suffix = "_loop" * (not self.held) + "_u" * (not self.aligned) + "_e" * self.routed + "_n" * self.natural
         return (
             f"qcut_rotate_{self.arch.replace('_', '')}_{self.x.value}to{self.out.value}_{self.kind}{self.group}"
             f"p{self.passes}_t{self.threads}r{self.rows}{suffix}"
@@ -269,7 +274,7 @@ class RotateTokens(Kernel):
         The previous kernel may write x (programmatic dependent launch); all other inputs are read before its end.
         """
         params = self.params()
-        flags = ", ".join(map(flag, (self.held, self.aligned)))
+        flags = ", ".join(map(flag, (self.held, self.aligned, self.natural)))
         template = (
             f"{self.x.cpp}, {self.out.cpp}, {flag(self.kind == 'hadamard')}, {self.group}, {self.padded_group}, "
             f"{self.passes}, {self.threads}, {self.rows}, {flags}"

@@ -87,14 +87,20 @@ class Stage(NamedTuple):
     Attributes:
         element_bytes: of an element of a token.
         supply_bytes: of what warps supply for the rows: 16 int8 values of each slot, or int8 weights; 0 for none.
+        routed: whether tokens are routes, those of two tiles at a time for each multiplying warpgroup.
     """
 
     element_bytes: int
     supply_bytes: int = 0
+    routed: bool = False
 
     def bytes(self, tokens: int) -> int:
         """Bytes of a stage, without its barriers."""
         return 128 * self.element_bytes * tokens + self.supply_bytes
+
+    def route_bytes(self, tokens: int) -> int:
+        """Bytes of routes, and of the scales of int8 tokens, which do not depend on the number of stages."""
+        return 2 * 4 * tokens * (3 if self.element_bytes == 1 else 2) * self.routed
 
     @property
     def barrier_bytes(self) -> int:
@@ -105,7 +111,7 @@ class Stage(NamedTuple):
 def stage_of(problem: CodebookProblem) -> Stage:
     """The stage of a product with codebook weights."""
     has_tables = problem.x is DType.S8 and not problem.pairs
-    return Stage(problem.x.bits // 8, ROWS * 16 * problem.slots if has_tables else 0)
+    return Stage(problem.x.bits // 8, ROWS * 16 * problem.slots if has_tables else 0, problem.experts)
 
 
 def buffers(stage: Stage, tile: CodebookWgmmaTile) -> int:
@@ -122,10 +128,10 @@ def smem_bytes(stage: Stage, tile: CodebookWgmmaTile) -> int:
 
 
 def _operand_bytes(stage: Stage, tile: CodebookWgmmaTile) -> int:
-    """Table and stages, or the sums that take their place, and the barriers of each stage."""
+    """Table and stages, or the sums that take their place, the barriers of each stage, and routes."""
     sums = 2 * (tile.tokens // 16) * _STAGED_BYTES if tile.splits > 1 else 0
     operands = PAIR_TABLE_BYTES * tile.pairs + tile.stages * stage.bytes(tile.tokens)
-    return max(operands, sums) + stage.barrier_bytes * tile.stages
+    return max(operands, sums) + stage.barrier_bytes * tile.stages + stage.route_bytes(tile.tokens)
 
 
 TILE_CONSTRAINTS = (
@@ -182,7 +188,7 @@ def deepest(
     enough, most = _STAGES
     stages = 0
     for count in (0,) if splits > 1 else _BUFFERS:
-        free = SMEM_BYTES - 2 * count * _STAGED_BYTES - PAIR_TABLE_BYTES * pairs
+        free = SMEM_BYTES - 2 * count * _STAGED_BYTES - PAIR_TABLE_BYTES * pairs - stage.route_bytes(tokens)
         stages = min(free // (stage.bytes(tokens) + stage.barrier_bytes), most)
         if stages >= enough:
             break

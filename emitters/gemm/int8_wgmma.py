@@ -2,7 +2,8 @@
 
 ``D = act((sum_k a[m, k] * b[e, n, k]) * s_a[m] * s_b[e, n] + bias[e, n])``, e the expert of route m; 16-bit tokens have
 no ``s_a``. The kernel is that of `qcut.emitters.codebook.wgmma`, with weights that need no codebook. Device code:
-``include/qcut/experts/int8_wgmma.cuh``. A stage has tokens and the CTA's rows of weights. The kernels need only NVRTC.
+``include/qcut/experts/int8_wgmma.cuh``. A stage has tokens and the CTA's rows of weights; products of int8 tokens read
+both there, and nothing is decoded. The kernels need only NVRTC.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SHAPES = ((256, 1), (256, 2), (192, 1), (192, 2), (160, 1), (128, 1), (96, 1))
 
 def stage_of(problem: GemmProblem) -> Stage:
     """The stage of a product with int8 weights."""
-    return Stage(problem.a.bits // 8, ROWS * 128)
+    return Stage(problem.a.bits // 8, ROWS * 128, routed=True)
 
 
 def _scaled_by_channel(problem: GemmProblem, tile: Any, arch: str) -> bool:
@@ -65,7 +66,7 @@ CONSTRAINTS = (
     Constraint("pairs", "are of codebooks", lambda p, t, arch: not t.pairs),
     Constraint(
         "three_stages",
-        f"fit beside int8 tokens of up to 256, of 16 bits up to {WIDE_TOKENS}",
+        f"fit with int8 tokens of up to 256, of 16 bits up to {WIDE_TOKENS}",
         lambda p, t, arch: p.a is DType.S8 or t.tokens <= WIDE_TOKENS,
     ),
     Constraint(
@@ -81,10 +82,11 @@ class Int8Wgmma(Family[GemmProblem, CodebookWgmmaTile]):
     """Many tokens and int8 weights of experts on ``wgmma``, for prefill.
 
     Arguments are ``problem.params()`` in order; n, k >= 1. a: blocks of the tokens of all places of tiles, in the order
-    of tiles, k padded with zeros to a multiple of 128, as `qcut.numerics.codebook.layout.to_blocks` makes them; ``m``
-    counts them, and ``lda`` is not read. b: int8 ``[experts, n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
-    least k. ``row_scale`` and rows of D are those of routes. D is stored in pieces of up to 16 bytes that
-    ``problem.alignment_n`` allows. The kernel is launched on `grid`, and reads everything after the previous one's end.
+    of tiles, k padded with zeros to a multiple of 128, as `qcut.numerics.codebook.layout.to_blocks` makes them, int8
+    columns in natural order; ``m`` counts them; ``lda`` is not read. b: int8 ``[experts, n, ldb]``, 16-byte aligned,
+    ldb a multiple of 16 and at least k. ``row_scale`` and rows of D are those of routes. D is stored in pieces of up to
+    16 bytes that ``problem.alignment_n`` allows. The kernel is launched on `grid`, and reads everything after the
+    previous one's end.
 
     Exactness: int8 is bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` for activations none and relu. 16-bit: int8
     to float is exact and every product is exact in float32; the tensor core adds them in an order fixed by K. A route's

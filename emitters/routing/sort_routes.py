@@ -69,13 +69,14 @@ class SortRoutes(Kernel):
     def params(self) -> tuple[Param, ...]:
         """``experts`` ``[routes]``; ``tile_experts`` ``[tiles]``; ``tile_routes`` ``[tiles, tile]``; all int32.
 
-        Then ``routes``, ``count`` of experts, ``tile`` and ``tiles``.
+        Then ``routes``, ``count`` of experts, ``tile`` and ``tiles``; ``short_tile``, the most routes of tiles that
+        follow all others.
         """
         return (
             Param("experts", "ptr", "const int*"),
             Param("tile_experts", "ptr", "int*"),
             Param("tile_routes", "ptr", "int*"),
-            *(Param(name, "i32") for name in ("routes", "count", "tile", "tiles")),
+            *(Param(name, "i32") for name in ("routes", "count", "tile", "tiles", "short_tile")),
         )
 
     def emit(self) -> KernelSource:

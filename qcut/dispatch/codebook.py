@@ -67,6 +67,7 @@ def select_rotation(
     *,
     aligned: bool = True,
     routed: bool = False,
+    natural: bool = False,
 ) -> tuple[Rotation, ...]:
     """Choose the kernels that rotate tokens: two, with float32 rows between, for dense rotations to int8; else one.
 
@@ -81,6 +82,7 @@ def select_rotation(
         target: the GPU.
         aligned: whether rows start at multiples of 16 bytes.
         routed: whether rows of the blocks are routes to experts; not with qr.
+        natural: whether int8 columns lie in natural order; not with qr.
 
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
@@ -89,9 +91,8 @@ def select_rotation(
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
-        one = RotateTokens.for_shape(
-            x, out, checked, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms, routed=routed
-        )
+        layout = {"aligned": aligned, "routed": routed, "natural": natural}
+        one = RotateTokens.for_shape(x, out, checked, arch, m, k, group_size, passes=passes, sm_count=sms, **layout)
         return (one,)
     to = DType.F32 if out is DType.S8 else out
     dense = RotateTokensDense.for_shape(x, to, arch, m, k, group_size, passes=passes, aligned=aligned)

@@ -205,7 +205,7 @@ def _in_order(x: Tensor, tiles: RouteTiles, per_row: int, dtype: torch.dtype) ->
 
     no_operands, one_pass = x.new_empty(0), [0]
     blocks, scale = torch.ops.qcut.rotate_routes(
-        x, no_operands, "none", UNIT_COLUMNS, one_pass, dtype, tiles.routes, per_row
+        x, no_operands, "none", UNIT_COLUMNS, one_pass, dtype, tiles.routes, per_row, dtype is torch.int8
     )
     return blocks, scale
 

@@ -144,6 +144,11 @@ def tile_count(routes: int, count: int, tile: int) -> int:
     return (routes + torch.sym_min(count, routes) * (tile - 1)) // tile
 
 
+def short_tile(tile: int) -> int:
+    """Most routes of the tiles that come after all others: half of a tile's where tokens are ``ordered``, else 0."""
+    return tile // 2 if tile > MOST_GATHERED else 0
+
+
 def sort_routes(experts: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor]:
     """`qcut.ops.routing.SortRoutesOp`, arguments checked: experts of tiles ``[T]`` and their routes ``[T, tile]``."""
     flat = experts.reshape(-1).long()
@@ -163,7 +168,11 @@ def sort_routes(experts: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor]
     tile_experts = torch.searchsorted(
         ends, torch.arange(tiles, dtype=ends.dtype, device=ends.device), right=True, out_int32=True
     )
-    return tile_experts.masked_fill(tile_experts == count, -1), tile_routes[:-1].view(tiles, tile)
+    tile_experts.masked_fill_(tile_experts == count, -1)
+    tile_routes = tile_routes[:-1].view(tiles, tile)
+    filled = (tile_routes >= 0).sum(1)
+    order = torch.where(filled > short_tile(tile), 0, torch.where(filled > 0, 1, 2)).argsort(stable=True)
+    return tile_experts[order], tile_routes[order]
 
 
 def sum_routes(results: Tensor, weights: Tensor, experts: Tensor, count: int, added: Tensor | None) -> Tensor:

@@ -84,7 +84,7 @@ def check_tokens(
 
 def tokens_of(x: Tensor, tiles: RouteTiles, k: int) -> Tensor:
     """Rows of the tokens that `check_tokens` takes: of ordered tiles one for each place."""
-    return layout.from_blocks(x, tiles.places)[:, :k] if tiles.ordered else x
+    return layout.from_blocks(x, tiles.places, natural=True)[:, :k] if tiles.ordered else x
 
 
 @operator("rotate_routes", returns="(Tensor, Tensor)")
@@ -98,6 +98,8 @@ class RotateRoutesOp(NamedTuple):
         tile_routes: int32 ``[T, size]``, routes from 0 to ``M * per_row - 1``, each in one tile at most, or -1; None:
             tokens stay in their order, and the result is `RotateTokensOp`'s.
         per_row: routes of each token: route r is one of token ``r // per_row``.
+        natural: int8 columns of blocks lie in natural order, as products with int8 weights take them; False: in that of
+            `RotateTokensOp`.
 
     Returns:
         Blocks of ``T * size`` rows, those of -1 holding anything, and scales of routes: float32 ``[M * per_row]`` with
@@ -119,6 +121,7 @@ class RotateRoutesOp(NamedTuple):
     out_dtype: torch.dtype
     tile_routes: Tensor | None
     per_row: int
+    natural: bool = False
 
     @property
     def rotation(self) -> RotateTokensOp:
@@ -153,6 +156,10 @@ class RotateRoutesOp(NamedTuple):
         return blocks, self.x.new_empty((scales,), dtype=torch.float32)
 
     def cpu(self) -> tuple[Tensor, Tensor]:
+        if self.natural:
+            blocks, scale = self._replace(natural=False).cpu()
+            rows = layout.from_blocks(blocks, 8 * blocks.shape[1])
+            return layout.to_blocks(rows, natural=True), scale
         if self.tile_routes is None:
             return self.rotation.cpu()
         routes = self.tile_routes.flatten().long()
@@ -293,7 +300,7 @@ class W8A8ExpertsOp(NamedTuple):
     Args:
         q: int8 ``[rows, K]``, K a multiple of 16 up to `qcut.schemes.K_MAX`, as
             `torch.ops.qcut.quantize_per_token` gives them. With tiles of more than `MOST_GATHERED` routes, blocks of
-            the tokens of all places of tiles, as `RotateRoutesOp` makes them without a rotation.
+            the tokens of all places of tiles, as `RotateRoutesOp` makes them without a rotation, ``natural``.
         q_scale: float32 ``[rows]``, or ``[rows * per_row]`` of those of `RotateRoutesOp`.
         rows: number of tokens.
         per_row: routes of each token, see `CodebookExpertsOp`, as are ``tile_experts`` and ``tile_routes``.

@@ -151,7 +151,7 @@ def test_nan_makes_the_weights_of_its_row_nan() -> None:
 
 
 def naive_tiles(experts: list[int], count: int, tile: int) -> tuple[list[int], list[list[int]]]:
-    """Experts and routes of the used tiles."""
+    """Experts and routes of the used tiles. Of those of more than 32 routes, tiles at most half filled are last."""
     tile_experts, tile_routes = [], []
     for e in range(count):
         mine = [r for r, expert in enumerate(experts) if expert == e]
@@ -159,12 +159,16 @@ def naive_tiles(experts: list[int], count: int, tile: int) -> tuple[list[int], l
             part = mine[first : first + tile]
             tile_experts.append(e)
             tile_routes.append(part + [-1] * (tile - len(part)))
+    if tile > 32:
+        order = sorted(range(len(tile_experts)), key=lambda i: 2 * sum(r >= 0 for r in tile_routes[i]) <= tile)
+        return [tile_experts[i] for i in order], [tile_routes[i] for i in order]
     return tile_experts, tile_routes
 
 
 def test_tiles_are_a_naive_sort() -> None:
     generator = random.Random(0)
     shapes = [(0, 3, 4, 8), (1, 1, 1, 1), (1, 8, 128, 8), (5, 2, 3, 1), (33, 4, 1, 16), (64, 8, 60, 8), (7, 1, 999, 64)]
+    shapes += [(300, 1, 6, 32), (300, 1, 6, 33), (300, 2, 6, 128), (512, 8, 20, 256)]
     for _ in range(60):
         m, k, count, tile = (generator.randint(1, n) for n in (40, 8, 20, 20))
         shapes.append((m, k, count, tile))

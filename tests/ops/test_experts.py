@@ -172,6 +172,10 @@ def test_rotations_are_those_of_tokens() -> None:
         if route >= 0:
             assert torch.equal(got[place], rows[route // 2])
             assert scale[route] == scales[route // 2]
+    natural, same = OPS.rotate_routes(x, *rotation, tiles.routes, 2, natural=True)
+    assert torch.equal(layout.from_blocks(natural, tiles.places, natural=True), got)
+    assert torch.equal(same, scale)
+    assert not torch.equal(natural, blocks)
     with pytest.raises(errors.ConfigError, match="kind is 'qr'"):
         OPS.rotate_routes(x, rotation[0], "qr", *rotation[2:], tiles.routes, 2)
     with pytest.raises(errors.ShapeError, match="eights of routes"):

@@ -54,7 +54,7 @@ def in_order(given: dict[str, Any]) -> dict[str, Any]:
     source[routes >= 0] = routes[routes >= 0].long() // given["per_row"]
     padded = tokens.new_zeros(tiles.places, 128)
     padded[:, :K] = tokens[source]
-    made = {**given, name: layout.to_blocks(padded)}
+    made = {**given, name: layout.to_blocks(padded, natural=True)}
     if name == "q":
         made["q_scale"] = given["q_scale"].repeat_interleave(given["per_row"])
     return made

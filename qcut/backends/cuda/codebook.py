@@ -53,6 +53,7 @@ class Rotation(NamedTuple):
         aligned: whether rows start at multiples of 16 bytes.
         early_read: whether the signs or matrices are ready, as those of a layer are.
         routed: whether rows of the blocks are routes to experts. Kernels then wait before they read anything.
+        natural: whether int8 columns lie in natural order.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Rotation(NamedTuple):
     aligned: bool = True
     early_read: bool = True
     routed: bool = False
+    natural: bool = False
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches in order: two for dense rotations to int8, else one."""
@@ -79,6 +81,7 @@ class Rotation(NamedTuple):
             gpu,
             aligned=self.aligned,
             routed=self.routed,
+            natural=self.natural,
         )
         k_padded = Geometry(self.k, self.group_size).k_padded
         early = (self.early_read or self.kind == rotation.NO_ROTATION) and dispatch.starts_early(self.rows, self.k)

@@ -70,7 +70,16 @@ def rotate_routes(call: RotateRoutesOp) -> tuple[Tensor, Tensor]:
     stride = x.stride(0) if m > 1 else k
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
     described = Rotation(
-        call.kind, x.dtype, call.out_dtype, m_bucket(places), k, call.group_size, passes, aligned, routed=True
+        call.kind,
+        x.dtype,
+        call.out_dtype,
+        m_bucket(places),
+        k,
+        call.group_size,
+        passes,
+        aligned,
+        routed=True,
+        natural=call.natural,
     )
     (plan,) = _rotation_plans[described, device]
     operands, routes = dense(call.operands), None if call.tile_routes is None else dense(call.tile_routes)

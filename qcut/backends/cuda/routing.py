@@ -13,6 +13,7 @@ from qcut.emitters.routing.linear_route import CTAS, MAX_COLUMNS, TOKENS, Linear
 from qcut.emitters.routing.route import RouteTokens, slots_for
 from qcut.emitters.routing.sort_routes import SortRoutes
 from qcut.emitters.routing.sum_routes import MANY_TOKENS, SumRoutes
+from qcut.numerics.routing import short_tile
 from qcut.ops.registry import serves
 from qcut.ops.routing import LinearRouteOp, RouteOp, SortRoutesOp, SumRoutesOp, compares_scores
 
@@ -90,7 +91,8 @@ def sort_routes(call: SortRoutesOp) -> tuple[Tensor, Tensor]:
     device = experts.get_device()
     plan = _sort_plans[SortRoutes.for_routes(routes, target(device).arch), device]
     pointers = (t.data_ptr() for t in (experts, tile_experts, tile_routes))
-    plan.launch(call.count, (*pointers, routes, call.count, call.tile, len(tile_experts)), current_stream(device))
+    sizes = (routes, call.count, call.tile, len(tile_experts), short_tile(call.tile))
+    plan.launch(call.count, (*pointers, *sizes), current_stream(device))
     return tile_experts, tile_routes
 
 

@@ -358,11 +358,12 @@ def token_order(columns: int, dtype: torch.dtype) -> Tensor:
     return place - inside + 8 * (e // 2) + 2 * t + e % 2
 
 
-def to_blocks(x: Tensor) -> Tensor:
+def to_blocks(x: Tensor, natural: bool = False) -> Tensor:
     """Arrange rotated, padded tokens in the blocks that kernels read.
 
     Args:
         x: float16, bfloat16 or int8 ``[M, Kp]``, Kp a multiple of 128.
+        natural: whether int8 columns stay in natural order, for int8 weights; else they have `token_order`.
 
     Returns:
         ``[Kp / B, ceil(M / 8), 8, B]`` of x's dtype, B = 128 bytes; rows past M are 0.
@@ -370,7 +371,7 @@ def to_blocks(x: Tensor) -> Tensor:
     m, k = x.shape
     per_block = 128 // x.element_size()
     rows = x.new_zeros((-(-m // 8) * 8, k))
-    rows[:m] = x[:, token_order(k, x.dtype).to(x.device)]
+    rows[:m] = x if natural else x[:, token_order(k, x.dtype).to(x.device)]
     chunks = rows.view(-1, 8, k // per_block, 8, per_block // 8)
     swizzled = torch.empty_like(chunks)
     place = torch.arange(8, dtype=torch.int64, device="cpu")
@@ -379,7 +380,7 @@ def to_blocks(x: Tensor) -> Tensor:
     return swizzled.permute(2, 0, 1, 3, 4).flatten(3).contiguous()
 
 
-def from_blocks(blocks: Tensor, m: int) -> Tensor:
+def from_blocks(blocks: Tensor, m: int, natural: bool = False) -> Tensor:
     """``[m, Kp]``: the inverse of `to_blocks`."""
     kb, m8, _, per_block = blocks.shape
     swizzled = blocks.view(kb, m8, 8, 8, per_block // 8).permute(1, 2, 0, 3, 4)
@@ -388,6 +389,8 @@ def from_blocks(blocks: Tensor, m: int) -> Tensor:
     for r in range(8):
         chunks[:, r] = swizzled[:, r][:, :, place ^ r]
     rows = chunks.reshape(m8 * 8, kb * per_block)[:m]
+    if natural:
+        return rows
     out = torch.empty_like(rows)
     out[:, token_order(kb * per_block, blocks.dtype).to(blocks.device)] = rows
     return out

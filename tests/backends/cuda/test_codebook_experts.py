@@ -113,3 +113,6 @@ def test_rotations(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         assert launches[-1]["kernel"].endswith("_e")
     experts_cuda.rotate_routes(RotateRoutesOp(x[:0], *given[1:], None, 2))
     assert len(launches) == 2
+    if dtype is torch.int8:
+        experts_cuda.rotate_routes(RotateRoutesOp(*given, routes, 2, natural=True))
+        assert launches[-1]["kernel"].endswith("_e_n")

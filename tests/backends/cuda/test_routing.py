@@ -42,6 +42,8 @@ def test_routes(launches: Launches) -> None:
     assert kernels == ["f16_softmax_e128", "f32_logits_e64", "f16_logits_e128", "f16_logits_e128_s"]
     assert routing.route(RouteOp(logits[:0], None, "softmax", 6))[1].shape == (0, 6)
     assert len(launches) == 5
+    routing.sort_routes(SortRoutesOp(torch.zeros(40, 8, dtype=torch.int32), 60, 128))
+    has(launches[-1], tile=128, short_tile=64)
 
 
 def test_routers(launches: Launches) -> None:
@@ -99,7 +101,7 @@ def test_tiles(launches: Launches) -> None:
         experts = torch.zeros(k, m, dtype=torch.int32).t()
         tile_experts, tile_routes = routing.sort_routes(SortRoutesOp(experts, 60, 8))
         has(launches[-1], tile_experts=tile_experts, tile_routes=tile_routes, routes=m * k, count=60, tile=8)
-        has(launches[-1], tiles=len(tile_experts))
+        has(launches[-1], tiles=len(tile_experts), short_tile=0)
         return experts
 
     for routes in (1, FEW_ROUTES, FEW_ROUTES + 1, MANY_ROUTES):

@@ -192,6 +192,7 @@ def rotations(arch: str) -> Iterator[KernelSource]:
         found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, 1, k, group, passes=2))
     for x, m, k in ((F16, 4096, 2048), (F32, 8, 768)):
         found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, m, k, 128, routed=True))
+        found.append(RotateTokens.for_shape(x, S8, "none", arch, m, k, 128, routed=True, natural=True))
     found.append(RotateTokens.for_shape(BF16, BF16, "none", arch, 64, 4096, 128, routed=True))
     yield from {desc.name: desc.emit() for desc in found}.values()
 
@@ -213,6 +214,7 @@ ROTATE_REFUSALS: dict[str, list[Any]] = {
     "rows": [{"threads": 512, "rows": 4}],
     "held": [{"held": False}],
     "pieces": [{"held": False, "out": S8, "group": 1024, "threads": 32}],
+    "natural": [{"natural": True}],
     "aligned": [{"group": 4}],
 }
 DENSE_REFUSALS: dict[str, list[Any]] = {

@@ -273,7 +273,7 @@ def random_experts(m: int, k: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 8, 60, 128, 1024])
-@pytest.mark.parametrize("tile", [1, 8, 13, 64])
+@pytest.mark.parametrize("tile", [1, 8, 13, 33, 64, 256])
 def test_tiles_are_the_cpus(count: int, tile: int) -> None:
     edges = (1, 2, 8, 31, 32, 33, FEW_ROUTES - 1, FEW_ROUTES, FEW_ROUTES + 1, MANY_ROUTES - 1, MANY_ROUTES, 9999)
     for routes in edges:
@@ -355,10 +355,10 @@ def test_routers_write_nothing_else(tokens: int, e: int, h: int) -> None:
 
 @pytest.mark.parametrize("routes", [40, 300, 5000])
 def test_tiles_write_nothing_else(routes: int) -> None:
-    desc, count, tile = SortRoutes.for_routes(routes, arch()), 40, 8
+    desc, count, tile = SortRoutes.for_routes(routes, arch()), 40, 64
     experts, tiles = random_experts(routes, 1, count), routing.tile_count(routes, count, tile)
     tile_experts, tile_routes = Guarded(1, tiles, torch.int32), Guarded(tiles, tile, torch.int32)
-    sizes = (routes, count, tile, tiles)
+    sizes = (routes, count, tile, tiles, routing.short_tile(tile))
     launch(desc.emit(), desc.grid(count), experts.to(DEVICE), tile_experts.tensor, tile_routes.tensor, *sizes)
     for got, want in zip(
         (tile_experts.take(tiles)[0], tile_routes.take(tile)), routing.sort_routes(experts, count, tile), strict=True

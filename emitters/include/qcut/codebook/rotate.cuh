@@ -84,8 +84,9 @@ __device__ __forceinline__ void store_chunk(char* y, int row, int m8, int column
 // kThreads threads own a row; kRows rows share a CTA. With kHeld, threads hold all columns that the CTA writes, which
 // blockIdx.y chooses; otherwise the CTA goes over its rows a second time once their maximum is known. kPaddedGroup is
 // the number of columns of a group in memory. With kAligned, rows of x and their groups start at multiples of 16 bytes.
+// With kNaturalOrder, int8 columns lie in natural order.
 template <class T, class Out, bool kHadamard, int kGroup, int kPaddedGroup, int kPasses, int kThreads, int kRows,
-          bool kHeld, bool kAligned>
+          bool kHeld, bool kAligned, bool kNaturalOrder>
 struct RowRotation {
   static constexpr int kSize = Vector<T>::kSize;
   static constexpr int kVecs = kLaneColumns / kSize;
@@ -180,16 +181,19 @@ struct RowRotation {
     store_chunk(y, row, m8, column_bytes + (odd ? 16 : 32), second);
   }
 
-  // Stores int8 results with the columns of each 16 permuted: word i has columns 2i, 2i + 1, 8 + 2i, 9 + 2i. Two words
-  // at a time take fewer registers than four.
+  // The column of 16 that is byte i of int8 results: unless in natural order, word i has columns 2i, 2i + 1, 8 + 2i, 9 + 2i.
+  static constexpr __device__ int column_of(int i) { return kNaturalOrder ? i : i / 4 * 2 + i % 2 + i % 4 / 2 * 8; }
+
+  // Stores int8 results. Two words at a time take fewer registers than four.
   __device__ __forceinline__ void store(const float (&r)[kLaneColumns], int pass, int place,
                                         const QuantizedRow& quantized) const {
     if (place >= k_padded) return;
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const float f[8] = {r[2 * i],     r[2 * i + 1], r[2 * i + 8],  r[2 * i + 9],
-                          r[2 * i + 2], r[2 * i + 3], r[2 * i + 10], r[2 * i + 11]};
+      float f[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) f[j] = r[column_of(4 * i + j)];
       uint32_t words[2];
       quantized.quantize(f, words);
       packed[i] = words[0];

@@ -44,79 +44,164 @@ __device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, in
 }
 
 // The rows of D that a tile of tokens writes, and the epilogue's arguments for them: neighbours, or an expert's routes.
-template <class Args>
+template <class E>
 struct TokenRows {
-  const Args& args;
+  const typename E::Args& args;
   int first, m;
-  struct Place {
-    __device__ __forceinline__ int operator()(int staged) const { return staged_token(staged); }
-  };
-  __device__ __forceinline__ Place of(int) const { return {}; }
+  // Fetches what a lane's rows of sixteen tokens need.
+  template <class Writer>
+  __device__ __forceinline__ void fetch(const Writer& writer, typename Writer::Rows& rows, int round) const {
+    writer.fetch(rows, round, staged_token);
+  }
   __device__ __forceinline__ bool ends_before(int token) const { return first + token >= m; }
 };
 
-template <class Args>
+// Routes of the tile and scales of their tokens are in shared memory: each sixteen rows would wait for the load of their
+// routes, and then for that of their scales.
+template <class E>
 struct RouteRows {
-  Args args;
-  const int* routes;  // of the tile
-  int first, m;       // 0, and the number of all routes
-  // Called for a staged row of sixteen tokens; TileWriter adds the tokens before. Rows past the last route are not written.
-  struct Place {
-    const int* routes;
-    int before, m;
-    __device__ __forceinline__ int operator()(int staged) const {
-      const int route = routes[staged_token(staged)];
-      return min(static_cast<unsigned>(route), static_cast<unsigned>(m)) - before;
+  typename E::Args args;
+  const int* routes;
+  int first, m;  // 0, and the number of all routes
+  // Rows past the last route get the number m, and are not written.
+  template <class Writer>
+  __device__ __forceinline__ void fetch(const Writer& writer, typename Writer::Rows& rows, int round) const {
+#pragma unroll
+    for (int p = 0; p < Writer::kPasses; ++p) {
+      const int token = 16 * round + staged_token(writer.staged + p * Writer::kRowsPerPass);
+      rows.at[p] = min(static_cast<unsigned>(routes[token]), static_cast<unsigned>(m));
+      rows.across[p] = E::row(args, token, token + 1);
     }
-  };
-  __device__ __forceinline__ Place of(int round) const { return {routes + 16 * round, 16 * round, m}; }
+  }
   __device__ __forceinline__ bool ends_before(int token) const { return routes[token] < 0; }
 };
 
-template <class T, class Args>
-__device__ __forceinline__ TokenRows<Args> rows_of_tile(const PromptWork<T, AllRows>& work, const Args& args, int, int first,
-                                                        int) {
+template <class E, class T>
+__device__ __forceinline__ TokenRows<E> rows_of_tile(const PromptWork<T, AllRows>& work, const typename E::Args& args, int,
+                                                     int first, int, const int*, const float*) {
   return {args, first, work.m};
 }
-template <class T, class Args>
-__device__ __forceinline__ RouteRows<Args> rows_of_tile(const PromptWork<T, ExpertRows>& work, const Args& args, int tile,
-                                                        int first, int n) {
+template <class E, class T>
+__device__ __forceinline__ RouteRows<E> rows_of_tile(const PromptWork<T, ExpertRows>& work, const typename E::Args& args,
+                                                     int tile, int, int n, const int* routes, const float* scales) {
   const long long expert = work.expert(tile);
-  Args mine = args;
+  typename E::Args mine = args;
   mine.col_scale_per_channel += expert * n;
   if (mine.bias != nullptr) mine.bias += expert * n;
-  return {mine, work.rows.routes + first, 0, work.rows.rows * work.rows.per_row};
+  mine.row_scale = scales;
+  return {mine, routes, 0, work.routes()};
 }
 
-// Issues batch k of a unit's products with kTokens tokens, whose sums are the first ones.
-template <class T, int kTokens, int kBatch>
-__device__ __forceinline__ void issue_batch(typename T::Acc (&acc)[T::kTokens / 2], const uint32_t (&batch)[kBatch][4],
-                                            unsigned long long tokens0, uint32_t tokens, int k) {
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    const int step = k * kBatch + i;
-    // A unit of 16-bit tokens has two blocks of 128 bytes, a unit of int8 tokens one; a block feeds four products.
-    const uint32_t at = tokens + step / 4 * (8 * T::kTokens) + step % 4 * static_cast<uint32_t>(kWgmmaStep);
-    Wgmma<typename T::X, kTokens>::issue(reinterpret_cast<typename T::Acc(&)[kTokens / 2]>(acc), batch[i],
-                                         tokens0 >> 32 << 32 | at, 1);
+// What a warpgroup has of the routes of its tile in shared memory. Two tiles' routes, for a warp may be a tile ahead of
+// the others; scales of the routes' tokens, if these are int8.
+template <class T>
+struct TileRoutes {
+  const int* all;
+  const float* row_scale;
+  uint32_t base;
+  int offset, odd = 0;  // of the warpgroup's place; whether this tile's routes are the second ones
+
+  __device__ __forceinline__ int routes() const { return offset + odd * (4 * T::kTokens); }
+  __device__ __forceinline__ int scales() const { return offset + 2 * (4 * T::kTokens); }
+  // Starts the copy of a tile's routes.
+  __device__ __forceinline__ void begin(int first) {
+    odd ^= 1;
+    for (int i = threadIdx.x % 128; i < T::kTokens; i += 128) {
+      copy_async<4>(base + routes() + 4 * i, all + first + i, false);
+    }
   }
-  wgmma_commit();
-}
+  // Waits for the routes, then for the scales. All threads of the warpgroup call.
+  __device__ __forceinline__ void settle(int total, int barrier) const {
+    copy_async_wait_all();
+    named_barrier_sync<128>(barrier);
+    if constexpr (T::kRouteScales) {
+      const int* const mine = reinterpret_cast<const int*>(dynamic_shared() + routes());
+      for (int i = threadIdx.x % 128; i < T::kTokens; i += 128) {
+        const bool none = static_cast<unsigned>(mine[i]) >= static_cast<unsigned>(total);
+        copy_async<4>(base + scales() + 4 * i, row_scale + (none ? 0 : mine[i]), none);
+      }
+      copy_async_wait_all();
+      named_barrier_sync<128>(barrier);
+    }
+  }
+};
+
+// Products with weights that a stream loads and a decoder decodes to registers. They are issued in batches of kBatch,
+// whose weights are decoded together into one of kRing buffers.
+template <class T, class Weights, class B>
+struct DecodedProducts {
+  using Decoder = typename Weights::template Decoder<T>;
+  static constexpr int kSteps = Decoder::kSteps;
+  static constexpr int kBatch = T::kFine ? 1 : kSteps / 2;
+  static constexpr int kBatches = kSteps / kBatch;
+  static constexpr int kRing = T::kFine ? 4 : 2;
+  Decoder decoder;
+  typename Weights::template Stream<T> stream;
+  uint32_t a[kRing][kBatch][4] = {};
+
+  __device__ __forceinline__ DecodedProducts(const Weights& weights, const B& book, uint32_t base, int warp, int lane)
+      : decoder(book, base, warp, lane), stream(weights) {}
+  template <class Work>
+  __device__ __forceinline__ void begin(const Weights& weights, const Work& work, int tile, int warp, int lane) {
+    stream.begin(weights, work, tile, warp, lane);
+  }
+  // Goes to the next unit, of which there are `more`.
+  __device__ __forceinline__ void advance(bool more, int lane) { stream.advance(more, lane); }
+  // Products in flight read these registers, which must therefore live until the wait for these products.
+  __device__ __forceinline__ void keep_operands(int buffer) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) pin(a[buffer][i]);
+  }
+  __device__ __forceinline__ void keep_all() {
+#pragma unroll
+    for (int k = 0; k < kRing; ++k) keep_operands(k);
+  }
+  // Issues batch k with kTokens tokens, whose sums are the first ones.
+  template <int kTokens>
+  __device__ __forceinline__ void issue(typename T::Acc (&acc)[T::kTokens / 2], unsigned long long tokens0,
+                                        uint32_t tokens, int k) const {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int step = k * kBatch + i;
+      // A unit of 16-bit tokens has two blocks of 128 bytes, a unit of int8 tokens one; a block feeds four products.
+      const uint32_t at = tokens + step / 4 * (8 * T::kTokens) + step % 4 * static_cast<uint32_t>(kWgmmaStep);
+      Wgmma<typename T::X, kTokens>::issue(reinterpret_cast<typename T::Acc(&)[kTokens / 2]>(acc), a[k % kRing][i],
+                                           tokens0 >> 32 << 32 | at, 1);
+    }
+    wgmma_commit();
+  }
+  // Multiplies a unit whose stage is filled. Calls `release` once the unit before has been multiplied.
+  template <class Release>
+  __device__ __forceinline__ void multiply(typename T::Acc (&acc)[T::kTokens / 2], unsigned long long tokens0, int stage,
+                                           bool is_short, const Release& release) {
+    const uint32_t tokens = static_cast<uint32_t>(tokens0) + stage * (T::kTokenBytes / 16);
+#pragma unroll
+    for (int k = 0; k < kBatches; ++k) {
+      wgmma_wait<kRing - 1>();
+      keep_operands(k % kRing);
+      if (k == kRing - 1) release();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        decoder.fetch(k * kBatch + i, stage);
+        decoder.decode(a[k % kRing][i], stream, k * kBatch + i);
+      }
+      if (is_short) {
+        issue<T::kShort>(acc, tokens0, tokens, k);
+      } else {
+        issue<T::kTokens>(acc, tokens0, tokens, k);
+      }
+    }
+  }
+};
 
 // The work of the two multiplying warpgroups. Each writes its 64 channels of D.
-template <class T, class E, int kAlign, class Weights, class B, class Rows>
+template <class T, class E, int kAlign, class Products, class Weights, class B, class Rows>
 __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work, const Weights& weights,
                                                 typename E::Out* d, int n, int ldd, const B& book,
                                                 const typename E::Args& args, uint32_t base) {
   using Acc = typename T::Acc;
   using Stage = typename T::Stage;
-  using Decoder = typename Weights::template Decoder<T>;
-  constexpr int kSteps = Decoder::kSteps;
-  // Products are issued in batches of kBatch. The weights of a batch are decoded together into one of kRing buffers.
-  constexpr int kBatch = T::kFine ? 1 : kSteps / 2;
-  constexpr int kBatches = kSteps / kBatch;
-  constexpr int kRing = T::kFine ? 4 : 2;
   constexpr int kLeadBarrier = 1, kGroupBarrier = 2;
   const int lane = keep(threadIdx.x % 32);
   const int warp = keep(threadIdx.x / 32);
@@ -138,28 +223,25 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
     barrier_wait(base + T::kFull + 8 * place.stage, place.parity);
   };
 
-  Decoder decoder(book, base, warp, lane);
-  typename Weights::template Stream<T> stream(weights);
+  Products products(weights, book, base, warp, lane);
   const auto begin_tile = [&](int tile) {
-    if (tile < work.count() && work.units > 0) stream.begin(weights, work, tile, warp, lane);
+    if (tile < work.count() && work.units > 0) products.begin(weights, work, tile, warp, lane);
   };
   if constexpr (Rows::kOfExperts) wait_for_dependencies();
   begin_tile(work.first());
   bool is_short = work.is_short(work.first());
   if constexpr (!Rows::kOfExperts) wait_for_dependencies();
-  uint32_t a[kRing][kBatch][4] = {};
-  // Products in flight read these registers, which must therefore live until the wait for these products.
-  const auto keep_operands = [](uint32_t(&batch)[kBatch][4]) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) pin(batch[i]);
-  };
   RingPlace<T::kStages> place;
   int lead = T::kSplits == 1 && work.first() < work.count() ? min(T::kLead, work.units) : 0;
   int buffer = 0;
+  TileRoutes<T> routes{nullptr, args.row_scale, base, T::kRoutes + group * T::kGroupRoutes};
+  if constexpr (Rows::kOfExperts) routes.all = work.rows.routes;
   if (lead > 0 && group == 1) named_barrier_sync<T::kThreads>(kLeadBarrier);
-  for (int tile = work.first(); tile < work.count(); tile = work.next(tile)) {
+  int next = 0;
+  for (int tile = work.first(); tile < work.count(); tile = next) {
     const int2 at = work.tile(tile);
     const int channel0 = 16 * at.y + 64 * group;
+    if constexpr (Rows::kOfExperts) routes.begin(at.x);
     Acc acc[T::kTokens / 2];
 #pragma unroll
     for (int i = 0; i < T::kTokens / 2; ++i) acc[i] = 0;
@@ -167,47 +249,41 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
     for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
 
     int previous = 0;
+    bool next_is_short = false;
     for (int u = 0; u < work.units; ++u) {
       const int stage = place.stage;
-      stream.advance(u + 1 < work.units, lane);
+      products.advance(u + 1 < work.units, lane);
       wait_stage(place);
       place.advance();
-      const uint32_t tokens = static_cast<uint32_t>(tokens0) + stage * (T::kTokenBytes / 16);
-#pragma unroll
-      for (int k = 0; k < kBatches; ++k) {
-        uint32_t(&batch)[kBatch][4] = a[k % kRing];
-        wgmma_wait<kRing - 1>();
-        keep_operands(batch);
-        if (k == kRing - 1 && u > 0) release(previous);  // the previous unit has been multiplied
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          decoder.fetch(k * kBatch + i, stage);
-          decoder.decode(batch[i], stream, k * kBatch + i);
-        }
-        if (is_short) {
-          issue_batch<T, T::kShort>(acc, batch, tokens0, tokens, k);
-        } else {
-          issue_batch<T, T::kTokens>(acc, batch, tokens0, tokens, k);
-        }
+      products.multiply(acc, tokens0, stage, is_short, [&] {
+        if (u > 0) release(previous);
+      });
+      // Here products hide the loads of what the next tile is.
+      if (Rows::kOfExperts && u == 0) {
+        next = work.next(tile);
+        next_is_short = work.is_short(next);
       }
       previous = stage;
       if (lead > 0 && group == 0 && --lead == 0) named_barrier_arrive<T::kThreads>(kLeadBarrier);
     }
-    begin_tile(work.next(tile));
-    is_short = work.is_short(work.next(tile));
+    if constexpr (!Rows::kOfExperts) next = work.next(tile);
+    begin_tile(next);
+    is_short = next_is_short;
 
     if constexpr (T::kSplits == 1) {
       // A warp writes four of sixteen tokens, as a CTA of a cluster of four does.
       using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, 4>;
       constexpr int kAhead = (E::kHasResidual ? 2 : 4) / Writer::kPasses;  // rounds whose vectors are in flight
-      const auto written = rows_of_tile(work, args, tile, at.x, n);
+      if constexpr (Rows::kOfExperts) routes.settle(work.routes(), kGroupBarrier + group);
+      const int* const here = reinterpret_cast<const int*>(dynamic_shared() + routes.routes());
+      const float* const scales = reinterpret_cast<const float*>(dynamic_shared() + routes.scales());
+      const auto written = rows_of_tile<E>(work, args, tile, at.x, n, here, scales);
       const Writer writer(d, written.first, channel0, written.m, n, ldd, written.args, warp % 4);
       typename Writer::Rows rows[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) writer.fetch(rows[i], i, written.of(i));
+      for (int i = 0; i < kAhead; ++i) written.fetch(writer, rows[i], i);
       wgmma_wait<0>();
-#pragma unroll
-      for (int k = 0; k < kRing; ++k) keep_operands(a[k]);
+      products.keep_all();
       release(previous);
 #pragma unroll
       for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
@@ -239,7 +315,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
         for (int b = 0; b < T::kBatch; ++b) {
           const int round = i + b;
           const typename Writer::Rows current = rows[round % kAhead];
-          if (round + kAhead < T::kRounds) writer.fetch(rows[round % kAhead], round + kAhead, written.of(round + kAhead));
+          if (round + kAhead < T::kRounds) written.fetch(writer, rows[round % kAhead], round + kAhead);
           writer.write(current, sums[b]);
         }
       }
@@ -247,8 +323,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
       using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, T::kSplits>;
       const Writer writer(d, at.x, channel0, work.m, n, ldd, args, work.rank);
       wgmma_wait<0>();
-#pragma unroll
-      for (int k = 0; k < kRing; ++k) keep_operands(a[k]);
+      products.keep_all();
 #pragma unroll
       for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
       named_barrier_sync<T::kThreads>(kLeadBarrier);  // both groups have read all operands
@@ -271,9 +346,10 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
   }
 }
 
-// The kernel, of codebook weights or of others with a stream, a decoder and a supply. kAlign is the alignment of D's
-// rows in bytes, as in TileWriter. With ExpertRows, m counts the routes of all tiles, and row_scale is that of routes.
-template <class T, class E, int kAlign, class Weights, class B, class Rows>
+// The kernel, of codebook weights or of others with a supply; Products has DecodedProducts' functions. kAlign is the
+// alignment of D's rows in bytes, as in TileWriter. With ExpertRows, m counts the routes of all tiles, and row_scale is
+// that of routes.
+template <class T, class E, int kAlign, class Products, class Weights, class B, class Rows>
 __device__ __forceinline__ void prompt_product(const char* x, const Weights& weights, typename E::Out* d, int m, int n,
                                                int units_k, int ldd, const B& book, const typename E::Args& args,
                                                const Rows& rows) {
@@ -312,7 +388,7 @@ __device__ __forceinline__ void prompt_product(const char* x, const Weights& wei
   } else {
     take_registers<T::kRegisters>();
     const PromptWork<T, Rows> work(m, n, units_k, rows);
-    multiply_prompt<T, E, kAlign>(work, weights, d, n, ldd, book, args, base);
+    multiply_prompt<T, E, kAlign, Products>(work, weights, d, n, ldd, book, args, base);
   }
   // No CTA exits while other CTAs copy to its memory, arrive at its barriers or read its sums.
   if constexpr (T::kCtas > 1) {
@@ -325,7 +401,8 @@ template <class T, class E, int kAlign, class B, class Rows = AllRows>
 __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms, const float* fold,
                                                typename E::Out* d, int m, int n, int units_k, int ldd, const B& book,
                                                const typename E::Args& args, const Rows& rows = Rows()) {
-  prompt_product<T, E, kAlign>(x, CodebookRows{units, norms, fold}, d, m, n, units_k, ldd, book, args, rows);
+  prompt_product<T, E, kAlign, DecodedProducts<T, CodebookRows, B>>(x, CodebookRows{units, norms, fold}, d, m, n, units_k,
+                                                                    ldd, book, args, rows);
 }
 
 }  // namespace qcut

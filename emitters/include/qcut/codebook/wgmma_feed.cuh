@@ -13,7 +13,8 @@ namespace qcut {
 // Keeps a value in a register; otherwise the compiler reads the thread's index again in each loop.
 __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu, v, 0); }
 
-// The tile of emitters/codebook/wgmma.py and its shared memory: tokens and supplies of all stages, staging, barriers.
+// The tile of emitters/codebook/wgmma.py and its shared memory: tokens and supplies of all stages, staging, barriers, and
+// with ExpertRows the routes of tiles.
 // Three warps supply a stage with tables of int8 values for each row, or with int8 weights.
 template <class X_, int kBits_, int kSlots_, bool kOffsets_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
           int kBuffers_, bool kPairs_, bool kFine_>
@@ -51,6 +52,10 @@ struct WgmmaTile {
   static constexpr int kFull = kStaging + 2 * kBuffers * Stage::kBytes;
   static constexpr int kEmpty = kFull + 8 * kStages;
   static constexpr int kSupplied = kEmpty + 8 * kStages;
+  // TileRoutes of each multiplying warpgroup.
+  static constexpr int kRoutes = (kSupplyBytes > 0 ? kSupplied : kEmpty) + 8 * kStages;
+  static constexpr bool kRouteScales = sizeof(X) == 1;
+  static constexpr int kGroupRoutes = 4 * kTokens * (kRouteScales ? 3 : 2);
   static constexpr int kSupplyWarps = 3;
   // A warp arrives once its tables are built, a thread once its copies are done.
   static constexpr int kSuppliers = kInt8Weights ? 32 * kSupplyWarps : kSupplyWarps;
@@ -234,6 +239,7 @@ struct PromptWork {
       return 0;
     }
   }
+  __device__ __forceinline__ int routes() const { return rows.rows * rows.per_row; }
   __device__ __forceinline__ int expert(int i) const { return rows.expert(tile_of_block(i, tiles_m, tiles_n).x); }
   // The first token (x) and the first tile of 16 rows (y) of a tile of D.
   __device__ __forceinline__ int2 tile(int i) const {

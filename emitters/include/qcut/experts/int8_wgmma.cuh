@@ -1,21 +1,26 @@
 // D^T = epilogue(W X^T) of many tokens X and int8 weights W in row-major order (sm_90a), for prefill: codebook/wgmma.cuh
-// with weights that need no codebook. Tokens lie in its blocks. Three warps copy weights to the stages, as far ahead as
-// tokens: a unit's products do not hide the latency of a loaded memory.
+// with weights that need no codebook. Tokens lie in its blocks, int8 ones with their columns in natural order. Three warps copy
+// weights to the stages, as far ahead as tokens: a unit's products do not hide the latency of a loaded memory. Products of
+// int8 tokens take both operands from there; for tokens of 16 bits, weights are converted in registers.
 //
 // Exactness: int8 products are added in int32. 16-bit products are exact and are added in float32 in a fixed order.
 //
-// Source: PTX ISA "wgmma.mma_async", "cp.async", "cp.async.mbarrier.arrive".
+// Source: PTX ISA "wgmma.mma_async", "cp.async", "cp.async.mbarrier.arrive", "fence.proxy.async".
 #pragma once
 
 #include <qcut/codebook/wgmma.cuh>
 #include <qcut/core/int8_rows.cuh>
 #include <qcut/core/streaming.cuh>
+#include <qcut/core/wgmma_int8.cuh>
 
 namespace qcut {
 
-// Where chunk c, 16 columns, of row r of a unit of weights lies in a stage. Eight lanes read four chunks of two rows at
-// a time, and meet every bank once.
-__device__ __forceinline__ uint32_t int8_chunk(int r, int c) { return 128 * r + 16 * (c ^ 4 * (r % 2)); }
+// Where chunk c, 16 columns, of row r of a unit of weights lies in a stage: for int8 tokens X where wgmma reads it, else
+// so that eight lanes, which read four chunks of two rows at a time, meet every bank once.
+template <class X>
+__device__ __forceinline__ uint32_t int8_chunk(int r, int c) {
+  return 128 * r + 16 * (c ^ (sizeof(X) == 1 ? r % 8 : 4 * (r % 2)));
+}
 
 // Copies 16 bytes to shared memory as loads of weights do: without a place in the L1.
 __device__ __forceinline__ void copy_stream_16(uint32_t shared, const void* p) {
@@ -31,38 +36,66 @@ struct NoStream {
   __device__ __forceinline__ void advance(bool, int) {}
 };
 
-// Word i of a row's 64 columns has what chunk i of a block of int8 tokens has in its word t: columns 2t, 2t + 1, 8 + 2t
-// and 9 + 2t of 16.
+// Converts a row's int8 to 16 bits. Word i of its 64 columns has columns 2t, 2t + 1, 8 + 2t and 9 + 2t of 16.
 template <class T>
 struct Int8Decoder {
   using X = typename T::X;
-  static constexpr int kSteps = 4 * sizeof(X);
+  static constexpr int kSteps = 8;
   uint32_t words[2][4];  // of 64 columns of rows g and g + 8
   uint32_t mine;
 
   template <class B>
   __device__ __forceinline__ Int8Decoder(const B&, uint32_t base, int warp, int lane)
-      : mine(base + T::kSupply + int8_chunk(kUnitRows * warp + lane / 4, lane % 4)) {}
+      : mine(base + T::kSupply + int8_chunk<X>(kUnitRows * warp + lane / 4, lane % 4)) {}
   __device__ __forceinline__ void fetch(int step, int stage) {
-    if (step % (kSteps / 2) != 0) return;
-    const uint32_t at = (mine + stage * T::kSupplyBytes) ^ int8_chunk(0, 4 * (2 * step / kSteps));
+    if (step % 4 != 0) return;
+    const uint32_t at = (mine + stage * T::kSupplyBytes) ^ int8_chunk<X>(0, step);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_shared_16(words[i], at + int8_chunk(8 * i, 0));
+    for (int i = 0; i < 2; ++i) load_shared_16(words[i], at + int8_chunk<X>(8 * i, 0));
 #pragma unroll
     for (int i = 0; i < 2; ++i) exchange_columns(words[i]);
   }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const NoStream&, int step) const {
-    const int i = step % (kSteps / 2);
-    if constexpr (sizeof(X) == 1) {
-      a[0] = words[0][2 * i];
-      a[1] = words[1][2 * i];
-      a[2] = words[0][2 * i + 1];
-      a[3] = words[1][2 * i + 1];
-    } else {
-      Float16<X>::from_int8(words[0][i], a[0], a[2]);
-      Float16<X>::from_int8(words[1][i], a[1], a[3]);
-    }
+    Float16<X>::from_int8(words[0][step % 4], a[0], a[2]);
+    Float16<X>::from_int8(words[1][step % 4], a[1], a[3]);
     pin(a);  // copies: products in flight read them while the next words come
+  }
+};
+
+// Products of int8 tokens and weights that both lie in a stage.
+template <class T>
+struct StagedProducts {
+  unsigned long long weights0;
+
+  template <class Weights, class B>
+  __device__ __forceinline__ StagedProducts(const Weights&, const B&, uint32_t base, int warp, int)
+      : weights0(wgmma_descriptor(base + T::kSupply + warp / 4 * (64 * 128))) {}
+  template <class Weights, class Work>
+  __device__ __forceinline__ void begin(const Weights&, const Work&, int, int, int) {}
+  __device__ __forceinline__ void advance(bool, int) {}
+  __device__ __forceinline__ void keep_all() {}
+  template <int kTokens>
+  __device__ __forceinline__ void issue(int (&acc)[T::kTokens / 2], unsigned long long tokens0, int stage) const {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      WgmmaInt8<kTokens>::issue(reinterpret_cast<int(&)[kTokens / 2]>(acc),
+                                weights0 + stage * (T::kSupplyBytes / 16) + i * kWgmmaStep,
+                                tokens0 + stage * (T::kTokenBytes / 16) + i * kWgmmaStep);
+    }
+    wgmma_commit();
+  }
+  template <class Release>
+  __device__ __forceinline__ void multiply(int (&acc)[T::kTokens / 2], unsigned long long tokens0, int stage, bool is_short,
+                                           const Release& release) {
+    fence_shared_for_async();  // other threads' copies of weights
+    if (is_short) {
+      issue<T::kShort>(acc, tokens0, stage);
+    } else {
+      issue<T::kTokens>(acc, tokens0, stage);
+    }
+    wgmma_wait<1>();
+    release();
   }
 };
 
@@ -80,11 +113,12 @@ struct Int8Rows {
   // stored. Columns past k repeat the last 16 columns and are multiplied by zero tokens.
   template <class T, class Rows, class B>
   __device__ __forceinline__ void supply(const PromptWork<T, Rows>& work, const B&, uint32_t base) const {
+    using X = typename T::X;
     constexpr int kStep = 32 * T::kSupplyWarps / 8;  // rows copied at a time
-    static_assert(kStep % 2 == 0, "rows a step apart have their chunks in the same places");
+    static_assert(kStep % 4 == 0, "rows of two steps have their chunks in the same places");
     const int thread = keep(threadIdx.x - T::kThreads - 32);
     const int row = thread / 8, chunk = thread % 8;
-    const uint32_t to = base + T::kSupply + int8_chunk(row, chunk);
+    const uint32_t to = base + T::kSupply + int8_chunk<X>(row, chunk);
     const int last_column = (k - 1) / 16 * 16;
     if constexpr (Rows::kOfExperts) wait_for_dependencies();
     RingPlace<T::kStages> place;
@@ -99,7 +133,8 @@ struct Int8Rows {
 #pragma unroll
         for (int j = 0; j < T::kRows; j += kStep) {
           if (j + kStep > T::kRows && row >= T::kRows - j) continue;
-          copy_stream_16(stage + int8_chunk(j, 0), column + static_cast<long long>(min(first + j, n - 1)) * ldb);
+          const uint32_t swizzled = stage ^ int8_chunk<X>(j % 8, 0) % 128;
+          copy_stream_16(swizzled + 128 * j, column + static_cast<long long>(min(first + j, n - 1)) * ldb);
         }
         barrier_arrive_copied(base + T::kSupplied + 8 * place.stage);
         place.advance();
@@ -116,7 +151,9 @@ struct NoBook {
 template <class T, class E, int kAlign, class Rows>
 __device__ __forceinline__ void int8_wgmma(const char* x, const int8_t* b, typename E::Out* d, int m, int n, int k,
                                            int ldb, int ldd, const typename E::Args& args, const Rows& rows) {
-  prompt_product<T, E, kAlign>(x, Int8Rows{b, n, k, ldb}, d, m, n, (k + 127) / 128, ldd, NoBook(), args, rows);
+  using Decoded = DecodedProducts<T, Int8Rows, NoBook>;
+  using Products = typename Either<sizeof(typename T::X) == 1, StagedProducts<T>, Decoded>::Type;
+  prompt_product<T, E, kAlign, Products>(x, Int8Rows{b, n, k, ldb}, d, m, n, (k + 127) / 128, ldd, NoBook(), args, rows);
 }
 
 }  // namespace qcut
