@@ -74,7 +74,8 @@ def prebuild_layer(layer: Linear, dtype: torch.dtype, rows: Sequence[int]) -> No
     from qcut.backends.cuda.launch.prebuild import prebuild
     from qcut.jit.waiting import no_fallbacks
 
-    n, k, bias, required = layer.out_features, layer.in_features, layer.bias is not None, set[LayerCall]()
+    n, k, bias = layer.out_features, layer.in_features, layer.bias is not None
+    required: set[LayerCall] = set()
     for m in rows:
         required.update(
             layer.cuda_calls(layer.scheme, dtype=dtype, rows=m, n=n, k=k, bias=bias, activation=layer.activation)
