@@ -105,9 +105,10 @@ def experts(rows: Rows) -> str:
     found = {(r["model"], r["scheme"], r["m"], r["part"]): r for r in rows.of("bench_experts")}
     if not found:
         return missing("bench_experts")
-    tokens = [m for m in dict.fromkeys(m for _, _, m, _ in found) if int(m) <= _FEW_TOKENS]
+    few = {key: row for key, row in found.items() if int(key[2]) <= _FEW_TOKENS}
+    tokens = list(dict.fromkeys(m for _, _, m, _ in few))
     lines = []
-    for model, scheme in dict.fromkeys((model, scheme) for model, scheme, _, _ in found):
+    for model, scheme in dict.fromkeys((model, scheme) for model, scheme, _, _ in few):
         for part in ("up", "down", "mixture"):
             here = [found.get((model, scheme, m, part)) for m in tokens]
             what = part if part != "mixture" else "the whole mixture"
