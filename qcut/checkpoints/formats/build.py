@@ -70,7 +70,7 @@ def int8_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: W8A8 | W8A16) -> 
 
 
 def packed_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = None) -> Linear:
-    """A layer of integers: `integer_layer` of 4 bits, `byte_layer` of 8.
+    """A layer of integers: `integer_layer` of 4 bits, `byte_layer` of 8, `levels_layer` of 4 bits with levels.
 
     Args:
         parts: name, sizes and bias of the layer.
@@ -80,6 +80,9 @@ def packed_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = None
     """
     if grid.order is not None:
         q = q[:, grid.order.long()]
+    if grid.levels is not None:
+        wide = (grid.needs() if needs is None else needs).wide
+        return levels_layer(parts, q, grid.levels, grid.scales, grid.group_size or parts.k, wide=wide)
     return (integer_layer if grid.bits == 4 else byte_layer)(parts, q, grid, needs)
 
 
@@ -182,7 +185,15 @@ def codebook_layer(
         raise _placed(exc, parts) from exc
 
 
-def levels_layer(parts: Parts, indices: Tensor, levels: Tensor, scales: Tensor, group_size: int, key: str) -> Linear:
+def levels_layer(
+    parts: Parts,
+    indices: Tensor,
+    levels: Tensor,
+    scales: Tensor,
+    group_size: int,
+    key: str = "scales",
+    wide: bool = False,
+) -> Linear:
     """A layer of 4-bit indices into any 16 levels: ``w = scale * levels[index]``, as nf4 and fp4 have them.
 
     Args:
@@ -192,6 +203,7 @@ def levels_layer(parts: Parts, indices: Tensor, levels: Tensor, scales: Tensor, 
         scales: floating ``[N, G]``, finite.
         group_size: columns of a group, which divides K.
         key: of the tensor with the scales, for messages.
+        wide: whether norms are float32 also where float16 holds them.
 
     Raises:
         UnsupportedError: a scale below 0 of a group that is not all 0.
@@ -213,7 +225,8 @@ def levels_layer(parts: Parts, indices: Tensor, levels: Tensor, scales: Tensor, 
                 "scales from 0 are served"
             )
         scales = scales.abs()
-    book = RotatedCodebook(indices, stored_scales(scales), levels, group_size, NO_ROTATION, 0)
+    norms = scales.to(torch.float32) if wide else stored_scales(scales)
+    book = RotatedCodebook(indices, norms, levels, group_size, NO_ROTATION, 0)
     return codebook_layer(parts, [book], Codebook(group_size=group_size, rotation="none"))
 
 

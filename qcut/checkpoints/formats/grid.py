@@ -31,7 +31,7 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """The values of integers: ``w = scale * (q - zero_point)``, of groups of columns.
+    """The values of integers: ``w = scale * (q - zero_point)``, or ``scale * levels[q]``, of groups of columns.
 
     Attributes:
         bits: of an integer, 4 or 8.
@@ -40,6 +40,8 @@ class Grid:
         group_size: columns of a group; None: whole rows.
         order: int32 ``[K]``: column j of a group's side by side multiplies column ``order[j]`` of x; None: column j.
         rows: the scheme of 8 bits with one scale for each row and no other zero points than 128.
+        levels: what integers of 4 bits stand for, float32 ``[16]``, in any order; scales are then 0 or more, and there
+            are no zero points. None: integers.
     """
 
     bits: int
@@ -48,6 +50,7 @@ class Grid:
     group_size: int | None
     order: Tensor | None = None
     rows: W8A8 | W8A16 = field(default_factory=W8A16)
+    levels: Tensor | None = None
 
     def zeros(self) -> Tensor:
         """Zero points, int32 ``[N, G]``."""
@@ -59,6 +62,8 @@ class Grid:
         """What a layer of these integers must hold."""
         norms, zeros, ordered = stored_scales(self.scales), self.zeros(), self.order is not None
         wide = norms.dtype is torch.float32
+        if self.levels is not None:
+            return Needs(wide, False, ordered)
         if self.bits == 4:
             zeros = torch.where(self.scales < 0, 15 - zeros, zeros)
             return Needs(wide, bool(((zeros != 8) & (norms != 0)).any()), ordered)

@@ -299,6 +299,19 @@ def compressed_tensors(weight: Tensor, size: int) -> Packed:
     return {**stored, "weight_shape": torch.tensor(weight.shape)}, exact
 
 
+def mxfp4(weight: Tensor) -> Packed:
+    """A layer as compressed-tensors stores e2m1 with a power of two for each 32 columns."""
+    groups = weight.double().view(len(weight), -1, 32)
+    exponent = torch.log2(groups.abs().amax(2).clamp(min=1e-9)).floor() - 2
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    scaled = groups / torch.exp2(exponent)[:, :, None]
+    place = (scaled.abs()[..., None] - values).abs().argmin(-1)
+    exact = values[place].copysign(scaled) * torch.exp2(exponent)[:, :, None]
+    codes = (place + 8 * (scaled < 0)).to(torch.uint8).view(len(weight), -1)
+    stored = {"weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": (exponent + 127).to(torch.uint8)}
+    return stored, exact.view(weight.shape)
+
+
 def _gguf(folder: Path) -> None:
     from tests.checkpoints.formats.gguf.test_llama import Type
     from tests.checkpoints.formats.gguf.test_llama import write as write_gguf
@@ -318,11 +331,22 @@ PACKED = {
         }
     },
 }
+E2M1 = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        }
+    },
+}
 CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "gptq": lambda folder: write(folder, GPTQ, lambda _, weight: gptq(weight, size=32)),
     "awq": lambda folder: write(folder, AWQ, lambda _, weight: awq(weight, 32)),
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": lambda folder: write(folder, PACKED, lambda _, weight: compressed_tensors(weight, 32)),
+    "mxfp4": lambda folder: write(folder, E2M1, lambda _, weight: mxfp4(weight)),
     "gguf": _gguf,
 }
 """What writes a small checkpoint of each library into an empty folder."""

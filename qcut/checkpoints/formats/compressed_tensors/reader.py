@@ -19,6 +19,7 @@ from qcut.schemes import W8A8, W8A16
 LAYOUTS = {
     "int-quantized": "qcut.checkpoints.formats.compressed_tensors.integers.IntQuantized",
     "pack-quantized": "qcut.checkpoints.formats.compressed_tensors.integers.PackQuantized",
+    "mxfp4-pack-quantized": "qcut.checkpoints.formats.compressed_tensors.floats.Mxfp4Packed",
 }
 """By ``format``, the `Layout` that reads it."""
 _MOST_REPEATS, _MOST_PATTERNS, _MOST_GROUPS = 5, 1024, 1024

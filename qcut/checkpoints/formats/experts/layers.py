@@ -75,7 +75,11 @@ def _joined(grids: Sequence[Grid], parts: Sequence[Parts]) -> Grid:
 
 def _require_same(first: Grid, at: Parts, grid: Grid, one: Parts) -> None:
     """Refuse integers of another form than those of the first layer of a stack."""
-    forms = [f"{g.bits} bits in groups of {g.group_size or one.k}, of scheme {g.rows.name}" for g in (first, grid)]
+    forms = [
+        f"{g.bits} bits in groups of {g.group_size or one.k}, "
+        + (f"of scheme {g.rows.name}" if g.levels is None else f"of the levels {g.levels.tolist()}")
+        for g in (first, grid)
+    ]
     if forms[0] != forms[1]:
         raise UnsupportedError(
             f"{one.where}: layer {one.name!r} has {forms[1]}, and {at.name!r} has {forms[0]}; one form for all experts "

@@ -1,0 +1,75 @@
+"""4-bit floats of compressed-tensors.
+
+- ``mxfp4-pack-quantized``: ``weight_packed`` uint8 ``[N, K / 2]``, two e2m1 along K, the first in the low half;
+  ``weight_scale`` uint8 ``[N, K / 32]``, the exponent of a power of two for each 32 columns, plus 127.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from qcut.checkpoints.formats.build import packed_layer
+from qcut.checkpoints.formats.e2m1 import LEVELS, codes_of, powers_of
+from qcut.checkpoints.formats.grid import Grid
+from qcut.checkpoints.formats.parts import Parts
+from qcut.errors import UnsupportedError
+from qcut.layers.linear import Linear
+from qcut.schemes import W8A8, W8A16
+
+GROUP = 32
+"""Columns that share a scale."""
+_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP}
+
+
+class Mxfp4Packed:
+    """e2m1 weights with a power of two for each 32 columns; see `Layout`.
+
+    Tokens that the writer would quantize to floats while it computes stay in 16 bits.
+    """
+
+    name = "mxfp4-pack-quantized"
+
+    def __init__(self, weights: dict[str, Any], tokens: dict[str, Any] | None, where: str) -> None:
+        found = {key: weights[key] for key in _WEIGHTS}
+        if found["strategy"] is None:
+            found["strategy"] = "group"
+        if found != _WEIGHTS or str(weights["actorder"]).lower() not in ("none", "false"):
+            raise UnsupportedError(
+                f"{where}: weights are {found} with actorder {str(weights['actorder'])[:80]!r}; {self.name} is served "
+                f"of {_WEIGHTS} without one"
+            )
+        if tokens is not None and (tokens["type"], tokens["dynamic"]) != ("float", True):
+            raise UnsupportedError(
+                f"{where}: input_activations are {tokens['type']}, dynamic {tokens['dynamic']}; none, or dynamic ones "
+                f"of type float, which stay in 16 bits, are served of {self.name}"
+            )
+
+    def check(self, parts: Parts) -> None:
+        """See `Format.check`."""
+        n, k = parts.n, parts.k
+        parts.only(("weight_packed", "weight_scale", "bias"))
+        if k % GROUP:
+            raise UnsupportedError(
+                f"{parts.where}: layer {parts.name!r} has {k} columns; a multiple of {GROUP} is served of {self.name}"
+            )
+        parts.require("weight_packed", ("U8",), [n, k // 2])
+        parts.require("weight_scale", ("U8",), [n, k // GROUP])
+
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`."""
+        return codes_of(parts.read("weight_packed"))
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
+        scales = powers_of(parts, "weight_scale", self.codes(parts).view(parts.n, -1, GROUP))
+        return Grid(4, scales, None, GROUP, levels=LEVELS)
+
+    def layer(self, parts: Parts) -> Linear:
+        """See `Format.layer`."""
+        return packed_layer(parts, self.codes(parts), self.grid(parts))
+
+    def row_scheme(self, where: str) -> W8A8 | W8A16:
+        """See `Layout.row_scheme`."""
+        raise UnsupportedError(f"{where} has floats of 4 bits; allowed: int-quantized, with a scale for each row")
