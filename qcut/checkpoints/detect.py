@@ -35,6 +35,7 @@ METHODS = {
     "gptq": "qcut.checkpoints.formats.gptq.Gptq",
     "awq": "qcut.checkpoints.formats.awq.Awq",
     "bitsandbytes": "qcut.checkpoints.formats.bitsandbytes.BitsAndBytes",
+    "mxfp4": "qcut.checkpoints.formats.mxfp4.Mxfp4",
 }
 """By ``quant_method`` of another library, the `qcut.checkpoints.formats.parts.Format` that reads its layers."""
 READERS = {

@@ -15,6 +15,8 @@ from qcut.numerics.codebook.layout import row_exponents
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LEVELS = torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)], dtype=torch.float32, device="cpu")
 """What codes 0 to 15 stand for; 8 is -0."""
+GROUP = 32
+"""Columns that share a power of two."""
 _BIAS, _NAN = 127, 255
 _LARGEST = 252 - _BIAS
 """The largest exponent whose products with 6 are finite in float32."""
@@ -45,7 +47,7 @@ def powers_of(parts: Parts, key: str, codes: Tensor) -> Tensor:
     if bool((used & (exponents > _LARGEST)).any()):
         at = (used & (exponents > _LARGEST)).nonzero()[0].tolist()
         raise UnsupportedError(
-            f"{parts.where}: tensor '{parts.name}.{key}': found {int(exponents[tuple(at)]) + _BIAS} at {at}; up to "
+            f"{parts.where}: tensor {parts.full(key)!r}: found {int(exponents[tuple(at)]) + _BIAS} at {at}; up to "
             f"{_LARGEST + _BIAS}, whose weights float32 holds, are served"
         )
     scales = torch.where(used, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), 0.0)
@@ -54,7 +56,7 @@ def powers_of(parts: Parts, key: str, codes: Tensor) -> Tensor:
     if len(lost):
         at = lost[0].tolist()
         raise UnsupportedError(
-            f"{parts.where}: tensor '{parts.name}.{key}': found 2**{int(exponents[tuple(at)])} at {at}, in a row with "
+            f"{parts.where}: tensor {parts.full(key)!r}: found 2**{int(exponents[tuple(at)])} at {at}, in a row with "
             f"2**{int(exponents[at[0]][used[at[0]]].max())}; scales of a row that are 2**24 apart at most are served"
         )
     return scales

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import passing_buffers
-from qcut.checkpoints.formats.experts.names import ExpertNames
-from qcut.checkpoints.formats.experts.stacks import StoredStack, build_experts, full_name, take_experts
+from qcut.checkpoints.formats.experts.names import ExpertNames, full_name
+from qcut.checkpoints.formats.experts.stacks import StoredStack, build_experts, take_experts
 from qcut.checkpoints.formats.gguf.llama import Gguf
 from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
 from qcut.common.progress import with_progress

@@ -54,6 +54,7 @@ class Parts:
         n: output channels of the model's layer.
         k: input channels of the model's layer.
         tensors: by the end of their names, behind that of the layer, such as ``weight_scale``.
+        joint: what is between both parts of a tensor's name.
     """
 
     name: str
@@ -61,10 +62,15 @@ class Parts:
     n: int
     k: int
     tensors: Mapping[str, Stored]
+    joint: str = "."
+
+    def full(self, key: str) -> str:
+        """The name of a tensor."""
+        return f"{self.name}{self.joint}{key}".removeprefix(".")
 
     def error(self, key: str, what: str) -> CheckpointError:
         """The error that one of the tensors is not as it must be."""
-        return CheckpointError(f"{self.where}: tensor {f'{self.name}.{key}'.removeprefix('.')!r}: {what}")
+        return CheckpointError(f"{self.where}: tensor {self.full(key)!r}: {what}")
 
     def only(self, keys: Collection[str]) -> None:
         """Check that no other tensors are there.

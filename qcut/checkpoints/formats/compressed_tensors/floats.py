@@ -11,15 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from qcut.checkpoints.formats.build import packed_layer
-from qcut.checkpoints.formats.e2m1 import LEVELS, codes_of, powers_of
+from qcut.checkpoints.formats.e2m1 import GROUP, LEVELS, codes_of, powers_of
 from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import Parts
 from qcut.errors import UnsupportedError
 from qcut.layers.linear import Linear
 from qcut.schemes import W8A8, W8A16
 
-GROUP = 32
-"""Columns that share a scale."""
 _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP}
 
 

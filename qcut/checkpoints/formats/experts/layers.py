@@ -18,7 +18,11 @@ from qcut.layers.linear import Linear
 
 @runtime_checkable
 class IntegerFormat(Format, Protocol):
-    """A format of integers, whose rows can be joined before a layer is made of them."""
+    """A format of integers, whose rows can be joined before a layer is made of them.
+
+    One that stores all experts of a projection in one tensor has `stacked` too, the ends of the names of these tensors,
+    behind that of the model's parameter and ``_``; rows are then those of the product, whatever the model's are.
+    """
 
     def codes(self, parts: Parts) -> Tensor:
         """The integers of a layer whose headers were checked: uint8 ``[N, K]``, columns in the model's order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -74,6 +74,12 @@ class ExpertNames:
             if found := pattern.search(name):
                 return Place(name[: found.start()] + target, part, parts, int(found[1]), found[2])
         return None
+
+
+def full_name(name: str, known: Mapping[str, object], model: nn.Module) -> str | None:
+    """A name in a model, with the prefix of its base where it is stored without; None if there is no such name."""
+    base = getattr(model, "base_model_prefix", "")
+    return next((one for one in (name, f"{base}.{name}") if one in known), None)
 
 
 def _transforms(model: nn.Module, where: str) -> list[Any]:

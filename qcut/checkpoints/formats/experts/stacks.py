@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.formats.experts.layers import IntegerFormat, expert_layers
-from qcut.checkpoints.formats.experts.names import ExpertNames
+from qcut.checkpoints.formats.experts.names import ExpertNames, full_name
+from qcut.checkpoints.formats.experts.whole import turned, whole_stacks
 from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.experts.experts import Experts
@@ -105,6 +106,10 @@ def take_experts(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, _Found] = {}
     rest: dict[str, Stored] = {}
+    whole = whole_stacks(model, form, tensors, where)
+    stacks = [_stack(model, one.parameter, form, one.layers, where, whole=True) for one in whole]
+    taken = {name for one in whole for name in one.tensors}
+    tensors = {name: stored for name, stored in tensors.items() if name not in taken}
     for name, stored in tensors.items():
         place = names.place(name)
         parameter = place and full_name(place.parameter, parameters, model)
@@ -113,7 +118,6 @@ def take_experts(
             continue
         one = found.setdefault(parameter, _Found(parameter, parameters[parameter].shape, place.parts, where))
         one.add(place.expert, place.part, place.key, stored, stored_as.get(name, name))
-    stacks = []
     for parameter, one in found.items():
         if parameter in rest:
             raise CheckpointError(
@@ -137,12 +141,6 @@ def take_experts(
         else:
             rest[parameter] = _float_stack(layers)
     return stacks, rest
-
-
-def full_name(name: str, known: Mapping[str, object], model: nn.Module) -> str | None:
-    """A name in a model, with the prefix of its base where it is stored without; None if there is no such name."""
-    base = getattr(model, "base_model_prefix", "")
-    return next((one for one in (name, f"{base}.{name}") if one in known), None)
 
 
 class _Found:
@@ -201,7 +199,9 @@ class _Found:
         ]
 
 
-def _stack(model: nn.Module, parameter: str, form: Format, layers: list[list[Parts]], where: str) -> StoredStack:
+def _stack(
+    model: nn.Module, parameter: str, form: Format, layers: list[list[Parts]], where: str, whole: bool = False
+) -> StoredStack:
     name, _, key = parameter.rpartition(".")
     module = model.get_submodule(name)
     if not isinstance(form, IntegerFormat):
@@ -210,7 +210,7 @@ def _stack(model: nn.Module, parameter: str, form: Format, layers: list[list[Par
             "compressed-tensors"
         )
     why = expert_weights(module)
-    if not isinstance(why, str) and (module.is_transposed or not getattr(module, "is_concatenated", True)):
+    if not isinstance(why, str) and not whole and turned(module):
         why = f"{type(module).__name__} does not have gate above up in its rows"
     if isinstance(why, str):
         raise UnsupportedError(f"{where}: experts {name!r} have quantized tensors; {why}")
