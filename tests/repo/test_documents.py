@@ -15,6 +15,7 @@ import qcut
 from examples import batch, chat, gpt2_int8, llama
 from tests.repo.test_layering import FLOORS
 from tests.support import ROOT
+from tests.support.zoo import small_demo
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
@@ -87,7 +88,8 @@ def test_readme_snippet_runs(
 
 
 def test_walkthrough_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    small_demo(tmp_path / "models" / "gpt2-5m")
+    monkeypatch.chdir(tmp_path)
     names = run_snippets(ROOT / "docs" / "walkthrough.md", tmp_path)
     assert names["again"] is not names["model"]
 
