@@ -188,14 +188,15 @@ def test_a_batch_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     texts = [f"Chapter {i}" for i in range(40)]
     prompts.write_text("".join(json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(texts)))
-    batch.main(str(prompts), str(answers))
+    small_demo(tmp_path / "model")
+    batch.main(str(prompts), str(answers), str(tmp_path / "model"))
     whole = answers.read_bytes()
     rows = [json.loads(line) for line in whole.splitlines()]
     assert [row["id"] for row in rows] == list(range(40))
     assert all(row["reason"] in ("length", "stop") and row["text"] for row in rows)
     end = whole.index(b"\n", len(whole) // 2) + 1
     answers.write_bytes(whole[: end + 9])  # died in the middle of a line
-    batch.main(str(prompts), str(answers))
+    batch.main(str(prompts), str(answers), str(tmp_path / "model"))
     again = [json.loads(line) for line in answers.read_bytes().splitlines()]
     assert answers.read_bytes().startswith(whole[:end])
     assert [row["id"] for row in again] == list(range(40))
