@@ -10,11 +10,11 @@ NVRTC builds. In place of embeddings in codebooks there are torch's kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from qcut.dispatch import ahead_of_time, codebook, gemm
@@ -27,6 +27,7 @@ from qcut.emitters.attention.mma import CLUSTERS, TILE, AttentionMma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend
@@ -66,11 +67,18 @@ def ahead_of_time_kernels(arch: str) -> Iterator[KernelSource]:
     """
     target = ahead_of_time_target(arch)
     seen: set[str] = set()
-    for sources in (_int8, _w8a16, _codebook, _rotations, _rows, _routing, _attention):
-        for source in sources(target):
-            if source.name not in seen:
-                seen.add(source.name)
-                yield source
+    products = chain(_int8(target), _w8a16(target), _codebook(target))
+    rows = _each_once(chain(_rotations(target), _rows(target)))
+    for source in chain(products, rows, _routing(target), _attention(target)):
+        if source.name not in seen:
+            seen.add(source.name)
+            yield source
+
+
+def _each_once(kernels: Iterable[Kernel]) -> Iterator[KernelSource]:
+    """Texts of kernels, most of which serve many sizes."""
+    for kernel in dict.fromkeys(kernels):
+        yield kernel.emit()
 
 
 def precompile_sources(arch: str) -> list[KernelSource]:
@@ -174,7 +182,7 @@ def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[Ker
             yield codebook.emit(choice, replace(problem, epilogue=epilogue, alignment_n=alignment), target.arch)
 
 
-def _rotations(target: Target) -> Iterator[KernelSource]:
+def _rotations(target: Target) -> Iterator[Kernel]:
     known = sorted({k for _, k in ahead_of_time.KNOWN_SHAPES})
     for x, out, kind, group, passes, aligned in product(
         FLOATS, (*HALVES, DType.S8), ("hadamard", "qr", "none"), ahead_of_time.GROUPS, (1, 2), _BOOLS
@@ -186,38 +194,38 @@ def _rotations(target: Target) -> Iterator[KernelSource]:
             if out in (x, DType.S8):
                 with suppress(EmitError):  # qr takes no float32
                     rotations = codebook.select_rotation(kind, x, out, m, k, group, passes, target, aligned=aligned)
-                    yield from (desc.emit() for desc in rotations)
+                    yield from rotations
 
 
 # ── a decoder's rows and attention ───────────────────────────────────────────────────────────────
 
 
-def _rows(target: Target) -> Iterator[KernelSource]:
+def _rows(target: Target) -> Iterator[Kernel]:
     """Quantization, norms, activations, embeddings, the next token."""
     arch, sms = target.arch, target.sm_count
     for x, aligned in product(FLOATS, _BOOLS):
         for k, m in product(_widths(), (1, 4 * sms, 1 << 24)):  # few rows, many, and many for every SM
             for halves in _BOOLS:
                 options = {"aligned": aligned, "halves": halves}
-                yield QuantizePerToken.for_shape(x, arch, m, k, sm_count=sms, **options).emit()
-                yield QuantizePerTensor.for_shape(x, arch, m, k, **options).emit()
-            yield Dequantize.for_shape(x, arch, m, k, aligned=aligned).emit()
+                yield QuantizePerToken.for_shape(x, arch, m, k, sm_count=sms, **options)
+                yield QuantizePerTensor.for_shape(x, arch, m, k, **options)
+            yield Dequantize.for_shape(x, arch, m, k, aligned=aligned)
         for layer, residual, quantized, many in product(_BOOLS, repeat=4):
             usual = aligned and x is not DType.F32
             for vectors in ahead_of_time.VECTOR_POINTS if usual else ahead_of_time.FEW_VECTOR_POINTS:
                 flags: dict[str, Any] = {"many": many, "residual": residual, "quantized": quantized}
                 with suppress(EmitError):
                     width = vectors * 128 // x.bits
-                    yield NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags).emit()
+                    yield NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags)
         for kind in ACTIVATIONS:
-            yield ActivateRows(kind, x, arch, aligned).emit()
+            yield ActivateRows(kind, x, arch, aligned)
         for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
-            yield EmbedRows(x, table, arch, places, aligned, zeroes).emit()
+            yield EmbedRows(x, table, arch, places, aligned, zeroes)
     for x, parts in product(FLOATS, (1, PARTS) if target.exchanges_in_clusters else (1,)):
         for advances, tells in ((False, False), (True, False), (True, True)):
-            yield ArgmaxRows(x, arch, advances, parts, tells).emit()
+            yield ArgmaxRows(x, arch, advances, parts, tells)
     for aligned in _BOOLS:
-        yield ColSum(arch, aligned).emit()
+        yield ColSum(arch, aligned)
 
 
 def _routing(target: Target) -> Iterator[KernelSource]:

@@ -34,10 +34,10 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_script_is_listed_and_documented() -> None:
     assert sorted(COMMANDS) == FOUND
-    page = (ROOT / "docs" / "measuring.md").read_text()
+    page, listed = (ROOT / "docs" / "measuring.md").read_text(), listing()
     for subject, name in COMMANDS:
         assert f"| `{subject} {name}` |" in page
-        assert f"{subject} {name} " in listing()
+        assert f"{subject} {name} " in listed
 
 
 def test_scripts_run_from_any_folder() -> None:

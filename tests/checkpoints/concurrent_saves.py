@@ -6,8 +6,7 @@ Every save is of one number, which all its tensors hold. A load must give the te
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +21,6 @@ from qcut.conversion.calibration.calibrate import Calibration, LayerStats
 from qcut.conversion.quantize import quantize
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
-from tests.support import ROOT
 
 KINDS = ("qcut", "turboquant", "calibration")
 
@@ -91,37 +89,38 @@ def run(kind: str, folder: Path, rounds: int) -> tuple[int, int]:
         The number of loads, and of different saves that they gave.
     """
     save(kind, folder, 1)
-    command = [sys.executable, "-m", "tests.checkpoints.concurrent_saves", "--kind", kind, "--folder", str(folder)]
-    command += ["--rounds", str(rounds)]
-    savers = [subprocess.Popen([*command, "--first", str(i)], cwd=ROOT) for i in (2, 3)]
+    context = multiprocessing.get_context("fork")  # importing torch takes seconds
+    savers = [context.Process(target=_save_on, args=(kind, folder, i, rounds)) for i in (2, 3)]
     found: list[int] = []
+    for saver in savers:
+        saver.start()
     try:
-        while any(saver.poll() is None for saver in savers):
+        while any(saver.is_alive() for saver in savers):
             found.append(load(kind, folder))
             if found[-2:-1] == found[-1:]:  # the savers are still starting, or in the middle
                 time.sleep(0.02)
     finally:
-        codes = [saver.wait() for saver in savers]
-    assert codes == [0, 0]
+        for saver in savers:
+            saver.join()
+    assert [saver.exitcode for saver in savers] == [0, 0]
     assert load(kind, folder) in (2 * rounds, 2 * rounds + 1)
     left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
     assert not left, left
     return len(found), len(set(found))
 
 
+def _save_on(kind: str, folder: Path, first: int, rounds: int) -> None:
+    for i in range(rounds):
+        save(kind, folder, 2 * i + first)
+
+
 def main() -> None:
-    """Run all kinds, or be one of the savers."""
+    """Run one kind, or all."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--kind", choices=KINDS)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--first", type=int)
     parser.add_argument("--rounds", type=int, default=200)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.first is not None:
-        for i in range(arguments.rounds):
-            save(arguments.kind, arguments.folder, 2 * i + arguments.first)
-        return
+    torch.set_num_threads(1)  # processes fork, and threads do not go with them
     for kind in KINDS if arguments.kind is None else (arguments.kind,):
         with tempfile.TemporaryDirectory() as folder:
             start = time.perf_counter()

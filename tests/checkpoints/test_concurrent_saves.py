@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoints.concurrent_saves import KINDS, run
 
-ROUNDS = int(os.environ.get("QCUT_SAVE_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("QCUT_SAVE_ROUNDS", "20"))
 """200 rounds: ``python -m tests.checkpoints.concurrent_saves``."""
 
 

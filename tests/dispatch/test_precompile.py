@@ -125,9 +125,9 @@ def test_layers_find_their_kernels(arch: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_decoders_find_their_kernels(arch: str) -> None:
     chance = random.Random(arch)
-    for gpu in gpus(arch):
+    for i, gpu in enumerate(gpus(arch)):
         for x, head in ((x, head) for x in (DType.F16, DType.BF16, DType.F32) for head in HEADS):
-            for queries in range(1, 17):
+            for queries in range(1 + i % 2, 17, 2):  # GPUs take turns
                 cache = chance.choice((x, DType.S8))
                 sizes = {"batch": chance.randrange(1, 65), "kv_heads": chance.randrange(1, 33)}
                 try:

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from tests.fuzz.formats import FORMATS
 from tests.fuzz.harness import GOOD, command, run
 
-CASES, SEED = 200, 1
+CASES, SEED = 100, 1
 
 
 @pytest.mark.parametrize("name", FORMATS)

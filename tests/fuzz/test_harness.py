@@ -99,7 +99,7 @@ def test_a_call_that_cannot_be_interrupted_is_ended(monkeypatch: pytest.MonkeyPa
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
         return wait(path)
 
-    monkeypatch.setattr(harness, "STUCK_S", 1.5)
+    monkeypatch.setattr(harness, "STUCK_S", 0.8)
     assert outcomes(monkeypatch, block, count=2) == ["hang"] * 2
 
 
@@ -127,12 +127,12 @@ def test_the_same_seed_breaks_the_same_way(name: str) -> None:
             ]
         whole = {path: (bench.whole / path).read_bytes() for path, _ in bench.files}
         seen, unchanged = set(), 0
-        for index in range(200):
+        for index in range(100):
             (path, kind), again = (Random(f"{index}").choice(bench.files) for _ in range(2))
             first, second = (mutate(Random(index), whole[path], kind) for _ in range(2))
             assert first == second
             assert again == (path, kind)
             seen.add((path, first.what, first.content))
             unchanged += first.content == whole[path]
-        assert len(seen) > 150
-        assert unchanged < 20
+        assert len(seen) > 75
+        assert unchanged < 10

@@ -13,7 +13,7 @@ import qcut
 from tests.kills.harness import run
 from tests.kills.writers import WRITERS
 
-KILLS, SEED = 10, 1
+KILLS, SEED = 6, 1
 PAUSE_S = 0.02
 """Of a writer with a fault, where a kill shows it: nearly all of its time, so that few kills are enough."""
 

@@ -47,7 +47,8 @@ def test_opcheck_of_routers(scores: str, top_k: int, options: dict[str, Any], m:
         (torch.randn(20, m).half().t(), torch.randn(20, 12).half().t(), torch.float16, torch.randn(24)[::2]),
         (torch.randn(m, 20).half(), torch.randn(12, 20), torch.float32, torch.randn(12)),
     ):
-        for overload in (OPS.linear_route.default, OPS.linear_route.early_read):
+        overloads = (OPS.linear_route.default, OPS.linear_route.early_read)
+        for overload in overloads if bias is None else overloads[:1]:
             torch.library.opcheck(overload, (x, weight, dtype, bias, scores, top_k), options)
 
 

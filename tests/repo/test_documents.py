@@ -15,6 +15,7 @@ import qcut
 from examples import batch, chat, gpt2_int8, llama
 from tests.repo.test_layering import FLOORS
 from tests.support import ROOT
+from tests.support.zoo import small_demo
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
@@ -87,7 +88,8 @@ def test_readme_snippet_runs(
 
 
 def test_walkthrough_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    small_demo(tmp_path / "models" / "gpt2-5m")
+    monkeypatch.chdir(tmp_path)
     names = run_snippets(ROOT / "docs" / "walkthrough.md", tmp_path)
     assert names["again"] is not names["model"]
 
@@ -186,14 +188,15 @@ def test_a_batch_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     texts = [f"Chapter {i}" for i in range(40)]
     prompts.write_text("".join(json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(texts)))
-    batch.main(str(prompts), str(answers))
+    small_demo(tmp_path / "model")
+    batch.main(str(prompts), str(answers), str(tmp_path / "model"))
     whole = answers.read_bytes()
     rows = [json.loads(line) for line in whole.splitlines()]
     assert [row["id"] for row in rows] == list(range(40))
     assert all(row["reason"] in ("length", "stop") and row["text"] for row in rows)
     end = whole.index(b"\n", len(whole) // 2) + 1
     answers.write_bytes(whole[: end + 9])  # died in the middle of a line
-    batch.main(str(prompts), str(answers))
+    batch.main(str(prompts), str(answers), str(tmp_path / "model"))
     again = [json.loads(line) for line in answers.read_bytes().splitlines()]
     assert answers.read_bytes().startswith(whole[:end])
     assert [row["id"] for row in again] == list(range(40))

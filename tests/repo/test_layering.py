@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 
 import qcut
 from tests.support import ROOT
+from tests.support.processes import run, run_each
 
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
@@ -184,29 +184,6 @@ def test_one_module_knows_torch_library():
         if isinstance(node, ast.Attribute) and node.attr == "library" and ast.unparse(node) == "torch.library"
     }
     assert knowing == {"qcut.ops.definition", "qcut.ops.gradients", "qcut.ops.registry"}
-
-
-def run(code: str, cwd: Path = ROOT) -> str:
-    result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
-def run_each(first: str, codes: Iterable[str]) -> list[str]:
-    """What codes print, each in a fork of one process that has run the first: importing torch takes seconds."""
-    loop = f"""
-import os, sys
-{first}
-for code in {list(codes)!r}:
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0, code
-        print("--", flush=True)
-    else:
-        exec(code, {{}})
-        sys.stdout.flush()
-        os._exit(0)
-"""
-    return [text.strip() for text in run(loop).removesuffix("--").split("--\n")]
 
 
 def test_importing_qcut_imports_no_torch():

@@ -19,6 +19,7 @@ import pytest
 import qcut
 from qcut.cli import main as cli
 from tests.support import ROOT
+from tests.support.zoo import small_demo
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 PATIENCE_S = 120
@@ -86,9 +87,9 @@ def reason_not_to_run(command: str) -> str | None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with what the pages presuppose: the embedded models, the examples and a text."""
-    for name in ("models", "examples"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    """A working directory with what the pages presuppose: the examples, a text, and a model that is soon quantized."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    small_demo(tmp_path / "models" / "gpt2-5m")
     (tmp_path / "book.txt").write_text("\n\n".join(list(pydoc_data.topics.topics.values()))[:5_000])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

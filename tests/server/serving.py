@@ -61,7 +61,8 @@ def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, 
     A token counts if `NOISE` at each logit does not change it.
     """
     ids = alone.tokenizer(prompt)["input_ids"]
-    pieces = Detokenizer(alone.tokenizer).incremental(ids)
+    detokenizer = Detokenizer(alone.tokenizer)
+    pieces = detokenizer.incremental(ids)
     noise = torch.randn(32, alone.decoder.vocabulary, generator=torch.Generator().manual_seed(1)) * NOISE
     noise[0] = 0
     texts: list[str] = []
@@ -72,7 +73,7 @@ def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, 
         if len(texts) == most or len(tokens.unique()) > 1:
             return texts
         whole += pieces.add(int(tokens[0]))
-        texts.append(whole + copy.deepcopy(pieces).rest())
+        texts.append(whole + copy.deepcopy(pieces, {id(detokenizer): detokenizer}).rest())
         logits = alone.decode(tokens[:1])
 
 

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class Report:
         ]
 
 
-def soak(port: int, pid: int, seconds: float, clients: int) -> Report:
+def soak(port: int, pid: int, seconds: float, clients: int, prompts: Sequence[str] = TEXTS) -> Report:
     """Let clients loose on a server of `tests.server.serving.Process`.
 
     Args:
@@ -87,8 +88,9 @@ def soak(port: int, pid: int, seconds: float, clients: int) -> Report:
         pid: the server's.
         seconds: for which clients begin anew.
         clients: at once.
+        prompts: what they ask for.
     """
-    expected = _expected()
+    expected = _expected(prompts)
     report, lock = Report(), threading.Lock()
     end = time.monotonic() + seconds
 
@@ -125,7 +127,7 @@ def soak(port: int, pid: int, seconds: float, clients: int) -> Report:
     return report
 
 
-def _expected() -> Expected:
+def _expected(prompts: Sequence[str]) -> Expected:
     """Texts of each prompt by length, of one sample after the other; the first is the likeliest."""
     alone, drawn = engine(batch=1), qcut.Sampling(TEMPERATURE, seed=SEED)
     found = {
@@ -133,7 +135,7 @@ def _expected() -> Expected:
             steady(alone, text, MOST, qcut.Sampling()),
             *(steady(alone, text, MOST, drawn, index) for index in range(2)),
         ]
-        for text in TEXTS
+        for text in prompts
     }
     return {text: texts for text, texts in found.items() if all(texts)}
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from qcut.text.tokenization import PROCESSES
 from tests.server.serving import Process
-from tests.server.soak import KINDS, soak
+from tests.server.soak import KINDS, TEXTS, soak
 
 
 def test_nothing_is_lost_mixed_or_kept(tmp_path: Path) -> None:
     with Process(tmp_path / "log") as server:
-        report = soak(server.port, server.process.pid, 6, 4)
+        report = soak(server.port, server.process.pid, 4, 4, TEXTS[:5])
         server.process.terminate()
         assert server.ended() == 0
     assert not report.wrong, report.lines

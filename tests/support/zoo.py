@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from tests.support import ROOT
 
 
 class Block(nn.Module):
@@ -83,6 +87,31 @@ def tiny_hf(kind: str) -> Any:
         fields = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "head_dim", "architectures")}
         return transformers.GemmaForCausalLM(transformers.GemmaConfig(**fields, head_dim=8)).eval()
     return transformers.LlamaForCausalLM(config).eval()
+
+
+EMBEDDED = ROOT / "models" / "gpt2-5m"
+
+
+def small_demo(folder: Path) -> None:
+    """Write a random GPT-2 of two narrow blocks, with the tokenizer of the embedded model."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(2)
+    config = GPT2Config.from_pretrained(EMBEDDED, n_embd=128, n_head=2, n_layer=2)
+    _write(GPT2LMHeadModel(config).half(), folder)
+
+
+def first_block(folder: Path) -> None:
+    """Write the embedded model without all blocks but the first: what it predicts is worse, and no less sensible."""
+    from transformers import GPT2LMHeadModel
+
+    _write(GPT2LMHeadModel.from_pretrained(EMBEDDED, n_layer=1, dtype=torch.float16), folder)
+
+
+def _write(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    for path in EMBEDDED.glob("tokenizer*"):
+        shutil.copy(path, folder)
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def _cuts_of(
     """Those of `cuts` for some splits, units and CTAs of an SM: of one weight the first that fits, of several all."""
     units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
     in_flight = math.ceil(_UNITS_IN_FLIGHT * machine.bandwidth)
-    most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
+    most = next((w for w in range(32, 0, -1) if fits(Cut(1, w, units, 1, splits), ctas)), 1)
     wanted = -(-units_k // (splits * units))
     warps = -(-wanted // -(-wanted // most))  # in equal rounds
     rounds = -(-units_k // (splits * warps * units))

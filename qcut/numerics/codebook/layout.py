@@ -91,6 +91,11 @@ class Geometry:
         column = torch.arange(self.k, device=device, dtype=torch.int64)
         return column // self.full * self.padded_group + column % self.full
 
+    @property
+    def in_order(self) -> bool:
+        """Whether no padding lies between columns: column k is at place k."""
+        return self.groups == 1 or self.padded_group == self.full
+
     def slot_groups(self, device: torch.device | str | None = None) -> Tensor:
         """int64 ``[k_padded / slot]``: the group of each slot; slots that are all padding belong to the last group."""
         slots = torch.arange(self.k_padded // self.slot, device=device, dtype=torch.int64)
@@ -150,7 +155,7 @@ def unpack_units(units: Tensor, bits: int, n: int, geometry: Geometry) -> Tensor
     if units.shape != expected:
         raise ShapeError(f"units have shape {list(units.shape)}; allowed: {list(expected)}")
     out = torch.empty((n, geometry.k), dtype=torch.uint8, device=units.device)
-    places = geometry.columns(units.device)
+    places = slice(geometry.k) if geometry.in_order else geometry.columns(units.device)
     for first in range(0, len(units), _CHUNK_TILES):
         rows = out[first * UNIT_ROWS : (first + _CHUNK_TILES) * UNIT_ROWS]
         rows.copy_(_all_rows(units[first : first + _CHUNK_TILES], bits)[: len(rows), places])
@@ -175,7 +180,7 @@ def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
 
 def _all_rows(units: Tensor, bits: int) -> Tensor:
     """uint8 ``[16 T, 128 U]``: the indices of every row, columns in the order of memory."""
-    words = _words(_bytes_by_row(units, bits))
+    words = _words(_bytes_by_row(units, bits)).contiguous()  # each byte is read twice
     return torch.stack((words & 15, words >> 4), -1).reshape(len(units) * UNIT_ROWS, -1)
 
 

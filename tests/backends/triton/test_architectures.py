@@ -6,42 +6,43 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
+import pytest
 from packaging.version import Version
 
 from tests.backends.triton.compiled import early_steps, products_from_registers
 from tests.support import ROOT
 
+# The same GPU's name up to CUDA 12.9, which Triton 3.6 brings.
+THOR = "101" if Version(version("triton")) < Version("3.7") else "110"
+SIZES = tuple(f"sizes {target}" for target in (f"cuda {THOR} i8", "cuda 80 bf16", "hip gfx942 fp16"))
+LOOPS = tuple(f"loops {product}" for product in ("codebook fp16 4096", "codebook i8 200", "int8 fp16 4096"))
 
-def compiled(folder: Path, *arguments: str) -> list[list[str]]:
-    """The lines that `tests.backends.triton.compiled` prints for each argument."""
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", "tests.backends.triton.compiled", *arguments]
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The lines that `tests.backends.triton.compiled` prints for each argument: one process compiles for all tests."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    command = [sys.executable, "-m", "tests.backends.triton.compiled", *SIZES, *LOOPS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [block.splitlines() for block in done.stdout.split("\n\n")[:-1]]
-    assert len(found) == len(arguments)
-    return found
+    blocks = done.stdout.split("\n\n")[:-1]
+    return {argument: block.splitlines() for argument, block in zip((*SIZES, *LOOPS), blocks, strict=True)}
 
 
-def test_products_compile_for_gpus_without_cuda_kernels(tmp_path):
-    # The same GPU's name up to CUDA 12.9, which Triton 3.6 brings.
-    thor = "101" if Version(version("triton")) < Version("3.7") else "110"
-    targets = (f"cuda {thor} i8", "cuda 80 bf16", "hip gfx942 fp16")
-    for target, lines in zip(targets, compiled(tmp_path, *(f"sizes {target}" for target in targets)), strict=True):
-        assert len(lines) == 2, target
-        assert all(int(size) > 1000 for size in lines), target
+@pytest.mark.parametrize("target", SIZES)
+def test_products_compile_for_gpus_without_cuda_kernels(target, compiled):
+    assert len(compiled[target]) == 2
+    assert all(int(size) > 1000 for size in compiled[target])
 
 
-def test_loop_waits_for_product_that_reads_registers(tmp_path):
+@pytest.mark.parametrize("product", LOOPS)
+def test_loop_waits_for_product_that_reads_registers(product, compiled):
     """The next step decodes into the registers that a product of sm_90 reads while it runs."""
-    products = ("codebook fp16 4096", "codebook i8 200", "int8 fp16 4096")
-    for product, lines in zip(products, compiled(tmp_path, *(f"loops {product}" for product in products)), strict=True):
-        tiles = [line.split(maxsplit=2) for line in lines]
-        assert len(tiles) >= 3, product
-        assert any(int(found) for found, _, _ in tiles), product
-        assert all(early == "0" for _, early, _ in tiles), tiles
+    tiles = [line.split(maxsplit=2) for line in compiled[product]]
+    assert len(tiles) >= 3
+    assert any(int(found) for found, _, _ in tiles)
+    assert all(early == "0" for _, early, _ in tiles), tiles
 
 
 def test_loops_that_do_not_wait_are_found():

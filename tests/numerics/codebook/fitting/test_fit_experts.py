@@ -121,7 +121,7 @@ def test_groups_of_experts_change_nothing(monkeypatch: pytest.MonkeyPatch, toget
 
 
 def test_chunks_of_rows_are_those_of_one_expert(monkeypatch: pytest.MonkeyPatch):
-    n, k = 50, 128
+    n, k = 17, 128
     monkeypatch.setattr(codebook_fit, "_CHUNK_ELEMENTS", 7 * k)
     weights, given = experts(n, k), [Curvature(h, None) for h in moments(k)]
     for weight, moment, found in zip(weights, given, fit_experts(weights, given), strict=True):
