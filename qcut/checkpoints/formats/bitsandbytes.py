@@ -138,7 +138,7 @@ def _four_bits(parts: Parts) -> Linear:
 
 
 def _state(parts: Parts, key: str) -> dict[str, Any]:
-    where = f"{parts.where}: tensor '{parts.name}.{key}'"
+    where = f"{parts.where}: tensor {parts.full(key)!r}"
     data = parse_json(parts.read(key).numpy().tobytes(), where, CheckpointError)
     state: dict[str, Any] = schema.conform(data, _STATE, where, CheckpointError)
     return state

@@ -221,7 +221,7 @@ def levels_layer(
         if bool((negative & ~zero).any()):
             at = (negative & ~zero).nonzero()[0].tolist()
             raise UnsupportedError(
-                f"{parts.where}: tensor '{parts.name}.{key}': found the scale {float(scales[tuple(at)])} at {at}; "
+                f"{parts.where}: tensor {parts.full(key)!r}: found the scale {float(scales[tuple(at)])} at {at}; "
                 "scales from 0 are served"
             )
         scales = scales.abs()
@@ -254,7 +254,7 @@ def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | Non
     if not torch.equal(found.long(), expected):
         at = int((found != expected).nonzero()[0])
         raise UnsupportedError(
-            f"{parts.where}: tensor '{parts.name}.{key}': found group {int(found[at])} at place {at} of the columns in "
+            f"{parts.where}: tensor {parts.full(key)!r}: found group {int(found[at])} at place {at} of the columns in "
             f"the order of their groups; groups of {size} columns, the last of which may have fewer, are served"
         )
     return None if torch.equal(order, torch.arange(parts.k, dtype=torch.int64, device="cpu")) else order.to(torch.int32)

@@ -18,11 +18,7 @@ from qcut.layers.linear import Linear
 
 @runtime_checkable
 class IntegerFormat(Format, Protocol):
-    """A format of integers, whose rows can be joined before a layer is made of them.
-
-    One that stores all experts of a projection in one tensor has `stacked` too, the ends of the names of these tensors,
-    behind that of the model's parameter and ``_``; rows are then those of the product, whatever the model's are.
-    """
+    """A format of integers, whose rows can be joined before a layer is made of them."""
 
     def codes(self, parts: Parts) -> Tensor:
         """The integers of a layer whose headers were checked: uint8 ``[N, K]``, columns in the model's order."""
@@ -34,6 +30,17 @@ class IntegerFormat(Format, Protocol):
             CheckpointError: values that cannot be (named).
             UnsupportedError: the layer cannot be served exactly.
         """
+
+
+@runtime_checkable
+class StackedFormat(IntegerFormat, Protocol):
+    """A format whose tensors have all experts of a projection, with rows as the product has them.
+
+    Attributes:
+        stacked: the ends of the names of these tensors, behind that of the model's parameter and ``_``.
+    """
+
+    stacked: tuple[str, ...]
 
 
 def expert_layers(form: IntegerFormat, experts: Sequence[Sequence[Parts]]) -> Iterator[Linear]:
