@@ -110,7 +110,7 @@ def wide(name: str, weight: Tensor) -> samples.Packed:
     packed, _ = compress(name, weight)
     exponents = torch.arange(weight.shape[1] // 32).remainder(2) * 24 + 80
     scales = exponents.to(torch.uint8).expand(len(weight), -1).clone()
-    packed["weight_packed"][::3, -16:] = 0x80 if len(weight) % 2 else 0x08
+    packed["weight_packed"][::3, -16:] = 0x88
     scales[::3, -1] = torch.tensor([0, 254], dtype=torch.uint8)[torch.arange(len(scales[::3])) % 2]
     values = LEVELS[codes_of(packed["weight_packed"]).int()].double()
     exact = values * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
@@ -194,6 +194,15 @@ def test_static_tokens_are_refused(tmp_path: Path) -> None:
     described["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
     samples.write(tmp_path, described, compress)
     samples.refused(tmp_path, UnsupportedError, "input_activations are float, dynamic False; none, or dynamic ones")
+
+
+def test_scales_25_powers_apart_are_refused() -> None:
+    form, (tensors, _) = format_of(config(), "here"), compress("", torch.randn(8, 64))
+    tensors["weight_scale"][:] = torch.tensor([100, 124], dtype=torch.uint8)
+    layer_of(form, "one", tensors, 8, 64)
+    tensors["weight_scale"][5, 1] += 1
+    with pytest.raises(UnsupportedError, match=r"'one.weight_scale': found 2\*\*-27 at \[5, 0\], .* 2\*\*-2;"):
+        layer_of(form, "one", tensors, 8, 64)
 
 
 def test_rows_of_no_whole_groups_are_refused() -> None:

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from qcut.checkpoints.formats.build import packed_layer
-from qcut.checkpoints.formats.e2m1 import GROUP, LEVELS, codes_of, powers_of
-from qcut.checkpoints.formats.grid import Grid
-from qcut.checkpoints.formats.parts import Parts
+from qcut.checkpoints.formats.e2m1 import GROUP, Mxfp4Layout
 from qcut.errors import UnsupportedError
-from qcut.layers.linear import Linear
 from qcut.schemes import W8A8, W8A16
 
 _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP}
 
 
-class Mxfp4Packed:
+class Mxfp4Packed(Mxfp4Layout):
     """e2m1 weights with a power of two for each 32 columns; see `Layout`.
 
     Tokens that the writer would quantize to floats while it computes stay in 16 bits.
     """
 
     name = "mxfp4-pack-quantized"
+    packed, scales = "weight_packed", "weight_scale"
 
     def __init__(self, weights: dict[str, Any], tokens: dict[str, Any] | None, where: str) -> None:
         found = {key: weights[key] for key in _WEIGHTS}
@@ -43,30 +38,6 @@ class Mxfp4Packed:
                 f"{where}: input_activations are {tokens['type']}, dynamic {tokens['dynamic']}; none, or dynamic ones "
                 f"of type float, which stay in 16 bits, are served of {self.name}"
             )
-
-    def check(self, parts: Parts) -> None:
-        """See `Format.check`."""
-        n, k = parts.n, parts.k
-        parts.only(("weight_packed", "weight_scale", "bias"))
-        if k % GROUP:
-            raise UnsupportedError(
-                f"{parts.where}: layer {parts.name!r} has {k} columns; a multiple of {GROUP} is served of {self.name}"
-            )
-        parts.require("weight_packed", ("U8",), [n, k // 2])
-        parts.require("weight_scale", ("U8",), [n, k // GROUP])
-
-    def codes(self, parts: Parts) -> Tensor:
-        """See `IntegerFormat.codes`."""
-        return codes_of(parts.read("weight_packed"))
-
-    def grid(self, parts: Parts) -> Grid:
-        """See `IntegerFormat.grid`."""
-        scales = powers_of(parts, "weight_scale", self.codes(parts).view(parts.n, -1, GROUP))
-        return Grid(4, scales, None, GROUP, levels=LEVELS)
-
-    def layer(self, parts: Parts) -> Linear:
-        """See `Format.layer`."""
-        return packed_layer(parts, self.codes(parts), self.grid(parts))
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""
