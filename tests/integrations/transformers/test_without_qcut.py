@@ -47,24 +47,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def told(folders: tuple[Path, Path]) -> subprocess.CompletedProcess[str]:
+def ended(folders: tuple[Path, Path]) -> subprocess.CompletedProcess[str]:
     """What one program has said that reads the folders in every way; its last reader's error ends it."""
     command = [sys.executable, "-c", READERS, *map(str, folders)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_other_programs_are_told_to_import_qcut(
-    folders: tuple[Path, Path], told: subprocess.CompletedProcess[str]
+    folders: tuple[Path, Path], ended: subprocess.CompletedProcess[str]
 ) -> None:
-    assert told.stdout == "all were tried\n", told.stderr
-    assert told.stderr.count("import qcut before from_pretrained") >= 4 * len(folders) + 1, told.stderr
+    assert ended.stdout == "all were tried\n", ended.stderr
+    assert ended.stderr.count("import qcut before from_pretrained") >= 4 * len(folders) + 1, ended.stderr
 
 
 def test_ignored_sizes_do_not_hide_the_advice(
-    folders: tuple[Path, Path], told: subprocess.CompletedProcess[str]
+    folders: tuple[Path, Path], ended: subprocess.CompletedProcess[str]
 ) -> None:
-    assert told.returncode == 1
-    assert told.stderr.splitlines()[-1].endswith(f": {ADVICE}"), told.stderr
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].endswith(f": {ADVICE}"), ended.stderr
     again = opened(folders[0], ignore_mismatched_sizes=True)
     assert torch.equal(logits(again), logits(quantized("llama", "w8a8")))
     assert not hasattr(again.config, "transformers_weights")
