@@ -93,7 +93,7 @@ def test_weights_and_biases_are_transformers(tmp_path: Path) -> None:
 
 
 @samples.newer_experts
-def test_whole_tensors_are_held_one_stack_at_a_time(tmp_path: Path) -> None:
+def test_one_stack_is_held_at_a_time(tmp_path: Path) -> None:
     write(tmp_path)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     held: list[weakref.ref[Tensor]] = []
@@ -115,7 +115,7 @@ def test_whole_tensors_are_held_one_stack_at_a_time(tmp_path: Path) -> None:
     assert len(held) == 4 * 3  # two mixtures of two projections: blocks, scales and bias of each, read once
 
 
-def test_classes_that_do_not_say_how_rows_lie_are_refused() -> None:
+def test_other_classes_of_experts_are_refused() -> None:
     model = tiny_model("JetMoeForCausalLM")
     name, weight = next((n, p) for n, p in model.named_parameters() if p.ndim == 3)
     tensors = {f"{name}_blocks": Stored.of(torch.zeros(*weight.shape[:2], 2, 16, dtype=torch.uint8))}
