@@ -1,22 +1,18 @@
 """Models of transformers in two processes: jobs, what runs them under torchrun, and what each process makes of them.
 
-``python -m torch.distributed.run … -m tests.support.parallel FOLDER`` runs the jobs in ``FOLDER/jobs.json``; without
-torchrun, the process forks itself into as many.
+``python -m torch.distributed.run … -m tests.support.parallel FOLDER`` runs the jobs in ``FOLDER/jobs.json``.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +135,10 @@ def run(jobs: Iterable[Job], folder: Path, *, cpu: bool, timeout: float = 300.0)
         For each process, the result of each job by name: an ``error``, or what `_result` gives.
     """
     (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-    # Three processes of torchrun import torch, which takes longer than the jobs; CUDA does not outlive a fork.
-    torchrun = [] if cpu else ["-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES), "--standalone"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES), "--standalone"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
     ended = subprocess.run(
-        [sys.executable, *torchrun, "-m", __name__, str(folder)],
+        [*words, "-m", __name__, str(folder)],
         check=False,
         capture_output=True,
         text=True,
@@ -275,27 +270,5 @@ def main(folder: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def in_forks(folder: Path) -> int:
-    """Run the jobs in forks of this process, as torchrun would; 1 if one fails, which ends the others."""
-    import transformers.models.llama.modeling_llama  # noqa: F401  (once for all)
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = []
-    for rank in map(str, range(PROCESSES)):
-        os.environ |= common | {"RANK": rank, "LOCAL_RANK": rank}
-        processes.append(multiprocessing.get_context("fork").Process(target=main, args=(folder,), daemon=True))
-        processes[-1].start()
-    while all(process.exitcode in (0, None) for process in processes):
-        if all(process.exitcode == 0 for process in processes):
-            return 0
-        wait([process.sentinel for process in processes if process.exitcode is None])
-    return 1
-
-
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main(Path(sys.argv[1]))
-    else:
-        sys.exit(in_forks(Path(sys.argv[1])))
+    main(Path(sys.argv[1]))
