@@ -13,9 +13,11 @@ those of one GPU. Where one differs, the gap is between the log-probabilities of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -258,16 +260,27 @@ def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
     """What a process prints.
 
     Raises:
-        RuntimeError: it failed; the message has the end of its output.
+        RuntimeError: it failed, or took longer than ``timeout`` seconds; the message has the end of its output.
     """
     command = harness.command(__name__, "--child", json.dumps(asked))
     path = os.pathsep.join(filter(None, (str(harness.ROOT), os.environ.get("PYTHONPATH"))))
     settings = os.environ | {key: os.environ.get(key, value) for key, value in SETTINGS.items()} | {"PYTHONPATH": path}
     settings |= asked.get("settings", {})
-    done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=timeout, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{asked['arguments']}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
-    yield from (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=settings, start_new_session=True)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM's own processes too, which hold the GPU
+            process.wait()
+        printed, errors = (file.seek(0) or file.read() for file in (out, err))
+    if process.returncode:
+        raise RuntimeError(
+            f"{asked['arguments']}: status {process.returncode} in {timeout:g} s: {printed[-1000:]}{errors[-3000:]}"
+        )
+    yield from (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
 
 
 def write_shape(folder: Path, shape: str, method: str, context: int) -> None:
@@ -321,7 +334,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                 layers = first.pop("layers")
                 if ("Unquantized" in layers) != (method == "fp16"):
                     raise RuntimeError(f"its linear layers are of {layers}")
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except RuntimeError as error:
                 print(f"FAILED {method}: {error}", file=sys.stderr, flush=True)
                 failed += 1
                 continue

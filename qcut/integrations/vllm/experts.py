@@ -22,6 +22,7 @@ from qcut.checkpoints.formats.compressed_tensors.reader import CompressedTensors
 from qcut.checkpoints.formats.parts import Parts, Stored
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.integrations.vllm.linear import token_counts
+from qcut.integrations.vllm.product import attach
 from qcut.jit.waiting import no_fallbacks
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
@@ -103,7 +104,7 @@ class QcutMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Make the experts that compute, once: vLLM calls this a second time after quantizing layer by layer."""
         if not layer._parameters[self.loaded[0]].numel():
             return
-        if "qcut" in layer._modules:
+        if hasattr(layer, "qcut"):
             raise UnsupportedError(f"layer {self.name!r}: new weights for a running vLLM; start it anew")
         device, stacks = layer._parameters[self.loaded[0]].device, {}
         # vLLM sets a default device and dtype while it loads.
@@ -116,9 +117,9 @@ class QcutMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 for key in keys:
                     # Tensors of other GPUs' experts still come, and vLLM looks for their parameter.
                     empty = Parameter(torch.empty(0, dtype=torch.float32, device=device), requires_grad=False)
-                    set_weight_attrs(empty, {"weight_loader": _elsewhere})
+                    set_weight_attrs(empty, {"weight_loader": lambda *_, **__: False})
                     layer.register_parameter(key, empty)
-            layer.qcut = Experts(stacks["up"], stacks["down"], self.gating, name=self.name).eval()
+            attach(layer, Experts(stacks["up"], stacks["down"], self.gating, name=self.name).eval())
         self._build_kernels(layer.qcut, device)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -312,18 +313,6 @@ class StoredExperts(QcutMoEMethod):
             return True
 
         return load
-
-
-def _elsewhere(
-    param: Parameter,
-    loaded_weight: Tensor,
-    weight_name: str,
-    shard_id: str,
-    expert_id: int,
-    return_success: bool = False,
-) -> bool:
-    """A loader of experts that are on other GPUs, once those that are here are made."""
-    return False
 
 
 def gating_of(layer: Any, name: str) -> Gating:

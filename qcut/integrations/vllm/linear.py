@@ -24,7 +24,7 @@ from qcut.checkpoints.formats.parts import Parts, Stored
 from qcut.checkpoints.marks import KEYS
 from qcut.conversion.prebuild import prebuild_layer
 from qcut.errors import CheckpointError, UnsupportedError
-from qcut.integrations.vllm.product import serve
+from qcut.integrations.vllm.product import attach, serve
 from qcut.layers.int8 import Int8Linear
 from qcut.layers.linear import Linear
 from qcut.layers.parallel import CUT, part_layer, part_scheme, part_shapes
@@ -69,7 +69,7 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
         """Make the layer that computes, once: vLLM calls this a second time after quantizing layer by layer."""
         if self.loaded[0] not in layer._parameters:
             return
-        if "qcut" in layer._modules:
+        if hasattr(layer, "qcut"):
             raise UnsupportedError(f"layer {self.name!r}: new weights for a running vLLM; start it anew")
         tensors = {key: layer._parameters[key].detach() for key in self.loaded}
         # Of a layer split by input channels, the first GPU adds the bias.
@@ -83,7 +83,7 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
         prebuild_layer(made, self.dtype, self.rows)
         for key in self.loaded:
             delattr(layer, key)
-        layer.qcut = made
+        attach(layer, made)
         main = made._buffers["qweight" if isinstance(made, Int8Linear) else "units"]
         layer.qcut_weight = Parameter(cast(Tensor, main), requires_grad=False)
         serve(made, layer.qcut_weight)

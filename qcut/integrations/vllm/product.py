@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from qcut.errors import UnsupportedError
 from qcut.layers.linear import Linear
@@ -18,6 +18,15 @@ from qcut.models.modules import tensor_key
 from qcut.ops.registry import operator
 
 _layers: weakref.WeakValueDictionary[tuple[Any, ...], Linear] = weakref.WeakValueDictionary()
+
+
+def attach(layer: nn.Module, computing: nn.Module) -> None:
+    """Give a layer of vLLM the module that computes, as ``layer.qcut``.
+
+    It is not one of the layer's modules: ``load_format="dummy"`` overwrites the floats of every module that it finds,
+    codebooks and scales included, after layers have been quantized.
+    """
+    vars(layer)["qcut"] = computing
 
 
 def serve(layer: Linear, weight: Tensor) -> None:

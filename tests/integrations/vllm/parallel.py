@@ -59,18 +59,7 @@ def layer(kind: str, config: Any, tensors: list[dict[str, Tensor]], bias: bool =
         tensors: of each layer of the checkpoint, by the end of their names.
         bias: whether it has one.
     """
-    from vllm.model_executor.layers import linear
-
-    common = {"bias": bias, "quant_config": config, "params_dtype": torch.float32}
-    config.packed_modules_mapping = {name: parts for name, parts in PARTS.items() if len(parts) > 1}
-    if kind == "column":
-        made = linear.ColumnParallelLinear(K, N, prefix="h.up", **common)
-    elif kind == "merged":
-        made = linear.MergedColumnParallelLinear(K, SHAPES[kind], prefix="h.merged", **common)
-    elif kind == "qkv":
-        made = linear.QKVParallelLinear(K, 16, HEADS, KV_HEADS, prefix="h.qkv", **common)
-    else:
-        made = linear.RowParallelLinear(K, N, prefix="h.down", **common)
+    made = unloaded(kind, config, bias)
     for shard, named in zip(SHARDS[kind], tensors, strict=True):
         for key, tensor in named.items():
             parameter = getattr(made, key)
@@ -78,6 +67,21 @@ def layer(kind: str, config: Any, tensors: list[dict[str, Tensor]], bias: bool =
     made.quant_method.process_weights_after_loading(made)
     made.quant_method.process_weights_after_loading(made)  # vLLM does, where weights were quantized one by one
     return made
+
+
+def unloaded(kind: str, config: Any, bias: bool = True) -> Any:
+    """A layer of vLLM before it is loaded; see `layer`."""
+    from vllm.model_executor.layers import linear
+
+    common = {"bias": bias, "quant_config": config, "params_dtype": torch.float32}
+    config.packed_modules_mapping = {name: parts for name, parts in PARTS.items() if len(parts) > 1}
+    if kind == "column":
+        return linear.ColumnParallelLinear(K, N, prefix="h.up", **common)
+    if kind == "merged":
+        return linear.MergedColumnParallelLinear(K, SHAPES[kind], prefix="h.merged", **common)
+    if kind == "qkv":
+        return linear.QKVParallelLinear(K, 16, HEADS, KV_HEADS, prefix="h.qkv", **common)
+    return linear.RowParallelLinear(K, N, prefix="h.down", **common)
 
 
 H, I, EXPERTS, TOP_K = 128, 256, 4, 2  # noqa: E741
@@ -113,15 +117,20 @@ def mixture(config: Any, tensors: dict[str, Tensor], name: str = MIXTURE, **opti
         name: of the module.
         options: of vLLM's mixture.
     """
+    made = mixture_without_weights(config, name, **options)
+    list(made.load_weights(iter(tensors.items())))
+    routed = made.routed_experts
+    routed.quant_method.process_weights_after_loading(routed)
+    routed.quant_method.process_weights_after_loading(routed)  # vLLM does, where weights were quantized one by one
+    return routed
+
+
+def mixture_without_weights(config: Any, name: str = MIXTURE, **options: Any) -> Any:
+    """A mixture of vLLM before it is loaded; see `mixture`."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers import fused_moe
 
     get_current_vllm_config().compilation_config.static_forward_context.pop(name, None)
     build = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # its name since 0.28, and before
     sizes = {"num_experts": EXPERTS, "top_k": TOP_K, "hidden_size": H, "intermediate_size": I}
-    made = build(**{**sizes, "params_dtype": torch.float32, "quant_config": config, "prefix": name, **options})
-    list(made.load_weights(iter(tensors.items())))
-    routed = made.routed_experts
-    routed.quant_method.process_weights_after_loading(routed)
-    routed.quant_method.process_weights_after_loading(routed)  # vLLM does, where weights were quantized one by one
-    return routed
+    return build(**{**sizes, "params_dtype": torch.float32, "quant_config": config, "prefix": name, **options})

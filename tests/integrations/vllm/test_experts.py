@@ -165,6 +165,22 @@ def test_experts_without_a_gate_have_an_activation() -> None:
     assert of("silu_no_mul") == Gating("silu", gated=False)
 
 
+def test_dummy_weights_leave_codebooks_as_they_are() -> None:
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    made = parallel.mixture_without_weights(asking("codebook4"))
+    model = nn.ModuleList([made, parallel.unloaded("column", asking("codebook4"))])
+    loader: Any = DummyModelLoader(LoadConfig(load_format="dummy"))
+    loader.load_weights(model, None)
+    experts, column = made.routed_experts.qcut, model[1].qcut
+    book = stacks("codebook4")["up"].expert(0).codebook
+    for layer in (*experts.up.layers, *experts.down.layers, column):
+        assert torch.equal(layer.codebook, book)
+    y = made.routed_experts.quant_method.apply(made.routed_experts, *parallel.routes())
+    assert y.abs().max() > 0
+
+
 def test_new_weights_for_served_experts_are_refused() -> None:
     routed = parallel.mixture(asking("w8a8"), parallel.expert_weights())
     for key in routed.quant_method.loaded:
