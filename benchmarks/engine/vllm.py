@@ -2,7 +2,8 @@
 
 A folder has the configuration of a model of a known shape, and vLLM makes up its weights. Each method runs in a process
 of its own, which starts vLLM once. A step is timed as a user sees it: the time of answering many tokens less that of
-one, divided by the number of further tokens. A prompt is the time to its first token.
+one, divided by the number of further tokens. A prompt is the time to its first token. Routes of a mixture are drawn by
+vLLM, all experts alike.
 
 ``--kernels`` also writes the GPU time of each kernel of a step of each batch, and of a prompt.
 
@@ -115,6 +116,8 @@ KERNELS = {"vllm gptq4 marlin": ("vllm gptq4", "CutlassW4A8LinearKernel,MacheteL
 """A method with other kernels than those that vLLM prefers: its name among `STORED`, and the kernels left out."""
 ONLINE = {"vllm fp8": "fp8"}
 """vLLM's own methods that quantize float weights while loading, by the name that ``LLM`` takes."""
+ROUTES = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+"""Made-up weights send the tokens of a batch to the same few experts, and those of each method to others."""
 METHODS = ("fp16", *STORED, *KERNELS, *ONLINE, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
 BATCHES, PROMPT, CONTEXT = (1, 8, 64), 2048, 128
 ROUNDS, NEW = 3, 128
@@ -327,7 +330,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                 "context": CONTEXT,
                 "new": NEW,
                 "kernels": options.kernels,
-                "settings": {"VLLM_DISABLED_KERNELS": left_out} if left_out else {},
+                "settings": {**({"VLLM_DISABLED_KERNELS": left_out} if left_out else {}), **ROUTES},
             }
             try:
                 first, *found = run({**asked, "vocabulary": SHAPES[options.shape].vocabulary}, options.timeout)
@@ -386,11 +389,13 @@ def compare(options: argparse.Namespace, results: harness.Results) -> list[list[
             first.pop("layers")
             answers.append(found)
         gaps = gaps_between(*answers)
-        columns = {"shape": options.parallel.name, "method": method, "gpus": options.gpus, "what": "answers"}
+        experts = ", experts apart" if "enable_expert_parallel" in options.arguments else ""
+        what = f"answers{experts}"
+        columns = {"shape": options.parallel.name, "method": method, "gpus": options.gpus, "what": what}
         same, gap = PROMPTS - len(gaps), round(max(gaps, default=0.0), 4)
         results.rows.append({"bench": results.bench, **columns, "same": same, "of": PROMPTS, "gap": gap, **first})
         results.write_csv(options.out, PARALLEL_KEY)
-        lines.append([method, options.gpus, "answers", PROMPTS, same, gap])
+        lines.append([method, options.gpus, what, PROMPTS, same, gap])
     return lines
 
 
