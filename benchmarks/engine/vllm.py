@@ -278,7 +278,9 @@ def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # vLLM's own processes too, which hold the GPU
             process.wait()
-        printed, errors = (file.seek(0) or file.read() for file in (out, err))
+        for file in (out, err):
+            file.seek(0)
+        printed, errors = out.read(), err.read()
     if process.returncode:
         raise RuntimeError(
             f"{asked['arguments']}: status {process.returncode} in {timeout:g} s: {printed[-1000:]}{errors[-3000:]}"
