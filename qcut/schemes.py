@@ -24,6 +24,9 @@ K_MAX_ZERO_POINT = 66_311
 K_ALIGNMENT = 16
 """Rows of int8 are zero padded to a multiple of this many columns, 16 bytes: one vector load."""
 
+E2M1_GROUP = 32
+"""Columns that share a power of two in MXFP4."""
+
 ACTIVATIONS = ("none", "relu", "gelu_erf", "gelu_tanh", "silu")
 """Names of the elementwise functions a layer can fuse after its bias."""
 
@@ -203,11 +206,16 @@ class Float(Scheme):
 
 
 _CODEBOOK_NAME = re.compile(
-    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?(?P<pairs>_pairs)?|int(?P<int_bits>[234]))"
+    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?(?P<pairs>_pairs)?|int(?P<int_bits>[234])|(?P<mxfp4>mxfp4))"
     r"(?:_g(?P<group>[1-9]\d{0,8})|(?P<rows>_rows))?(?:_(?P<rotation>qr|none))?(?:_seed(?P<seed>\d{1,18}))?"
     r"(?:_residual_seed(?P<residual_seed>\d{1,18}))?(?P<norms>_fp32norms)?(?P<int8>_int8)?",
     re.ASCII,
 )
+
+
+_GROUPS = {"normal": 128, "steps": 128, "e2m1": E2M1_GROUP}
+_ROTATIONS = {"normal": "hadamard", "steps": "none", "e2m1": "none"}
+"""By levels, what a name leaves out."""
 
 
 @dataclass(frozen=True)
@@ -224,9 +232,11 @@ class Codebook(Scheme):
         activation: type of the activations in products: ``fp16`` keeps the input's own 16-bit type, ``int8`` quantizes
             each token after its rotation.
         norm_dtype: how norms are stored: ``fp16`` or ``fp32``. Kernels read float16 either way.
-        uniform: use a codebook of equal steps, the integers from ``-2**(bits - 1)`` to ``2**(bits - 1) - 1``, in place
-            of the one for normally distributed values. Quantizing is symmetric: a group's largest magnitude becomes
-            ``2**(bits - 1) - 1``, so the least integer is not used. Needs the rotation ``none`` and a single pass.
+        levels: what indices stand for. ``normal``: values for normally distributed weights. ``steps``: the integers
+            from ``-2**(bits - 1)`` to ``2**(bits - 1) - 1``; a group's largest magnitude becomes
+            ``2**(bits - 1) - 1``, so the least integer is not used. ``e2m1``: floats of 4 bits, times a power of two
+            for each 32 columns (MXFP4; `qcut.numerics.codebook.float4`). Others than ``normal`` need the rotation
+            ``none`` and a single pass.
         pairs: use a codebook of 256 pairs of values, an index for two neighbouring columns together
             (`qcut.numerics.codebook.pairs`). Needs 4 bits, a rotation, a single pass and groups of an even number of
             columns.
@@ -248,12 +258,12 @@ class Codebook(Scheme):
     residual_seed: int = 1042
     activation: Literal["fp16", "int8"] = "fp16"
     norm_dtype: Literal["fp16", "fp32"] = "fp16"
-    uniform: bool = False
+    levels: Literal["normal", "steps", "e2m1"] = "normal"
     pairs: bool = False
     kind: ClassVar[str] = "codebook"
     usual: ClassVar[tuple[str, ...]] = (
         *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4_int8", "codebook4+4_int8"),
-        *("codebook4_pairs", "codebook4_pairs_int8", "int4"),
+        *("codebook4_pairs", "codebook4_pairs_int8", "int4", "mxfp4"),
     )
 
     def __post_init__(self) -> None:
@@ -263,7 +273,7 @@ class Codebook(Scheme):
             ("rotation", ("hadamard", "qr", "none")),
             ("activation", ("fp16", "int8")),
             ("norm_dtype", ("fp16", "fp32")),
-            ("uniform", (False, True)),
+            ("levels", ("normal", "steps", "e2m1")),
             ("pairs", (False, True)),
         ):
             value = getattr(self, name)
@@ -278,10 +288,14 @@ class Codebook(Scheme):
                 raise ConfigError(f"Codebook {name} is {value!r}; allowed: 0 to 2**62 - 1")
         if self.rotation == "hadamard" and size is not None and size & (size - 1):
             raise ConfigError(f"Codebook group_size is {size}; the rotation 'hadamard' takes powers of two")
-        if self.uniform and (self.rotation != "none" or self.residual_bits is not None):
+        if self.levels != "normal" and (self.rotation != "none" or self.residual_bits is not None):
             raise ConfigError(
-                f"Codebook with equal steps: rotation is {self.rotation!r} and residual_bits {self.residual_bits}; "
-                "allowed: 'none' and None"
+                f"Codebook of levels {self.levels!r}: rotation is {self.rotation!r} and residual_bits "
+                f"{self.residual_bits}; allowed: 'none' and None"
+            )
+        if self.levels == "e2m1" and (self.bits, size) != (4, E2M1_GROUP):
+            raise ConfigError(
+                f"Codebook of levels 'e2m1': bits is {self.bits} and group_size {size}; allowed: 4 and {E2M1_GROUP}"
             )
         if self.pairs and (self.bits != 4 or self.residual_bits is not None or self.rotation == "none"):
             raise ConfigError(
@@ -298,35 +312,36 @@ class Codebook(Scheme):
         if match is None:
             return None
         part = match.groupdict()
-        uniform = part["int_bits"] is not None
+        levels: Any = "e2m1" if part["mxfp4"] else "steps" if part["int_bits"] else "normal"
         return cls(
-            bits=int(part["int_bits"] or part["bits"]),
+            bits=int(part["int_bits"] or part["bits"] or 4),
             residual_bits=int(part["residual_bits"]) if part["residual_bits"] else None,
-            group_size=None if part["rows"] else int(part["group"] or 128),
-            rotation=cast(Any, part["rotation"] or ("none" if uniform else "hadamard")),
+            group_size=None if part["rows"] else int(part["group"] or _GROUPS[levels]),
+            rotation=cast(Any, part["rotation"] or _ROTATIONS[levels]),
             seed=int(part["seed"] or 42),
             residual_seed=int(part["residual_seed"] or 1042),
             activation="int8" if part["int8"] else "fp16",
             norm_dtype="fp32" if part["norms"] else "fp16",
-            uniform=uniform,
+            levels=levels,
             pairs=bool(part["pairs"]),
         )
 
     @property
     def name(self) -> str:
-        """The name, such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7`` or ``int4``.
+        """The name, such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7``, ``int4`` or ``mxfp4``.
 
-        A name begins with ``codebook{bits}[+{residual bits}]``, or with ``int{bits}`` for equal steps. Options that
-        differ from the defaults follow in this order: ``_pairs``, ``_g{group size}`` or ``_rows``, ``_qr`` or
-        ``_none``, ``_seed{seed}``, ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
+        A name begins with ``codebook{bits}[+{residual bits}]``, or by its levels with ``int{bits}`` or ``mxfp4``.
+        Options that differ from the defaults follow in this order: ``_pairs``, ``_g{group size}`` or ``_rows``,
+        ``_qr`` or ``_none``, ``_seed{seed}``, ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
         """
         residual = "" if self.residual_bits is None else f"+{self.residual_bits}"
-        parts = [f"int{self.bits}" if self.uniform else f"codebook{self.bits}{residual}"]
+        begins = {"normal": f"codebook{self.bits}{residual}", "steps": f"int{self.bits}", "e2m1": "mxfp4"}
+        parts = [begins[self.levels]]
         if self.pairs:
             parts.append("pairs")
-        if self.group_size != 128:
+        if self.group_size != _GROUPS[self.levels]:
             parts.append("rows" if self.group_size is None else f"g{self.group_size}")
-        if self.rotation != ("none" if self.uniform else "hadamard"):
+        if self.rotation != _ROTATIONS[self.levels]:
             parts.append(self.rotation)
         if self.seed != 42:
             parts.append(f"seed{self.seed}")
@@ -455,9 +470,8 @@ _NEAR = {
     "w4a8": "codebook4_int8 (4-bit weights, int8 products)",
     "w4": "codebook4 (the more exact) or int4 (equal steps)",
     "nf4": "codebook4 (16 levels for normally distributed values too, after a rotation; another format)",
-    "fp4": "codebook4 (qcut has no 4-bit floating point)",
-    "mxfp4": "codebook4 (qcut has no 4-bit floating point)",
-    "nvfp4": "codebook4 (qcut has no 4-bit floating point)",
+    "fp4": "mxfp4 (with a power of two for each 32 columns), or codebook4 (the more exact)",
+    "nvfp4": "mxfp4 (with a power of two for each 32 columns), or codebook4 (the more exact)",
     "gptq": "codebook4 with second_moments=qcut.collect_second_moments(model, batches)",
     "awq": "codebook4 or int4 (names of schemes, not of methods)",
     "turboquant": "codebook4 (with _qr for any K)",

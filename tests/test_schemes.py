@@ -23,7 +23,8 @@ CODEBOOKS = {
     "codebook4+4_int8": Codebook(4, 4, activation="int8"),
     "codebook4_pairs": Codebook(pairs=True),
     "codebook4_pairs_int8": Codebook(pairs=True, activation="int8"),
-    "int4": Codebook(uniform=True, rotation="none"),
+    "int4": Codebook(levels="steps", rotation="none"),
+    "mxfp4": Codebook(group_size=32, levels="e2m1", rotation="none"),
     "codebook4+2_rows_qr_seed0_residual_seed7_fp32norms_int8": Codebook(
         4, 2, None, "qr", 0, 7, activation="int8", norm_dtype="fp32"
     ),
@@ -31,7 +32,7 @@ CODEBOOKS = {
         group_size=50, rotation="qr", seed=3, activation="int8", norm_dtype="fp32", pairs=True
     ),
     "codebook4_g64_none": Codebook(group_size=64, rotation="none"),
-    "int3_g32_int8": Codebook(3, group_size=32, rotation="none", activation="int8", uniform=True),
+    "int3_g32_int8": Codebook(3, group_size=32, rotation="none", activation="int8", levels="steps"),
 }
 SCHEMES = (*PLAIN, *CODEBOOKS.values())
 
@@ -53,7 +54,7 @@ def test_padded_k():
 def test_scheme_names():
     assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[:6])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
-    assert list(schemes.SCHEME_NAMES[6:]) == list(CODEBOOKS)[:9]
+    assert list(schemes.SCHEME_NAMES[6:]) == list(CODEBOOKS)[:10]
     assert [s.int8_products for s in PLAIN] == [True, True, False, True, True, False]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
@@ -249,9 +250,9 @@ def test_build_error_shows_kernel_command_and_log_end():
         ({"norm_dtype": "fp8"}, "norm_dtype is 'fp8'; allowed: fp16, fp32"),
         ({"seed": -1}, "seed is -1; allowed: 0 to"),
         ({"seed": "42"}, "seed is '42'; allowed: 0 to"),
-        ({"uniform": 1}, "uniform is 1; allowed: False, True"),
-        ({"uniform": True}, "equal steps: rotation is 'hadamard'"),
-        ({"uniform": True, "rotation": "none", "residual_bits": 4}, "residual_bits 4; allowed: 'none' and None"),
+        ({"levels": "int"}, "levels is 'int'; allowed: normal, steps, e2m1"),
+        ({"levels": "steps"}, "levels 'steps': rotation is 'hadamard'"),
+        ({"levels": "steps", "rotation": "none", "residual_bits": 4}, "residual_bits 4; allowed: 'none' and None"),
     ],
 )
 def test_codebooks_that_cannot_be(fields, message):

@@ -35,8 +35,8 @@ def pair(n: int, k: int, size: int) -> tuple[CodebookLinear, ShiftedCodebookLine
     offsets = (8 - torch.randint(0, 16, (n, groups), device="cuda")).half()
     book = RotatedCodebook(indices, norms, torch.arange(-8.0, 8.0, device="cuda"), size, "none", 0)
     bias = torch.randn(n, device="cuda")
-    own = CodebookLinear.from_passes([book], bias, Codebook(group_size=size, rotation="none", uniform=True))
-    scheme = ShiftedCodebook(group_size=size, uniform=True, shifted=True)
+    own = CodebookLinear.from_passes([book], bias, Codebook(group_size=size, rotation="none", levels="steps"))
+    scheme = ShiftedCodebook(group_size=size, levels="steps", shifted=True)
     return own, ShiftedCodebookLinear.from_parts([book], bias, scheme, offsets=offsets, order=None)
 
 
@@ -44,8 +44,8 @@ def build(m: int, n: int, k: int, device: int) -> None:
     """Build the kernels of both layers, in parallel."""
     calls = []
     for size in GROUPS:
-        own = Codebook(group_size=size, rotation="none", uniform=True)
-        theirs = ShiftedCodebook(group_size=size, uniform=True, shifted=True)
+        own = Codebook(group_size=size, rotation="none", levels="steps")
+        theirs = ShiftedCodebook(group_size=size, levels="steps", shifted=True)
         sizes = {"dtype": torch.float16, "rows": m, "n": n, "k": k, "bias": True, "activation": "none"}
         calls += [*CodebookLinear.cuda_calls(own, **sizes), *ShiftedCodebookLinear.cuda_calls(theirs, **sizes)]  # type: ignore[arg-type]
     prebuild(calls, device)

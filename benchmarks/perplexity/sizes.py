@@ -51,6 +51,7 @@ SCHEMES = {
     "codebook2_fit": "2 bits, fitted",
     "int4": "4-bit integers in groups of 128, symmetric",
     REFERENCE: "4-bit integers in groups of 128, with zero points",
+    "mxfp4": "4-bit floats, a power of two for 32 columns (MXFP4)",
 }
 CACHED = ("float", "w8a8", "codebook4")
 """Measured with every other cache too; ``float`` is the model as it is."""

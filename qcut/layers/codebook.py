@@ -27,12 +27,12 @@ from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
+from qcut.numerics.codebook import float4, packing, pairs, products, rotation
 from qcut.numerics.codebook import layout as codebook_layout
-from qcut.numerics.codebook import packing, pairs, products, rotation
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 from qcut.numerics.codebook.lookup import look_up_rows
 from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values, quantize_weights, scheme_of
-from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize
+from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize, fixed_values
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
 from qcut.numerics.routing import MOST_GATHERED, RouteTiles
@@ -143,7 +143,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             bias=bias,
             activation=activation,
             pairs=scheme.pairs,
-            row_norm=_has_one_norm(scheme, geometry) and not scheme.uniform,
+            row_norm=_has_one_norm(scheme, geometry) and scheme.levels == "normal",
         )
         return [call]
 
@@ -296,9 +296,11 @@ class CodebookLinear(Linear, schemes=[Codebook]):
                 continue
             if out_of_range(book) or not bool((book.diff() > 0).all()):
                 return values, f"found {book.tolist()}; finite values, ascending, are allowed"
-            steps = torch.arange(len(book), device=book.device, dtype=torch.int64) - len(book) // 2
-            if self.scheme.uniform and not torch.equal(book, steps.to(book.dtype)):
-                return values, f"found {book.tolist()}; {self.scheme.name} has {steps.tolist()}"
+            fixed = fixed_values(self.scheme.levels, self.scheme.bits, book.device)
+            if fixed is not None and not torch.equal(book, fixed.to(book.dtype)):
+                return values, f"found {book.tolist()}; {self.scheme.name} has {fixed.tolist()}"
+            if self.scheme.levels == "e2m1" and not float4.are_powers_of_two(state[norms]):
+                return norms, f"found others than powers of two; {self.scheme.name} has these and 0"
         first, second = PASS_KEYS[0][2], PASS_KEYS[1][2]
         if len(set(self.scheme.widths)) < len(self.scheme.widths) and not torch.equal(state[first], state[second]):
             return second, f"differs from {first}; passes of one width have one codebook"

@@ -127,7 +127,7 @@ def test_equal_steps_are_integers_times_a_scale():
         for norm_dtype in [torch.float16, torch.float32]:
             weight = torch.randn(9, 70)
             weight[3] = 0
-            q = quantize_plain(weight, bits, group_size=32, uniform=True, norm_dtype=norm_dtype)
+            q = quantize_plain(weight, bits, group_size=32, levels="steps", norm_dtype=norm_dtype)
             half = 1 << (bits - 1)
             for g, (first, d) in enumerate([(0, 32), (32, 32), (64, 6)]):
                 w = weight[:, first : first + d].numpy()

@@ -25,7 +25,11 @@ def made(
     draws = torch.Generator().manual_seed(seed)
     groups = -(-K // (size or K))
     scheme = ShiftedCodebook(
-        group_size=size, residual_bits=4 if passes == 2 else None, uniform=passes == 1, shifted=shifted, ordered=ordered
+        group_size=size,
+        residual_bits=4 if passes == 2 else None,
+        levels="steps" if passes == 1 else "normal",
+        shifted=shifted,
+        ordered=ordered,
     )
     norms = (torch.rand(n, groups, generator=draws) + 0.1).half()
     indices = [torch.randint(0, 16, (n, K), dtype=torch.uint8, generator=draws) for _ in range(passes)]
@@ -132,11 +136,11 @@ def test_stacks_where_orders_are_one():
 
 
 def test_schemes():
-    scheme = ShiftedCodebook(group_size=64, uniform=True, shifted=True)
+    scheme = ShiftedCodebook(group_size=64, levels="steps", shifted=True)
     assert scheme.name == "int4_g64_shifted"
     assert parse_scheme(scheme.name) == scheme_from_json(scheme.to_json()) == scheme
     assert ShiftedCodebook(residual_bits=4, ordered=True).name == "codebook4+4_none_ordered"
-    assert parse_scheme("int4_g64") == Codebook(group_size=64, rotation="none", uniform=True)
+    assert parse_scheme("int4_g64") == Codebook(group_size=64, rotation="none", levels="steps")
     with pytest.raises(errors.ConfigError, match=r"\(False, False\); allowed"):
         ShiftedCodebook()
     for fields in ({"rotation": "hadamard"}, {"activation": "int8"}, {"residual_bits": 3}):

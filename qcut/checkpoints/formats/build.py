@@ -11,9 +11,10 @@ from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
 from qcut.layers.shifted import ShiftedCodebookLinear
+from qcut.numerics.codebook import float4
 from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.numerics.codebook.rotation import NO_ROTATION
-from qcut.schemes import W8A8, W8A16, Codebook, ShiftedCodebook, padded_k
+from qcut.schemes import E2M1_GROUP, W8A8, W8A16, Codebook, ShiftedCodebook, padded_k
 
 
 def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
@@ -109,7 +110,7 @@ def integer_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = Non
     norms = grid.scales.abs().to(torch.float32 if needs.wide else torch.float16)
     offsets = torch.where(norms == 0, 0, 8 - zeros).half() if needs.shifted else None
     book = RotatedCodebook(q, norms, torch.arange(-8.0, 8.0, dtype=torch.float32, device="cpu"), size, NO_ROTATION, 0)
-    scheme = Codebook(group_size=grid.group_size, rotation="none", uniform=True)
+    scheme = Codebook(group_size=grid.group_size, rotation="none", levels="steps")
     return codebook_layer(parts, [book], scheme, offsets, _order(parts, grid, needs))
 
 
@@ -176,7 +177,7 @@ def codebook_layer(
         own = ShiftedCodebook(
             residual_bits=scheme.residual_bits,
             group_size=scheme.group_size,
-            uniform=scheme.uniform,
+            levels=scheme.levels,
             shifted=offsets is not None,
             ordered=order is not None,
         )
@@ -227,7 +228,9 @@ def levels_layer(
         scales = scales.abs()
     norms = scales.to(torch.float32) if wide else stored_scales(scales)
     book = RotatedCodebook(indices, norms, levels, group_size, NO_ROTATION, 0)
-    return codebook_layer(parts, [book], Codebook(group_size=group_size, rotation="none"))
+    is_mxfp4 = group_size == E2M1_GROUP and torch.equal(levels, float4.values()) and float4.are_powers_of_two(norms)
+    scheme = Codebook(group_size=group_size, rotation="none", levels="e2m1" if is_mxfp4 else "normal")
+    return codebook_layer(parts, [book], scheme)
 
 
 def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | None:

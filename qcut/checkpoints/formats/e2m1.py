@@ -15,13 +15,12 @@ from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import Parts
 from qcut.errors import UnsupportedError
 from qcut.layers.linear import Linear
+from qcut.numerics.codebook.float4 import MAGNITUDES
 from qcut.numerics.codebook.layout import row_exponents
+from qcut.schemes import E2M1_GROUP
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LEVELS = torch.tensor([*_MAGNITUDES, *(-v for v in _MAGNITUDES)], dtype=torch.float32, device="cpu")
+LEVELS = torch.tensor([*MAGNITUDES, *(-v for v in MAGNITUDES)], dtype=torch.float32, device="cpu")
 """What codes 0 to 15 stand for; 8 is -0."""
-GROUP = 32
-"""Columns that share a power of two."""
 _BIAS, _NAN = 127, 255
 _LARGEST = 252 - _BIAS
 """The largest exponent whose products with 6 are finite in float32."""
@@ -49,12 +48,12 @@ class Mxfp4Layout:
         """See `Format.check`."""
         n, k = parts.n, parts.k
         parts.only((self.packed, self.scales, "bias"))
-        if k % GROUP:
+        if k % E2M1_GROUP:
             raise UnsupportedError(
-                f"{parts.where}: layer {parts.name!r} has {k} columns; a multiple of {GROUP} is served of MXFP4"
+                f"{parts.where}: layer {parts.name!r} has {k} columns; a multiple of {E2M1_GROUP} is served of MXFP4"
             )
-        parts.require(self.packed, ("U8",), [n, k // GROUP, GROUP // 2] if self.blocks else [n, k // 2])
-        parts.require(self.scales, ("U8",), [n, k // GROUP])
+        parts.require(self.packed, ("U8",), [n, k // E2M1_GROUP, E2M1_GROUP // 2] if self.blocks else [n, k // 2])
+        parts.require(self.scales, ("U8",), [n, k // E2M1_GROUP])
 
     def codes(self, parts: Parts) -> Tensor:
         """See `IntegerFormat.codes`."""
@@ -69,7 +68,7 @@ class Mxfp4Layout:
         """
         exponents = parts.read(self.scales).to(torch.int32) - _BIAS
         # Without the signs of both codes of a byte.
-        used = (parts.read(self.packed).view(parts.n, -1, GROUP // 2) & 0x77).amax(-1) > 0
+        used = (parts.read(self.packed).view(parts.n, -1, E2M1_GROUP // 2) & 0x77).amax(-1) > 0
         where = f"{parts.where}: tensor {parts.full(self.scales)!r}"
         if len(at := (exponents == _NAN - _BIAS).nonzero()):
             raise parts.error(
@@ -88,7 +87,7 @@ class Mxfp4Layout:
                 f"{where}: found 2**{int(exponents[tuple(at[0])])} at {at[0].tolist()}, in a row with "
                 f"2**{int(exponents[row][used[row]].max())}; scales of a row that are 2**24 apart at most are served"
             )
-        return Grid(4, scales, None, GROUP, levels=LEVELS)
+        return Grid(4, scales, None, E2M1_GROUP, levels=LEVELS)
 
     def layer(self, parts: Parts) -> Linear:
         """See `Format.layer`."""

@@ -81,7 +81,7 @@ def quantize_weights(
                 # A pass before a fitted one takes the norms with the least squared error.
                 q = quantize(weight, bits, before=before, layer=layer, refit=e in fitted, **options)
             else:
-                q = quantize_plain(weight, bits, before=before, uniform=scheme.uniform, layer=layer, **common)
+                q = quantize_plain(weight, bits, before=before, levels=scheme.levels, layer=layer, **common)
             before.append(q)
     for weight, own, layer in zip(weights, passes, layers, strict=True):
         _check_size(weight, own, layer)

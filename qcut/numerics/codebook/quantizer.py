@@ -24,7 +24,7 @@ from torch import Tensor
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
 from qcut.models.modules import WEIGHT_DTYPES
 from qcut.numerics.chunks import row_chunks
-from qcut.numerics.codebook import lloyd_max, pairs, rotation
+from qcut.numerics.codebook import float4, lloyd_max, pairs, rotation
 from qcut.numerics.codebook.rotation import NO_ROTATION, Kind, per_column
 
 NORM_DTYPES = (torch.float16, torch.float32)
@@ -129,22 +129,23 @@ def quantize_plain(
     *,
     before: Sequence[RotatedCodebook] = (),
     group_size: int,
-    uniform: bool,
+    levels: str,
     norm_dtype: torch.dtype = torch.float16,
     layer: str | None = None,
 ) -> RotatedCodebook:
     """Quantize a weight, or the error that earlier passes left, without a rotation.
 
-    With equal steps the values are ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1)``
-    rounded to its dtype, and ``idx = clamp(rne(W / norm)) + 2**(b - 1)``. With the Lloyd-Max codebook, ``norm`` is the
-    root of the group's mean square, and idx is the index of the value nearest to ``W / norm``.
+    With ``steps`` the values are ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1)``
+    rounded to its dtype, and ``idx = clamp(rne(W / norm)) + 2**(b - 1)``. With ``normal``, the Lloyd-Max codebook,
+    ``norm`` is the root of the group's mean square, and idx is the index of the value nearest to ``W / norm``. With
+    ``e2m1`` both are those of `qcut.numerics.codebook.float4`.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
         bits: 2, 3 or 4.
         before: earlier passes of the same weight, subtracted in float32, one after the other.
         group_size: columns of a group; K or more takes whole rows.
-        uniform: use equal steps instead of the Lloyd-Max codebook.
+        levels: see `qcut.schemes.Codebook`.
         norm_dtype: float16 or float32.
         layer: name for error messages.
 
@@ -156,34 +157,44 @@ def quantize_plain(
         DtypeError: another dtype of weight or norms.
         QuantizationError: NaN or Inf, or a norm beyond float16.
 
-    Exactness: bitwise with equal steps.
+    Exactness: bitwise with ``steps`` and ``e2m1``.
     """
     check_weight(weight, norm_dtype, layer)
     n, k = weight.shape
     parts, half = rotation.groups(k, group_size), 1 << (bits - 1)
     device = weight.device
-    values = (
-        torch.arange(-half, half, device=device, dtype=torch.int64).float()
-        if uniform
-        else lloyd_max.codebook(bits, device)
-    )
+    values = fixed_values(levels, bits, device)
+    values = lloyd_max.codebook(bits, device) if values is None else values
     indices = torch.empty((n, k), dtype=torch.uint8, device=device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
     for rows in row_chunks(n, k):
         w = rows_left(weight, before, rows, layer)
         for g, (first, d) in enumerate(parts):
             group = w[:, first : first + d]
-            largest = torch.full((), half - 1.0, device=device, dtype=torch.float32)
-            scale = group.abs().amax(1) / largest if uniform else group.square().mean(1).sqrt()
+            if levels == "steps":
+                scale = group.abs().amax(1) / torch.full((), half - 1.0, device=device, dtype=torch.float32)
+            elif levels == "e2m1":
+                scale = float4.scales(group.abs().amax(1))
+            else:
+                scale = group.square().mean(1).sqrt()
             norms[rows, g] = stored_norms(scale, norm_dtype, layer)
             step = norms[rows, g].float()[:, None]
             relative = group / torch.where(step > 0, step, 1.0)
-            if uniform:
+            if levels == "steps":
                 nearest = relative.round().clamp(-half, half - 1) + half
+            elif levels == "e2m1":
+                nearest = float4.nearest(relative)
             else:
                 nearest = torch.searchsorted(lloyd_max.boundaries(values), relative.contiguous())
             indices[rows, first : first + d] = nearest.to(torch.uint8)
     return RotatedCodebook(indices, norms, values, group_size, NO_ROTATION, 0)
+
+
+def fixed_values(levels: str, bits: int, device: torch.device) -> Tensor | None:
+    """The values that levels always have, float32 ``[2**bits]``; None of ``normal``, whose values may be others."""
+    half = 1 << (bits - 1)
+    steps = torch.arange(-half, half, device=device, dtype=torch.int64).float()
+    return {"steps": steps, "e2m1": float4.values(device)}.get(levels)
 
 
 def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:

@@ -25,7 +25,7 @@ from compressed_tensors.quantization.quant_scheme import MXFP4, MXFP4A16
 from compressed_tensors.quantization.utils import calculate_qparams
 
 FIRST = "model.layers.0.self_attn.q_proj"
-SCHEME = "codebook4_g32_none"
+SCHEME = "mxfp4"
 
 
 def stored(args: QuantizationArgs | None) -> dict[str, Any] | None:

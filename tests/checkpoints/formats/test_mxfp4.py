@@ -27,7 +27,7 @@ from tests.checkpoints.formats import samples
 from tests.support.architectures import tiny_model
 
 EXPERTS = "model.layers.0.mlp.experts"
-SCHEME = "codebook4_g32_none"
+SCHEME = "mxfp4"
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 64,

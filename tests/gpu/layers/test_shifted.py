@@ -65,7 +65,11 @@ def made(
         for scale in scales
     ]
     scheme = ShiftedCodebook(
-        group_size=size, residual_bits=4 if passes == 2 else None, uniform=passes == 1, shifted=True, ordered=ordered
+        group_size=size,
+        residual_bits=4 if passes == 2 else None,
+        levels="steps" if passes == 1 else "normal",
+        shifted=True,
+        ordered=ordered,
     )
     order = torch.randperm(k, generator=draws).int() if ordered else None
     added = torch.randn(n, generator=draws) if bias else None
@@ -191,7 +195,7 @@ def test_offsets_of_zero_change_nothing() -> None:
     layer.offsets.zero_()
     layer._pack_offsets()
     plain = CodebookLinear.from_passes(
-        layer.passes, layer.bias, Codebook(group_size=128, rotation="none", uniform=True)
+        layer.passes, layer.bias, Codebook(group_size=128, rotation="none", levels="steps")
     )
     gpu, other = layer.to(DEVICE), plain.to(DEVICE)
     for m in (1, 8):

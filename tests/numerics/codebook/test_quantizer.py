@@ -121,7 +121,7 @@ def test_passes_that_do_not_fit_each_other():
 def test_weights_without_a_rotation():
     weight = normal(6, 100) * 3
     weight[2, :48] = 0
-    step = quantize_plain(weight, 4, group_size=48, uniform=True)
+    step = quantize_plain(weight, 4, group_size=48, levels="steps")
     assert (step.rotation, step.norms.shape, step.values.tolist()) == ("none", (6, 3), list(range(-8, 8)))
     for first, d, g in ((0, 48, 0), (48, 48, 1), (96, 4, 2)):
         w = weight[:, first : first + d]
@@ -130,11 +130,11 @@ def test_weights_without_a_rotation():
         nearest = (w / torch.where(norm > 0, norm.float(), 1.0)[:, None]).round().clamp(-8, 7)
         assert torch.equal(step.indices[:, first : first + d], (nearest + 8).to(torch.uint8))
         assert torch.equal(dequantize(step)[:, first : first + d], nearest * norm.float()[:, None])
-    levels = quantize_plain(weight, 3, group_size=48, uniform=False, norm_dtype=torch.float32)
+    levels = quantize_plain(weight, 3, group_size=48, levels="normal", norm_dtype=torch.float32)
     assert torch.equal(levels.values, lloyd_max.codebook(3))
     restored = dequantize(levels)
     assert not restored[2, :48].any()
     assert not restored.signbit()[2, :48].any()
-    rest = quantize_plain(weight, 2, before=[levels], group_size=48, uniform=False)
-    assert torch.equal(rest.indices, quantize_plain(weight - restored, 2, group_size=48, uniform=False).indices)
+    rest = quantize_plain(weight, 2, before=[levels], group_size=48, levels="normal")
+    assert torch.equal(rest.indices, quantize_plain(weight - restored, 2, group_size=48, levels="normal").indices)
     assert torch.equal(dequantize((levels, rest)), restored + dequantize(rest))

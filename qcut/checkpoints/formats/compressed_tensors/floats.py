@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.checkpoints.formats.e2m1 import GROUP, Mxfp4Layout
+from qcut.checkpoints.formats.e2m1 import Mxfp4Layout
 from qcut.errors import UnsupportedError
-from qcut.schemes import W8A8, W8A16
+from qcut.schemes import E2M1_GROUP, W8A8, W8A16
 
-_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": GROUP}
+_WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": E2M1_GROUP}
 
 
 class Mxfp4Packed(Mxfp4Layout):
