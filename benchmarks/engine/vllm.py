@@ -14,21 +14,19 @@ those of one GPU. Where one differs, the gap is between the log-probabilities of
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import harness
+from benchmarks.engine.held_process import HeldProcess, wait_for_turn
 from benchmarks.harness import Timing
 
 
@@ -156,6 +154,7 @@ def child(asked: dict[str, Any]) -> None:
     started = round(time.perf_counter() - start, 1)
     layers = "+".join(sorted({name for names in llm.apply_model(vllm.methods_of) for name in names}))
     print(json.dumps({"vllm": __version__, "layers": layers, "start_s": started}), flush=True)
+    wait_for_turn()
 
     def answer(prompts: list[list[int]], new: int, logprobs: int | None = None) -> list[Any]:
         sampling = SamplingParams(
@@ -259,33 +258,26 @@ def stop_profile(worker: Any) -> dict[str, tuple[int, float]]:
 # ── the one that measures ────────────────────────────────────────────────────────────────────────
 
 
-def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
-    """What a process prints.
-
-    Raises:
-        RuntimeError: it failed, or took longer than ``timeout`` seconds; the message has the end of its output.
-    """
-    command = harness.command(__name__, "--child", json.dumps(asked))
+def start(asked: dict[str, Any]) -> HeldProcess:
+    """A process that starts vLLM."""
     path = os.pathsep.join(filter(None, (str(harness.ROOT), os.environ.get("PYTHONPATH"))))
     settings = os.environ | {key: os.environ.get(key, value) for key, value in SETTINGS.items()} | {"PYTHONPATH": path}
-    settings |= asked.get("settings", {})
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env=settings, start_new_session=True)
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM's own processes too, which hold the GPU
-            process.wait()
-        for file in (out, err):
-            file.seek(0)
-        printed, errors = out.read(), err.read()
-    if process.returncode:
-        raise RuntimeError(
-            f"{asked['arguments']}: status {process.returncode} in {timeout:g} s: {printed[-1000:]}{errors[-3000:]}"
-        )
-    yield from (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
+    return HeldProcess(harness.command(__name__, "--child", json.dumps(asked)), settings | asked.get("settings", {}))
+
+
+def run(asked: dict[str, Any], timeout: float, started: HeldProcess | None = None) -> list[dict[str, Any]]:
+    """What a process prints, one that is started now or waits.
+
+    Raises:
+        RuntimeError: see `HeldProcess.results`.
+    """
+    process = start(asked) if started is None else started
+    try:
+        return process.results(timeout)
+    except RuntimeError as error:
+        raise RuntimeError(f"{asked['arguments']}: {error}") from None
+    finally:
+        process.stop()
 
 
 def write_shape(folder: Path, shape: str, method: str, context: int) -> None:
@@ -311,38 +303,33 @@ def arguments_of(folder: Path, method: str, gpus: int, options: argparse.Namespa
     return given
 
 
+def asked_of(folder: Path, method: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What a process is asked to measure, with a model's configuration in a new folder."""
+    prompt = min(PROMPT, options.prompt)
+    longest = max(prompt, CONTEXT + NEW) + 64
+    stored, left_out = KERNELS.get(method, (method, ""))
+    write_shape(folder, options.shape, stored, longest)
+    arguments = arguments_of(folder, method, options.gpus, options)
+    return {
+        "arguments": {**arguments, "load_format": "dummy", "max_model_len": longest},
+        "batches": options.batches,
+        "prompt": prompt,
+        "context": CONTEXT,
+        "new": NEW,
+        "kernels": options.kernels,
+        "settings": {**({"VLLM_DISABLED_KERNELS": left_out} if left_out else {}), **ROUTES},
+        "vocabulary": SHAPES[options.shape].vocabulary,
+    }
+
+
 def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list[list[object]], int]:
     """Time each method, and keep its rows; returns the lines of a table, and how many methods failed."""
     lines: list[list[object]] = []
     failed = 0
     kernels = harness.Results("vllm_kernels", results.env)
-    prompt = min(PROMPT, options.prompt)
-    longest = max(prompt, CONTEXT + NEW) + 64
-    for method in options.methods.split(","):
-        with tempfile.TemporaryDirectory() as top:
-            folder = Path(top, "model")
-            stored, left_out = KERNELS.get(method, (method, ""))
-            write_shape(folder, options.shape, stored, longest)
-            arguments = arguments_of(folder, method, options.gpus, options)
-            arguments |= {"load_format": "dummy", "max_model_len": longest}
-            asked = {
-                "arguments": arguments,
-                "batches": options.batches,
-                "prompt": prompt,
-                "context": CONTEXT,
-                "new": NEW,
-                "kernels": options.kernels,
-                "settings": {**({"VLLM_DISABLED_KERNELS": left_out} if left_out else {}), **ROUTES},
-            }
-            try:
-                first, *found = run({**asked, "vocabulary": SHAPES[options.shape].vocabulary}, options.timeout)
-                layers = first.pop("layers")
-                if ("Unquantized" in layers) != (method == "fp16"):
-                    raise RuntimeError(f"its linear layers are of {layers}")
-            except RuntimeError as error:
-                print(f"FAILED {method}: {error}", file=sys.stderr, flush=True)
-                failed += 1
-                continue
+
+    def keep(method: str, first: dict[str, Any], found: list[dict[str, Any]]) -> None:
+        """Add a method's rows, and write them."""
         for one in found:
             columns = {"shape": options.shape, "method": method, "gpus": options.gpus, "what": one["what"]}
             columns["batch"] = one["batch"]
@@ -352,7 +339,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                     continue
                 kernels.rows.append({"bench": kernels.bench, **columns, "kernel": one["kernel"], **rounded})
                 continue
-            tokens = one["batch"] * (prompt if one["what"] == "prompt" else 1)
+            tokens = one["batch"] * (min(PROMPT, options.prompt) if one["what"] == "prompt" else 1)
             timing = Timing.of([s * 1e6 for s in one["seconds"]], "wall")
             rate = round(tokens / statistics.median(one["seconds"]), 1)
             results.add(timing, **columns, tokens_s=rate, **first)
@@ -361,6 +348,27 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
         results.write_csv(options.out, KEY)
         if kernels.rows:
             kernels.write_csv(options.out, KEY)  # a cell's kernels replace its older rows
+
+    with tempfile.TemporaryDirectory() as top:
+        asked = {method: asked_of(Path(top, method), method, options) for method in options.methods.split(",")}
+        waiting = {method: start(one) for method, one in asked.items()} if options.together else {}
+        try:
+            for process in waiting.values():
+                process.wait_until_ready(options.timeout)
+            for method, one in asked.items():
+                try:
+                    first, *found = run(one, options.timeout, waiting.get(method))
+                    layers = first.pop("layers")
+                    if ("Unquantized" in layers) != (method == "fp16"):
+                        raise RuntimeError(f"its linear layers are of {layers}")
+                except RuntimeError as error:
+                    print(f"FAILED {method}: {error}", file=sys.stderr, flush=True)
+                    failed += 1
+                    continue
+                keep(method, first, found)
+        finally:
+            for process in waiting.values():
+                process.stop()
     return lines, failed
 
 
@@ -412,6 +420,11 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--arguments", default="{}", metavar="JSON", help="further ones of LLM")
     options.add_argument("--parallel", type=Path, metavar="FOLDER", help="compare answers of a real model")
     options.add_argument("--kernels", action="store_true", help="write the kernels of steps and prompts, too")
+    options.add_argument(
+        "--together",
+        action="store_true",
+        help="start all methods at once, and time each in its turn; give each its share of the memory",
+    )
     options.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="most for one method")
     options.add_argument("--child", help=argparse.SUPPRESS)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import vllm
+from benchmarks.engine.held_process import HeldProcess
 from benchmarks.harness import read_rows
 from tests.support import ROOT
 
@@ -39,7 +40,7 @@ def test_steps_and_prompts_are_timed(shape: str, tmp_path: Path) -> None:
 
 
 def test_answers_of_several_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
+    def run(asked: dict[str, Any], timeout: float, started: Any = None) -> Iterator[dict[str, Any]]:
         """The second answer of two processes leaves that of one at its third token."""
         yield {"vllm": "0.32.0", "layers": "OnlineMethod"}
         for i in range(len(asked["prompts"])):
@@ -67,7 +68,7 @@ def test_a_process_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_method_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
+    def run(asked: dict[str, Any], timeout: float, started: Any = None) -> Iterator[dict[str, Any]]:
         if asked["arguments"]["quantization"] == "qcut-w9":
             raise RuntimeError("no scheme w9")
         yield {"vllm": "0.32.0", "layers": "UnquantizedLinearMethod"}
@@ -92,3 +93,28 @@ def test_a_method_that_fails_leaves_the_others(
         "4.0",
         "1.23",
     ]
+
+
+TURNS = """
+import json, sys
+from benchmarks.engine.held_process import wait_for_turn
+print(json.dumps({"vllm": "0.32.0", "layers": "OnlineMethod"}), flush=True)
+wait_for_turn()
+open(sys.argv[1], "a").write(sys.argv[2] + ";")
+print(json.dumps({"what": "step", "batch": 1, "seconds": [0.5]}))
+"""
+
+
+def test_methods_start_together_and_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(asked: dict[str, Any]) -> HeldProcess:
+        name = asked["arguments"]["quantization"]
+        begun.append(name)
+        return HeldProcess([sys.executable, "-c", TURNS, str(tmp_path / "log"), name], {"PYTHONPATH": str(ROOT)})
+
+    begun: list[str] = []
+    monkeypatch.setattr(vllm, "start", start)
+    methods = ["qcut-w8a16", "qcut-codebook4", "qcut-w8a8"]
+    assert vllm.main(["--together", "--methods", ",".join(methods), "--out", str(tmp_path)]) == 0
+    assert begun == methods
+    assert (tmp_path / "log").read_text() == ";".join([*methods, ""])
+    assert [row["method"] for row in read_rows(tmp_path / "bench_vllm.csv")] == methods
