@@ -72,7 +72,11 @@ def serving_answers(rows: Rows) -> str:
     if not found:
         return missing(f"{TWO_GPUS}/vllm_parallel")
     columns = ("same", "of", "gap")
-    lines = [[r["shape"], r["method"], f"{r['gpus']} {short_name(r['gpu'])}", *(r[c] for c in columns)] for r in found]
+    lines = [
+        [r["shape"], r["method"] + r["what"].removeprefix("answers"), f"{r['gpus']} {short_name(r['gpu'])}"]
+        + [r[c] for c in columns]
+        for r in found
+    ]
     return markdown(["model", "method", "GPUs", "same answers", "of", "largest gap"], lines)
 
 
