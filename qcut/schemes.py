@@ -213,9 +213,8 @@ _CODEBOOK_NAME = re.compile(
 )
 
 
-_GROUPS = {"normal": 128, "steps": 128, "e2m1": E2M1_GROUP}
-_ROTATIONS = {"normal": "hadamard", "steps": "none", "e2m1": "none"}
-"""By levels, what a name leaves out."""
+_USUAL = {"normal": (128, "hadamard"), "steps": (128, "none"), "e2m1": (E2M1_GROUP, "none")}
+"""By levels, the group size and the rotation that a name leaves out."""
 
 
 @dataclass(frozen=True)
@@ -313,11 +312,12 @@ class Codebook(Scheme):
             return None
         part = match.groupdict()
         levels: Any = "e2m1" if part["mxfp4"] else "steps" if part["int_bits"] else "normal"
+        group_size, rotation = _USUAL[levels]
         return cls(
             bits=int(part["int_bits"] or part["bits"] or 4),
             residual_bits=int(part["residual_bits"]) if part["residual_bits"] else None,
-            group_size=None if part["rows"] else int(part["group"] or _GROUPS[levels]),
-            rotation=cast(Any, part["rotation"] or _ROTATIONS[levels]),
+            group_size=None if part["rows"] else int(part["group"] or group_size),
+            rotation=cast(Any, part["rotation"] or rotation),
             seed=int(part["seed"] or 42),
             residual_seed=int(part["residual_seed"] or 1042),
             activation="int8" if part["int8"] else "fp16",
@@ -336,12 +336,12 @@ class Codebook(Scheme):
         """
         residual = "" if self.residual_bits is None else f"+{self.residual_bits}"
         begins = {"normal": f"codebook{self.bits}{residual}", "steps": f"int{self.bits}", "e2m1": "mxfp4"}
-        parts = [begins[self.levels]]
+        parts, (group_size, rotation) = [begins[self.levels]], _USUAL[self.levels]
         if self.pairs:
             parts.append("pairs")
-        if self.group_size != _GROUPS[self.levels]:
+        if self.group_size != group_size:
             parts.append("rows" if self.group_size is None else f"g{self.group_size}")
-        if self.rotation != _ROTATIONS[self.levels]:
+        if self.rotation != rotation:
             parts.append(self.rotation)
         if self.seed != 42:
             parts.append(f"seed{self.seed}")

@@ -228,7 +228,11 @@ def levels_layer(
         scales = scales.abs()
     norms = scales.to(torch.float32) if wide else stored_scales(scales)
     book = RotatedCodebook(indices, norms, levels, group_size, NO_ROTATION, 0)
-    is_mxfp4 = group_size == E2M1_GROUP and torch.equal(levels, float4.values()) and float4.are_powers_of_two(norms)
+    is_mxfp4 = (
+        group_size == E2M1_GROUP
+        and torch.equal(levels, float4.values(levels.device))
+        and float4.are_powers_of_two(norms)
+    )
     scheme = Codebook(group_size=group_size, rotation="none", levels="e2m1" if is_mxfp4 else "normal")
     return codebook_layer(parts, [book], scheme)
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcut.numerics.codebook import lloyd_max
+
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes 0 to 7 stand for; codes 8 to 15 are their negatives, -0 among them."""
 _UNUSED = 7.0
@@ -19,8 +21,8 @@ _UNUSED = 7.0
 _LARGEST_EXPONENT = 2
 
 
-def values(device: torch.device | str | None = None) -> Tensor:
-    """float32 ``[16]``, ascending; the last one is never an index of `nearest`."""
+def values(device: torch.device | str) -> Tensor:
+    """float32 ``[16]``, ascending; the last one is never the nearest."""
     negative = [-v for v in reversed(MAGNITUDES[1:])]
     return torch.tensor([*negative, *MAGNITUDES, _UNUSED], dtype=torch.float32, device=device)
 
@@ -31,14 +33,12 @@ def scales(largest: Tensor) -> Tensor:
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponent), 0.0)
 
 
-def nearest(relative: Tensor) -> Tensor:
-    """int64 indices into `values` of weights divided by their scales."""
-    magnitudes = torch.tensor(MAGNITUDES, dtype=torch.float32, device=relative.device)
-    bounds = (magnitudes[1:] + magnitudes[:-1]) / 2
-    # From midway between an odd code and the next on, the next one is the nearest, which is even.
-    bounds[1::2] = torch.nextafter(bounds[1::2], torch.zeros_like(bounds[1::2]))
-    place = torch.searchsorted(bounds, relative.abs().contiguous())
-    return len(MAGNITUDES) - 1 + torch.where(relative < 0, -place, place)
+def boundaries(device: torch.device | str) -> Tensor:
+    """float32 ``[14]``, by which `torch.searchsorted` finds the nearest of `values` to weights divided by scales."""
+    middles = lloyd_max.boundaries(values(device)[:-1])
+    # Every other value has an even code, and is the nearest of what is midway below it, too.
+    middles[::2] = torch.nextafter(middles[::2], torch.full_like(middles[::2], -torch.inf))
+    return middles
 
 
 def are_powers_of_two(norms: Tensor) -> bool:

@@ -165,6 +165,7 @@ def quantize_plain(
     device = weight.device
     values = fixed_values(levels, bits, device)
     values = lloyd_max.codebook(bits, device) if values is None else values
+    bounds = float4.boundaries(device) if levels == "e2m1" else lloyd_max.boundaries(values)
     indices = torch.empty((n, k), dtype=torch.uint8, device=device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
     for rows in row_chunks(n, k):
@@ -182,19 +183,18 @@ def quantize_plain(
             relative = group / torch.where(step > 0, step, 1.0)
             if levels == "steps":
                 nearest = relative.round().clamp(-half, half - 1) + half
-            elif levels == "e2m1":
-                nearest = float4.nearest(relative)
             else:
-                nearest = torch.searchsorted(lloyd_max.boundaries(values), relative.contiguous())
+                nearest = torch.searchsorted(bounds, relative.contiguous())
             indices[rows, first : first + d] = nearest.to(torch.uint8)
     return RotatedCodebook(indices, norms, values, group_size, NO_ROTATION, 0)
 
 
 def fixed_values(levels: str, bits: int, device: torch.device) -> Tensor | None:
     """The values that levels always have, float32 ``[2**bits]``; None of ``normal``, whose values may be others."""
-    half = 1 << (bits - 1)
-    steps = torch.arange(-half, half, device=device, dtype=torch.int64).float()
-    return {"steps": steps, "e2m1": float4.values(device)}.get(levels)
+    if levels == "steps":
+        half = 1 << (bits - 1)
+        return torch.arange(-half, half, device=device, dtype=torch.int64).float()
+    return float4.values(device) if levels == "e2m1" else None
 
 
 def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
