@@ -14,7 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _POLL_S = 0.2
 
@@ -25,7 +28,9 @@ def wait_for_turn() -> None:
 
 
 class HeldProcess:
-    """A process, started. Of what it prints, the lines that begin with a brace are JSON; the first says it is ready.
+    """A process, started; a context manager that ends it, and all that it has started.
+
+    Of what it prints, the lines that begin with a brace are JSON; the first says it is ready.
 
     Args:
         command: that it runs.
@@ -34,10 +39,22 @@ class HeldProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.started = time.monotonic()
-        self.out, self.err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115  (closed by `stop`)
+        self.out, self.err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115  (closed at the exit)
         self.process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=self.out, stderr=self.err, text=True, start_new_session=True
+            command, env=env, stdin=subprocess.PIPE, stdout=self.out, stderr=self.err, start_new_session=True
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.out.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # what it has started holds the GPU, too
+        self.process.wait()
+        self.out.close()
+        self.err.close()
 
     def wait_until_ready(self, timeout: float) -> None:
         """Return when the process is ready or has ended, or ``timeout`` seconds after its start."""
@@ -51,30 +68,17 @@ class HeldProcess:
             RuntimeError: it failed, or runs ``timeout`` seconds after its start; the message has the end of its output.
         """
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
-            self.process.communicate("\n", timeout=max(0.0, self.started + timeout - time.monotonic()))
-        self._kill()
-        if self.process.returncode:
-            printed, errors = (self._read(file) for file in (self.out, self.err))
-            raise RuntimeError(f"status {self.process.returncode} in {timeout:g} s: {printed[-1000:]}{errors[-3000:]}")
+            self.process.communicate(b"\n", timeout=max(0.0, self.started + timeout - time.monotonic()))
+        if (status := self.process.poll()) != 0:
+            ended = f"no end in {timeout:g} s" if status is None else f"status {status}"
+            raise RuntimeError(f"{ended}: {_read(self.out)[-1000:]}{_read(self.err)[-3000:]}")
         return self._lines()
 
-    def stop(self) -> None:
-        """End the process and those that it has started, and forget what it has printed."""
-        self._kill()
-        self.out.close()
-        self.err.close()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what it has started holds the GPU, too
-        self.process.wait()
-
     def _lines(self) -> list[dict[str, Any]]:
-        return [
-            json.loads(line) for line in self._read(self.out).splitlines(True) if line[:1] == "{" and line[-1] == "\n"
-        ]
+        lines = _read(self.out).splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
-    @staticmethod
-    def _read(file: Any) -> str:
-        size = os.fstat(file.fileno()).st_size
-        return os.pread(file.fileno(), size, 0).decode(errors="replace")
+
+def _read(file: IO[bytes]) -> str:
+    """All of a file, without a seek: the process writes where the file's position is."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")

@@ -14,6 +14,7 @@ those of one GPU. Where one differs, the gap is between the log-probabilities of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -271,13 +272,11 @@ def run(asked: dict[str, Any], timeout: float, started: HeldProcess | None = Non
     Raises:
         RuntimeError: see `HeldProcess.results`.
     """
-    process = start(asked) if started is None else started
-    try:
-        return process.results(timeout)
-    except RuntimeError as error:
-        raise RuntimeError(f"{asked['arguments']}: {error}") from None
-    finally:
-        process.stop()
+    with started or start(asked) as process:
+        try:
+            return process.results(timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"{asked['arguments']}: {error}") from None
 
 
 def write_shape(folder: Path, shape: str, method: str, context: int) -> None:
@@ -317,7 +316,7 @@ def asked_of(folder: Path, method: str, options: argparse.Namespace) -> dict[str
         "context": CONTEXT,
         "new": NEW,
         "kernels": options.kernels,
-        "settings": {**({"VLLM_DISABLED_KERNELS": left_out} if left_out else {}), **ROUTES},
+        "settings": ROUTES | ({"VLLM_DISABLED_KERNELS": left_out} if left_out else {}),
         "vocabulary": SHAPES[options.shape].vocabulary,
     }
 
@@ -339,7 +338,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                     continue
                 kernels.rows.append({"bench": kernels.bench, **columns, "kernel": one["kernel"], **rounded})
                 continue
-            tokens = one["batch"] * (min(PROMPT, options.prompt) if one["what"] == "prompt" else 1)
+            tokens = one["batch"] * (asked[method]["prompt"] if one["what"] == "prompt" else 1)
             timing = Timing.of([s * 1e6 for s in one["seconds"]], "wall")
             rate = round(tokens / statistics.median(one["seconds"]), 1)
             results.add(timing, **columns, tokens_s=rate, **first)
@@ -349,26 +348,22 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
         if kernels.rows:
             kernels.write_csv(options.out, KEY)  # a cell's kernels replace its older rows
 
-    with tempfile.TemporaryDirectory() as top:
+    with tempfile.TemporaryDirectory() as top, contextlib.ExitStack() as started:
         asked = {method: asked_of(Path(top, method), method, options) for method in options.methods.split(",")}
-        waiting = {method: start(one) for method, one in asked.items()} if options.together else {}
-        try:
-            for process in waiting.values():
-                process.wait_until_ready(options.timeout)
-            for method, one in asked.items():
-                try:
-                    first, *found = run(one, options.timeout, waiting.get(method))
-                    layers = first.pop("layers")
-                    if ("Unquantized" in layers) != (method == "fp16"):
-                        raise RuntimeError(f"its linear layers are of {layers}")
-                except RuntimeError as error:
-                    print(f"FAILED {method}: {error}", file=sys.stderr, flush=True)
-                    failed += 1
-                    continue
-                keep(method, first, found)
-        finally:
-            for process in waiting.values():
-                process.stop()
+        waiting = {method: started.enter_context(start(one)) for method, one in asked.items() if options.together}
+        for process in waiting.values():
+            process.wait_until_ready(options.timeout)
+        for method, one in asked.items():
+            try:
+                first, *found = run(one, options.timeout, waiting.get(method))
+                layers = first.pop("layers")
+                if ("Unquantized" in layers) != (method == "fp16"):
+                    raise RuntimeError(f"its linear layers are of {layers}")
+            except RuntimeError as error:
+                print(f"FAILED {method}: {error}", file=sys.stderr, flush=True)
+                failed += 1
+                continue
+            keep(method, first, found)
     return lines, failed
 
 
@@ -399,8 +394,8 @@ def compare(options: argparse.Namespace, results: harness.Results) -> list[list[
             first.pop("layers")
             answers.append(found)
         gaps = gaps_between(*answers)
-        experts = ", experts apart" if "enable_expert_parallel" in options.arguments else ""
-        what = f"answers{experts}"
+        apart = json.loads(options.arguments).get("enable_expert_parallel", False)
+        what = "answers" + ", experts apart" * apart
         columns = {"shape": options.parallel.name, "method": method, "gpus": options.gpus, "what": what}
         same, gap = PROMPTS - len(gaps), round(max(gaps, default=0.0), 4)
         results.rows.append({"bench": results.bench, **columns, "same": same, "of": PROMPTS, "gap": gap, **first})

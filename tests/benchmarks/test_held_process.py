@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,36 +29,34 @@ def held(program: str, *args: object) -> HeldProcess:
 def test_processes_go_on_in_turn(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
-    processes = {name: held(WORK, log, name) for name in "abc"}
-    for process in processes.values():
-        process.wait_until_ready(60)
-    assert log.read_text() == ""
-    for name in "bca":
-        assert processes[name].results(60) == [{"ready": 1}, {"done": name}]
-    assert log.read_text() == "bca"
-    for process in processes.values():
-        process.stop()
+    with ExitStack() as started:
+        processes = {name: started.enter_context(held(WORK, log, name)) for name in "abc"}
+        for process in processes.values():
+            process.wait_until_ready(60)
+        assert log.read_text() == ""
+        for name in "bca":
+            with processes[name] as process:
+                assert process.results(60) == [{"ready": 1}, {"done": name}]
+        assert log.read_text() == "bca"
 
 
 def test_a_process_that_ends_early_is_reported() -> None:
-    process = held("import sys; print('{\"a\": 1}'); sys.exit('no GPU')")
-    process.wait_until_ready(60)
-    with pytest.raises(RuntimeError, match=r"status 1 in 60 s: \{\"a\": 1\}\s+no GPU"):
-        process.results(60)
-    process.stop()
+    with held("import sys; print('{\"a\": 1}'); sys.exit('no GPU')") as process:
+        process.wait_until_ready(60)
+        with pytest.raises(RuntimeError, match=r"status 1: \{\"a\": 1\}\s+no GPU"):
+            process.results(60)
 
 
 def test_what_a_late_process_has_started_is_ended(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    process = held(program)
-    while not mark.exists() or not mark.read_text():
-        time.sleep(0.05)
-    process.wait_until_ready(0.0)
-    with pytest.raises(RuntimeError, match="status -9"):
-        process.results(0.0)
-    process.stop()
+    with held(program) as process:
+        while not mark.exists() or not mark.read_text():
+            time.sleep(0.05)
+        process.wait_until_ready(0.0)
+        with pytest.raises(RuntimeError, match="no end in 0 s"):
+            process.results(0.0)
     deadline = time.monotonic() + 30
     while _runs(int(mark.read_text())) and time.monotonic() < deadline:
         time.sleep(0.05)
