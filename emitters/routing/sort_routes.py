@@ -69,8 +69,8 @@ class SortRoutes(Kernel):
     def params(self) -> tuple[Param, ...]:
         """``experts`` ``[routes]``; ``tile_experts`` ``[tiles]``; ``tile_routes`` ``[tiles, tile]``; all int32.
 
-        Then ``routes``, ``count`` of experts, ``tile`` and ``tiles``; ``short_tile``, the most routes of tiles that
-        follow all others.
+        Then ``routes``, ``count`` of experts, ``tile`` and ``tiles``; ``short_tile``, the most routes of tiles that lie
+        evenly among the others.
         """
         return (
             Param("experts", "ptr", "const int*"),

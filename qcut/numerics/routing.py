@@ -145,7 +145,7 @@ def tile_count(routes: int, count: int, tile: int) -> int:
 
 
 def short_tile(tile: int) -> int:
-    """Most routes of the tiles that come after all others: half of a tile's where tokens are ``ordered``, else 0."""
+    """Most routes of tiles that lie evenly among the others: half of a tile's where tokens are ``ordered``, else 0."""
     return tile // 2 if tile > MOST_GATHERED else 0
 
 
@@ -171,8 +171,18 @@ def sort_routes(experts: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor]
     tile_experts.masked_fill_(tile_experts == count, -1)
     tile_routes = tile_routes[:-1].view(tiles, tile)
     filled = (tile_routes >= 0).sum(1)
-    order = torch.where(filled > short_tile(tile), 0, torch.where(filled > 0, 1, 2)).argsort(stable=True)
+    order = _evenly(filled > short_tile(tile), filled > 0)
     return tile_experts[order], tile_routes[order]
+
+
+def _evenly(is_long: Tensor, is_filled: Tensor) -> Tensor:
+    """The order of tiles in which short ones lie evenly among long ones, and those without routes are last."""
+    is_short = is_filled & ~is_long
+    i, j, k = (kind.cumsum(0) - 1 for kind in (is_long, is_short, ~is_filled))
+    longs, shorts = i[-1:] + 1, j[-1:] + 1
+    among_long = j + ((j + 1) * longs + shorts - 1) // shorts.clamp(min=1)
+    among_short = i + i * shorts // longs.clamp(min=1)
+    return torch.where(is_long, among_short, torch.where(is_short, among_long, longs + shorts + k)).argsort()
 
 
 def sum_routes(results: Tensor, weights: Tensor, experts: Tensor, count: int, added: Tensor | None) -> Tensor:

@@ -170,8 +170,9 @@ class SortRoutesOp(NamedTuple):
     """Routes of the same expert in tiles, for products that load an expert's weights once for a tile.
 
     Experts are in ascending order, and the routes of an expert too. Of tiles of more than `MOST_GATHERED` routes, those
-    that are at most half filled follow all others: multiprocessors that take tiles in turn then have equal work. A
-    route without an expert, whose number is not 0 to ``count - 1``, is in no tile: another process computes it.
+    that are at most half filled lie evenly among the others: multiprocessors that take tiles in turn then have equal
+    work, and find weights in the L2 that the expert's other tiles have read. A route without an expert, whose number is
+    not 0 to ``count - 1``, is in no tile: another process computes it.
 
     Args:
         experts: int32 ``[M, k]``, k at least 1, of any strides.

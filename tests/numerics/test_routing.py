@@ -151,7 +151,7 @@ def test_nan_makes_the_weights_of_its_row_nan() -> None:
 
 
 def naive_tiles(experts: list[int], count: int, tile: int) -> tuple[list[int], list[list[int]]]:
-    """Experts and routes of the used tiles. Of those of more than 32 routes, tiles at most half filled are last."""
+    """Experts and routes of the used tiles. Of those of more than 32 routes, tiles at most half filled lie evenly."""
     tile_experts, tile_routes = [], []
     for e in range(count):
         mine = [r for r, expert in enumerate(experts) if expert == e]
@@ -160,7 +160,15 @@ def naive_tiles(experts: list[int], count: int, tile: int) -> tuple[list[int], l
             tile_experts.append(e)
             tile_routes.append(part + [-1] * (tile - len(part)))
     if tile > 32:
-        order = sorted(range(len(tile_experts)), key=lambda i: 2 * sum(r >= 0 for r in tile_routes[i]) <= tile)
+        is_short = [2 * sum(r >= 0 for r in routes) <= tile for routes in tile_routes]
+        longs, shorts = ([i for i, short in enumerate(is_short) if short == kind] for kind in (False, True))
+        order: list[int] = []
+        taken = 0
+        for i in (*longs, None):
+            while taken < len(shorts) and (taken + 1) * len(longs) <= (len(order) - taken) * len(shorts):
+                order.append(shorts[taken])
+                taken += 1
+            order += [] if i is None else [i]
         return [tile_experts[i] for i in order], [tile_routes[i] for i in order]
     return tile_experts, tile_routes
 

@@ -1,5 +1,6 @@
 // Routes of the same expert in tiles: experts in ascending order, and the routes of each in ascending order. An expert's
-// last tile is short if it has no more than short_tile routes; short tiles follow all others.
+// last tile is short if it has no more than short_tile routes; short tiles lie evenly among the others, near those of
+// their expert.
 //
 // Both kernels count instead of sorting: a route's position is the number of routes and tiles before it. Pads, and the
 // expert of tiles that no route fills, are -1. Exactness: integers; no result depends on the order of atomics.
@@ -8,6 +9,14 @@
 #include <qcut/core/common.cuh>
 
 namespace qcut {
+
+// Where tile i of those that are long (x) or short (y) lies among `tiles` of both.
+__device__ __forceinline__ int long_tile_at(int i, int2 tiles) {
+  return i + (tiles.y == 0 ? 0 : static_cast<int>(static_cast<long long>(i) * tiles.y / tiles.x));
+}
+__device__ __forceinline__ int short_tile_at(int i, int2 tiles) {
+  return i + static_cast<int>((static_cast<long long>(i + 1) * tiles.x + tiles.y - 1) / tiles.y);
+}
 
 // Up to kThreads routes in one CTA, a route for each thread. tile_experts is [tiles], tile_routes [tiles, tile].
 template <int kThreads>
@@ -39,13 +48,21 @@ __device__ __forceinline__ void sort_few_routes(const int* experts, int* tile_ex
   begun[route] = begins ? key : kNone;
   __syncthreads();
   if (expert == kNone) return;
-  int before = is_short ? 0 : within;  // tiles before the route's
+  int2 all = make_int2(0, 0);  // tiles that are long (x) and short (y)
+  int before = is_short ? 0 : within;  // tiles of the same kind before the route's
+  const int least = is_short ? kShort : 0;
   for (int i = 0; i < routes; i += 4) {
     const int4 v = *reinterpret_cast<const int4*>(begun + i);
-    before += (v.x < key) + (v.y < key) + (v.z < key) + (v.w < key);
+    const auto count_tile = [&](int begun_key) {
+      all.x += begun_key < kShort;
+      all.y += begun_key >= kShort && begun_key != kNone;
+      before += begun_key >= least && begun_key < key;
+    };
+    count_tile(v.x), count_tile(v.y), count_tile(v.z), count_tile(v.w);
   }
-  tile_routes[before * tile + rank % tile] = route;
-  if (begins) tile_experts[before] = expert;
+  const int at = is_short ? short_tile_at(before, all) : long_tile_at(before, all);
+  tile_routes[at * tile + rank % tile] = route;
+  if (begins) tile_experts[at] = expert;
 }
 
 // Any number of routes: CTA e writes the tiles of expert e of gridDim.x experts. Every CTA counts the routes of all
@@ -103,10 +120,12 @@ __device__ __forceinline__ void sort_many_routes(const int* experts, int* tile_e
   lower = sum(lane < kWarps ? below[lane] : make_int2(0, 0));
   used = sum(lane < kWarps ? all[lane] : make_int2(0, 0));
   const int2 filled = tiles_of(mine);
-  const int long_places = filled.x * tile, short_tile_at = used.x + lower.y;
-  int* const positions = tile_routes + lower.x * tile;
-  int* const short_positions = tile_routes + short_tile_at * tile - long_places;
-  const auto place = [&](int rank) { return rank < long_places ? positions + rank : short_positions + rank; };
+  const int long_places = filled.x * tile;
+  const int last_tile = filled.y > 0 ? short_tile_at(lower.y, used) : 0;
+  const auto place = [&](int rank) {
+    const int i = rank / tile;
+    return tile_routes + (i < filled.x ? long_tile_at(lower.x + i, used) : last_tile) * tile + rank % tile;
+  };
   if (votes > 0) {
     int at = warp_sum(lane < warp ? own[lane] : 0);
     for (int first = begin; first < end; first += 32 * kUnroll) {
@@ -120,8 +139,8 @@ __device__ __forceinline__ void sort_many_routes(const int* experts, int* tile_e
     }
   }
   for (int i = sizes[mine] + threadIdx.x; i < long_places + filled.y * tile; i += kThreads) *place(i) = -1;
-  for (int i = threadIdx.x; i < filled.x; i += kThreads) tile_experts[lower.x + i] = mine;
-  if (filled.y > 0 && threadIdx.x == 0) tile_experts[short_tile_at] = mine;
+  for (int i = threadIdx.x; i < filled.x; i += kThreads) tile_experts[long_tile_at(lower.x + i, used)] = mine;
+  if (filled.y > 0 && threadIdx.x == 0) tile_experts[last_tile] = mine;
   const int thread = blockIdx.x * kThreads + threadIdx.x, step = gridDim.x * kThreads, last = used.x + used.y;
   for (int i = last * tile + thread; i < tiles * tile; i += step) tile_routes[i] = -1;
   for (int i = last + thread; i < tiles; i += step) tile_experts[i] = -1;
