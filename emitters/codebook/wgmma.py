@@ -87,7 +87,7 @@ class Stage(NamedTuple):
     Attributes:
         element_bytes: of an element of a token.
         supply_bytes: of what warps supply for the rows: 16 int8 values of each slot, or int8 weights; 0 for none.
-        routed: whether tokens are routes, those of two tiles at a time for each multiplying warpgroup.
+        routed: whether tokens are routes.
     """
 
     element_bytes: int
@@ -98,9 +98,12 @@ class Stage(NamedTuple):
         """Bytes of a stage, without its barriers."""
         return 128 * self.element_bytes * tokens + self.supply_bytes
 
-    def route_bytes(self, tokens: int) -> int:
-        """Bytes of routes, and of the scales of int8 tokens, which do not depend on the number of stages."""
-        return 2 * 4 * tokens * (3 if self.element_bytes == 1 else 2) * self.routed
+    def vector_bytes(self, tokens: int, splits: int) -> int:
+        """Bytes of two tiles' routes or scales of int8 tokens, and of the scales of routes, for both warpgroups."""
+        scaled = self.element_bytes == 1
+        if splits > 1:
+            return 0
+        return 2 * 4 * tokens * (2 * (self.routed or scaled) + (self.routed and scaled))
 
     @property
     def barrier_bytes(self) -> int:
@@ -128,10 +131,10 @@ def smem_bytes(stage: Stage, tile: CodebookWgmmaTile) -> int:
 
 
 def _operand_bytes(stage: Stage, tile: CodebookWgmmaTile) -> int:
-    """Table and stages, or the sums that take their place, the barriers of each stage, and routes."""
+    """Table and stages, or the sums that take their place, the barriers of each stage, and vectors of rows."""
     sums = 2 * (tile.tokens // 16) * _STAGED_BYTES if tile.splits > 1 else 0
     operands = PAIR_TABLE_BYTES * tile.pairs + tile.stages * stage.bytes(tile.tokens)
-    return max(operands, sums) + stage.barrier_bytes * tile.stages + stage.route_bytes(tile.tokens)
+    return max(operands, sums) + stage.barrier_bytes * tile.stages + stage.vector_bytes(tile.tokens, tile.splits)
 
 
 TILE_CONSTRAINTS = (
@@ -188,7 +191,7 @@ def deepest(
     enough, most = _STAGES
     stages = 0
     for count in (0,) if splits > 1 else _BUFFERS:
-        free = SMEM_BYTES - 2 * count * _STAGED_BYTES - PAIR_TABLE_BYTES * pairs - stage.route_bytes(tokens)
+        free = SMEM_BYTES - 2 * count * _STAGED_BYTES - PAIR_TABLE_BYTES * pairs - stage.vector_bytes(tokens, splits)
         stages = min(free // (stage.bytes(tokens) + stage.barrier_bytes), most)
         if stages >= enough:
             break

@@ -16,9 +16,10 @@
 // of a cluster share the units of one tile instead. An expert's last tile may have few routes: its products then are of
 // half as many tokens.
 //
-// Each lane's accumulators are of neighbouring tokens, whereas neighbouring channels are contiguous in D: raw
-// sums of kBatch times 16 tokens at a time are staged in shared memory. Of each 16 tokens, every warp of a
-// warpgroup writes four rows of 64 channels.
+// Each lane's accumulators are of neighbouring tokens, whereas neighbouring channels are contiguous in D. 16-bit
+// results without a residual are finished where they lie and transposed on their way to shared memory, from which
+// each lane writes 16 bytes of a row. Else raw sums of kBatch times 16 tokens at a time are staged there, and of
+// each 16 tokens every warp of a warpgroup writes four rows of 64 channels.
 //
 // Exactness: int8 products are added in int32. 16-bit weights times their norms are rounded once (bfloat16: the
 // norms, too), and float32 sums are added in a fixed order, those of splits in the order of their ranks.
@@ -43,85 +44,165 @@ __device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, in
   }
 }
 
-// The rows of D that a tile of tokens writes, and the epilogue's arguments for them: neighbours, or an expert's routes.
-template <class E>
-struct TokenRows {
-  const typename E::Args& args;
-  int first, m;
-  // Fetches what a lane's rows of sixteen tokens need.
-  template <class Writer>
-  __device__ __forceinline__ void fetch(const Writer& writer, typename Writer::Rows& rows, int round) const {
-    writer.fetch(rows, round, staged_token);
-  }
-  __device__ __forceinline__ bool ends_before(int token) const { return first + token >= m; }
-};
-
-// Routes of the tile and scales of their tokens are in shared memory: each sixteen rows would wait for the load of their
-// routes, and then for that of their scales.
-template <class E>
-struct RouteRows {
+// The rows of D that a tile writes, neighbours or an expert's routes, and the epilogue's arguments for them. Routes, and
+// scales of tokens by token of the tile, are in shared memory: each sixteen rows would wait for the load of their routes,
+// and then for that of their scales.
+template <class E, bool kOfExperts>
+struct WrittenRows {
   typename E::Args args;
   const int* routes;
-  int first, m;  // 0, and the number of all routes
-  // Rows past the last route get the number m, and are not written.
+  int first, m;  // the first neighbour; the number of all rows of D
+
+  template <class T, class Rows>
+  __device__ __forceinline__ WrittenRows(const PromptWork<T, Rows>& work, const typename E::Args& all, int tile, int first,
+                                      int n, const int* routes, const float* scales)
+      : args(all), routes(routes), first(first), m(work.total()) {
+    args.row_scale = scales;
+    if constexpr (kOfExperts) {
+      const long long expert = work.expert(tile);
+      args.col_scale_per_channel += expert * n;
+      if (args.bias != nullptr) args.bias += expert * n;
+    }
+  }
+  // The row of a token, not written from m on.
+  __device__ __forceinline__ int row(int token) const {
+    if constexpr (kOfExperts) {
+      return min(static_cast<unsigned>(routes[token]), static_cast<unsigned>(m));
+    } else {
+      return first + token;
+    }
+  }
+  __device__ __forceinline__ typename E::Row vectors(int token) const { return E::row(args, token, token + 1); }
+  __device__ __forceinline__ bool ends_before(int token) const {
+    return kOfExperts ? routes[token] < 0 : first + token >= m;
+  }
+  // Fetches what a lane's rows of sixteen tokens need.
   template <class Writer>
   __device__ __forceinline__ void fetch(const Writer& writer, typename Writer::Rows& rows, int round) const {
 #pragma unroll
     for (int p = 0; p < Writer::kPasses; ++p) {
       const int token = 16 * round + staged_token(writer.staged + p * Writer::kRowsPerPass);
-      rows.at[p] = min(static_cast<unsigned>(routes[token]), static_cast<unsigned>(m));
-      rows.across[p] = E::row(args, token, token + 1);
+      rows.at[p] = row(token);
+      rows.across[p] = vectors(token);
+      writer.fetch_residual(rows, p);
     }
   }
-  __device__ __forceinline__ bool ends_before(int token) const { return routes[token] < 0; }
 };
 
-template <class E, class T>
-__device__ __forceinline__ TokenRows<E> rows_of_tile(const PromptWork<T, AllRows>& work, const typename E::Args& args, int,
-                                                     int first, int, const int*, const float*) {
-  return {args, first, work.m};
-}
-template <class E, class T>
-__device__ __forceinline__ RouteRows<E> rows_of_tile(const PromptWork<T, ExpertRows>& work, const typename E::Args& args,
-                                                     int tile, int, int n, const int* routes, const float* scales) {
-  const long long expert = work.expert(tile);
-  typename E::Args mine = args;
-  mine.col_scale_per_channel += expert * n;
-  if (mine.bias != nullptr) mine.bias += expert * n;
-  mine.row_scale = scales;
-  return {mine, routes, 0, work.routes()};
-}
-
-// What a warpgroup has of the routes of its tile in shared memory. Two tiles' routes, for a warp may be a tile ahead of
-// the others; scales of the routes' tokens, if these are int8.
-template <class T>
-struct TileRoutes {
-  const int* all;
+// What a warpgroup has of the rows of its tile in shared memory: routes and, of int8 tokens, scales. There are two places
+// for what is copied first, for a warp may be a tile ahead of the others.
+template <class T, bool kOfExperts>
+struct TileVectors {
+  static constexpr bool kScales = sizeof(typename T::X) == 1;
+  static constexpr int kPlace = 4 * T::kTokens;
+  static constexpr int kBytes = kPlace * (2 * (kOfExperts || kScales) + (kOfExperts && kScales));
+  const int* all_routes;  // nullptr of neighbours
   const float* row_scale;
   uint32_t base;
-  int offset, odd = 0;  // of the warpgroup's place; whether this tile's routes are the second ones
+  int offset, odd = 0;  // of the warpgroup's memory; whether this tile has the second place
 
-  __device__ __forceinline__ int routes() const { return offset + odd * (4 * T::kTokens); }
-  __device__ __forceinline__ int scales() const { return offset + 2 * (4 * T::kTokens); }
-  // Starts the copy of a tile's routes.
-  __device__ __forceinline__ void begin(int first) {
+  __device__ __forceinline__ int first_place() const { return offset + odd * kPlace; }
+  __device__ __forceinline__ const int* routes() const {
+    return reinterpret_cast<const int*>(dynamic_shared() + first_place());
+  }
+  __device__ __forceinline__ int scales_at() const { return kOfExperts ? offset + 2 * kPlace : first_place(); }
+  __device__ __forceinline__ const float* scales() const {
+    return reinterpret_cast<const float*>(dynamic_shared() + scales_at());
+  }
+  // Starts the copies of a tile's routes, or of its tokens' scales; `total` counts all routes or tokens.
+  __device__ __forceinline__ void begin(int first, int total) {
     odd ^= 1;
-    for (int i = threadIdx.x % 128; i < T::kTokens; i += 128) {
-      copy_async<4>(base + routes() + 4 * i, all + first + i, false);
+    if constexpr (kOfExperts || kScales) {
+      for (int i = threadIdx.x % 128; i < T::kTokens; i += 128) {
+        const uint32_t to = base + first_place() + 4 * i;
+        if constexpr (kOfExperts) {
+          copy_async<4>(to, all_routes + first + i, false);
+        } else {
+          const bool none = first + i >= total;
+          copy_async<4>(to, row_scale + (none ? 0 : first + i), none);
+        }
+      }
     }
   }
-  // Waits for the routes, then for the scales. All threads of the warpgroup call.
+  // Waits for them, and then for the scales of routes. All threads of the warpgroup call.
   __device__ __forceinline__ void settle(int total, int barrier) const {
-    copy_async_wait_all();
-    named_barrier_sync<128>(barrier);
-    if constexpr (T::kRouteScales) {
-      const int* const mine = reinterpret_cast<const int*>(dynamic_shared() + routes());
+    if constexpr (kOfExperts || kScales) {
+      copy_async_wait_all();
+      named_barrier_sync<128>(barrier);
+    }
+    if constexpr (kOfExperts && kScales) {
       for (int i = threadIdx.x % 128; i < T::kTokens; i += 128) {
-        const bool none = static_cast<unsigned>(mine[i]) >= static_cast<unsigned>(total);
-        copy_async<4>(base + scales() + 4 * i, row_scale + (none ? 0 : mine[i]), none);
+        const int route = routes()[i];
+        const bool none = static_cast<unsigned>(route) >= static_cast<unsigned>(total);
+        copy_async<4>(base + scales_at() + 4 * i, row_scale + (none ? 0 : route), none);
       }
       copy_async_wait_all();
       named_barrier_sync<128>(barrier);
+    }
+  }
+};
+
+// Writes a warpgroup's tile of 16-bit results without a residual. Each warp finishes sums of its 16 channels, sixteen
+// tokens at a time, and transposes them on their way to a buffer of many tokens. Of a filled buffer, each lane writes
+// pieces of 16 bytes while the other one is filled.
+template <class T, class E, int kAlign>
+struct TransposedTile {
+  using Out = typename E::Out;
+  static constexpr int kPitch = 128 + 16;  // of a row of 64 channels: eight rows' 16 bytes meet every bank once
+  static constexpr int kBufferRounds = T::kBuffers;
+  static constexpr int kBufferBytes = 16 * kBufferRounds * kPitch;
+  static_assert(sizeof(Out) == 2 && !E::kHasResidual, "results of 16 bits that are finished before they move");
+  static_assert(2 * kBufferBytes <= T::kBuffers * T::Stage::kBytes, "two buffers in the warpgroup's staging memory");
+
+  // Writes channels channel0 .. channel0 + 63, those from n on left out. All threads of the warpgroup call; `staging` and
+  // `barrier` are theirs. `odd` is the buffer that is filled next.
+  template <class Rows>
+  static __device__ __forceinline__ void write(const typename T::Acc (&acc)[T::kTokens / 2], const Rows& rows, Out* d,
+                                               int channel0, int n, int ldd, uint32_t staging, int& odd, int barrier) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int channel = channel0 + 16 * warp + lane / 4;
+    const auto low = E::column(rows.args, channel, n), high = E::column(rows.args, channel + 8, n);
+    const uint32_t filled = staging + kPitch * (lane / 16 * 8 + lane % 8) + 16 * (2 * warp + lane / 8 % 2);
+    const int my_token = threadIdx.x % 128 / 8, my_channel = channel0 + 8 * (lane % 8);
+    const uint32_t read = staging + kPitch * my_token + 16 * (lane % 8);
+#pragma unroll
+    for (int first = 0; first < T::kRounds; first += kBufferRounds) {
+      if (rows.ends_before(16 * first)) break;
+      const uint32_t buffer = odd * kBufferBytes;
+      odd ^= 1;
+#pragma unroll
+      for (int round = first; round < first + kBufferRounds && round < T::kRounds; ++round) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int token = 16 * round + 8 * j + 2 * (lane % 4);
+          const auto even = rows.vectors(token), uneven = rows.vectors(token + 1);
+          const typename T::Acc* const sums = acc + 8 * round + 4 * j;
+          const auto value = [&](int i) {
+            const auto v = E::apply(sums[i], i % 2 ? uneven : even, i / 2 ? high : low);
+            return E::finish(v, 0.0f, rows.args);
+          };
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            words[2 * j + half] = pack_pair<Out>(value(2 * half), value(2 * half + 1));
+          }
+        }
+        store_matrices_transposed(filled + buffer + 16 * kPitch * (round - first), words);
+      }
+      // At the barrier all have read the other buffer, which is filled next.
+      named_barrier_sync<128>(barrier);
+#pragma unroll
+      for (int round = first; round < first + kBufferRounds && round < T::kRounds; ++round) {
+        const int row = rows.row(16 * round + my_token);
+        if (row >= rows.m) continue;
+        uint32_t words[4];
+        load_shared_16(words, read + buffer + 16 * kPitch * (round - first));
+        char* const to = reinterpret_cast<char*>(d + static_cast<long long>(row) * ldd + my_channel);
+#pragma unroll
+        for (int at = 0; at < 16; at += kAlign) {
+          if (my_channel + at / 2 < n) store_piece<kAlign>(to + at, words, at);
+        }
+      }
     }
   }
 };
@@ -234,14 +315,15 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
   RingPlace<T::kStages> place;
   int lead = T::kSplits == 1 && work.first() < work.count() ? min(T::kLead, work.units) : 0;
   int buffer = 0;
-  TileRoutes<T> routes{nullptr, args.row_scale, base, T::kRoutes + group * T::kGroupRoutes};
-  if constexpr (Rows::kOfExperts) routes.all = work.rows.routes;
+  using Vectors = TileVectors<T, Rows::kOfExperts>;
+  Vectors vectors{nullptr, args.row_scale, base, T::kVectors + group * Vectors::kBytes};
+  if constexpr (Rows::kOfExperts) vectors.all_routes = work.rows.routes;
   if (lead > 0 && group == 1) named_barrier_sync<T::kThreads>(kLeadBarrier);
   int next = 0;
   for (int tile = work.first(); tile < work.count(); tile = next) {
     const int2 at = work.tile(tile);
     const int channel0 = 16 * at.y + 64 * group;
-    if constexpr (Rows::kOfExperts) routes.begin(at.x);
+    if constexpr (T::kSplits == 1) vectors.begin(at.x, work.total());
     Acc acc[T::kTokens / 2];
 #pragma unroll
     for (int i = 0; i < T::kTokens / 2; ++i) acc[i] = 0;
@@ -271,22 +353,31 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
     is_short = next_is_short;
 
     if constexpr (T::kSplits == 1) {
+      vectors.settle(work.total(), kGroupBarrier + group);
+      const WrittenRows<E, Rows::kOfExperts> written(work, args, tile, at.x, n, vectors.routes(), vectors.scales());
+      const auto finish_products = [&] {
+        wgmma_wait<0>();
+        products.keep_all();
+        release(previous);
+#pragma unroll
+        for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
+      };
+      if constexpr (sizeof(typename E::Out) == 2 && !E::kHasResidual) {
+        using Writer = TransposedTile<T, E, kAlign>;
+        finish_products();
+        if (channel0 < n) {
+          Writer::write(acc, written, d, channel0, n, ldd, staging, buffer, kGroupBarrier + group);
+        }
+        continue;
+      }
       // A warp writes four of sixteen tokens, as a CTA of a cluster of four does.
       using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, 4>;
       constexpr int kAhead = (E::kHasResidual ? 2 : 4) / Writer::kPasses;  // rounds whose vectors are in flight
-      if constexpr (Rows::kOfExperts) routes.settle(work.routes(), kGroupBarrier + group);
-      const int* const here = reinterpret_cast<const int*>(dynamic_shared() + routes.routes());
-      const float* const scales = reinterpret_cast<const float*>(dynamic_shared() + routes.scales());
-      const auto written = rows_of_tile<E>(work, args, tile, at.x, n, here, scales);
       const Writer writer(d, written.first, channel0, written.m, n, ldd, written.args, warp % 4);
       typename Writer::Rows rows[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) written.fetch(writer, rows[i], i);
-      wgmma_wait<0>();
-      products.keep_all();
-      release(previous);
-#pragma unroll
-      for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
+      finish_products();
       if (channel0 >= n) continue;
 #pragma unroll
       for (int i = 0; i < T::kRounds; i += T::kBatch) {

@@ -52,10 +52,8 @@ struct WgmmaTile {
   static constexpr int kFull = kStaging + 2 * kBuffers * Stage::kBytes;
   static constexpr int kEmpty = kFull + 8 * kStages;
   static constexpr int kSupplied = kEmpty + 8 * kStages;
-  // TileRoutes of each multiplying warpgroup.
-  static constexpr int kRoutes = (kSupplyBytes > 0 ? kSupplied : kEmpty) + 8 * kStages;
-  static constexpr bool kRouteScales = sizeof(X) == 1;
-  static constexpr int kGroupRoutes = 4 * kTokens * (kRouteScales ? 3 : 2);
+  // TileVectors of each multiplying warpgroup.
+  static constexpr int kVectors = (kSupplyBytes > 0 ? kSupplied : kEmpty) + 8 * kStages;
   static constexpr int kSupplyWarps = 3;
   // A warp arrives once its tables are built, a thread once its copies are done.
   static constexpr int kSuppliers = kInt8Weights ? 32 * kSupplyWarps : kSupplyWarps;
@@ -239,7 +237,14 @@ struct PromptWork {
       return 0;
     }
   }
-  __device__ __forceinline__ int routes() const { return rows.rows * rows.per_row; }
+  // Rows of D.
+  __device__ __forceinline__ int total() const {
+    if constexpr (Rows::kOfExperts) {
+      return rows.rows * rows.per_row;
+    } else {
+      return m;
+    }
+  }
   __device__ __forceinline__ int expert(int i) const { return rows.expert(tile_of_block(i, tiles_m, tiles_n).x); }
   // The first token (x) and the first tile of 16 rows (y) of a tile of D.
   __device__ __forceinline__ int2 tile(int i) const {

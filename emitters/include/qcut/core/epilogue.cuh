@@ -324,15 +324,20 @@ struct TileWriter {
       } else {
         rows.across[p] = E::row(args, row, m);
       }
+      fetch_residual(rows, p);
+    }
+  }
+  // Reads the residual of row rows.at[p].
+  __device__ __forceinline__ void fetch_residual(Rows& rows, int p) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) rows.residual[p][i] = 0;
-      if constexpr (E::kHasResidual) {
-        const char* source = reinterpret_cast<const char*>(args.residual + static_cast<long long>(row) * ldd + col);
+    for (int i = 0; i < 4; ++i) rows.residual[p][i] = 0;
+    if constexpr (E::kHasResidual) {
+      const int row = rows.at[p];
+      const char* source = reinterpret_cast<const char*>(args.residual + static_cast<long long>(row) * ldd + col);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-          if (row < m && col + i * (kPiece / kSize) < n) {
-            load_piece<kPiece>(rows.residual[p], source + i * kPiece, i * kPiece);
-          }
+      for (int i = 0; i < kPieces; ++i) {
+        if (row < m && col + i * (kPiece / kSize) < n) {
+          load_piece<kPiece>(rows.residual[p], source + i * kPiece, i * kPiece);
         }
       }
     }

@@ -1,4 +1,5 @@
-// Hopper's products of a warpgroup (wgmma), and registers passed between warpgroups (setmaxnreg). Only sm_90a.
+// Hopper's products of a warpgroup (wgmma), transposing stores, and registers passed between warpgroups (setmaxnreg). Only
+// sm_90a.
 //
 // The functions have no guard for other architectures: a kernel that calls one of them there does not compile.
 //
@@ -7,7 +8,7 @@
 // (16-bit types) or m16n8k32 (int8). Accumulator 4j + e of lane 4g + t is row g + 8(e >> 1), token 8j + 2t + (e & 1).
 // B consists of blocks of 8 rows x 128 bytes, 1,024 bytes apart; the 16-byte chunk c of row r lies at c ^ (r % 8).
 //
-// Source: PTX ISA 8.x, "wgmma.mma_async", "Matrix Descriptor Format", "setmaxnreg".
+// Source: PTX ISA 8.x, "wgmma.mma_async", "Matrix Descriptor Format", "stmatrix", "setmaxnreg".
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -126,6 +127,14 @@ QCUT_WGMMA_TYPES(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef QCUT_REGS80
 #undef QCUT_REGS96
 #undef QCUT_REGS128
+
+// Stores four 8 x 8 matrices of 16-bit elements, transposed. Lane 4g + t has elements 2t and 2t + 1 of column g of each;
+// lanes 8i .. 8i + 7 have the shared addresses of the rows of matrix i.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t shared, const uint32_t (&w)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(w[0]),
+               "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
+}
 
 // Raises the warpgroup's registers to kRegisters a thread (take), or lowers them to kRegisters (give).
 template <int kRegisters>
