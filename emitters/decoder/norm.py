@@ -17,6 +17,8 @@ from qcut.emitters.core.text import call_arguments, flag, include
 _MAX_VECTORS = 4
 
 _MANY_VECTORS = 5
+_WIDE = 768
+"""Most threads of a CTA that have more than 72 registers each."""
 MANY_ROWS = 1024
 """Number of rows from which an SM has several at once."""
 CONSTRAINTS = (
@@ -29,6 +31,7 @@ CONSTRAINTS = (
     ),
     ROTATION,
     Constraint("quantized", "is False with a rotation", lambda k: k.rotation is None or not k.quantized),
+    Constraint("routes", "are of a residual", lambda k: k.residual or not k.routes),
     Constraint(
         "plain", "goes with quantized or a rotation", lambda k: not k.plain or k.quantized or k.rotation is not None
     ),
@@ -41,7 +44,8 @@ class NormRows(Kernel):
     """RMSNorm or LayerNorm of rows ``[m, k]`` that a CTA's threads hold.
 
     ``s = x``, or ``rne(x + residual)``, which the kernel also writes. The kernel computes in float32 and rounds to x's
-    type where eager models do::
+    type where eager models do. With ``routes`` the residual is the weighted sum of a row's routes, as
+    `qcut.emitters.routing.sum_routes.SumRoutes` adds them::
 
         rms    y = rne(rne(s * rsqrt(mean(s**2) + eps)) * weight)
         layer  y = rne((s - mean(s)) * rsqrt(mean((s - mean(s))**2) + eps) * weight + bias)
@@ -61,6 +65,7 @@ class NormRows(Kernel):
         aligned: rows, weight and bias start at multiples of 16 bytes. False loads single elements.
         rotation: of y, or None.
         plain: write y as it is before its quantization or rotation, too.
+        routes: the residual has several rows for each, weighted.
 
     Exactness: sums in a fixed order, with error at most ``k * 2**-24`` of the sum of their terms' sizes.
     """
@@ -75,6 +80,7 @@ class NormRows(Kernel):
     aligned: bool = True
     rotation: RowsRotation | None = None
     plain: bool = False
+    routes: bool = False
 
     constraints = CONSTRAINTS
 
@@ -92,6 +98,7 @@ class NormRows(Kernel):
         aligned: bool = True,
         rotation: RowsRotation | None = None,
         plain: bool = False,
+        routes: bool = False,
     ) -> NormRows:
         """The kernel for rows of k columns.
 
@@ -108,16 +115,16 @@ class NormRows(Kernel):
             each = max(each, min(most, -(-vectors // 32)))
         threads = min(1024, math.ceil(vectors / each / 32) * 32)
         each = -(-vectors // threads)
-        return cls(x, layer, arch, residual, quantized, threads, each, aligned, rotation, plain)
+        return cls(x, layer, arch, residual, quantized, threads, each, aligned, rotation, plain, routes)
 
     @property
     def name(self) -> str:
-        """``qcut_norm_{arch}_{x}_{kind}``, ``_r``, ``_q`` or the rotation's name, ``_t{threads}v{vectors}``.
+        """``qcut_norm_{arch}_{x}_{kind}``, ``_r`` or ``_rs``, ``_q`` or the rotation's name, ``_t{threads}v{vectors}``.
 
-        ``_p`` before ``_t`` where plain, ``_u`` last where unaligned.
+        ``_rs`` of several routes; ``_p`` before ``_t`` where plain, ``_u`` last where unaligned.
         """
         kind = "layer" if self.layer else "rms"
-        flags = "_r" * self.residual + "_q" * self.quantized
+        flags = "_r" * self.residual + "s" * self.routes + "_q" * self.quantized
         flags += (self.rotation.name if self.rotation else "") + "_p" * self.plain
         return (
             f"qcut_norm_{self.arch.replace('_', '')}_{self.x.value}_{kind}{flags}_t{self.threads}v{self.vectors}"
@@ -138,7 +145,7 @@ class NormRows(Kernel):
 
         ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer only); ``y``; ``scale`` (of int8 only);
         ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized only), ``eps``; then the rotation's;
-        ``plain`` (with it only), rows of k elements.
+        ``plain`` (with it only), rows of k elements; ``route_weights`` ``[m, top_k]`` and ``top_k`` (of routes only).
         """
         x = self.x.cpp
         names = ["x", *["residual", "sum"] * self.residual, "weight", *["bias"] * self.layer, "y"]
@@ -153,6 +160,7 @@ class NormRows(Kernel):
             Param("eps", "f32"),
             *(self.rotation.params() if self.rotation else ()),
             *(Param("plain", "ptr", f"{x}*"),) * self.plain,
+            *(Param("route_weights", "ptr", "const float*"), Param("top_k", "i32")) * self.routes,
         )
 
     def emit(self) -> KernelSource:
@@ -165,8 +173,12 @@ class NormRows(Kernel):
         options = ", ".join(map(flag, (self.aligned, *(True,) * self.plain)))
         pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
         k_padded = "k_padded" if self.quantized else "0"
-        last = [rotation.argument(self.x, self.vectors, self.threads)] if rotation else ["{}"] * self.plain
-        last += ["plain"] * self.plain
+        more = self.plain or self.routes
+        last = [rotation.argument(self.x, self.vectors, self.threads)] if rotation else ["{}"] * more
+        last += ["plain" if self.plain else "nullptr"] * more
+        wide = self.threads > _WIDE
+        unroll = 2 if self.vectors > 2 or (wide and self.vectors > 1) else 4 if wide or self.vectors > 1 else 8
+        last += [f"qcut::RoutedResidual<{unroll}>{{route_weights, top_k}}"] * self.routes
         return self._source(
             f"qcut::norm_rows<{self.x.cpp}, {flags}, {self.vectors}, {self.threads}, {options}>"
             f"({', '.join((pointers, 'x_stride', 'k', k_padded, 'eps', *last))});",

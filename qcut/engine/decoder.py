@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Table, table_of
-from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.experts import Experts, RoutedResults, summed
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.layers.tokens import Int8Tokens, Prepared, RotatedTokens, TokensWithAbsmax
@@ -42,6 +42,8 @@ class PreparedTokens(NamedTuple):
 
 
 Activations = Tensor | Int8Tokens | TokensWithAbsmax | RotatedTokens | PreparedTokens
+Branch = Tensor | RoutedResults
+"""What is added to the residual, ``[M, hidden]``, or results of routes that the next `AddNorm` adds on its way."""
 
 
 def takes_absmax(module: nn.Module, tokens: int) -> bool:
@@ -96,25 +98,26 @@ class AddNorm:
         """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result, or experts."""
         return cls("layer", module, module.eps, *_read_by(readers))
 
-    def __call__(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
+    def __call__(self, x: Tensor, branch: Branch | None) -> tuple[Tensor, Activations]:
         """The sum ``x + branch``, or x if ``branch`` is None, and the norm of the sum; ``[M, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
-        given = (x, branch, weight, bias, self.norm == "layer", self.eps)
+        residual, routes = (branch.results, branch.weights) if isinstance(branch, RoutedResults) else (branch, None)
+        given = (x, residual, weight, bias, self.norm == "layer", self.eps)
         experts, rotation, k_padded = self.experts, None, self.k_padded
         if experts is not None and not experts.takes_prepared(x):
             k_padded = None
         elif self.rotating is not None:
             rotation = self.rotating.rotation_of(x, routed=experts is not None)
         if rotation is None and k_padded is None:
-            total, normed = torch.ops.qcut.add_norm.early_read(*given)
+            total, normed = torch.ops.qcut.add_norm.early_read(*given, routes)
             return x if branch is None else total, normed
         plain = None if experts is None else x.new_empty(x.shape)
         prepared: Prepared
         if rotation is not None:
-            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation, plain)
+            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation, plain, routes)
             prepared = RotatedTokens(blocks, scale, len(x), x.dtype)
         else:
-            total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, k_padded, plain)
+            total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, k_padded, plain, routes)
             prepared = Int8Tokens(q, scale, x.dtype)
         both = prepared if experts is None or plain is None else PreparedTokens(plain, prepared, experts)
         return x if branch is None else total, both
@@ -310,7 +313,7 @@ class FeedForward(Protocol):
     def readers(self) -> Sequence[nn.Module]:
         """All that read the tokens, as `AddNorm` takes them."""
 
-    def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
+    def __call__(self, x: Activations, absmax: Tensor | None) -> Branch:
         """``[M, hidden]`` of M tokens; ``absmax``, zeros ``[M]``, is scratch memory if `takes_absmax`."""
 
     def takes_absmax(self, tokens: int) -> bool:
@@ -414,28 +417,28 @@ class Block:
     parallel: bool = False
     multiplier: float = 1.0
 
-    def __call__(self, x: Tensor, branch: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, branch: Branch | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Branch]:
         """Residual and last branch ``[M, hidden]`` of the result, from those of the input."""
         x, normed = _normed(self.attention_norm, x, branch)
         attended = self._ended(self.attention_end, self.attention(normed, attend, absmax[0]))
         x, normed = _normed(self.mlp_norm, x, None if self.parallel else attended)
         added = self._ended(self.mlp_end, self.mlp(normed, absmax[1]))
-        return x, added + attended if self.parallel else added
+        return x, summed(added) + summed(attended) if self.parallel else added
 
     def stacked(self, stacker: Stacker) -> Block:
         """The block with projections of one input as one product, if the layers allow it."""
         return replace(self, attention=self.attention.stacked(stacker), mlp=self.mlp.stacked(stacker))
 
-    def _ended(self, norm: AddNorm | None, branch: Tensor) -> Tensor:
-        branch = branch if norm is None else cast(Tensor, norm(branch, None)[1])
-        return branch if self.multiplier == 1 else branch * self.multiplier
+    def _ended(self, norm: AddNorm | None, branch: Branch) -> Branch:
+        branch = branch if norm is None else cast(Tensor, norm(summed(branch), None)[1])
+        return branch if self.multiplier == 1 else summed(branch) * self.multiplier
 
 
-def _normed(norm: AddNorm | None, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Activations]:
+def _normed(norm: AddNorm | None, x: Tensor, branch: Branch | None) -> tuple[Tensor, Activations]:
     """The sum of residual and branch, and its norm, if there is one."""
     if norm is not None:
         return norm(x, branch)
-    x = x if branch is None else x + branch
+    x = x if branch is None else x + summed(branch)
     return x, x
 
 
@@ -529,11 +532,11 @@ class Decoder:
             Residual ``[M, hidden]`` and the last block's branch, to be added to it by `logits`; or None as the branch.
         """
         memory, of_blocks = self._absmax(len(ids)) if attention.raises_absmax else self._no_absmax
-        x, branch = self.embed(ids, positions, batch, memory), None
+        x, branch = self.embed(ids, positions, batch, memory), cast(Branch | None, None)
         x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
         for i, (block, absmax) in enumerate(zip(self.blocks, of_blocks, strict=True)):
             x, branch = block(x, branch, partial(attention, i), absmax)
-        return x, branch
+        return x, None if branch is None else summed(branch)
 
     def logits(self, x: Tensor, branch: Tensor | None) -> Tensor:
         """Logits ``[M, vocabulary]`` of hidden states ``x + branch``, or x."""

@@ -8,8 +8,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.engine.decoder import MLP, Activations, PreparedTokens, project
-from qcut.layers.experts.experts import Experts
+from qcut.engine.decoder import MLP, Activations, Branch, PreparedTokens, project
+from qcut.layers.experts.experts import Experts, summed
 from qcut.layers.stacking import Stacker
 
 
@@ -100,12 +100,12 @@ class Mixture:
         """See `FeedForward`: the experts, beside which the router reads plain tokens."""
         return (self.experts,)
 
-    def __call__(self, x: Activations, absmax: Tensor | None) -> Tensor:
+    def __call__(self, x: Activations, absmax: Tensor | None) -> Branch:
         """``[M, H]`` of tokens ``[M, H]`` in floating point, or of `PreparedTokens`; for ``absmax`` see `MLP`."""
         tokens, prepared = (x.x, x.prepared) if isinstance(x, PreparedTokens) else (cast(Tensor, x), None)
         weights, experts = self.router(tokens)
-        y = cast(Tensor, self.experts(tokens, experts, weights, prepared))
-        return y if self.shared is None else y + self.shared(x, absmax)
+        y = self.experts.unsummed(tokens, experts, weights, prepared)
+        return y if self.shared is None else summed(y) + self.shared(x, absmax)
 
     def takes_absmax(self, tokens: int) -> bool:
         """See `FeedForward`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
-from qcut.numerics import int8
+from qcut.numerics import int8, routing
 from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
 from qcut.ops.codebook import RotateTokensOp, check_rotated
 from qcut.ops.registry import MUTATED, operator
@@ -26,11 +26,12 @@ class AddNormOp(NamedTuple):
 
     Args:
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
-        residual: as x; None: none is added.
+        residual: as x, or with ``route_weights`` the results ``[M * k, K]`` of a token's k routes; None: none is added.
         weight: ``[K]`` of x's type.
         bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
+        route_weights: float32 ``[M, k]``; the residual then is `qcut.ops.routing.SumRoutesOp` of all routes.
 
     Returns:
         s ``[M, K]``, or an empty tensor ``[0]`` without a residual, and y ``[M, K]``; contiguous, of x's type.
@@ -49,6 +50,7 @@ class AddNormOp(NamedTuple):
     bias: Tensor | None
     layer: bool
     eps: float
+    route_weights: Tensor | None = None
     early_read: bool = False
 
     def check(self) -> None:
@@ -59,8 +61,12 @@ class AddNormOp(NamedTuple):
 
     def cpu(self) -> tuple[Tensor, Tensor]:
         x = self.x.contiguous()  # results are contiguous on every device
-        total = x.new_empty(0) if self.residual is None else x + self.residual.contiguous()
-        s = x if self.residual is None else total
+        residual = self.residual
+        if residual is not None and self.route_weights is not None:
+            experts = torch.zeros(self.route_weights.shape, dtype=torch.int32, device=x.device)
+            residual = routing.sum_routes(residual.contiguous(), self.route_weights, experts, 1, None)
+        total = x.new_empty(0) if residual is None else x + residual.contiguous()
+        s = x if residual is None else total
         if self.layer:
             return total, F.layer_norm(s, (s.shape[1],), self.weight, self.bias, self.eps)
         f = s.float()
@@ -76,13 +82,14 @@ class AddNormInt8Op(NamedTuple):
 
     Args:
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
-        residual: as x; None: none is added.
+        residual: as x, or with ``route_weights`` the results ``[M * k, K]`` of a token's k routes; None: none is added.
         weight: ``[K]`` of x's type.
         bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
         plain: as x, contiguous, to which y is written, too; None: not wanted.
+        route_weights: see `AddNormOp`.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; q int8 ``[M, k_padded]``; scale float32
@@ -104,12 +111,13 @@ class AddNormInt8Op(NamedTuple):
     eps: float
     k_padded: int
     plain: Annotated[Tensor | None, MUTATED] = None
+    route_weights: Tensor | None = None
     early_read: bool = False
 
     @property
     def unquantized(self) -> AddNormOp:
         """The same norm without its quantization."""
-        return AddNormOp(*self[:6], self.early_read)
+        return AddNormOp(*self[:6], self.route_weights, self.early_read)
 
     def check(self) -> None:
         _check_norm("add_norm_int8", self)
@@ -139,7 +147,7 @@ class AddNormRotatedOp(NamedTuple):
 
     Args:
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
-        residual: as x; None: none is added.
+        residual: as x, or with ``route_weights`` the results ``[M * k, K]`` of a token's k routes; None: none is added.
         weight: ``[K]`` of x's type.
         bias: ``[K]`` of x's type, only for a LayerNorm; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
@@ -150,6 +158,7 @@ class AddNormRotatedOp(NamedTuple):
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.
         plain: as x, contiguous, to which y is written, too; None: not wanted.
+        route_weights: see `AddNormOp`.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; blocks and scales of y, as
@@ -173,12 +182,13 @@ class AddNormRotatedOp(NamedTuple):
     seeds: list[int]
     out_dtype: torch.dtype
     plain: Annotated[Tensor | None, MUTATED] = None
+    route_weights: Tensor | None = None
     early_read: bool = False
 
     @property
     def unrotated(self) -> AddNormOp:
         """The same norm without its rotation."""
-        return AddNormOp(*self[:6], self.early_read)
+        return AddNormOp(*self[:6], self.route_weights, self.early_read)
 
     def rotation(self, y: Tensor) -> RotateTokensOp:
         """The rotation of the norm y."""
@@ -205,8 +215,15 @@ def _check_norm(op: str, call: AddNormOp | AddNormInt8Op | AddNormRotatedOp) -> 
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() != 2 or x.shape[1] < 1:
         raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
+    rows, weights = len(x), call.route_weights
+    if weights is not None:
+        if call.residual is None or weights.dim() != 2 or len(weights) != rows or weights.shape[1] < 1:
+            found = "no residual" if call.residual is None else f"shape {list(weights.shape)}"
+            raise ShapeError(f"qcut::{op}: route_weights have {found}; allowed: [{rows}, k] and a residual")
+        check_tensor(op, "route_weights", weights, (torch.float32,), weights.shape, x.device)
+        rows = weights.numel()
     if call.residual is not None:
-        check_tensor(op, "residual", call.residual, (x.dtype,), x.shape, x.device)
+        check_tensor(op, "residual", call.residual, (x.dtype,), (rows, x.shape[1]), x.device)
     check_tensor(op, "weight", call.weight, (x.dtype,), x.shape[1:], x.device)
     if bias is not None:
         check_tensor(op, "bias", bias, (x.dtype,), x.shape[1:], x.device)

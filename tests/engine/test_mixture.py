@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qcut
 from qcut.backends.cuda import experts as experts_cuda
-from qcut.engine.decoder import MLP
+from qcut.engine.decoder import MLP, Block
 from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
 from qcut.engine.mixture import Mixture
@@ -148,7 +148,12 @@ def test_norms_before_mixtures_stay_in_float() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators; ``plain``: norms that write plain tokens too; ``early``: products that read routes early."""
+    """Counts operators; ``plain``: norms that write plain tokens too; ``early``: products that read routes early.
+
+    ``routed``: norms that add results of routes.
+    """
+
+    plain: ClassVar = {"add_norm_rotated": 10, "add_norm_int8": 7}
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +162,11 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("qcut::")
         self.count[name] += 1
-        self.count["plain"] += name in ("add_norm_rotated", "add_norm_int8") and isinstance(args[-1], Tensor)
+        place = self.plain.get(name, len(args))
+        self.count["plain"] += isinstance(args[place] if place < len(args) else None, Tensor)
+        self.count["routed"] += (
+            name.startswith("add_norm") and isinstance(args[1], Tensor) and len(args[0]) < len(args[1])
+        )
         self.count["early"] += name == "codebook_experts" and any(arg is True for arg in args)
         return func(*args, **(kwargs or {}))
 
@@ -218,6 +227,23 @@ def test_tokens_of_many_routes_are_rotated_apart(tokens: int, size: int, monkeyp
     assert calls.count["rotate_routes"] == (2 * layers if size == 128 else layers)
     monkeypatch.setattr(Experts, "takes_prepared", lambda self, like: False)
     assert torch.equal(Engine(model, batch=2).prefill(prompts), logits)
+
+
+@pytest.mark.parametrize("scheme", ["codebook4_g32", "w8a8"])
+def test_results_are_added_by_the_next_norm(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except those of the last block, and of blocks with shared experts."""
+    as_on_gpus(8, monkeypatch)
+    model = quantized("qwen3_moe", scheme, **WIDE, moe_intermediate_size=64).half()
+    layers = len(mixtures_of(model))
+    logits, calls = counted_steps(model, 3)
+    ended = Block._ended
+    monkeypatch.setattr(Block, "_ended", lambda self, norm, branch: ended(self, norm, experts.summed(branch)))
+    others, apart = counted_steps(model, 3)
+    assert all(map(torch.equal, logits, others))
+    assert (calls["routed"], calls["sum_routes"]) == (layers - 1, 1)
+    assert (apart["routed"], apart["sum_routes"]) == (0, layers)
+    shared = counted_steps(quantized("qwen2_moe", scheme, **WIDE, moe_intermediate_size=64).half(), 3)[1]
+    assert shared["routed"] == 0
 
 
 def test_shared_experts_are_stacked_and_take_absmax() -> None:

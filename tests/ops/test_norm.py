@@ -75,9 +75,43 @@ def test_opcheck() -> None:
         torch.library.opcheck(OPS.add_norm.default, (first, None, weight, None, False, 1e-5))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_residual_may_be_routes(dtype: torch.dtype) -> None:
+    x, results = torch.randn(5, 64).to(dtype), torch.randn(15, 64).to(dtype)
+    weight, routes = torch.randn(64).to(dtype), torch.rand(5, 3)
+    added = OPS.sum_routes(results, routes, torch.zeros(5, 3, dtype=torch.int32), 1, None)
+    end = (weight, None, False, 1e-5)
+    for op, more in (
+        (OPS.add_norm, ()),
+        (OPS.add_norm_int8, (64, None)),
+        (OPS.add_norm_rotated, (operands("hadamard", 64, 64, (7,), dtype), 64, (7,), torch.int8, None)),
+    ):
+        if op is OPS.add_norm_rotated and dtype is torch.float32:
+            continue
+        got, want = op(x, results, *end, *more, routes), op(x, added, *end, *more)
+        assert all(map(torch.equal, got, want))
+        torch.library.opcheck(op.default, (x, results, *end, *more, routes))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"route_weights": torch.zeros(2, 3)}, errors.ShapeError, r"route_weights have no residual; allowed: \[2, k\]"),
+        (
+            {"route_weights": torch.zeros(3, 2), "residual": torch.zeros(6, 8)},
+            errors.ShapeError,
+            r"route_weights have shape \[3, 2\]; allowed: \[2, k\] and a residual",
+        ),
+        (
+            {"route_weights": torch.zeros(2, 3), "residual": torch.zeros(2, 8)},
+            errors.ShapeError,
+            r"residual has shape \[2, 8\]; allowed: \[6, 8\]",
+        ),
+        (
+            {"route_weights": torch.zeros(2, 3).half(), "residual": torch.zeros(6, 8)},
+            errors.DtypeError,
+            "route_weights is float16; allowed: float32",
+        ),
         ({"x": torch.zeros(2, 3, 8)}, errors.ShapeError, r"x has shape \[2, 3, 8\]; allowed: \[M, K\]"),
         ({"x": torch.zeros(2, 8, dtype=torch.int32)}, errors.DtypeError, "x is int32"),
         ({"residual": torch.zeros(3, 8)}, errors.ShapeError, "residual has shape"),

@@ -10,12 +10,14 @@ from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, Plan
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
 from qcut.backends.cuda.quantize import quantize_per_token
+from qcut.backends.cuda.routing import sum_routes
 from qcut.dispatch.ahead_of_time import norm_columns
 from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
 from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
 from qcut.ops.quantize import QuantizePerTokenOp
 from qcut.ops.registry import serves
+from qcut.ops.routing import SumRoutesOp
 
 
 @serves(AddNormOp)
@@ -59,6 +61,10 @@ def _launch(
     """Write the norm to y, and the scales of an int8 norm to ``scale``; return the sum."""
     plain = None if isinstance(call, AddNormOp) else call.plain
     given, residual, weight, bias, layer, eps = call[:6]
+    route_weights = call.route_weights
+    if residual is not None and route_weights is not None and target(given.get_device()).ahead_of_time:
+        experts = torch.zeros(route_weights.shape, dtype=torch.int32, device=given.device)
+        residual, route_weights = sum_routes(SumRoutesOp(residual, route_weights, experts, 1, None)), None
     (m, k), dtype, device = given.shape, given.dtype, given.get_device()
     total = torch.empty(given.shape if residual is not None else (0,), dtype=dtype, device=given.device)
     if m == 0:
@@ -76,14 +82,16 @@ def _launch(
     aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias, y, plain)
     quantized = scale is not None and rotation is None
     key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, plain is not None)
-    plan = _plans[(*key, early_read, device)]
+    routes = None if route_weights is None else route_weights.contiguous()
+    plan = _plans[(*key, routes is not None, early_read, device)]
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
     results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
     sizes = (k, k, y.shape[1]) if quantized else (k, k)
     rotation_args = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
     plains = () if plain is None else (plain.data_ptr(),)
-    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *rotation_args, *plains)
+    routed = () if routes is None else (routes.data_ptr(), routes.shape[1])
+    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *rotation_args, *plains, *routed)
     plan.launch(m, args, current_stream(device))
     return total
 
@@ -99,10 +107,11 @@ def _plans(
     aligned: bool,
     rotation: RowsRotation | None,
     plain: bool,
+    routes: bool,
     early_read: bool,
     device: int,
 ) -> LaunchPlan:
-    flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
+    flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned, "routes": routes}
     gpu = target(device)
     columns = norm_columns(k, DTYPES[dtype], gpu, aligned=aligned)
     desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation, plain=plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,27 @@ if TYPE_CHECKING:
 
 Projection = LinearStack | nn.ModuleList
 """One projection of all experts: quantized in one stack, or a linear layer each."""
+
+
+class RoutedResults(NamedTuple):
+    """Results of routes, not added yet.
+
+    Attributes:
+        results: ``[T * k, H]``.
+        weights: float32 ``[T, k]``.
+        experts: int32 ``[T, k]``; routes of others than 0 to ``num_experts - 1`` have none.
+        num_experts: number of experts.
+    """
+
+    results: Tensor
+    weights: Tensor
+    experts: Tensor
+    num_experts: int
+
+
+def summed(y: Tensor | RoutedResults) -> Tensor:
+    """``[T, H]``: `torch.ops.qcut.sum_routes` of results, if they are not added."""
+    return y if isinstance(y, Tensor) else torch.ops.qcut.sum_routes(*y, None)
 
 
 class Experts(ExpertsModule):
@@ -111,6 +132,12 @@ class Experts(ExpertsModule):
         products owe to their number of tokens, which integer products do not. Kernels round a gated SiLU before it is
         multiplied, as `torch.ops.qcut.silu_mul` does.
         """
+        return summed(self.unsummed(hidden_states, top_k_index, top_k_weights, prepared))
+
+    def unsummed(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, prepared: Prepared | None = None
+    ) -> Tensor | RoutedResults:
+        """As `forward`, without the sum where a kernel of its own would add the results of routes."""
         x, index, weights = hidden_states, top_k_index, top_k_weights
         self._check(x, index, weights)
         if x.is_meta:
@@ -133,7 +160,9 @@ class Experts(ExpertsModule):
         results = torch.cat(parts)[order.argsort()].view(*index.shape, x.shape[1])
         return weighted_sum(results, weights).to(x.dtype)
 
-    def _by_kernels(self, x: Tensor, index: Tensor, weights: Tensor, prepared: Prepared | None) -> Tensor | None:
+    def _by_kernels(
+        self, x: Tensor, index: Tensor, weights: Tensor, prepared: Prepared | None
+    ) -> Tensor | RoutedResults | None:
         """The result, of routes that are read on the device; None where no kernels compute it."""
         stacks = self.stacks
         if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
@@ -146,12 +175,12 @@ class Experts(ExpertsModule):
         largest, without = min(stack.form.largest_tile for stack in stacks), self._sizes_without_kernels
         while (size := tile_size(tokens, top_k, self.num_experts, largest, x.get_device(), without)) is not None:
             try:
-                return self._summed(stacks, x, prepared, experts, weights.float(), size)
+                return self._in_tiles(stacks, x, prepared, experts, weights.float(), size)
             except UnsupportedError:  # this GPU has no kernel for the layers' sizes
                 without.add(size)
         return None
 
-    def _summed(
+    def _in_tiles(
         self,
         stacks: tuple[LinearStack, LinearStack],
         x: Tensor,
@@ -159,8 +188,8 @@ class Experts(ExpertsModule):
         experts: Tensor,
         weights: Tensor,
         size: int,
-    ) -> Tensor | None:
-        """The sums of the experts' results ``[T, H]``, by tiles of a size; None where no kernels compute the layers."""
+    ) -> Tensor | RoutedResults | None:
+        """The experts' results, added where tiles have one route; None where no kernels compute the layers."""
         (up, down), gated = stacks, self.gating == Gating("silu")
         tiles = RouteTiles(experts.flatten(), None, experts.numel())
         if size > 1:
@@ -174,10 +203,7 @@ class Experts(ExpertsModule):
         if size == 1:
             return down.routed(tokens, tiles, 1, gated=gated, weights=weights)
         results = down.routed(tokens, tiles, 1, gated=gated)
-        if results is None:
-            return None
-        summed: Tensor = torch.ops.qcut.sum_routes(results, weights, experts, self.num_experts, None)
-        return summed
+        return None if results is None else RoutedResults(results, weights, experts, self.num_experts)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
         y = layer_of(self.down, e)(self.gating(layer_of(self.up, e)(x)))

@@ -186,9 +186,12 @@ def test_norms_ask_for_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> Non
         (weight[:1].expand(64), True, False),
     ):
         for call, launch in (
-            (AddNormOp(x, None, given, None, False, 1e-6, early_read), norm_cuda.add_norm),
-            (AddNormInt8Op(x, None, given, None, False, 1e-6, 64, None, early_read), norm_cuda.add_norm_int8),
-            (AddNormRotatedOp(x, None, given, None, False, 1e-6, *turned, early_read), norm_cuda.add_norm_rotated),
+            (AddNormOp(x, None, given, None, False, 1e-6, None, early_read), norm_cuda.add_norm),
+            (AddNormInt8Op(x, None, given, None, False, 1e-6, 64, None, None, early_read), norm_cuda.add_norm_int8),
+            (
+                AddNormRotatedOp(x, None, given, None, False, 1e-6, *turned, None, early_read),
+                norm_cuda.add_norm_rotated,
+            ),
         ):
             asked = Asked(Idle())
             monkeypatch.setattr(norm_cuda, "_plans", asked)
@@ -209,7 +212,7 @@ def test_norms_begin_early_only_if_promised(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(norm_cuda, "LaunchSpec", Spec)
     for early_read in (True, False):
-        norm_cuda._plans.maker(HALF, False, 64, False, False, False, True, None, False, early_read, 0)
+        norm_cuda._plans.maker(HALF, False, 64, False, False, False, True, None, False, False, early_read, 0)
     assert seen == [True, False]
 
 

@@ -53,6 +53,12 @@ def norms(arch: str) -> Iterator[KernelSource]:
         many = rotation is ROTATION
         yield NormRows.for_shape(F16, False, arch, 4096, residual=True, many=many, rotation=rotation).emit()
     yield from (replace(desc, arch=arch).emit() for desc in PLAIN_NORMS)
+    for x, k, many, options in (
+        (F16, 2048, False, {"rotation": RowsRotation(F16, 128), "plain": True}),
+        (BF16, 7168, False, {"quantized": True, "plain": True}),
+        (F32, 4096, True, {}),
+    ):
+        yield NormRows.for_shape(x, False, arch, k, residual=True, many=many, routes=True, **options).emit()
 
 
 def activations(arch: str) -> Iterator[KernelSource]:
@@ -154,6 +160,7 @@ NORM_REFUSALS: dict[str, list[Any]] = {
     ],
     "quantized": [{"rotation": ROTATION, "quantized": True}],
     "plain": [{"plain": True}],
+    "routes": [{"routes": True}],
 }
 ACTIVATE_REFUSALS: dict[str, list[Any]] = {
     "kind": [{"kind": "relu"}],

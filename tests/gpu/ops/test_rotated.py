@@ -95,6 +95,32 @@ def test_int8_norms_write_plain_rows_beside(dtype: torch.dtype, m: int) -> None:
                 assert bool((memory[:: m + 1] == 9.0).all()), "rows beside are not written"
 
 
+@pytest.mark.parametrize("top_k", [1, 3, 8, 10])
+@pytest.mark.parametrize(("m", "k"), [(1, 2048), (9, 7168), (5, 200), (5, 77), (1030, 4096), (8, 14336)])
+def test_norms_add_routes(m: int, k: int, top_k: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x, results = (torch.randn(n, k, device=DEVICE, dtype=dtype) for n in (m, m * top_k))
+        norm, routes = torch.randn(k, device=DEVICE, dtype=dtype), torch.rand(m, top_k, device=DEVICE)
+        added = OPS.sum_routes(results, routes, torch.zeros(m, top_k, dtype=torch.int32, device=DEVICE), 1, None)
+        end, columns = (norm, None, False, 1e-6), -(-k // 16) * 16
+        turned = (
+            () if dtype is torch.float32 or k % 128 else (operands("hadamard", 128, k, [1], dtype, DEVICE), 128, [1])
+        )
+        for op, more in (
+            (OPS.add_norm, ()),
+            (OPS.add_norm_int8, (columns, torch.empty_like(x))),
+            *((OPS.add_norm_rotated, (*turned, to, torch.empty_like(x))) for to in (dtype, torch.int8) if turned),
+        ):
+            want = op(x, added, *end, *more)
+            plain = more[-1].clone() if more else None
+            got = op.early_read(x, results, *end, *more, routes)
+            if op is OPS.add_norm_rotated:
+                same(got, want, m)
+            else:
+                assert all(map(torch.equal, got, want))
+            assert plain is None or torch.equal(plain, more[-1])
+
+
 def test_unaligned_rows() -> None:
     m, k = 5, 256
     x, other = (torch.randn(m, k + 1, device=DEVICE).half()[:, 1:] for _ in range(2))

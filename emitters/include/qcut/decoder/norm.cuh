@@ -63,17 +63,75 @@ struct NotRotated {
   static constexpr bool kRotates = false;
 };
 
+// A residual that has a row for each row of x.
+struct OneResidual {
+  template <class T, int kVecs, bool kAligned>
+  __device__ __forceinline__ void load(float (&f)[kVecs][Vector<T>::kSize], const T* residual, long long row,
+                                       long long stride, int first, int step, int k) const {
+    Vector<T> loaded[kVecs];
+    load_vectors<T, kVecs, kAligned>(loaded, residual + row * stride, first, step, k);
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) loaded[i].to_float(f[i]);
+  }
+};
+
+// One that is the weighted sum of top_k rows, rounded to T, as routing/sum_routes.cuh adds them. Loads of kUnroll rows are
+// in flight.
+template <int kUnroll>
+struct RoutedResidual {
+  const float* weights;  // [m, top_k]
+  int top_k;
+  template <class T, int kVecs, bool kAligned>
+  __device__ __forceinline__ void load(float (&f)[kVecs][Vector<T>::kSize], const T* residual, long long row,
+                                       long long stride, int first, int step, int k) const {
+    constexpr int kSize = Vector<T>::kSize;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) f[i][j] = 0.0f;
+    }
+    for (int begin = 0; begin < top_k; begin += kUnroll) {
+      float weight[kUnroll];
+      Vector<T> loaded[kUnroll][kVecs];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (begin + u >= top_k) break;
+        const long long route = row * top_k + begin + u;
+        weight[u] = weights[route];
+        load_vectors<T, kVecs, kAligned>(loaded[u], residual + route * stride, first, step, k);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (begin + u >= top_k) break;
+#pragma unroll
+        for (int i = 0; i < kVecs; ++i) {
+          float result[kSize];
+          loaded[u][i].to_float(result);
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) f[i][j] = __fadd_rn(f[i][j], __fmul_rn(weight[u], result[j]));
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) f[i][j] = to_float(from_float<T>(f[i][j]));
+    }
+  }
+};
+
 // The kernel. With kLayer, LayerNorm with `bias` if it is not null; otherwise RMSNorm. With kResidual, the kernel adds
 // `residual` and writes the sum to `sum`, which may be x or the residual itself. With kQuantized, y is int8
 // [m, k_padded] with `scale`, as quantize_per_token computes them from the norm rounded to T; otherwise y is T [m, k].
-// Rows of x, residual and sum are x_stride elements apart; y is contiguous. A rotation rounds y to T and stores it as
+// Rows of x, residual and sum are x_stride elements apart; y is contiguous. `source` makes the residual of a row of
+// several, which then is not overwritten. A rotation rounds y to T and stores it as
 // blocks of tokens. With kPlain, the norm rounded to T is also written to `plain` [m, k], contiguous, beside a quantized
 // or rotated y.
 template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned,
-          bool kPlain = false, class Rotation = NotRotated>
+          bool kPlain = false, class Rotation = NotRotated, class Source = OneResidual>
 __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum, const T* weight, const T* bias,
                                           void* y, float* scale, long long x_stride, int k, int k_padded, float eps,
-                                          Rotation rotation = {}, T* plain = nullptr) {
+                                          Rotation rotation = {}, T* plain = nullptr, Source source = {}) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kStep = kThreads * kSize;
   constexpr int kWarps = kThreads / 32;
@@ -95,19 +153,19 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
   launch_dependents();
   wait_for_dependencies();
 
-  Vector<T> loaded[kVecs], other[kVecs];
+  Vector<T> loaded[kVecs];
   load_vectors<T, kVecs, kAligned>(loaded, x + row * x_stride, first, kStep, k);
-  if constexpr (kResidual) load_vectors<T, kVecs, kAligned>(other, residual + row * x_stride, first, kStep, k);
-  float f[kVecs][kSize];
+  float f[kVecs][kSize], added[kVecs][kSize];
+  if constexpr (kResidual) {
+    source.template load<T, kVecs, kAligned>(added, residual, row, x_stride, first, kStep, k);
+  }
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) loaded[i].to_float(f[i]);
   if constexpr (kResidual) {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-      float added[kSize];
-      other[i].to_float(added);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) f[i][j] = to_float(from_float<T>(f[i][j] + added[j]));
+      for (int j = 0; j < kSize; ++j) f[i][j] = to_float(from_float<T>(f[i][j] + added[i][j]));
       store_vector<T, kAligned>(sum + row * x_stride, first + i * kStep, k, f[i]);
     }
   }
