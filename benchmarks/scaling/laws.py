@@ -193,6 +193,10 @@ ROUTE_STEPS = (4.0, 16.0, 256.0)
 """Routes of an expert from which on a further one takes another time; fewer take no time but the weights' reading."""
 
 
+FEWEST_MIXTURES = 6
+"""Rows that a law of mixtures is fitted to: as many as it has constants."""
+
+
 @dataclass(frozen=True)
 class MixtureLaw:
     """Microseconds of a mixture's experts behind their router, whatever the number of tokens.
@@ -221,15 +225,15 @@ class MixtureLaw:
         """The law with the least squared relative residuals; no term is negative.
 
         Args:
-            rows: what was done, and its microseconds; at least six.
+            rows: what was done, and its microseconds; at least `FEWEST_MIXTURES`.
             least_us: lower bounds by bandwidth and peak, of a byte and of a weight.
 
         Raises:
-            ConfigError: fewer than six rows.
+            ConfigError: fewer rows.
         """
         rows = list(rows)
-        if len(rows) < 6:
-            raise ConfigError(f"a law of mixtures needs at least 6 rows, got {len(rows)}")
+        if len(rows) < FEWEST_MIXTURES:
+            raise ConfigError(f"a law of mixtures needs at least {FEWEST_MIXTURES} rows, got {len(rows)}")
         terms = torch.tensor([one.terms() for one, _ in rows], dtype=torch.float64)
         measured = torch.tensor([us for _, us in rows], dtype=torch.float64)
         byte, weight = least_us
@@ -459,10 +463,10 @@ def mixture_rows(rows: Rows, gpu: str) -> list[Row]:
 
 
 def mixture_laws(rows: Rows, gpu: str) -> dict[str, MixtureLaw]:
-    """Scheme → the law of the mixtures that `layers/experts.py` measured on a GPU; none without rows of two models.
+    """Scheme → the law of the mixtures that `layers/experts.py` measured on a GPU.
 
-    One model's rows do not tell what an expert's routes cost from what its bytes do. No time is below the GPU's
-    `Ceiling`, if one is known.
+    A scheme without `FEWEST_MIXTURES` rows, or with those of one model, has none: one model's rows do not tell what an
+    expert's routes cost from what its bytes do. No time is below the GPU's `Ceiling`, if one is known.
     """
     ceiling = CEILINGS.get(gpu)
     found: dict[str, list[tuple[Routed, float]]] = {}
@@ -478,7 +482,9 @@ def mixture_laws(rows: Rows, gpu: str) -> dict[str, MixtureLaw]:
         return ceiling.floor_us(0.0, 1.0), ceiling.floor_us(2.0, 0.0, _product_bits(scheme))
 
     return {
-        scheme: MixtureLaw.fit(found[scheme], least(scheme)) for scheme in SCHEMES if len(models.get(scheme, ())) > 1
+        scheme: MixtureLaw.fit(found[scheme], least(scheme))
+        for scheme in SCHEMES
+        if len(models.get(scheme, ())) > 1 and len(found[scheme]) >= FEWEST_MIXTURES
     }
 
 

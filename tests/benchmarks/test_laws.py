@@ -364,6 +364,17 @@ def _with_mixtures(folder: Path) -> Rows:
     return Rows(folder)
 
 
+def test_few_rows_of_mixtures_make_no_law(tmp_path: Path) -> None:
+    rows = _with_mixtures(tmp_path / "few")
+    path = rows.folder / "bench_experts.csv"
+    assert {"codebook4", "w8a8"} <= set(mixture_laws(rows, GPU))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if ",w8a8," not in line or ",4096," in line))
+    laws = mixture_laws(Rows(rows.folder), GPU)
+    assert "codebook4" in laws
+    assert "w8a8" not in laws
+
+
 def test_the_page_has_mixtures_if_there_are_rows(tmp_path: Path) -> None:
     page = next(path for path in tables.PAGES if path.name == "scale.md").read_text(encoding="utf-8")
     rows = _with_mixtures(tmp_path / "with")
