@@ -211,6 +211,24 @@ class Measurement(NamedTuple):
             print(*(row[key] for key in (*KEY, "median_us", "gb_s", "memory_pct")), flush=True)
 
 
+def add_peer(measurement: Measurement, model: str, batches: list[Batch]) -> None:
+    """Rows of vLLM's kernels; none of sizes that they do not take."""
+    mixture = MODELS[model]
+    peer = marlin_experts.MarlinExperts(mixture.experts, mixture.hidden, mixture.width)
+    for batch in batches:
+        calls = peer.calls(batch.every, batch.x, batch.hidden, batch.weights)
+        try:
+            for call in calls.values():
+                call(0)
+        except RuntimeError as error:
+            print(f"{model} {marlin_experts.SCHEME} m={len(batch.x)}: {str(error).splitlines()[0]}")
+            continue
+        found = {part: Variant(part, call, ROUTINGS) for part, call in calls.items()}
+        measurement.add(model, marlin_experts.SCHEME, batch, found, peer.weight_bytes)
+    del peer
+    torch.cuda.empty_cache()
+
+
 @torch.no_grad()
 def measured(options: argparse.Namespace, results: harness.Results) -> None:
     """Time everything, a model and scheme after the other."""
@@ -233,13 +251,8 @@ def measured(options: argparse.Namespace, results: harness.Results) -> None:
             del layers
             torch.cuda.empty_cache()
         if marlin_experts.is_there():
-            peer = marlin_experts.MarlinExperts(mixture.experts, mixture.hidden, mixture.width)
-            for batch in batches:
-                calls = peer.calls(batch.every, batch.x, batch.hidden, batch.weights)
-                found = {part: Variant(part, call, ROUTINGS) for part, call in calls.items()}
-                measurement.add(model, marlin_experts.SCHEME, batch, found, peer.weight_bytes)
-            del peer
-            torch.cuda.empty_cache()
+            add_peer(measurement, model, batches)
+        results.write_csv(options.out, KEY)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from benchmarks.publish.markdown import MISSING, figures, markdown
 from benchmarks.publish.rows import Row, Rows, missing
@@ -10,6 +11,7 @@ from benchmarks.publish.rows import Row, Rows, missing
 CELLS = (("step", "1"), ("step", "8"), ("step", "64"), ("prompt", "1"))
 _HEADER = ("step of 1", "of 8", "of 64", "prompt")
 SHAPE = "llama-3-8b"
+MIXTURE = "qwen3-30b-a3b"
 TWO_GPUS = "two_h100s"
 """The folder, in that of results, with rows of two GPUs and of one of them."""
 FOUR_GPUS = "four_h200s"
@@ -41,9 +43,9 @@ def kind_of(kernel: str, count: float) -> str:
     return HEAD if found == "linear layers" and count < _HEAD_LAUNCHES else found
 
 
-def serving(rows: Rows) -> str:
-    """Milliseconds by method, and tokens a second of the largest batch."""
-    measured = _cells(rows.of("bench_vllm", shape=SHAPE, gpus="1"), "method")
+def serving(rows: Rows, shape: str = SHAPE) -> str:
+    """Milliseconds by method, and tokens a second of the largest batch, of a shape on one GPU."""
+    measured = _cells(rows.of("bench_vllm", shape=shape, gpus="1"), "method")
     if not measured:
         return missing("bench_vllm")
     lines = []
@@ -153,6 +155,7 @@ def _milliseconds(here: Mapping[tuple[str, str], Row]) -> list[str]:
 
 TABLES: Mapping[str, Callable[[Rows], str]] = {
     "serving": serving,
+    "serving mixture": partial(serving, shape=MIXTURE),
     "serving split": serving_split,
     "serving answers": serving_answers,
     "serving parts": serving_parts,
