@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qcut.errors import CheckpointError
@@ -85,6 +87,32 @@ def piece_entries(stack: LinearStack, names: Sequence[str]) -> dict[str, dict[st
     return {f"{e}.{name}": entries for e in range(stack.experts) for name in names}
 
 
+def stored_pieces(stack: LinearStack, names: Sequence[str]) -> Iterator[tuple[str, dict[str, StateEntry]]]:
+    """The same entries with their values, which are made when they are read.
+
+    Args:
+        stack: with values.
+        names: see `piece_entries`.
+    """
+    dtypes = {key: entry.dtype for key, entry in stack.stored().items()}
+    for label, entries in piece_entries(stack, names).items():
+        e, _, name = label.partition(".")
+        read = partial(_piece, stack, int(e), names.index(name))
+        yield (
+            label,
+            {
+                key: replace(entry, dtype=dtypes[key], read=partial(read, key, entry.shape))
+                for key, entry in entries.items()
+            },
+        )
+
+
+def _piece(stack: LinearStack, e: int, i: int, key: str, shape: tuple[int, ...]) -> Tensor:
+    """Of a tensor of an expert its piece of so many rows, or all of what has no rows."""
+    whole = stack.expert(e).stored()[key].read().detach()
+    return whole if whole.shape == shape else whole[i * shape[0] : (i + 1) * shape[0]]
+
+
 def split(stack: LinearStack, names: Sequence[str], keys: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a stack's pieces, copied, with names such as ``3.gate_proj.qweight``.
 
@@ -93,14 +121,9 @@ def split(stack: LinearStack, names: Sequence[str], keys: Sequence[str]) -> Iter
         names: see `piece_entries`.
         keys: of the tensors.
     """
-    entries = one_piece(stack, len(names)).stored()
-    for e in range(stack.experts):
-        stored = stack.expert(e).stored()
+    for label, entries in stored_pieces(stack, names):
         for key in keys:
-            whole, shape = stored[key].read().detach(), entries[key].shape
-            for i, name in enumerate(names):
-                part = whole if whole.shape == shape else whole[i * shape[0] : (i + 1) * shape[0]]
-                yield f"{e}.{name}.{key}", part.clone()
+            yield f"{label}.{key}", entries[key].read().clone()
 
 
 def join(stack: LinearStack, names: Sequence[str], key: str, pieces: Mapping[str, Tensor], where: str) -> Tensor:

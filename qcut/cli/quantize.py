@@ -61,6 +61,8 @@ options:
 --require-quantized S: share
     fail, and write nothing, where less than the share S of the parameters outside of embeddings, norms and what --skip
     and --include leave out is quantized, such as 0.95 (default: warn below 0.9)
+--format qcut|compressed-tensors = qcut
+    format of the folder; compressed-tensors, for other readers, has w8a8, w8a16, int4 and mxfp4 (default: qcut)
 """
 _CONVERSION = conversion_options("DIR", "the folder to write", window_options(8, 32))
 COMMAND = Command(
@@ -99,7 +101,7 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
     """Quantize the model and write it to an empty folder."""
     import qcut
     from qcut.checkpoints import hub
-    from qcut.checkpoints.tokenizers import fetch_processors
+    from qcut.checkpoints.tokenizers import copy_tokenizer, fetch_processors
 
     name = arguments.model
     on_disk = Path(name).is_dir() or not hub.answers(name)
@@ -108,7 +110,11 @@ def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) 
     if required is not None and covered is not None and covered.share < required:
         raise QuantizationError(f"--require-quantized {required}: {covered}")
     try:
-        qcut.save(model, folder, progress=shown(), tokenizer=tokenizer)
+        if arguments.format == "qcut":
+            qcut.save(model, folder, progress=shown(), tokenizer=tokenizer)
+        else:
+            qcut.save_compressed_tensors(model, folder, progress=shown())
+            copy_tokenizer(tokenizer, model, folder)
         if not Path(name).is_dir():
             fetch_processors(name, folder, on_disk)
     except CheckpointError as error:

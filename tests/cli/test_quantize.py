@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import qcut
 from qcut.checkpoints.contents import contents
@@ -20,6 +21,7 @@ from qcut.errors import CheckpointError, ConfigError
 from qcut.models.evaluation import windows_of
 from tests.cli.commands import DEMO, answer
 from tests.support import ROOT
+from tests.support.decoders import small as decoder
 from tests.support.zoo import small_demo, tiny_hf
 
 TEXT = ROOT / "README.md"
@@ -84,6 +86,21 @@ def test_a_folder_is_what_python_makes(small: Path, saved: Path) -> None:
     assert want.keys() == got.keys()
     assert all(torch.equal(want[name], got[name]) for name in want)
     assert not list(saved.parent.glob(".*"))
+
+
+def test_a_folder_for_other_readers(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", tmp_path / "model"
+    decoder("llama", hidden_size=96, intermediate_size=128).half().save_pretrained(model)
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(model)
+    words = ["quantize", model, "--scheme", "int4", "--format", "compressed-tensors", "--device", "cpu", "--out", out]
+    assert cli.main([*map(str, words)]) == 0
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "pack-quantized"
+    assert (out / "tokenizer.json").exists()
+    assert not (out / "qcut_config.json").exists()
+    layers = [module for module in qcut.load(out, progress=False).modules() if isinstance(module, qcut.Linear)]
+    assert layers
+    assert {layer.scheme.name for layer in layers} == {"int4_rows"}  # of 96 and 128 columns
 
 
 def test_info_tells_layers_bytes_and_what_is_float(saved: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from qcut.schemes import E2M1_GROUP
 
 LEVELS = torch.tensor([*MAGNITUDES, *(-v for v in MAGNITUDES)], dtype=torch.float32, device="cpu")
 """What codes 0 to 15 stand for; 8 is -0."""
-_BIAS, _NAN = 127, 255
-_LARGEST = 252 - _BIAS
+BIAS, _NAN = 127, 255
+_LARGEST = 252 - BIAS
 """The largest exponent whose products with 6 are finite in float32."""
 
 
@@ -66,17 +66,17 @@ class Mxfp4Layout:
             CheckpointError: a scale is NaN, which 255 stands for.
             UnsupportedError: weights that float32 does not hold, or rows whose scales kernels do not hold together.
         """
-        exponents = parts.read(self.scales).to(torch.int32) - _BIAS
+        exponents = parts.read(self.scales).to(torch.int32) - BIAS
         # Without the signs of both codes of a byte.
         used = (parts.read(self.packed).view(parts.n, -1, E2M1_GROUP // 2) & 0x77).amax(-1) > 0
         where = f"{parts.where}: tensor {parts.full(self.scales)!r}"
-        if len(at := (exponents == _NAN - _BIAS).nonzero()):
+        if len(at := (exponents == _NAN - BIAS).nonzero()):
             raise parts.error(
                 self.scales, f"found {_NAN} at {at[0].tolist()}, which is NaN; 0 to {_NAN - 1} are needed"
             )
         if len(at := (used & (exponents > _LARGEST)).nonzero()):
             raise UnsupportedError(
-                f"{where}: found {int(exponents[tuple(at[0])]) + _BIAS} at {at[0].tolist()}; up to {_LARGEST + _BIAS}, "
+                f"{where}: found {int(exponents[tuple(at[0])]) + BIAS} at {at[0].tolist()}; up to {_LARGEST + BIAS}, "
                 "whose weights float32 holds, are served"
             )
         scales = torch.where(used, torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents), 0.0)

@@ -1,10 +1,9 @@
-"""W8A8 models written as compressed-tensors checkpoints, for vLLM and others; read in `compressed_tensors`."""
+"""Quantized models written as compressed-tensors checkpoints, for vLLM and others; read in `compressed_tensors`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,54 +11,50 @@ import torch
 from torch import Tensor, nn
 
 from qcut.checkpoints.description import failures_name, refuse_conv1d, shards
+from qcut.checkpoints.expert_tensors import hub_names, stored_pieces
+from qcut.checkpoints.formats.compressed_tensors.written import SERVED, Stored, Written, written_as
+from qcut.checkpoints.formats.experts.names import ExpertNames
+from qcut.common.progress import progress_bar
 from qcut.common.safetensors_writer import write_tensors
 from qcut.common.together import replacing_together
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.embedding import Embedding
-from qcut.layers.int8 import Int8Linear
+from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
-from qcut.layers.quantized import float_dtype
-from qcut.models.modules import dtype_name, looks_linear, tensor_key
+from qcut.layers.quantized import QuantizedLayer, StateEntry, float_dtype
+from qcut.models.modules import ExpertsModule, dtype_name, tensor_key
 from qcut.numerics.checks import out_of_range
-from qcut.schemes import W8A8
 
 _CONFIG, _GENERATION, _INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
-_WEIGHTS = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "channel",
-    "group_size": None,
-    "dynamic": False,
-    "observer": "memoryless_minmax",
-}
-_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
-
-Reading = tuple[int, Callable[[], Tensor]]
-"""Bytes of a tensor, and what makes it."""
 
 
-def save_compressed_tensors(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 << 30) -> None:
-    """Write a W8A8 model as a compressed-tensors checkpoint, which vLLM and others read.
+def save_compressed_tensors(
+    model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 << 30, progress: bool = False
+) -> None:
+    """Write a quantized model as a compressed-tensors checkpoint, which vLLM and others read.
 
-    It is ``int-quantized``: int8 weights with a scale for each output channel, tokens quantized as they come. The
-    directory gets ``model.safetensors`` (or several files and their index), ``config.json`` with a
-    ``quantization_config``, and ``generation_config.json``. Layers in float go in float, and are named under
-    ``ignore``. Activations that qcut fused into layers are not written: the model's class has them. All files are put
-    in force together.
+    Layers of ``w8a8`` are written as ``int-quantized``, those of ``w8a16`` and ``int4`` as ``pack-quantized`` integers
+    of 8 and 4 bits, and those of ``mxfp4`` as ``mxfp4-pack-quantized``; a model may have several of them. Experts of a
+    mixture are written one by one, under the names that checkpoints of the family have. The directory gets
+    ``model.safetensors`` (or several files and their index), ``config.json`` with a ``quantization_config``, and
+    ``generation_config.json``. Layers in float go in float, and are named under ``ignore``. Activations that qcut fused
+    into layers are not written: the model's class has them. All files are put in force together.
 
     Args:
-        model: of a class of transformers, at least one layer of it ``w8a8``.
+        model: of a class of transformers, at least one layer of it quantized.
         directory: created if missing. Other files, a tokenizer's for example, are left alone.
         max_shard_bytes: a file takes tensors until it holds this much.
+        progress: show a progress bar.
 
     Raises:
-        UnsupportedError: a layer of another scheme (named), in place of transformers' ``Conv1D``, or a quantized
-            embedding; no layer of ``w8a8``; or a model of another class.
+        UnsupportedError: a layer of another scheme, in place of transformers' ``Conv1D``, or with groups that do not
+            divide its columns (named); a quantized embedding; experts in float, or of a family whose checkpoints have
+            no layer for each; no quantized layer; or a model of another class.
         CheckpointError: weights of another checkpoint are in the directory, a tensor is on the meta device or holds NaN
             or Inf, or the directory cannot be written.
 
-    Exactness: weights and scales bit by bit; `qcut.load` gives back the same logits.
+    Exactness: integers, floats of 4 bits and scales bit by bit; `qcut.load` gives back the same logits.
 
     Source: docs/foreign-checkpoints.md.
     """
@@ -68,101 +63,162 @@ def save_compressed_tensors(model: nn.Module, directory: str | Path, *, max_shar
         raise UnsupportedError(
             f"{type(model).__name__} is no class of transformers; the format is read only into those"
         )
-    layers = _layers(model)
-    tensors = dict(_tensors(model))
-    files_of = list(shards({name: size for name, (size, _) in tensors.items()}, max_shard_bytes))
+    found = _contents(model, str(directory))
+    if not found.layers:
+        raise UnsupportedError(f"{type(model).__name__}: no layer is quantized; {SERVED} in this format")
+    files_of = list(shards({name: entry.nbytes for name, entry in found.tensors.items()}, max_shard_bytes))
     count = len(files_of)
     names = [
         f"model-{i:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors" for i in range(1, count + 1)
     ]
-    texts = _texts(model, layers)
+    texts = _texts(model, found)
     if count > 1:
         places = {tensor: file for file, shard in zip(names, files_of, strict=True) for tensor in shard}
-        total = sum(size for size, _ in tensors.values())
+        total = sum(entry.nbytes for entry in found.tensors.values())
         texts[_INDEX] = {"metadata": {"total_size": total}, "weight_map": places}
     _refuse_others(directory, {*names, *texts})
-    with failures_name(directory), replacing_together(directory, (*names, *texts), _CONFIG, CheckpointError) as files:
+    with (
+        failures_name(directory),
+        replacing_together(directory, (*names, *texts), _CONFIG, CheckpointError) as files,
+        progress_bar(len(found.tensors), "save", "tensor", shown=progress) as advance,
+    ):
         for file, shard in zip(files[:count], files_of, strict=True):
-            write_tensors(file, {name: tensors[name][1]().detach().cpu().contiguous() for name in shard})
+            write_tensors(file, {name: found.tensors[name].read().detach().cpu().contiguous() for name in shard})
+            advance(len(shard))
         for file, data in zip(files[count:], texts.values(), strict=True):
             file.write(json.dumps(data, indent=2).encode())
 
 
-def _layers(model: nn.Module) -> dict[str, Int8Linear]:
-    layers: dict[str, Int8Linear] = {}
+@dataclass
+class _Contents:
+    """What is written of a model.
+
+    Attributes:
+        tensors: by the names of files.
+        layers: how each quantized layer is written.
+        floating: names of modules with a weight in float that other readers may take for a linear layer's.
+    """
+
+    tensors: dict[str, StateEntry] = field(default_factory=dict)
+    layers: dict[str, Written] = field(default_factory=dict)
+    floating: list[str] = field(default_factory=list)
+
+    def add_layer(self, name: str, like: Linear, stored: Stored) -> None:
+        """Add a layer of which these are the tensors; ``like`` has its scheme and sizes."""
+        n, k = next(iter(stored.values())).shape[0], like.in_features
+        written = self.layers[name] = written_as(like.scheme, k, name)
+        self.tensors |= {f"{name}.{key}": entry for key, entry in written.tensors(stored, n, k).items()}
+        if "bias" in stored:
+            self.tensors[f"{name}.bias"] = StateEntry.of(_short(stored["bias"].read(), like.weight_dtype))
+
+
+def _contents(model: nn.Module, where: str) -> _Contents:
+    """Every tensor once by its first name: those of layers as the format has them, parameters, saved buffers."""
+    found, names = _Contents(), ExpertNames(model, where)
+    seen: set[tuple[Any, ...]] = set()
     for name, module in model.named_modules():
+        stored = names.stored(name)
         if isinstance(module, Embedding):
             raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written only with floating ones")
-        if not isinstance(module, Linear):
+        if isinstance(module, ExpertsModule):
+            _add_experts(found, module, name, model, names)
+        elif isinstance(module, LinearStack):
             continue
-        if module.scheme != W8A8() or not isinstance(module, Int8Linear):
-            raise UnsupportedError(f"layer {name!r} is {module.scheme.name}; only w8a8 is written in this format")
-        layers[name] = module
-    if not layers:
-        raise UnsupportedError(f"{type(model).__name__}: no layer is w8a8; quantize the model first")
-    refuse_conv1d(model, layers, "the format has only nn.Linear")
-    return layers
+        elif isinstance(module, Linear):
+            found.add_layer(stored, module, module.stored())
+        elif isinstance(module, QuantizedLayer):
+            raise UnsupportedError(f"layer {name!r} is a {type(module).__name__}; only {SERVED} in this format")
+        else:
+            for key, entry in _own(module, name, seen).items():
+                if names.is_merged(f"{name}.{key}"):
+                    raise UnsupportedError(f"experts {name!r} are in float; quantize them, too, to write them")
+                found.tensors[f"{stored}.{key}" if stored else key] = entry
+            if _looks_linear(module):
+                found.floating.append(stored)
+    quantized = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    refuse_conv1d(model, quantized, "the format has only nn.Linear")
+    return found
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Reading]]:
-    """Every tensor once by its first name: those of layers as the format has them, parameters, saved buffers."""
-    seen: set[tuple[Any, ...]] = set()
-    for prefix, module in model.named_modules():
-        start = f"{prefix}." if prefix else ""
-        if isinstance(module, Int8Linear):
-            yield f"{start}weight", (module.out_features * module.in_features, partial(getattr, module, "codes"))
-            yield f"{start}weight_scale", (4 * module.out_features, partial(_scale, module))
-            if module.bias is not None:
-                bias = _bias(module)
-                yield f"{start}bias", (bias.nbytes, bias.detach)
+def _add_experts(found: _Contents, experts: ExpertsModule, name: str, model: nn.Module, names: ExpertNames) -> None:
+    """Add every expert's layers."""
+    stacks = {part: module for part, module in experts.named_children() if isinstance(module, LinearStack)}
+    if (
+        not isinstance(experts, Experts)
+        or len(stacks) < 2
+        or experts.identities
+        or experts.post_expert_norm is not None
+    ):
+        raise UnsupportedError(
+            f"experts {name!r} are not all quantized, or do more than their layers; {SERVED} in this format"
+        )
+    for part, pieces in hub_names(model, experts.gating.gated).items():
+        stack = stacks[part]
+        for label, stored in stored_pieces(stack, pieces):
+            full = names.stored(f"{name}.{label}")
+            if names.place(names.renamed(f"{full}.weight")) is None:
+                raise UnsupportedError(
+                    f"experts {name!r}: checkpoints of {type(model).__name__} have no layer for each expert; other "
+                    "mixtures are written in this format"
+                )
+            found.add_layer(full, stack.form, stored)
+
+
+def _own(module: nn.Module, name: str, seen: set[tuple[Any, ...]]) -> dict[str, StateEntry]:
+    """Parameters and saved buffers of a module that no module before it has."""
+    held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+    entries: dict[str, StateEntry] = {}
+    for key, tensor in held.items():
+        if tensor is None or key in module._non_persistent_buffers_set or tensor_key(tensor) in seen:
             continue
-        held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-        for key, tensor in held.items():
-            if tensor is None or key in module._non_persistent_buffers_set or tensor_key(tensor) in seen:
-                continue
-            seen.add(tensor_key(tensor))
-            if tensor.is_meta:
-                raise CheckpointError(f"{start}{key}: the tensor is on the meta device and has no values to save")
-            if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
-                raise CheckpointError(f"{start}{key}: found {found}; finite values can be saved")
-            yield f"{start}{key}", (tensor.nbytes, tensor.detach)
+        seen.add(tensor_key(tensor))
+        full = f"{name}.{key}" if name else key
+        if tensor.is_meta:
+            raise CheckpointError(f"{full}: the tensor is on the meta device and has no values to save")
+        if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
+            raise CheckpointError(f"{full}: found {found}; finite values can be saved")
+        entries[key] = StateEntry.of(tensor)
+    return entries
 
 
-def _scale(layer: Int8Linear) -> Tensor:
-    return layer.weight_scale[:, None]
+def _looks_linear(module: nn.Module) -> bool:
+    """Whether a module has a matrix that multiplies tokens, a router's among them."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding)
 
 
-def _bias(layer: Int8Linear) -> Tensor:
-    """The bias in the float weight's dtype, where that holds it."""
-    assert layer.bias is not None
-    short = layer.bias.to(layer.weight_dtype)
-    return short if torch.equal(short.to(layer.bias.dtype), layer.bias) else layer.bias
+def _short(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in the float weight's dtype, where that holds it."""
+    short = bias.to(dtype)
+    return short if torch.equal(short.to(bias.dtype), bias) else bias
 
 
-def _texts(model: nn.Module, layers: dict[str, Int8Linear]) -> dict[str, Any]:
+def _groups(layers: dict[str, Written]) -> dict[str, Any]:
+    """The groups of a ``quantization_config``: the largest has all linear layers that no other names."""
+    by_kind: dict[Written, list[str]] = {}
+    for name, written in layers.items():
+        by_kind.setdefault(written, []).append(name)
+    first, *others = sorted(by_kind, key=lambda kind: -len(by_kind[kind]))
+    targets = {first: ["Linear"], **{kind: by_kind[kind] for kind in others}}
+    return {f"group_{i}": kind.group(found) for i, (kind, found) in enumerate(targets.items())}
+
+
+def _texts(model: nn.Module, found: _Contents) -> dict[str, Any]:
     config: Any = model.config
     described = json.loads(config.to_json_string(use_diff=False))
-    floats = float_dtype(model)
-    floating = [name for name, module in model.named_modules() if looks_linear(module) and name not in layers]
+    groups = _groups(found.layers)
+    formats = {group["format"] for group in groups.values()}
     described |= {
         "architectures": [type(model).__name__],
-        "dtype": dtype_name(floats),
+        "dtype": dtype_name(float_dtype(model)),
         "quantization_config": {
             "quant_method": "compressed-tensors",
-            "format": "int-quantized",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
-            "ignore": floating,
-            "config_groups": {
-                "group_0": {
-                    "format": "int-quantized",
-                    "targets": ["Linear"],
-                    "weights": _WEIGHTS,
-                    "input_activations": _TOKENS,
-                    "output_activations": None,
-                }
-            },
+            "ignore": found.floating,
+            "config_groups": groups,
         },
     }
     texts = {_CONFIG: described}

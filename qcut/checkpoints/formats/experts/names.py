@@ -66,6 +66,18 @@ class ExpertNames:
             name = one.rename_source_key(name)[0]
         return name
 
+    def stored(self, name: str) -> str:
+        """The name that checkpoints have for what `renamed` gives this name."""
+        found = name
+        for one in reversed(self._renamings):
+            if type(one).__name__ == "WeightRenaming":  # others change the prefix of what was read
+                found = one.reverse_transform().rename_source_key(found)[0]
+        return found if self.renamed(found) == name else name
+
+    def is_merged(self, parameter: str) -> bool:
+        """Whether a parameter is made of tensors of many experts."""
+        return any(parameter.endswith(target) for _, target, _, _ in self._merges)
+
     def place(self, name: str) -> Place | None:
         """Where a tensor belongs, by the name that `renamed` gives it; None if it is not of one expert."""
         if len(name) > _LONGEST:

@@ -1,0 +1,139 @@
+"""How layers of qcut's schemes are written in compressed-tensors: the arguments of their group, and their tensors.
+
+`integers` and `floats` say how the tensors lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcut.checkpoints.formats.e2m1 import BIAS, LEVELS
+from qcut.errors import UnsupportedError
+from qcut.layers.quantized import StateEntry
+from qcut.numerics.codebook import float4
+from qcut.schemes import E2M1_GROUP, W8A8, W8A16, Codebook, Scheme
+
+Stored = Mapping[str, StateEntry]
+"""Tensors of a layer's state dict."""
+
+SERVED = "w8a8, w8a16, int4 in groups that divide the columns, and mxfp4 are written"
+_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+
+
+@dataclass(frozen=True)
+class Written:
+    """How layers of one kind are written.
+
+    Attributes:
+        format: ``int-quantized``, ``pack-quantized`` or ``mxfp4-pack-quantized``.
+        bits: of a weight.
+        group_size: columns that have a scale; None: whole rows.
+        type: ``int`` or ``float``.
+        quantizes_tokens: to int8, each by its largest magnitude.
+        tensors: of a layer's state, N and K.
+    """
+
+    format: str
+    bits: int
+    tensors: Callable[[Stored, int, int], dict[str, StateEntry]]
+    group_size: int | None = None
+    type: str = "int"
+    quantizes_tokens: bool = False
+
+    def group(self, targets: list[str]) -> dict[str, Any]:
+        """The group of a ``quantization_config`` with such layers."""
+        weights = {
+            "num_bits": self.bits,
+            "type": self.type,
+            "symmetric": True,
+            "strategy": "channel" if self.group_size is None else "group",
+            "group_size": self.group_size,
+            "dynamic": False,
+            "observer": "memoryless_minmax",
+        }
+        tokens = _TOKENS if self.quantizes_tokens else None
+        described = {"weights": weights, "input_activations": tokens, "output_activations": None}
+        return {"format": self.format, "targets": targets, **described}
+
+
+def written_as(scheme: Scheme, k: int, name: str) -> Written:
+    """How a layer of K columns is written.
+
+    Raises:
+        UnsupportedError: its scheme has no place in the format (named).
+    """
+    if scheme == W8A8():
+        return Written("int-quantized", 8, _bytes, quantizes_tokens=True)
+    if scheme == W8A16():
+        return Written("pack-quantized", 8, _packed_bytes)
+    if type(scheme) is Codebook and scheme.activation == "fp16":
+        size = min(scheme.group_columns(k), k)
+        if scheme.levels == "steps" and scheme.bits == 4 and k % size == 0:
+            return Written("pack-quantized", 4, _packed_steps, None if size == k else size)
+        if scheme.levels == "e2m1" and k % E2M1_GROUP == 0:
+            return Written("mxfp4-pack-quantized", 4, _packed_floats, E2M1_GROUP, "float")
+    raise UnsupportedError(f"layer {name!r} is {scheme.name} with {k} columns; only {SERVED} in this format")
+
+
+def _made(
+    stored: Stored, key: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[Tensor], Tensor]
+) -> StateEntry:
+    entry = stored[key]
+    return StateEntry(shape, dtype, (*entry.identity, shape, dtype), lambda: make(entry.read()))
+
+
+def _bytes(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
+    weight = _made(stored, "qweight", (n, k), torch.int8, lambda q: q[:, :k])
+    return {"weight": weight, "weight_scale": _row_scale(stored, n)}
+
+
+def _packed_bytes(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
+    packed = _made(stored, "qweight", (n, -(-k // 4)), torch.int32, lambda q: words(q[:, :k].view(torch.uint8) ^ 0x80))
+    return {"weight_packed": packed, "weight_scale": _row_scale(stored, n), "weight_shape": _shape(n, k)}
+
+
+def _packed_steps(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
+    packed = _made(stored, "indices", (n, -(-k // 8)), torch.int32, words)  # an index is the integer, plus 8
+    return {"weight_packed": packed, "weight_scale": stored["norms"], "weight_shape": _shape(n, k)}
+
+
+def _packed_floats(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
+    def packed(indices: Tensor) -> Tensor:
+        # A group whose scale is 0 has no other codes than 0: there is no power of two that is 0.
+        used = (stored["norms"].read() > 0).repeat_interleave(E2M1_GROUP // 2, 1).to(indices.device)
+        return torch.where(used, _byte_codes().to(indices.device)[indices.long()], 0)
+
+    def exponents(norms: Tensor) -> Tensor:
+        found = torch.frexp(norms.float())[1] - 1 + BIAS
+        return torch.where(norms > 0, found, 0).to(torch.uint8)
+
+    return {
+        "weight_packed": _made(stored, "indices", (n, k // 2), torch.uint8, packed),
+        "weight_scale": _made(stored, "norms", (n, k // E2M1_GROUP), torch.uint8, exponents),
+    }
+
+
+def _byte_codes() -> Tensor:
+    """Two codes uint8 ``[256]`` for two indices in a byte."""
+    codes = (float4.values("cpu")[:, None] == LEVELS).int().argmax(1)  # the index that is never used has any
+    both = torch.arange(256, dtype=torch.int64, device="cpu")
+    return (codes[both & 15] | codes[both >> 4] << 4).to(torch.uint8)
+
+
+def _row_scale(stored: Stored, n: int) -> StateEntry:
+    return _made(stored, "weight_scale", (n, 1), torch.float32, lambda scale: scale[:, None])
+
+
+def _shape(n: int, k: int) -> StateEntry:
+    return StateEntry((2,), torch.int64, ("shape", n, k), partial(torch.tensor, [n, k], device="cpu"))
+
+
+def words(packed: Tensor) -> Tensor:
+    """int32 ``[N, ceil(B / 4)]`` of bytes uint8 ``[N, B]``, the first in the lowest bits; missing bytes are 0."""
+    return torch.nn.functional.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
