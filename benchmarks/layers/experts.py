@@ -23,7 +23,7 @@ from benchmarks import harness
 from benchmarks.harness import CheckError, Variant
 from benchmarks.layers import marlin_experts
 from qcut.backends.cuda.experts import tile_size
-from qcut.layers.experts.experts import Experts
+from qcut.layers.experts.experts import Experts, summed
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.numerics.gating import Gating
 from qcut.numerics.routing import RouteTiles
@@ -153,8 +153,15 @@ class Batch(NamedTuple):
 
 def in_tiles_of(layers: Experts, batch: Batch, size: int) -> Callable[[int], object]:
     """The mixture with the routing i, in tiles of so many routes."""
-    assert layers.stacks is not None
-    return lambda i: layers._summed(layers.stacks, batch.x, None, batch.every[i], batch.weights, size)  # type: ignore
+    stacks = layers.stacks
+    assert stacks is not None
+
+    def call(i: int) -> Tensor:
+        found = layers._in_tiles(stacks, batch.x, None, batch.every[i], batch.weights, size)
+        assert found is not None
+        return summed(found)
+
+    return call
 
 
 def variants(layers: Experts, mixture: Mixture, batch: Batch, sizes: Sequence[int] = ()) -> dict[str, Variant]:
