@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.description import failures_name, refuse_conv1d, shards
+from qcut.checkpoints.description import failures_name, passing_buffers, refuse_conv1d, shards, stored_tensors
 from qcut.checkpoints.expert_tensors import hub_names, stored_pieces
 from qcut.checkpoints.formats.compressed_tensors.written import SERVED, Stored, Written, written_as
 from qcut.checkpoints.formats.experts.names import ExpertNames
@@ -23,7 +23,7 @@ from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
 from qcut.layers.quantized import QuantizedLayer, StateEntry, float_dtype
-from qcut.models.modules import ExpertsModule, dtype_name, tensor_key
+from qcut.models.modules import ExpertsModule, dtype_name
 from qcut.numerics.checks import out_of_range
 
 _CONFIG, _GENERATION, _INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
@@ -114,71 +114,49 @@ class _Contents:
 
 def _contents(model: nn.Module, where: str) -> _Contents:
     """Every tensor once by its first name: those of layers as the format has them, parameters, saved buffers."""
-    found, names = _Contents(), ExpertNames(model, where)
-    seen: set[tuple[Any, ...]] = set()
-    for name, module in model.named_modules():
-        stored = names.stored(name)
+    found, names, modules = _Contents(), ExpertNames(model, where), dict(model.named_modules())
+    for name, module in modules.items():
         if isinstance(module, Embedding):
             raise UnsupportedError(f"{name!r}: a quantized embedding; the format is written only with floating ones")
         if isinstance(module, ExpertsModule):
             _add_experts(found, module, name, model, names)
-        elif isinstance(module, LinearStack):
-            continue
         elif isinstance(module, Linear):
-            found.add_layer(stored, module, module.stored())
-        elif isinstance(module, QuantizedLayer):
+            found.add_layer(names.stored(name), module, module.stored())
+        elif isinstance(module, QuantizedLayer) and not isinstance(module, LinearStack):
             raise UnsupportedError(f"layer {name!r} is a {type(module).__name__}; only {SERVED} in this format")
-        else:
-            for key, entry in _own(module, name, seen).items():
-                if names.is_merged(f"{name}.{key}"):
-                    raise UnsupportedError(f"experts {name!r} are in float; quantize them, too, to write them")
-                found.tensors[f"{stored}.{key}" if stored else key] = entry
-            if _looks_linear(module):
-                found.floating.append(stored)
-    quantized = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+        elif _looks_linear(module):
+            found.floating.append(names.stored(name))
+    quantized = [name for name, module in modules.items() if isinstance(module, Linear)]
     refuse_conv1d(model, quantized, "the format has only nn.Linear")
+    passing = passing_buffers(model)
+    for name, entry in stored_tensors(model)[0].items():
+        owner = name.rpartition(".")[0]
+        if name in passing or isinstance(modules.get(owner), QuantizedLayer):
+            continue
+        if names.is_merged(name):
+            raise UnsupportedError(f"experts {owner!r} are in float; quantize them, too, to write them")
+        if problem := out_of_range(entry.read().detach()):
+            raise CheckpointError(f"{name}: found {problem}; finite values can be saved")
+        found.tensors[names.stored(name)] = entry
     return found
 
 
 def _add_experts(found: _Contents, experts: ExpertsModule, name: str, model: nn.Module, names: ExpertNames) -> None:
     """Add every expert's layers."""
     stacks = {part: module for part, module in experts.named_children() if isinstance(module, LinearStack)}
-    if (
-        not isinstance(experts, Experts)
-        or len(stacks) < 2
-        or experts.identities
-        or experts.post_expert_norm is not None
-    ):
+    plain = isinstance(experts, Experts) and not experts.identities and experts.post_expert_norm is None
+    if not plain or len(stacks) < 2:
         raise UnsupportedError(
             f"experts {name!r} are not all quantized, or do more than their layers; {SERVED} in this format"
         )
     for part, pieces in hub_names(model, experts.gating.gated).items():
-        stack = stacks[part]
-        for label, stored in stored_pieces(stack, pieces):
-            full = names.stored(f"{name}.{label}")
-            if names.place(names.renamed(f"{full}.weight")) is None:
-                raise UnsupportedError(
-                    f"experts {name!r}: checkpoints of {type(model).__name__} have no layer for each expert; other "
-                    "mixtures are written in this format"
-                )
-            found.add_layer(full, stack.form, stored)
-
-
-def _own(module: nn.Module, name: str, seen: set[tuple[Any, ...]]) -> dict[str, StateEntry]:
-    """Parameters and saved buffers of a module that no module before it has."""
-    held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
-    entries: dict[str, StateEntry] = {}
-    for key, tensor in held.items():
-        if tensor is None or key in module._non_persistent_buffers_set or tensor_key(tensor) in seen:
-            continue
-        seen.add(tensor_key(tensor))
-        full = f"{name}.{key}" if name else key
-        if tensor.is_meta:
-            raise CheckpointError(f"{full}: the tensor is on the meta device and has no values to save")
-        if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
-            raise CheckpointError(f"{full}: found {found}; finite values can be saved")
-        entries[key] = StateEntry.of(tensor)
-    return entries
+        if names.place(f"{name}.0.{pieces[0]}.weight") is None:
+            raise UnsupportedError(
+                f"experts {name!r}: checkpoints of {type(model).__name__} have no layer for each expert; other "
+                "mixtures are written in this format"
+            )
+        for label, stored in stored_pieces(stacks[part], pieces):
+            found.add_layer(names.stored(f"{name}.{label}"), stacks[part].form, stored)
 
 
 def _looks_linear(module: nn.Module) -> bool:
