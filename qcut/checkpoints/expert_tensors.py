@@ -97,19 +97,16 @@ def stored_pieces(stack: LinearStack, names: Sequence[str]) -> Iterator[tuple[st
     dtypes = {key: entry.dtype for key, entry in stack.stored().items()}
     for label, entries in piece_entries(stack, names).items():
         e, _, name = label.partition(".")
-        read = partial(_piece, stack, int(e), names.index(name))
-        yield (
-            label,
-            {
-                key: replace(entry, dtype=dtypes[key], read=partial(read, key, entry.shape))
-                for key, entry in entries.items()
-            },
-        )
+        read = partial(_read, stack, int(e), names.index(name))
+        yield label, {k: replace(one, dtype=dtypes[k], read=partial(read, k, one.shape)) for k, one in entries.items()}
 
 
-def _piece(stack: LinearStack, e: int, i: int, key: str, shape: tuple[int, ...]) -> Tensor:
-    """Of a tensor of an expert its piece of so many rows, or all of what has no rows."""
-    whole = stack.expert(e).stored()[key].read().detach()
+def _read(stack: LinearStack, e: int, i: int, key: str, shape: tuple[int, ...]) -> Tensor:
+    return _piece(stack.expert(e).stored()[key].read().detach(), i, shape)
+
+
+def _piece(whole: Tensor, i: int, shape: tuple[int, ...]) -> Tensor:
+    """The piece i of so many rows, or all of what has no rows."""
     return whole if whole.shape == shape else whole[i * shape[0] : (i + 1) * shape[0]]
 
 
@@ -121,9 +118,13 @@ def split(stack: LinearStack, names: Sequence[str], keys: Sequence[str]) -> Iter
         names: see `piece_entries`.
         keys: of the tensors.
     """
-    for label, entries in stored_pieces(stack, names):
+    entries = one_piece(stack, len(names)).stored()
+    for e in range(stack.experts):
+        stored = stack.expert(e).stored()
         for key in keys:
-            yield f"{label}.{key}", entries[key].read().clone()
+            whole = stored[key].read().detach()
+            for i, name in enumerate(names):
+                yield f"{e}.{name}.{key}", _piece(whole, i, entries[key].shape).clone()
 
 
 def join(stack: LinearStack, names: Sequence[str], key: str, pieces: Mapping[str, Tensor], where: str) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -58,6 +59,12 @@ class ExpertNames:
         self._renamings = [one for one in transforms if not hasattr(one, "operations")]
         self._merges = [merge for one in transforms if hasattr(one, "operations") for merge in _merges_of(one)]
 
+    @cached_property
+    def _reversed(self) -> list[Any]:
+        # Others than plain renamings change the prefix of what was read.
+        plain = [one for one in self._renamings if type(one).__name__ == "WeightRenaming"]
+        return [one.reverse_transform() for one in reversed(plain)]
+
     def renamed(self, name: str) -> str:
         """The name that transformers gives a tensor before any are merged."""
         if len(name) > _LONGEST:
@@ -69,9 +76,8 @@ class ExpertNames:
     def stored(self, name: str) -> str:
         """The name that checkpoints have for what `renamed` gives this name."""
         found = name
-        for one in reversed(self._renamings):
-            if type(one).__name__ == "WeightRenaming":  # others change the prefix of what was read
-                found = one.reverse_transform().rename_source_key(found)[0]
+        for one in self._reversed:
+            found = one.rename_source_key(found)[0]
         return found if self.renamed(found) == name else name
 
     def is_merged(self, parameter: str) -> bool:
