@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from qcut.ops.gemm import gemm_s8 as gemm_s8
     from qcut.ops.paths import execution_path as execution_path
     from qcut.schemes import W8A8 as W8A8
+    from qcut.schemes import FP8 as FP8
     from qcut.schemes import W8A16 as W8A16
     from qcut.schemes import Codebook as Codebook
     from qcut.schemes import Float as Float
@@ -65,6 +66,7 @@ refuse_other_distribution(Path(__file__).parent)
 
 _HOME = {
     "W8A8": "schemes",
+    "FP8": "schemes",
     "W8A16": "schemes",
     "Codebook": "schemes",
     "Float": "schemes",

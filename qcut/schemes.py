@@ -171,6 +171,18 @@ class W8A16(Scheme):
 
 
 @dataclass(frozen=True)
+class FP8(Scheme):
+    """Weights of 8-bit floats (e4m3), made 16-bit floats in registers; activations keep their floating-point type."""
+
+    kind: ClassVar[str] = "fp8"
+    usual: ClassVar[tuple[str, ...]] = ("fp8",)
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """One byte a value."""
+        return float(n * k)
+
+
+@dataclass(frozen=True)
 class Int16x8(Int8Products):
     """int16 activations, int8 weights; sums are exact integers, rounded once. An int16 is two int8.
 
@@ -463,8 +475,7 @@ _NEAR = {
     "int8_dynamic": "w8a8",
     "int8_static": "w8a8_static",
     "smoothquant": "w8a8 with smooth=0.5 and a calibration",
-    "fp8": "w8a8 (qcut has int8, no 8-bit floating point)",
-    "w8a8_fp8": "w8a8 (qcut has int8, no 8-bit floating point)",
+    "w8a8_fp8": "fp8 (weights in 8-bit floats, activations as they are) or w8a8 (both in int8)",
     "4bit": "codebook4 (the more exact) or int4 (equal steps)",
     "w4a16": "int4 (equal steps, groups of 128) or codebook4 (the more exact)",
     "w4a8": "codebook4_int8 (4-bit weights, int8 products)",

@@ -19,6 +19,7 @@ class DType(Enum):
     """Element types, named as kernels name them."""
 
     S8 = "s8"
+    E4M3 = "e4m3"
     U4 = "u4"
     S16 = "s16"
     S32 = "s32"
@@ -29,13 +30,14 @@ class DType(Enum):
     @property
     def bits(self) -> int:
         """Size of one element in bits."""
-        return {"u4": 4, "s8": 8, "s16": 16, "f16": 16, "bf16": 16, "s32": 32, "f32": 32}[self.value]
+        return {"u4": 4, "s8": 8, "e4m3": 8, "s16": 16, "f16": 16, "bf16": 16, "s32": 32, "f32": 32}[self.value]
 
     @property
     def cpp(self) -> str:
         """C++ spelling in raw kernels (CUTLASS has its own)."""
         return {
             "s8": "int8_t",
+            "e4m3": "qcut::E4M3",
             "u4": "qcut::Nibbles",
             "s16": "short",
             "s32": "int32_t",

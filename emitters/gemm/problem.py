@@ -30,7 +30,7 @@ class GemmProblem:
 
     Attributes:
         a: activation type, s8, f16 or bf16.
-        b: weight type, s8.
+        b: weight type, s8; or e4m3 with 16-bit activations.
         epilogue: see `qcut.emitters.core.epilogue`.
         alignment_k: addresses, leading dimensions and contiguous sizes of A and B (K, where both are contiguous
             along it) are multiples of this many elements.
@@ -61,6 +61,8 @@ class GemmProblem:
             raise EmitError(f"{self.name}: halves are of int8 tokens, and in layouts tnt")
         if self.epilogue.halves and self.device_m:
             raise EmitError(f"{self.name}: M of halves is known on the host")
+        if self.b is DType.E4M3 and self.a is DType.S8:
+            raise EmitError(f"{self.name}: e4m3 weights are multiplied with activations of 16 bits")
         if self.experts and (self.layouts != "tnt" or self.epilogue.residual):
             raise EmitError(f"{self.name}: experts are in layouts tnt, without a residual")
 

@@ -1,4 +1,4 @@
-"""W8A16 GEMM: float16 or bfloat16 tokens, int8 weights that become floats in registers.
+"""W8A16 GEMM: float16 or bfloat16 tokens, int8 or e4m3 weights that become 16-bit floats in registers.
 
 ``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, the sum in float32 on ``mma.sync.m16n8k16``.
 Device code: ``include/qcut/gemm/w8a16.cuh``.
@@ -15,14 +15,14 @@ from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, Oper
 PROBLEM_CONSTRAINTS = (
     Constraint(
         "operands",
-        "are f16 or bf16 x s8",
-        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
+        "are f16 or bf16 x s8 or e4m3",
+        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b in (DType.S8, DType.E4M3),
     ),
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
 )
-"""Constraints of all families of 16-bit tokens and int8 weights, except CUTLASS's."""
+"""Constraints of all families of 16-bit tokens and weights of a byte, except CUTLASS's."""
 CONSTRAINTS = (
     *PROBLEM_CONSTRAINTS,
     ONE_WEIGHT,
@@ -44,14 +44,14 @@ _SHAPES = (
 
 
 class W8A16Mma(OperandGemm):
-    """16-bit tokens and int8 weights on ``mma.sync``.
+    """16-bit tokens and weights of a byte on ``mma.sync``.
 
-    Arguments are ``problem.params()`` in order. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
+    Arguments are ``problem.params()`` in order. b: int8 or e4m3 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
     least k. a: where ``problem.alignment_k`` is a multiple of 2, rows start at multiples of 4, 8 or 16 bytes, the
     largest that divides so many elements, and are copied asynchronously; otherwise element by element, for any
     lda >= k. k may be anything >= 1 in both cases. D and the residual as in `qcut.emitters.gemm.mma.Int8Mma`.
 
-    Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
+    Exactness: int8 and e4m3 to 16 bits is exact and every product is exact in float32; the tensor core adds them in an order fixed
     only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
     row's result does not depend on the other rows; the same inputs give the same bits.
 

@@ -149,7 +149,7 @@ def _distance(m: int, row: tables.Row) -> float:
 
 @logs_choice
 def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, nvcc: bool = True) -> Choice:
-    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own.
+    """Choose the kernel of a GEMM with 16-bit activations and weights of a byte; few tokens have kernels of their own.
 
     Args:
         problem: types, alignments and epilogue.
@@ -161,9 +161,10 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
     """
     nvcc = nvcc and not target.ahead_of_time
     if nvcc and m > w8a16_stream.MAX_TOKENS:
-        if k % 16 == 0 and (tuned := _tuned(problem, m, n, k, target, (W8A16_CUTLASS.name,))) is not None:
+        cutlass = (W8A16_CUTLASS.name,) * (problem.b is DType.S8)
+        if k % 16 == 0 and (tuned := _tuned(problem, m, n, k, target, cutlass)) is not None:
             return tuned
-        found = choose((W8A16_WGMMA.name, W8A16_CUTLASS.name), problem, m, n, k, target)
+        found = choose((W8A16_WGMMA.name, *cutlass), problem, m, n, k, target)
         if found is not None:
             swizzle, raster = W8A16_CUTLASS_WALK if found.family == W8A16_CUTLASS.name else (1, 0)
             return replace(found, swizzle=swizzle, raster=raster)

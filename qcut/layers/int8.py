@@ -35,7 +35,7 @@ _INT16X8 = torch.ops.qcut.int16x8_linear.early_read
 _INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.early_read
 
 _LEAST_NORMAL = 2.0**-126
-_MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
+MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
 """The scale of the largest float32, which may be rounded up."""
 
 
@@ -88,8 +88,8 @@ class Int8Linear(Linear):
             return "qweight", f"found {found}; {self.least_code} to 127 are allowed"
         if found := out_of_range(q[:, self.in_features :], 0, 0):
             return "qweight", f"found {found} of the padding; 0 is allowed"
-        if found := out_of_range(state["weight_scale"], 0.0, _MOST_SCALE, above=True):
-            return "weight_scale", f"found {found}; values above 0, up to {_MOST_SCALE:.3g}, are allowed"
+        if found := out_of_range(state["weight_scale"], 0.0, MOST_SCALE, above=True):
+            return "weight_scale", f"found {found}; values above 0, up to {MOST_SCALE:.3g}, are allowed"
         return super().state_problem(state)
 
     def _get_name(self) -> str:
@@ -105,11 +105,14 @@ class Int8Linear(Linear):
             "weight_scale": torch.empty(n, dtype=torch.float32, device=device),
         }
 
-    def _quantize(self, weight: Tensor, known: Known) -> None:
+    def _refuse_second_moment(self, known: Known) -> None:
         if known.second_moment is not None:
             raise ConfigError(
                 f"{layer_prefix(self.name)}scheme {self.scheme.name} got a second moment; codebooks take one"
             )
+
+    def _quantize(self, weight: Tensor, known: Known) -> None:
+        self._refuse_second_moment(known)
         q, self.weight_scale = numerics.quantize_weight(weight, row_absmax=known.row_absmax, layer=self.name)
         self.qweight = q.new_zeros(self.qweight.shape)
         self.qweight[:, : self.in_features] = q

@@ -25,6 +25,7 @@ from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.ops.gradients import inference_only
 from qcut.schemes import (
     ALLOWED_SCHEMES,
+    FP8,
     W8A8,
     W8A16,
     Codebook,
@@ -50,6 +51,7 @@ V = TypeVar("V")
 _MODULES: dict[type[Scheme], str] = {
     W8A8: "int8",
     W8A16: "int8",
+    FP8: "float8",
     Int16x8: "int8",
     Codebook: "codebook",
     ShiftedCodebook: "shifted",

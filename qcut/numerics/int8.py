@@ -22,7 +22,8 @@ from qcut.schemes import StaticRange, check_activation
 
 _CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces, so that no float32 copy of a whole weight exists
 
-LEAST_MAGNITUDE = 127 * 2.0**-126
+_LEAST_NORMAL = 2.0**-126
+LEAST_MAGNITUDE = 127 * _LEAST_NORMAL
 """The least that a weight's largest magnitude may be: its scale is the least normal float32."""
 
 
@@ -31,20 +32,23 @@ def _divide(numerator: Tensor, divisor: float) -> Tensor:
     return numerator / torch.full((), divisor, dtype=torch.float32, device=numerator.device)
 
 
-def _scale_from_absmax(absmax: Tensor) -> Tensor:
-    scale = _divide(absmax, 127.0)
+def _scale_from_absmax(absmax: Tensor, most: float = 127.0) -> Tensor:
+    scale = _divide(absmax, most)
     return scale.masked_fill_(scale == 0, 1.0)
 
 
-def weight_qparams(w: Tensor, *, row_absmax: Tensor | None = None, layer: str | None = None) -> Tensor:
+def weight_qparams(
+    w: Tensor, *, row_absmax: Tensor | None = None, layer: str | None = None, most: float = 127.0
+) -> Tensor:
     """Symmetric per-channel scales of a weight.
 
-    ``scale[n] = max_k |f32(W[n, k])| / 127``, and 1 where that is 0.
+    ``scale[n] = max_k |f32(W[n, k])| / most``, and 1 where that is 0.
 
     Args:
         w: ``[N, K]`` of any floating-point dtype, N and K at least 1.
         row_absmax: float32 ``[N]``, the maximum over the columns of whole rows, where ``w`` has only some of them.
         layer: name for error messages.
+        most: what a row's largest magnitude becomes.
 
     Returns:
         float32 ``[N]`` on the weight's device.
@@ -71,13 +75,14 @@ def weight_qparams(w: Tensor, *, row_absmax: Tensor | None = None, layer: str | 
             raise QuantizationError("row_absmax is not that of finite rows which hold these columns", layer)
         absmax = row_absmax
     largest = float(absmax.max())
-    if largest < LEAST_MAGNITUDE and bool(w.any()):
+    least = most * _LEAST_NORMAL
+    if largest < least and bool(w.any()):
         raise QuantizationError(
-            f"the weight's largest magnitude is {largest:.4g}; allowed: {LEAST_MAGNITUDE:.4g} and more, so that scales "
+            f"the weight's largest magnitude is {largest:.4g}; allowed: {least:.4g} and more, so that scales "
             "are normal numbers of float32, or zeros alone",
             layer,
         )
-    return _scale_from_absmax(absmax)
+    return _scale_from_absmax(absmax, most)
 
 
 def quantize_weight(w: Tensor, *, row_absmax: Tensor | None = None, layer: str | None = None) -> tuple[Tensor, Tensor]:
@@ -438,9 +443,9 @@ def w8a8_static_linear_ref(
 
 
 def w8a16_linear_ref(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``y = act((sum_k f32(x[m, k]) * qweight[n, k]) * s_w[n] + b[n])``: int8 weights, float tokens.
+    """``y = act((sum_k f32(x[m, k]) * qweight[n, k]) * s_w[n] + b[n])``: weights of a byte, float tokens.
 
-    Args and Returns: as `w8a8_linear_ref`.
+    Args and Returns: as `w8a8_linear_ref`; qweight may be finite float8_e4m3fn.
 
     Exactness: the sum is float32 and its order is the BLAS library's: an error of at most
     ``K * 2**-23 * sum_k |x * q|`` before the scale.

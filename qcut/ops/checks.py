@@ -11,6 +11,8 @@ from qcut.errors import ConfigError, DeviceError, DtypeError, QuantizationError,
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 S8, S32, F32 = (torch.int8,), (torch.int32,), (torch.float32,)
+BYTES = (torch.int8, torch.float8_e4m3fn)
+"""Weights that become 16-bit floats in registers."""
 
 _F32_TINY, _F32_MAX = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 
@@ -60,9 +62,11 @@ def check_tokens(op: str, x: Tensor) -> None:
         raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [..., K] with K >= 1")
 
 
-def check_int8_matrix(op: str, name: str, q: Tensor, min_rows: int = 0) -> None:
-    """Raises `DtypeError` or `ShapeError` unless q is int8 ``[rows, columns]`` with enough rows and a column."""
-    check_dtype(op, name, q.dtype, S8)
+def check_matrix(
+    op: str, name: str, q: Tensor, min_rows: int = 0, dtypes: tuple[torch.dtype, ...] = S8
+) -> None:
+    """Raises `DtypeError` or `ShapeError` unless q is ``[rows, columns]`` with enough rows and a column."""
+    check_dtype(op, name, q.dtype, dtypes)
     if q.dim() != 2 or q.shape[0] < min_rows or q.shape[1] < 1:
         allowed = f"[rows, columns] with rows >= {min_rows}, columns >= 1"
         raise ShapeError(f"qcut::{op}: {name} has shape {list(q.shape)}; allowed: {allowed}")

@@ -379,7 +379,7 @@ class W8A16ExpertsOp(NamedTuple):
         per_row: routes of each token, see `CodebookExpertsOp`, as are ``tile_experts`` and ``tile_routes``.
         tile_experts: int32 ``[T]``.
         tile_routes: int32 ``[T, size]``, a size of `TILE_SIZES`, or None.
-        qweight: int8 ``[E, N, padded_k(K)]``, N >= 1, zero padded.
+        qweight: int8, or finite float8_e4m3fn, ``[E, N, padded_k(K)]``, N >= 1, zero padded.
         weight_scale: float32 ``[E, N]``.
         bias: float32 ``[E, N]``; None: none is added.
         activation: one of `qcut.schemes.ACTIVATIONS`.

@@ -15,7 +15,7 @@ from qcut.ops.checks import (
     S8,
     S32,
     check_dtype,
-    check_int8_matrix,
+    check_matrix,
     check_k,
     check_scale,
     check_tensor,
@@ -55,8 +55,8 @@ class GemmS8Op(NamedTuple):
 
     def check(self) -> None:
         op, a, b = "gemm_s8", self.a, self.b
-        check_int8_matrix(op, "a", a)
-        check_int8_matrix(op, "b", b, min_rows=1)
+        check_matrix(op, "a", a)
+        check_matrix(op, "b", b, min_rows=1)
         (m, k), n = a.shape, b.shape[0]
         check_tensor(op, "b", b, S8, (n, k), a.device)
         if (self.zero_point is None) != (self.colsum is None):

@@ -11,7 +11,7 @@ from qcut.errors import QuantizationError, ShapeError
 from qcut.numerics import int16
 from qcut.numerics import integers as numerics
 from qcut.numerics.checks import out_of_range
-from qcut.ops.checks import S32, check_dtype, check_int8_matrix, check_tensor, flat
+from qcut.ops.checks import S32, check_dtype, check_matrix, check_tensor, flat
 from qcut.ops.registry import operator
 from qcut.schemes import K_ALIGNMENT, padded_k
 
@@ -60,7 +60,7 @@ class IntegerLinearOp(NamedTuple):
         check_dtype(op, "q", q.dtype, tuple(numerics.LIMITS))
         if q.dim() == 0 or q.shape[-1] < 1:
             raise ShapeError(f"qcut::{op}: q has shape {list(q.shape)}; allowed: [..., K] with K >= 1")
-        check_int8_matrix(op, "qweight", qweight, min_rows=1)
+        check_matrix(op, "qweight", qweight, min_rows=1)
         n, k = qweight.shape[0], q.shape[-1]
         if qweight.shape[1] != padded_k(k):
             sizes = f"q has K = {k}, qweight has shape {list(qweight.shape)}"

@@ -16,14 +16,15 @@ from qcut.errors import ShapeError
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.ops.checks import (
+    BYTES,
     F32,
     FLOAT_DTYPES,
-    S8,
     S32,
+    S8,
     check_absmax,
     check_dtype,
-    check_int8_matrix,
     check_k,
+    check_matrix,
     check_scale,
     check_tensor,
     check_tokens,
@@ -40,15 +41,21 @@ FEW_ELEMENTS = 16_384
 
 
 def _check_layer(
-    op: str, x: Tensor, qweight: Tensor, scale: tuple[str, Tensor], bias: Tensor | None, activation: str
+    op: str,
+    x: Tensor,
+    qweight: Tensor,
+    scale: tuple[str, Tensor],
+    bias: Tensor | None,
+    activation: str,
+    weights: tuple[torch.dtype, ...] = S8,
 ) -> None:
     check_tokens(op, x)
-    check_int8_matrix(op, "qweight", qweight, min_rows=1)
+    check_matrix(op, "qweight", qweight, 1, weights)
     n, k = qweight.shape[0], x.shape[-1]
     if qweight.shape[1] != padded_k(k):
         sizes = f"x has K = {k}, qweight has shape {list(qweight.shape)}"
         raise ShapeError(f"qcut::{op}: {sizes}; allowed: [N, {padded_k(k)}], K rounded up to {K_ALIGNMENT}")
-    check_tensor(op, "qweight", qweight, S8, (n, padded_k(k)), x.device)
+    check_tensor(op, "qweight", qweight, weights, (n, padded_k(k)), x.device)
     check_tensor(op, scale[0], scale[1], F32, (n,), x.device)
     if bias is not None:
         check_tensor(op, "bias", bias, F32, (n,), x.device)
@@ -156,11 +163,11 @@ class W8A8StaticLinearOp(NamedTuple):
 
 @operator("w8a16_linear", returns="Tensor", layers=True)
 class W8A16LinearOp(NamedTuple):
-    """``y = act((sum_k x[m, k] * qweight[n, k]) * s_w[n] + b[n])``: int8 weights, float tokens.
+    """``y = act((sum_k x[m, k] * qweight[n, k]) * s_w[n] + b[n])``: weights of a byte, float tokens.
 
     Args:
         x: float16 or bfloat16 ``[..., K]``, K >= 1, any strides; the CPU takes float32 as well.
-        qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
+        qweight: int8, or finite float8_e4m3fn, ``[N, padded_k(K)]``, N >= 1, zero padded.
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.schemes.ACTIVATIONS`.
@@ -184,7 +191,7 @@ class W8A16LinearOp(NamedTuple):
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
-        _check_layer("w8a16_linear", self.x, self.qweight, weight_scale, self.bias, self.activation)
+        _check_layer("w8a16_linear", self.x, self.qweight, weight_scale, self.bias, self.activation, BYTES)
 
     def fake(self) -> Tensor:
         return _like_tokens(self.x, self.qweight)

@@ -14,7 +14,7 @@ from qcut.ops.checks import (
     F32,
     FLOAT_DTYPES,
     check_dtype,
-    check_int8_matrix,
+    check_matrix,
     check_k,
     check_scale,
     check_tensor,
@@ -125,7 +125,7 @@ class DequantizeOp(NamedTuple):
     dtype: torch.dtype
 
     def check(self) -> None:
-        check_int8_matrix("dequantize", "q", self.q)
+        check_matrix("dequantize", "q", self.q)
         check_tensor("dequantize", "scale", self.scale, F32, (self.q.shape[0],), self.q.device)
         check_dtype("dequantize", "dtype", self.dtype, FLOAT_DTYPES)
 
@@ -156,7 +156,7 @@ class ColSumOp(NamedTuple):
     q: Tensor
 
     def check(self) -> None:
-        check_int8_matrix("colsum", "q", self.q)
+        check_matrix("colsum", "q", self.q)
         check_k("colsum", self.q.shape[1], K_MAX)
 
     def fake(self) -> Tensor:

@@ -46,6 +46,11 @@ from qcut.schemes import padded_k
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
 
 
+FLOAT_TOKEN_SCHEMES = {torch.int8: "w8a16", torch.float8_e4m3fn: "fp8"}
+"""Schemes of 16-bit tokens, by the dtype of the weight."""
+FLOAT_TOKENS = frozenset(FLOAT_TOKEN_SCHEMES.values())
+
+
 def linear_problem(
     dtype: DType, n: int, k: int, bias: bool, activation: str, scheme: str, *, aligned: bool = True
 ) -> GemmProblem:
@@ -57,7 +62,7 @@ def linear_problem(
         k: columns of the tokens.
         bias: whether a bias is added.
         activation: activation after the bias.
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``int16x8`` or ``int16x8_static``.
         aligned: whether rows of tokens start at multiples of 16 bytes.
     """
     epilogue = Epilogue(
@@ -70,16 +75,17 @@ def linear_problem(
         halves=scheme.startswith("int16x8"),
     )
     problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
-    if scheme == "w8a16":
-        return replace(problem, a=dtype, alignment_k=8 if aligned and k % 8 == 0 else 1)
+    if scheme in FLOAT_TOKENS:
+        b = DType.E4M3 if scheme == "fp8" else DType.S8
+        return replace(problem, a=dtype, b=b, alignment_k=8 if aligned and k % 8 == 0 else 1)
     return problem
 
 
 class LinearLayer(NamedTuple):
-    """A layer with int8 weights at up to ``rows`` tokens: all that chooses its kernels.
+    """A layer with weights of a byte at up to ``rows`` tokens: all that chooses its kernels.
 
     Attributes:
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``int16x8`` or ``int16x8_static``.
         dtype: dtype of tokens and result.
         rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         n: number of output channels.
@@ -109,7 +115,7 @@ class LinearLayer(NamedTuple):
         """The launches of a call: the kernel that quantizes tokens, or None where none is needed, and the product."""
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
         problem = self.problem()
-        if self.scheme == "w8a16":
+        if self.scheme in FLOAT_TOKENS:
             return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.early_read)
         halves = problem.epilogue.halves
         many = Product(problem, max(self.rows, TMA_ROWS // (1 + halves)), self.n, k)
@@ -211,7 +217,7 @@ def int16x8_static_linear(call: Int16x8StaticLinearOp) -> Tensor:
 
 @serves(W8A16LinearOp)
 def w8a16_linear(call: W8A16LinearOp) -> Tensor:
-    return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
+    return _linear(FLOAT_TOKEN_SCHEMES[call.qweight.dtype], call, (call.qweight, call.weight_scale, call.bias))
 
 
 def _linear(
@@ -223,7 +229,7 @@ def _linear(
     """One of the five operators.
 
     Args:
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``int16x8`` or ``int16x8_static``.
         call: the operator's arguments.
         weights: weight, its scale, its sums along K (only w8a8_static) and the bias, or dense copies of them.
         x_range: scale and zero point of the tokens (w8a8_static), or only the scale (int16x8_static).
@@ -248,7 +254,7 @@ def _linear(
     plan = _called.get(key)
     if plan is None or m == 0:
         call.check()
-        if scheme == "w8a16" and x.dtype is torch.float32:
+        if scheme in FLOAT_TOKENS and x.dtype is torch.float32:
             raise DtypeError(f"qcut::w8a16_linear: x is {x.dtype}; allowed on CUDA: float16, bfloat16")
         if m == 0:
             return call.fake()

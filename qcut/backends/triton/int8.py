@@ -235,6 +235,8 @@ def w8a16_linear(call: W8A16LinearOp) -> Tensor:
     runtime.require_device(call.x.device)
     if call.x.dtype is torch.float32:
         raise DtypeError(f"qcut::w8a16_linear: x is {call.x.dtype}; allowed on the Triton back end: float16, bfloat16")
+    if call.qweight.dtype is not torch.int8:
+        raise DtypeError(f"qcut::w8a16_linear: qweight is {call.qweight.dtype}; allowed on the Triton back end: int8")
     if not call.x.numel():
         return call.fake()
     y = product(rows_of(call.x), call.qweight, call.weight_scale, call.bias, call.activation, call.x.dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.formats.build import int8_layer, levels_layer
+from qcut.checkpoints.formats.build import levels_layer, row_layer
 from qcut.checkpoints.formats.parts import Parts, Stored, refuse_others
 from qcut.common import schema
 from qcut.common.safetensors import DTYPES
@@ -115,7 +115,7 @@ class BitsAndBytes:
             raise UnsupportedError(
                 f"{parts.where}: tensor '{parts.name}.weight_format': found {form}; 0, plain rows, is served"
             )
-        return int8_layer(parts, parts.read("weight"), parts.read_scales("SCB") / 127, self._int8)
+        return row_layer(parts, parts.read("weight"), parts.read_scales("SCB") / 127, self._int8)
 
 
 def _four_bits(parts: Parts) -> Linear:

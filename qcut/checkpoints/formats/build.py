@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.formats.grid import Grid, Needs, stored_scales
+from qcut.checkpoints.formats.grid import Grid, Needs, RowScheme, stored_scales
 from qcut.checkpoints.formats.parts import Parts
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Linear
 from qcut.layers.shifted import ShiftedCodebookLinear
+from qcut.numerics import float8
 from qcut.numerics.codebook import float4
 from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.numerics.codebook.rotation import NO_ROTATION
-from qcut.schemes import E2M1_GROUP, W8A8, W8A16, Codebook, ShiftedCodebook, padded_k
+from qcut.schemes import E2M1_GROUP, FP8, Codebook, ShiftedCodebook, padded_k
 
 
 def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
@@ -38,14 +39,14 @@ def centred(q: Tensor) -> Tensor:
     return (q ^ 0x80).view(torch.int8)
 
 
-def int8_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: W8A8 | W8A16) -> Linear:
-    """A layer of int8 weights with a scale for each output channel.
+def row_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: RowScheme) -> Linear:
+    """A layer of weights of a byte with a scale for each output channel.
 
     Args:
         parts: name, sizes and bias of the layer.
-        q: int8 ``[N, K]``.
+        q: int8 ``[N, K]``, or float8_e4m3fn of FP8.
         scale: floating ``[N]``, finite.
-        scheme: dynamic W8A8, or W8A16.
+        scheme: dynamic W8A8, W8A16 or FP8.
 
     Raises:
         CheckpointError: a scale below 0, or what the scheme does not allow.
@@ -56,11 +57,11 @@ def int8_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: W8A8 | W8A16) -> 
     try:
         layer = Linear(parts.k, parts.n, bias is not None, scheme, device="meta", name=parts.name)
         padded = torch.zeros((parts.n, padded_k(parts.k)), dtype=torch.int8, device="cpu")
-        padded[:, : parts.k] = q
+        padded[:, : parts.k] = q.view(torch.int8)
         scale = scale.to(torch.float32)
         empty = scale == 0
         padded[empty] = 0
-        state = {"qweight": padded, "weight_scale": torch.where(empty, 1.0, scale)}
+        state = {"qweight": padded.view(q.dtype), "weight_scale": torch.where(empty, 1.0, scale)}
         state |= {} if bias is None else {"bias": bias}
         if problem := layer.state_problem(state):
             raise CheckpointError(f"{parts.where}: layer {parts.name!r}: {problem[0]}: {problem[1]}")
@@ -115,7 +116,7 @@ def integer_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = Non
 
 
 def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) -> Linear:
-    """A layer of 8-bit integers: W8A16 or W8A8 where a row has one scale, else two passes.
+    """A layer of weights of a byte: of the scheme of rows where a row has one scale, else two passes of integers.
 
     With ``u = 16 i + j`` and the codebook ``c[i] = i - 7.5``, ``16 c[i] + c[j] = u - 127.5``: the passes have the norms
     ``16 * scale`` and ``scale``. Of what is missing, ``127.5 - zero_point = 16 a + b``, a is a whole number and the
@@ -123,7 +124,7 @@ def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) 
 
     Args:
         parts: name, sizes and bias of the layer.
-        u: uint8 ``[N, K]``, columns of a group side by side.
+        u: uint8 ``[N, K]``, columns of a group side by side; of FP8 the bits of floats.
         grid: what the integers stand for.
         needs: see `packed_layer`.
 
@@ -134,7 +135,8 @@ def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) 
     """
     needs = grid.needs() if needs is None else needs
     if not needs.shifted:
-        return int8_layer(parts, centred(u), grid.scales[:, 0], grid.rows)
+        q = u.view(float8.E4M3) if grid.rows == FP8() else centred(u)
+        return row_layer(parts, q, grid.scales[:, 0], grid.rows)
     norms = grid.scales.to(torch.float32 if needs.wide else torch.float16)
     book, size = torch.arange(16, dtype=torch.float32, device="cpu") - 7.5, grid.group_size or parts.k
     passes = [

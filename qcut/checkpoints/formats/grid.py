@@ -8,7 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.schemes import W8A8, W8A16
+from qcut.schemes import FP8, W8A8, W8A16
+
+RowScheme = W8A8 | W8A16 | FP8
+"""Schemes of weights of a byte with one scale for each row."""
 
 
 class Needs(NamedTuple):
@@ -39,7 +42,8 @@ class Grid:
         zero_points: integers ``[N, G]``; None: half of ``2**bits`` everywhere.
         group_size: columns of a group; None: whole rows.
         order: int32 ``[K]``: column j of a group's side by side multiplies column ``order[j]`` of x; None: column j.
-        rows: the scheme of 8 bits with one scale for each row and no other zero points than 128.
+        rows: the scheme of 8 bits with one scale for each row and no other zero points than 128. Of FP8 the "integers" are
+            the bits of floats.
         levels: what integers of 4 bits stand for, float32 ``[16]``, in any order; scales are then 0 or more, and there
             are no zero points. None: integers.
     """
@@ -49,7 +53,7 @@ class Grid:
     zero_points: Tensor | None
     group_size: int | None
     order: Tensor | None = None
-    rows: W8A8 | W8A16 = field(default_factory=W8A16)
+    rows: RowScheme = field(default_factory=W8A16)
     levels: Tensor | None = None
 
     def zeros(self) -> Tensor:

@@ -106,10 +106,30 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// A float of 8 bits with 4 of exponent and 3 of fraction. 0x7f and 0xff, which are NaN, become 480 and -480 here.
+struct E4M3 {
+  unsigned char bits;
+};
+template <class B>
+constexpr bool kIsE4M3 = false;
+template <>
+constexpr bool kIsE4M3<E4M3> = true;
+
 // Operations of a 16-bit float type: the tensor core's product, and the exact conversion of a word of four
-// int8 to two words of two T each, in order.
+// int8, or E4M3, to two words of two T each, in order.
 template <class T>
 struct Float16;
+
+// The same of bytes B.
+template <class T, class B>
+__device__ __forceinline__ void from_bytes(uint32_t q, uint32_t& low, uint32_t& high) {
+  if constexpr (kIsE4M3<B>) {
+    low = Float16<T>::from_e4m3(__byte_perm(q, 0, 0x1404));
+    high = Float16<T>::from_e4m3(__byte_perm(q, 0, 0x3424));
+  } else {
+    Float16<T>::from_int8(q, low, high);
+  }
+}
 
 // (v & mask) | magic, in one instruction.
 __device__ __forceinline__ uint32_t masked(uint32_t v, uint32_t mask, uint32_t magic) {
@@ -147,6 +167,15 @@ struct Float16<__half> {
     const uint32_t h = __byte_perm(biased, 0x64646464u, 0x4342);
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(low) : "r"(l), "r"(0x64806480u));
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(h), "r"(0x64806480u));
+  }
+
+  // Bytes in the upper halves of two T. Exponent and fraction move down to where they are those of 2^-8 of the value, also
+  // where it is subnormal; the product with 2^8 is exact.
+  static __device__ __forceinline__ uint32_t from_e4m3(uint32_t spread) {
+    const uint32_t scaled = masked(spread >> 1, 0x3f803f80u, spread & 0x80008000u);
+    uint32_t d;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(scaled), "r"(0x5c005c00u));
+    return d;
   }
 
   // Nibbles k and k + 4 of a word. Under exponent 2^10 a nibble counts ones, four bits further up under 2^6: it is there
@@ -200,6 +229,14 @@ struct Float16<__nv_bfloat16> {
   static __device__ __forceinline__ void from_int8(uint32_t q, uint32_t& low, uint32_t& high) {
     low = pair(q, 0x4140);
     high = pair(q, 0x4342);
+  }
+
+  // As above: 2^-120 of the value, and an FMA with 2^120, since sm_80 has no bfloat16 product.
+  static __device__ __forceinline__ uint32_t from_e4m3(uint32_t spread) {
+    const uint32_t scaled = masked(spread >> 4, 0x07f007f0u, spread & 0x80008000u);
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(scaled), "r"(0x7b807b80u), "r"(0x80008000u));
+    return d;
   }
 
   // Nibbles k and k + 4 of a word, as above: under exponent 2^7 there are 128 with a nibble.

@@ -13,7 +13,7 @@
 namespace qcut {
 
 // A warp's tokens: lane 4g + t has columns 16t .. 16t + 15 of each 64 of token g, as it has of rows of weights.
-template <class T, class Tile>
+template <class T, class B, class Tile>
 struct Int8ExpertTokens {
   using Shared = StreamShared<T, Tile, false>;
   static constexpr int kParts = sizeof(T);  // of 16 bytes, of a lane's 16 columns
@@ -46,17 +46,17 @@ struct Int8ExpertTokens {
     if constexpr (kIsInt8<T>) {
       multiply_int8(sum, unit, [&](int j) -> const uint32_t(&)[2][4] { return x[u][j]; });
     } else {
-      multiply_halves<T>(sum, unit, [&](int j, int i) -> const uint32_t(&)[4] { return x[u][j][i]; });
+      multiply_halves<T, B>(sum, unit, [&](int j, int i) -> const uint32_t(&)[4] { return x[u][j][i]; });
     }
   }
 };
 
-template <class T_, class Tile>
+template <class T_, class B, class Tile>
 struct Int8Form {
   using T = T_;
   static constexpr bool kTable = false;
   using Unit = Int8Unit;
-  using Tokens = Int8ExpertTokens<T, Tile>;
+  using Tokens = Int8ExpertTokens<T, B, Tile>;
   struct Fold {};
   struct Product {
     using Acc = typename Either<kIsInt8<T>, int, float>::Type;
@@ -119,11 +119,12 @@ struct Int8Form {
   }
 };
 
-template <class T, class Tile, class E>
-__device__ __forceinline__ void int8_experts(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k, int lda,
+template <class T, class Tile, class E, class B>
+__device__ __forceinline__ void int8_experts(const T* a, const B* b, typename E::Out* d, int m, int n, int k, int lda,
                                              int ldb, int ldd, const typename E::Args& args, const ExpertRows& rows) {
-  const Int8Form<T, Tile> form{a, b, k, lda, ldb};
-  multiply_experts<Int8Form<T, Tile>, Tile, E, false>(form, d, m, n, (k + 127) / 128, ldd, args, rows);
+  using Form = Int8Form<T, B, Tile>;
+  const Form form{a, reinterpret_cast<const int8_t*>(b), k, lda, ldb};
+  multiply_experts<Form, Tile, E, false>(form, d, m, n, (k + 127) / 128, ldd, args, rows);
 }
 
 }  // namespace qcut

@@ -36,16 +36,16 @@ struct NoStream {
   __device__ __forceinline__ void advance(bool, int) {}
 };
 
-// Converts a row's int8 to 16 bits. Word i of its 64 columns has columns 2t, 2t + 1, 8 + 2t and 9 + 2t of 16.
-template <class T>
+// Converts a row's bytes B to 16 bits. Word i of its 64 columns has columns 2t, 2t + 1, 8 + 2t and 9 + 2t of 16.
+template <class T, class B>
 struct Int8Decoder {
   using X = typename T::X;
   static constexpr int kSteps = 8;
   uint32_t words[2][4];  // of 64 columns of rows g and g + 8
   uint32_t mine;
 
-  template <class B>
-  __device__ __forceinline__ Int8Decoder(const B&, uint32_t base, int warp, int lane)
+  template <class Book>
+  __device__ __forceinline__ Int8Decoder(const Book&, uint32_t base, int warp, int lane)
       : mine(base + T::kSupply + int8_chunk<X>(kUnitRows * warp + lane / 4, lane % 4)) {}
   __device__ __forceinline__ void fetch(int step, int stage) {
     if (step % 4 != 0) return;
@@ -56,8 +56,8 @@ struct Int8Decoder {
     for (int i = 0; i < 2; ++i) exchange_columns(words[i]);
   }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const NoStream&, int step) const {
-    Float16<X>::from_int8(words[0][step % 4], a[0], a[2]);
-    Float16<X>::from_int8(words[1][step % 4], a[1], a[3]);
+    from_bytes<X, B>(words[0][step % 4], a[0], a[2]);
+    from_bytes<X, B>(words[1][step % 4], a[1], a[3]);
     pin(a);  // copies: products in flight read them while the next words come
   }
 };
@@ -99,20 +99,21 @@ struct StagedProducts {
   }
 };
 
-// int8 weights of experts, [experts, n, ldb]; k columns of a row count.
+// Weights of experts in bytes B, [experts, n, ldb]; k columns of a row count.
+template <class B>
 struct Int8Rows {
-  const int8_t* b;
+  const B* b;
   int n, k, ldb;
 
   template <class T>
   using Stream = NoStream;
   template <class T>
-  using Decoder = Int8Decoder<T>;
+  using Decoder = Int8Decoder<T, B>;
 
   // Copies the rows of a CTA's tiles to the stages, 128 columns at a time. Rows past n repeat the last row and are not
   // stored. Columns past k repeat the last 16 columns and are multiplied by zero tokens.
-  template <class T, class Rows, class B>
-  __device__ __forceinline__ void supply(const PromptWork<T, Rows>& work, const B&, uint32_t base) const {
+  template <class T, class Rows, class Book>
+  __device__ __forceinline__ void supply(const PromptWork<T, Rows>& work, const Book&, uint32_t base) const {
     using X = typename T::X;
     constexpr int kStep = 32 * T::kSupplyWarps / 8;  // rows copied at a time
     static_assert(kStep % 4 == 0, "rows of two steps have their chunks in the same places");
@@ -124,9 +125,9 @@ struct Int8Rows {
     RingPlace<T::kStages> place;
     for (int i = work.first(); i < work.count(); i = work.next(i)) {
       int first = kUnitRows * work.tile(i).y + row;
-      const int8_t* from = b + static_cast<long long>(work.expert(i)) * n * ldb;
+      const B* from = b + static_cast<long long>(work.expert(i)) * n * ldb;
       for (int u = 0; u < work.units; ++u) {
-        const int8_t* column = from + min(128 * (work.first_unit + u) + 16 * chunk, last_column);
+        const B* column = from + min(128 * (work.first_unit + u) + 16 * chunk, last_column);
         const uint32_t stage = to + place.stage * T::kSupplyBytes;
         barrier_wait(base + T::kEmpty + 8 * place.stage, place.parity ^ 1);
         pin(first);  // the addresses of all rows are more than these threads' registers
@@ -148,12 +149,12 @@ struct NoBook {
   static constexpr bool kPairs = false;
 };
 
-template <class T, class E, int kAlign, class Rows>
-__device__ __forceinline__ void int8_wgmma(const char* x, const int8_t* b, typename E::Out* d, int m, int n, int k,
+template <class T, class E, int kAlign, class B, class Rows>
+__device__ __forceinline__ void int8_wgmma(const char* x, const B* b, typename E::Out* d, int m, int n, int k,
                                            int ldb, int ldd, const typename E::Args& args, const Rows& rows) {
-  using Decoded = DecodedProducts<T, Int8Rows, NoBook>;
+  using Decoded = DecodedProducts<T, Int8Rows<B>, NoBook>;
   using Products = typename Either<sizeof(typename T::X) == 1, StagedProducts<T>, Decoded>::Type;
-  prompt_product<T, E, kAlign, Products>(x, Int8Rows{b, n, k, ldb}, d, m, n, (k + 127) / 128, ldd, NoBook(), args, rows);
+  prompt_product<T, E, kAlign, Products>(x, Int8Rows<B>{b, n, k, ldb}, d, m, n, (k + 127) / 128, ldd, NoBook(), args, rows);
 }
 
 }  // namespace qcut

@@ -1,7 +1,7 @@
-// W8A16: D = epilogue(A B^T) of float16 or bfloat16 tokens A and int8 weights B with float32 sums, on the skeleton of
+// W8A16: D = epilogue(A B^T) of float16 or bfloat16 tokens A and int8 or e4m3 weights B with float32 sums, on the skeleton of
 // gemm.cuh; any m, n and k.
 //
-// Weights stay int8 in global and shared memory and are converted to T in registers. Weights are the
+// Weights stay bytes in global and shared memory and are converted to T in registers. Weights are the
 // product's first operand (16 rows of N) and tokens the second (8 rows of M), so that one load or one
 // conversion yields a fragment's registers. An ldmatrix of int8 gives lane t of a row the columns 4t..4t+3
 // of 16, whereas the instruction places columns 2t, 2t+1, 8+2t and 9+2t there. A sum over K does not depend on
@@ -32,7 +32,7 @@ template <class TileType, class OpA, class OpB>
 struct CoreW8A16 {
   using Tile = TileType;
   using A = typename OpA::Element;
-  using B = int8_t;
+  using B = typename OpB::Element;
   using Acc = float;
   static constexpr int kStepK = 16;
   static constexpr int kAChunks = Tile::kBlockK / 8;
@@ -52,7 +52,7 @@ struct CoreW8A16 {
 
   struct Fragments {
     uint32_t tokens[kMTiles][2];
-    uint32_t weights[2 * kNTiles / kMatrices][kMatrices];  // still int8
+    uint32_t weights[2 * kNTiles / kMatrices][kMatrices];  // still bytes
   };
 
   // The offsets of this lane's rows at step 0. As in FragmentS8, a step is an XOR of chunk bits.
@@ -87,8 +87,8 @@ struct CoreW8A16 {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
       uint32_t w[4];  // columns 4t, 4t+1 of rows g and g + 8, then columns 4t+2, 4t+3 of both
-      Float16<A>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices], w[0], w[2]);
-      Float16<A>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices + 1], w[1], w[3]);
+      from_bytes<A, B>(f.weights[2 * j / kMatrices][2 * j % kMatrices], w[0], w[2]);
+      from_bytes<A, B>(f.weights[2 * j / kMatrices][2 * j % kMatrices + 1], w[1], w[3]);
 #pragma unroll
       for (int i = 0; i < kMTiles; ++i) Float16<A>::mma(acc[j][i], w, f.tokens[i]);
     }
@@ -103,7 +103,7 @@ struct CoreW8A16 {
 };
 
 template <class TileType, class OpA, class OpB, class E, int kAlignD, bool kSwapped>
-__device__ __forceinline__ void w8a16_mma(const typename OpA::Element* a, const int8_t* b, typename E::Out* d,
+__device__ __forceinline__ void w8a16_mma(const typename OpA::Element* a, const typename OpB::Element* b, typename E::Out* d,
                                                  int m, int n, int k, int lda, int ldb, int ldd,
                                                  const typename E::Args& args) {
   static_assert(!kSwapped, "tokens are the first operand");

@@ -98,8 +98,8 @@ __device__ __forceinline__ void copy_tokens(const TensorMap& tiles, const Tensor
 }
 
 // The work of the multiplying warpgroups: adds the products of the CTA's part of K to `sum`.
-template <class Tile, class T>
-__device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const int8_t* b, int row0, int n, int k,
+template <class Tile, class T, class B>
+__device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const B* b, int row0, int n, int k,
                                                int ldb, const UnitRange<Tile>& range, uint32_t base) {
   using Product = Wgmma<T, Tile::kTokens>;
   constexpr int kSteps = 4;  // products of 64 columns
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
   uint32_t w[Tile::kPrefetch][2][2][4];  // [unit][64 columns][row g, g + 8][16 bytes]
   // Rows past n repeat the last row and are not stored. Columns past k repeat the last 16 columns and are multiplied by
   // zero tokens.
-  const int8_t* rows[2];
+  const B* rows[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) rows[i] = b + static_cast<long long>(min(row0 + lane / 4 + 8 * i, n - 1)) * ldb;
   const int last_column = (k - 1) / 16 * 16;
@@ -145,8 +145,8 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
         exchange_columns(w[s][half][1]);
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-          Float16<T>::from_int8(w[s][half][0][i], a[half][i][0], a[half][i][2]);
-          Float16<T>::from_int8(w[s][half][1][i], a[half][i][1], a[half][i][3]);
+          from_bytes<T, B>(w[s][half][0][i], a[half][i][0], a[half][i][2]);
+          from_bytes<T, B>(w[s][half][1][i], a[half][i][1], a[half][i][3]);
         }
         if (half == 1 && u + Tile::kPrefetch < range.count) load(w[s], u + Tile::kPrefetch);
         barrier_wait(base + Tile::kFull + 8 * stage, parity);
@@ -174,8 +174,8 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
 }
 
 // The kernel. The grid has a cluster for every kRows rows of B and kTokens tokens, rows first.
-template <class Tile, class T, class E, int kAlign>
-__device__ __forceinline__ void w8a16_wgmma(const TensorMap& tiles, const TensorMap& parts, const int8_t* b,
+template <class Tile, class T, class E, int kAlign, class B>
+__device__ __forceinline__ void w8a16_wgmma(const TensorMap& tiles, const TensorMap& parts, const B* b,
                                             typename E::Out* d, int m, int n, int k, int ldb, int ldd,
                                             typename E::Args args) {
   extern __shared__ __align__(1024) char shared[];
@@ -218,7 +218,7 @@ __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tiles, const Tensor
   } else {
     if constexpr (Tile::kRegisters > 0) take_registers<Tile::kRegisters>();
     float sum[Tile::kTokens / 2] = {};
-    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base);
+    multiply_units<Tile, T, B>(sum, b, col0 + 16 * warp, n, k, ldb, range, base);
     wait_for_dependencies();
     named_barrier_sync<Tile::kThreads>(1);  // the stages have been read
     const int row0 = 16 * warp + lane / 4;

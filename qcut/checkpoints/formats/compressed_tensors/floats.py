@@ -1,5 +1,7 @@
-"""4-bit floats of compressed-tensors.
+"""Floats of 8 and 4 bits of compressed-tensors.
 
+- ``float-quantized``: ``weight`` e4m3 ``[N, K]``, ``weight_scale`` ``[N, 1]``, or ``[1]`` for one scale of a layer;
+  ``input_scale`` ``[1]`` of tokens that the writer would quantize with one scale.
 - ``mxfp4-pack-quantized``: ``weight_packed`` uint8 ``[N, K / 2]``, two e2m1 along K, the first in the low half;
   ``weight_scale`` uint8 ``[N, K / 32]``, the exponent of a power of two for each 32 columns, plus 127.
 """
@@ -8,11 +10,64 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from qcut.checkpoints.formats.build import packed_layer
 from qcut.checkpoints.formats.e2m1 import Mxfp4Layout
+from qcut.checkpoints.formats.grid import Grid
+from qcut.checkpoints.formats.parts import FLOATS, Parts
 from qcut.errors import UnsupportedError
-from qcut.schemes import E2M1_GROUP, W8A8, W8A16
+from qcut.layers.linear import Linear
+from qcut.schemes import E2M1_GROUP, FP8, W8A8, W8A16
+
+_ROWS = "allowed: int-quantized, with a scale for each row"
 
 _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": E2M1_GROUP}
+
+
+class FloatQuantized:
+    """e4m3 weights with a scale for each row, or for the layer; see `Layout`.
+
+    Tokens that the writer would quantize to floats while it computes stay in 16 bits; a scale of theirs is not used.
+    """
+
+    name = "float-quantized"
+
+    def __init__(self, weights: dict[str, Any], tokens: dict[str, Any] | None, where: str) -> None:
+        found = {key: weights[key] for key in ("num_bits", "type", "symmetric", "strategy")}
+        strategy = found.pop("strategy")
+        wanted = {"num_bits": 8, "type": "float", "symmetric": True}
+        if found != wanted or strategy not in ("tensor", "channel"):
+            raise UnsupportedError(
+                f"{where}: weights are {found} with the strategy {str(strategy)[:80]!r}; {self.name} is served of "
+                f"{wanted} with the strategies tensor and channel"
+            )
+        _check_float_tokens(tokens, self.name, where)
+        self.one_scale = strategy == "tensor"
+
+    def check(self, parts: Parts) -> None:
+        """See `Format.check`."""
+        parts.only(("weight", "weight_scale", "input_scale", "bias"))
+        parts.require("weight", ("F8_E4M3",), [parts.n, parts.k])
+        parts.require("weight_scale", FLOATS, *([[1], []] if self.one_scale else [[parts.n, 1], [parts.n]]))
+
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`: the bits."""
+        return parts.read("weight").view(torch.uint8)
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
+        scales = parts.read_scales("weight_scale").reshape(-1, 1)
+        return Grid(8, scales.expand(parts.n, 1), None, None, rows=FP8())
+
+    def layer(self, parts: Parts) -> Linear:
+        """See `Format.layer`."""
+        return packed_layer(parts, self.codes(parts), self.grid(parts))
+
+    def row_scheme(self, where: str) -> W8A8 | W8A16:
+        """See `Layout.row_scheme`."""
+        raise UnsupportedError(f"{where} has floats of 8 bits; {_ROWS}")
 
 
 class Mxfp4Packed(Mxfp4Layout):
@@ -33,12 +88,17 @@ class Mxfp4Packed(Mxfp4Layout):
                 f"{where}: weights are {found} with actorder {str(weights['actorder'])[:80]!r}; {self.name} is served "
                 f"of {_WEIGHTS} without one"
             )
-        if tokens is not None and (tokens["type"], tokens["dynamic"]) != ("float", True):
-            raise UnsupportedError(
-                f"{where}: input_activations are {tokens['type']}, dynamic {tokens['dynamic']}; none, or dynamic ones "
-                f"of type float, which stay in 16 bits, are served of {self.name}"
-            )
+        _check_float_tokens(tokens, self.name, where)
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""
-        raise UnsupportedError(f"{where} has floats of 4 bits; allowed: int-quantized, with a scale for each row")
+        raise UnsupportedError(f"{where} has floats of 4 bits; {_ROWS}")
+
+
+def _check_float_tokens(tokens: dict[str, Any] | None, name: str, where: str) -> None:
+    """Refuse tokens that the writer would quantize otherwise than to floats."""
+    if tokens is not None and tokens["type"] != "float":
+        raise UnsupportedError(
+            f"{where}: input_activations are {tokens['type']}; none, or ones of type float, which stay in 16 bits, are "
+            f"served of {name}"
+        )

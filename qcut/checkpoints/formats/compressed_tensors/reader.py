@@ -19,6 +19,7 @@ from qcut.schemes import W8A8, W8A16
 LAYOUTS = {
     "int-quantized": "qcut.checkpoints.formats.compressed_tensors.integers.IntQuantized",
     "pack-quantized": "qcut.checkpoints.formats.compressed_tensors.integers.PackQuantized",
+    "float-quantized": "qcut.checkpoints.formats.compressed_tensors.floats.FloatQuantized",
     "mxfp4-pack-quantized": "qcut.checkpoints.formats.compressed_tensors.floats.Mxfp4Packed",
 }
 """By ``format``, the `Layout` that reads it."""
@@ -105,6 +106,7 @@ _FIELDS = (
 _GROUP_FIELDS = ("format", "input_activations", "output_activations", "targets", "weights")
 _ARGS_FIELDS = (
     "actorder",
+    "block_structure",
     "dynamic",
     "group_size",
     "num_bits",

@@ -17,12 +17,12 @@ from qcut.checkpoints.formats.e2m1 import BIAS, LEVELS
 from qcut.errors import UnsupportedError
 from qcut.layers.quantized import StateEntry
 from qcut.numerics.codebook import float4
-from qcut.schemes import E2M1_GROUP, W8A8, W8A16, Codebook, Scheme
+from qcut.schemes import E2M1_GROUP, FP8, W8A8, W8A16, Codebook, Scheme
 
 Stored = Mapping[str, StateEntry]
 """Tensors of a layer's state dict."""
 
-SERVED = "w8a8, w8a16, int4 in groups that divide the columns, and mxfp4 are written"
+SERVED = "w8a8, w8a16, fp8, int4 in groups that divide the columns, and mxfp4 are written"
 _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
 
 
@@ -31,7 +31,7 @@ class Written:
     """How layers of one kind are written.
 
     Attributes:
-        format: ``int-quantized``, ``pack-quantized`` or ``mxfp4-pack-quantized``.
+        format: ``int-quantized``, ``float-quantized``, ``pack-quantized`` or ``mxfp4-pack-quantized``.
         bits: of a weight.
         group_size: columns that have a scale; None: whole rows.
         type: ``int`` or ``float``.
@@ -72,6 +72,8 @@ def written_as(scheme: Scheme, k: int, name: str) -> Written:
         return Written("int-quantized", 8, _bytes, quantizes_tokens=True)
     if scheme == W8A16():
         return Written("pack-quantized", 8, _packed_bytes)
+    if scheme == FP8():
+        return Written("float-quantized", 8, _bytes, type="float")
     if type(scheme) is Codebook and scheme.activation == "fp16":
         size = min(scheme.group_columns(k), k)
         if scheme.levels == "steps" and scheme.bits == 4 and k % size == 0:
@@ -89,7 +91,7 @@ def _made(
 
 
 def _bytes(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
-    weight = _made(stored, "qweight", (n, k), torch.int8, lambda q: q[:, :k])
+    weight = _made(stored, "qweight", (n, k), stored["qweight"].dtype, lambda q: q[:, :k])
     return {"weight": weight, "weight_scale": _row_scale(stored, n)}
 
 
