@@ -19,7 +19,7 @@ from tests.checkpoints.formats import samples
 from tests.support.decoders import small
 from tests.support.mixtures import tiny_mixture
 
-SCHEMES = ("w8a8", "w8a16", "int4", "int4_g16", "mxfp4")
+SCHEMES = ("w8a8", "w8a16", "fp8", "int4", "int4_g16", "mxfp4")
 EVEN = {"hidden_size": 96, "intermediate_size": 64}
 """Sizes of a small model that groups of 16 and 32 divide."""
 
@@ -67,7 +67,7 @@ def assert_same(found: Tensor, ours: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "int4"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "fp8", "int4"])
 @pytest.mark.parametrize("shard", [1 << 30, 20_000])
 def test_what_is_written_is_read_bit_for_bit(tmp_path: Path, kind: str, scheme: str, shard: int) -> None:
     model = quantized(kind, scheme)
@@ -115,15 +115,15 @@ def test_transformers_reads_it(tmp_path: Path, scheme: str) -> None:
 
 def test_a_model_of_several_schemes(tmp_path: Path) -> None:
     model = small("llama", **EVEN)
-    for scheme, part in zip(SCHEMES, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"), strict=True):
+    for scheme, part in zip(SCHEMES, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"), strict=True):
         qcut.quantize(model, scheme, include=[f"*.{part}"], allow_growth=True, progress=False)
-    qcut.quantize(model, "int4_g32", include=["*.up_proj", "*.down_proj"], allow_growth=True, progress=False)
+    qcut.quantize(model, "int4_g32", include=["*.down_proj"], allow_growth=True, progress=False)
     qcut.save_compressed_tensors(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     groups = config["config_groups"].values()
     assert config["format"] == "mixed-precision"
     assert [group["targets"] for group in groups].count(["Linear"]) == 1
-    assert len(groups) == 6
+    assert len(groups) == 7
     found = weights_of(tmp_path)
     for name, layer in model.named_modules():
         if isinstance(layer, qcut.Linear):
@@ -133,7 +133,7 @@ def test_a_model_of_several_schemes(tmp_path: Path) -> None:
         assert torch.equal(again(samples.IDS).logits, model(samples.IDS).logits)
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES[:3], "int4_g32", "mxfp4"])
+@pytest.mark.parametrize("scheme", [*SCHEMES[:4], "int4_g32", "mxfp4"])
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
 def test_experts_are_written_as_their_family_has_them(tmp_path: Path, kind: str, scheme: str) -> None:
     model = mixture(kind, scheme)
@@ -205,11 +205,11 @@ def with_a_quantized_table() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: quantized(scheme="codebook4_g16"), r"layer 'model.* is .*; only w8a8, w8a16, int4"),
+        (lambda: quantized(scheme="codebook4_g16"), r"layer 'model.* is .*; only w8a8, w8a16, fp8, int4"),
         (lambda: quantized(scheme="int4_g16"), r"down_proj' is int4_g16 with 76 columns; only .* that divide"),
         (lambda: quantized(scheme="int4_int8"), r"layer 'model.* is int4_int8 .*; only w8a8"),
         (lambda: quantized("gpt2"), r"layer 'transformer.h.0.attn.c_attn' is a Conv1D"),
-        (lambda: small("llama"), "no layer is quantized; w8a8, w8a16, int4"),
+        (lambda: small("llama"), "no layer is quantized; w8a8, w8a16, fp8, int4"),
         (
             lambda: mixture("GptOss", "mxfp4"),
             "experts 'model.* checkpoints of GptOssForCausalLM have no layer for each",

@@ -213,6 +213,7 @@ BRAIN = GemmProblem(a=BF16, epilogue=replace(EVERYTHING, zero_point="none", row_
 def w8a16_sources(arch: str) -> Iterator[KernelSource]:
     yield from (W8A16_MMA.emit(problem, tile, arch) for problem in (HALF, BRAIN) for tile in (LARGE, SMALL))
     yield W8A16_MMA.emit(replace(HALF, alignment_k=1, alignment_n=1), MIDDLE, arch)
+    yield from (W8A16_MMA.emit(replace(problem, b=DType.E4M3), LARGE, arch) for problem in (HALF, BRAIN))
 
 
 def float_refusals(half: GemmProblem, tile: Any) -> dict[str, list[Any]]:
@@ -255,12 +256,13 @@ def w8a16_wgmma_sources(arch: str) -> Iterator[KernelSource]:
         clusters = (W8A16WgmmaTile(64, 1, 4, 12, 2, 2), W8A16WgmmaTile(128, 2, 2, 10, 4))
         yield from (W8A16_WGMMA.emit(NARROW, tile, arch) for tile in clusters)
         yield W8A16_WGMMA.emit(replace(VECTORS, epilogue=Epilogue(F32)), GROUPS, arch)
+        yield from (W8A16_WGMMA.emit(replace(VECTORS, a=a, b=DType.E4M3), GROUPS, arch) for a in (F16, BF16))
 
 
 def w8a16_wgmma_instructions(source: KernelSource) -> Iterator[str]:
     tokens = re.search(r"_t(\d+)_", source.name)
     assert tokens is not None
-    yield rf"HGMMA\.64x{tokens[1]}x16\.F32" + (r"\.BF16" if "_bf16xs8_" in source.name else "$")
+    yield rf"HGMMA\.64x{tokens[1]}x16\.F32" + (r"\.BF16" if "_bf16x" in source.name else "$")
     yield "UTMALDG"
 
 
@@ -414,6 +416,7 @@ def int8_wgmma_sources(arch: str) -> Iterator[KernelSource]:
     single = replace(BIAS, out=F32, row_scale="per_token", activation=Activation.SILU)
     brain = replace(ROUTED_HALF, a=BF16, epilogue=replace(BIAS, out=BF16), alignment_n=1)
     kernels += [(replace(ROUTED_INT8, epilogue=single, alignment_n=1), PROMPT), (brain, PROMPT)]
+    kernels += [(replace(problem, b=DType.E4M3), PROMPT) for problem in (ROUTED_HALF, brain)]
     yield from (INT8_WGMMA.emit(*kernel, arch) for kernel in kernels)
 
 
@@ -497,7 +500,7 @@ ROWS = {
         {**W8A16_REFUSALS, **float_refusals(HALF, MIDDLE)},
         legal=(HALF, MIDDLE, "sm_80"),
         implied=("copy_runs",),
-        instructions=lambda source: (product_of(source), "PRMT" if "_f16xs8" in source.name else r"HFMA2\.BF16_V2"),
+        instructions=lambda source: (product_of(source), "PRMT" if "_f16x" in source.name else r"HFMA2\.BF16_V2"),
     ),
     "w8a16_wgmma": Row(
         W8A16_WGMMA.emit,

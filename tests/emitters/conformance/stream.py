@@ -167,6 +167,7 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
         kernels += [(W8A16, W8A16Tile(9, 28, splits=4)), (brain, W8A16Tile(3, 10, 1, 3, 32, 2))]
     tiles = {best_tile(W8A16_STREAM, W8A16, m, n, k, Target(arch, 132)) for (n, k), m in product(LAYERS, (1, 16, 32))}
     kernels += [(problem, tile) for problem in (W8A16, brain) for tile in sorted(tiles, key=str)]
+    kernels += [(replace(problem, b=DType.E4M3), tile) for problem in (W8A16, brain) for tile in (ONE, MANY)]
     experts = W8A16_EXPERTS, replace(W8A16_EXPERTS, a=BF16, alignment_k=1, alignment_n=1)
     kernels += [
         (problem, best_tile(W8A16_STREAM, problem, m, n, k, Target(arch, 132)))
@@ -264,6 +265,7 @@ def int8_experts_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(single, ExpertsTile(8, 12, 6, 1, 1, 2, 2)), (ROUTED_INT8, ExpertsTile(32, 4, 8, 1, 1, 2))]
     tiles += [(half, ExpertsTile(8, 12, 8, 2, 1, 2)), (brain, ExpertsTile(16, 8, 6, 1, 1, 1, 2))]
     tiles += [(half, ExpertsTile(1, 9, 6, 1, 1, 3, 2)), (half, ExpertsTile(32, 4, 6, 1, 1, 1))]
+    tiles += [(replace(problem, b=DType.E4M3), ExpertsTile(8, 12, 8, 2, 1, 2)) for problem in (half, brain)]
     if arch == ARCH:
         tiles += [(ROUTED_INT8, replace(SPREAD, prefetch=2)), (half, replace(SPREAD, prefetch=1))]
     yield from (INT8_EXPERTS.emit(problem, tile, arch) for problem, tile in tiles)

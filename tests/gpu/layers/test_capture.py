@@ -15,6 +15,7 @@ SCHEMES = (
     "w8a8",
     "w8a8_static",
     "w8a16",
+    "fp8",
     "int16x8",
     "codebook4",
     "codebook4_int8",

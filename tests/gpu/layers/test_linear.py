@@ -1,4 +1,4 @@
-"""qcut.Linear on CUDA: the same integers as on the CPU, and the same floats but for w8a16's order of summation."""
+"""qcut.Linear on CUDA: the same integers as on the CPU; of float tokens the same floats but for the order of sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.gpu.support.oracles import DEVICE, activations, assert_same, half_ulp
 pytestmark = pytest.mark.usefixtures("prebuilt")
 
 EXACT = ("w8a8", "w8a8_static")
-SCHEMES = (*EXACT, "w8a16")
+FLOAT_TOKENS = ("w8a16", "fp8")
+SCHEMES = (*EXACT, *FLOAT_TOKENS)
 SIZES = ((272, 336), (37, 33), (1280, 1280))
 """(K, N): a CUTLASS kernel, a raw one, a whole layer."""
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -29,7 +30,7 @@ CASES = [
         (scheme, (37, 33), dtype)
         for scheme, dtype in (("w8a8", SINGLE), ("w8a8_static", BRAIN), ("w8a8_static", SINGLE))
     ),
-    *(("w8a16", size, dtype) for size in SIZES for dtype in (HALF, BRAIN)),
+    *((scheme, size, dtype) for scheme in FLOAT_TOKENS for size in SIZES for dtype in (HALF, BRAIN)),
 ]
 
 
@@ -101,7 +102,7 @@ def test_without_bias(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_erf", "gelu_tanh", "silu"])
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
+@pytest.mark.parametrize("scheme", ["w8a8", *FLOAT_TOKENS])
 def test_fused_activation(scheme: str, activation: str) -> None:
     plain, fused = layer(scheme, 272, 336), layer(scheme, 272, 336, activation=activation)
     x = tokens(129, 272, torch.float16).to(DEVICE)
@@ -201,7 +202,8 @@ def test_x_on_another_device_is_refused(scheme: str) -> None:
         gpu(tokens(2, 272, torch.float16))
 
 
-def test_w8a16_refuses_float32_tokens() -> None:
-    gpu = layer("w8a16", 272, 336).to(DEVICE)
+@pytest.mark.parametrize("scheme", FLOAT_TOKENS)
+def test_float32_tokens_are_refused(scheme: str) -> None:
+    gpu = layer(scheme, 272, 336).to(DEVICE)
     with pytest.raises(DtypeError, match=r"float32.*float16, bfloat16"):
         gpu(tokens(2, 272, SINGLE).to(DEVICE))

@@ -1,4 +1,4 @@
-"""Products with int8 weights of experts on CUDA: W8A8 is bitwise what the layers of the experts make of the tokens."""
+"""Products with weights of a byte of experts on CUDA: W8A8 is bitwise what the layers of the experts make of the tokens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="tiles of prompts need wgmma"
 )
 CASES = [
-    *((scheme, size) for scheme in ("w8a8", "w8a16") for size in (1, 8, 16, 32)),
-    *(pytest.param(scheme, 128, marks=HOPPER) for scheme in ("w8a8", "w8a16")),
+    *((scheme, size) for scheme in ("w8a8", "w8a16", "fp8") for size in (1, 8, 16, 32)),
+    *(pytest.param(scheme, 128, marks=HOPPER) for scheme in ("w8a8", "w8a16", "fp8")),
     pytest.param("w8a8", 256, marks=HOPPER),
 ]
 """Schemes and routes of a tile."""
@@ -53,12 +53,13 @@ def by_layers(stack: LinearStack, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def agree(stack: LinearStack, x: Tensor, got: Tensor, want: Tensor, routes: Tensor) -> None:
-    """Bitwise in W8A8. In W8A16 two orders of float32 sums, each within K * 2**-23 of the sum of magnitudes."""
+    """Bitwise in W8A8. With float tokens two orders of float32 sums, each within K * 2**-23 of the sum of magnitudes."""
     got, want = got[routes], want[routes]
     if stack.scheme.name == "w8a8":
         assert_same(got, want)
         return
-    k, largest = x.shape[1], float(stack._buffers["weight_scale"].max()) * 127  # type: ignore[union-attr]
+    most = 448 if stack.scheme.name == "fp8" else 127
+    k, largest = x.shape[1], float(stack._buffers["weight_scale"].max()) * most  # type: ignore[union-attr]
     slack = 2 * k * 2.0**-23 * largest * float(x.float().abs().sum(1).max())
     torch.testing.assert_close(got, want, rtol=2.0**-7 if x.dtype is torch.bfloat16 else 2.0**-10, atol=slack)
 

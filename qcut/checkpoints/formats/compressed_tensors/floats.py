@@ -43,7 +43,7 @@ class FloatQuantized:
                 f"{where}: weights are {found} with the strategy {str(strategy)[:80]!r}; {self.name} is served of "
                 f"{wanted} with the strategies tensor and channel"
             )
-        _check_float_tokens(tokens, self.name, where)
+        _check_float_tokens(tokens, self.name, where, static=True)
         self.one_scale = strategy == "tensor"
 
     def check(self, parts: Parts) -> None:
@@ -95,10 +95,12 @@ class Mxfp4Packed(Mxfp4Layout):
         raise UnsupportedError(f"{where} has floats of 4 bits; {_ROWS}")
 
 
-def _check_float_tokens(tokens: dict[str, Any] | None, name: str, where: str) -> None:
-    """Refuse tokens that the writer would quantize otherwise than to floats."""
-    if tokens is not None and tokens["type"] != "float":
-        raise UnsupportedError(
-            f"{where}: input_activations are {tokens['type']}; none, or ones of type float, which stay in 16 bits, are "
-            f"served of {name}"
-        )
+def _check_float_tokens(tokens: dict[str, Any] | None, name: str, where: str, *, static: bool = False) -> None:
+    """Refuse tokens that the writer would quantize otherwise than to floats, or with scales that are stored."""
+    if tokens is None or (tokens["type"] == "float" and (static or tokens["dynamic"] is True)):
+        return
+    kinds = "ones" if static else "dynamic ones"
+    raise UnsupportedError(
+        f"{where}: input_activations are {tokens['type']}, dynamic {tokens['dynamic']}; none, or {kinds} of type float, "
+        f"which stay in 16 bits, are served of {name}"
+    )

@@ -1,0 +1,82 @@
+"""Weights in 8-bit floats: the nearest of them, held against their definition in exact arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+
+from qcut.errors import QuantizationError
+from qcut.layers.float8 import Float8Linear
+from qcut.layers.linear import Linear
+from qcut.numerics import float8
+from qcut.numerics.int8 import w8a16_linear_ref
+
+
+def value(code: int) -> Fraction:
+    """Of a code without its sign, by the definition."""
+    exponent, fraction = code >> 3, code & 7
+    if exponent == 0:
+        return Fraction(fraction, 8) / 64
+    return (1 + Fraction(fraction, 8)) * Fraction(2) ** (exponent - 7)
+
+
+VALUES = [value(code) for code in range(127)]
+
+
+def nearest(weight: Fraction) -> int:
+    """The code of the nearest value; of two as near that of the even code, whose fraction is even."""
+    magnitude = abs(weight)
+    distances = [abs(magnitude - v) for v in VALUES]
+    least = min(distances)
+    codes = [code for code, distance in enumerate(distances) if distance == least]
+    code = next(code for code in codes if len(codes) == 1 or code % 2 == 0)
+    return code | (0x80 if weight < 0 or (weight == 0 and code & 0x80) else 0)
+
+
+def test_codes_are_the_nearest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    halves = [float((a + b) / 2) for a, b in zip(VALUES, VALUES[1:], strict=False)]
+    w = torch.cat((torch.tensor(halves), torch.randn(274, generator=generator) * 100)).repeat(2).view(2, -1)
+    w[1] *= -1
+    w[:, -1] = 448.0  # the scale of each row is 1
+    q, scale = float8.quantize_weight(w)
+    assert torch.equal(scale, torch.ones(2))
+    for row, codes in zip(w.tolist(), q.view(torch.uint8).tolist(), strict=True):
+        assert codes == [nearest(Fraction(weight)) for weight in row]
+
+
+def test_scales_are_of_rows() -> None:
+    w = torch.randn(5, 40)
+    w[2] = 0
+    q, scale = float8.quantize_weight(w)
+    want = torch.where(w.abs().amax(1) > 0, w.abs().amax(1) / 448, 1.0)
+    assert torch.equal(scale, want)
+    assert not q.float()[2].any()
+    # Half a unit of a fraction of three bits, or of the least exponent.
+    error = (q.float() * scale[:, None] - w).abs()
+    assert bool((error <= torch.maximum(w.abs() * 2.0**-4, scale[:, None] * 2.0**-10) * (1 + 1e-6)).all())
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(QuantizationError, match=r"layer 'fc': weight holds NaN or Inf"):
+            float8.quantize_weight(torch.tensor([[1.0, bad]]), layer="fc")
+    with pytest.raises(QuantizationError, match="largest magnitude"):
+        float8.quantize_weight(torch.full((2, 2), 1e-38))
+
+
+def test_a_layer_computes_with_its_floats() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(70, 33)
+    layer = Linear.from_float(linear, "fp8")
+    assert isinstance(layer, Float8Linear)
+    q, scale = float8.quantize_weight(linear.weight.detach())
+    assert torch.equal(layer.dequantized_weight(), q.float() * scale[:, None])
+    assert torch.equal(layer.rows(torch.tensor([32, 0])), layer.dequantized_weight()[[32, 0]])
+    x = torch.randn(3, 70).half()
+    assert torch.equal(layer(x), w8a16_linear_ref(x, layer.qweight, layer.weight_scale, layer.bias, "none"))
+    exact = x.double() @ layer.dequantized_weight().double().t() + linear.bias.double()
+    torch.testing.assert_close(layer(x).double(), exact, rtol=2.0**-10, atol=2.0**-10)
