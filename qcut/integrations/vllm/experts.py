@@ -248,7 +248,7 @@ class StoredExperts(QcutMoEMethod):
             if self.format is not None:
                 shapes = {"weight": ([n, k], torch.int8), "weight_scale": ([n, 1], torch.float32)}
             elif "qweight" in shapes and not (self.split and part == "down"):
-                shapes["qweight"] = [n, padded_k(k)], torch.int8
+                shapes["qweight"] = [n, padded_k(k)], shapes["qweight"][1]
             for key, (shape, dtype) in shapes.items():
                 empty = torch.empty([self.count, *shape], dtype=dtype, device=torch.get_default_device())
                 param = Parameter(empty, requires_grad=False)

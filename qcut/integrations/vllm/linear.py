@@ -162,7 +162,7 @@ class StoredMethod(QcutMethod):
         if self.format is not None:
             shapes = {"weight": ([self.n, self.k], torch.int8), "weight_scale": ([self.n, 1], torch.float32)}
         elif "qweight" in shapes and not self.split:
-            shapes["qweight"] = [self.n, padded_k(self.k)], torch.int8
+            shapes["qweight"] = [self.n, padded_k(self.k)], shapes["qweight"][1]
         for key, (shape, dtype) in shapes.items():
             param = Parameter(torch.empty(shape, dtype=dtype, device=torch.get_default_device()), requires_grad=False)
             cut = dict(zip(("output_dim", "input_dim"), CUT.get(key, ()), strict=False))
