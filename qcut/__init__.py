@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from qcut.numerics.sampling import Sampling as Sampling
     from qcut.ops.gemm import gemm_s8 as gemm_s8
     from qcut.ops.paths import execution_path as execution_path
-    from qcut.schemes import W8A8 as W8A8
     from qcut.schemes import FP8 as FP8
+    from qcut.schemes import W8A8 as W8A8
     from qcut.schemes import W8A16 as W8A16
     from qcut.schemes import Codebook as Codebook
     from qcut.schemes import Float as Float

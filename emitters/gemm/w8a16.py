@@ -46,14 +46,14 @@ _SHAPES = (
 class W8A16Mma(OperandGemm):
     """16-bit tokens and weights of a byte on ``mma.sync``.
 
-    Arguments are ``problem.params()`` in order. b: int8 or e4m3 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
-    least k. a: where ``problem.alignment_k`` is a multiple of 2, rows start at multiples of 4, 8 or 16 bytes, the
-    largest that divides so many elements, and are copied asynchronously; otherwise element by element, for any
-    lda >= k. k may be anything >= 1 in both cases. D and the residual as in `qcut.emitters.gemm.mma.Int8Mma`.
+    Arguments are ``problem.params()`` in order. b: int8 or e4m3 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and
+    at least k. a: where ``problem.alignment_k`` is a multiple of 2, rows start at multiples of 4, 8 or 16 bytes, the
+    largest that divides so many elements, and are copied asynchronously; otherwise element by element, for any lda >=
+    k. k may be anything >= 1 in both cases. D and the residual as in `qcut.emitters.gemm.mma.Int8Mma`.
 
-    Exactness: int8 and e4m3 to 16 bits is exact and every product is exact in float32; the tensor core adds them in an order fixed
-    only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
-    row's result does not depend on the other rows; the same inputs give the same bits.
+    Exactness: weights to 16 bits is exact and every product is exact in float32; the tensor core adds them in an order
+    fixed only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result
+    does not depend on the other rows; the same inputs give the same bits.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``prmt``, ``cp.async``.
     """

@@ -128,14 +128,14 @@ def ctas(tile: W8A16WgmmaTile, m: int, n: int) -> int:
 class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
     """16-bit tokens and weights of a byte on ``wgmma``.
 
-    Arguments are ``problem.params()`` in order; m, n, k >= 1, k a multiple of 8. b: int8 or e4m3 ``[n, ldb]``, 16-byte aligned,
-    ldb a multiple of 16 and at least k. a: rows start at multiples of 16 bytes. D is stored in pieces of up to four
-    elements that ``problem.alignment_n`` allows. b is read before the kernel waits for its predecessor; all else is
-    read after.
+    Arguments are ``problem.params()`` in order; m, n, k >= 1, k a multiple of 8. b: int8 or e4m3 ``[n, ldb]``, 16-byte
+    aligned, ldb a multiple of 16 and at least k. a: rows start at multiples of 16 bytes. D is stored in pieces of up to
+    four elements that ``problem.alignment_n`` allows. b is read before the kernel waits for its predecessor; all else
+    is read after.
 
-    Exactness: int8 and e4m3 to 16 bits is exact and every product is exact in float32; products are added in an order that K and
-    the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
-    depend on the other rows; the same inputs give the same bits.
+    Exactness: weights to 16 bits is exact and every product is exact in float32; products are added in an order that K
+    and the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not depend
+    on the other rows; the same inputs give the same bits.
 
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk.tensor``, ``mbarrier``, ``barrier.cluster``.
     """

@@ -67,16 +67,16 @@ CONSTRAINTS = (
 class W8A16Stream(StreamFamily[GemmProblem, W8A16Tile]):
     """Few 16-bit tokens and weights of a byte.
 
-    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 or e4m3 ``[n, ldb]``, 16-byte
-    aligned, ldb a multiple of 16 and at least k. a: if ``problem.alignment_k`` is a multiple of 8, so is k, and rows
-    start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
+    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 or e4m3 ``[n, ldb]``,
+    16-byte aligned, ldb a multiple of 16 and at least k. a: if ``problem.alignment_k`` is a multiple of 8, so is k, and
+    rows start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
     element by element. b and the vectors of n are read before the kernel waits for its predecessor. With experts,
     everything is read after it, and m counts the routes of all tiles, ``tile.tokens`` each; a route's row of D is
     written, and no other.
 
-    Exactness: int8 and e4m3 to 16 bits is exact and every product is exact in float32; products are added in an order that K and
-    the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
-    depend on the other rows; the same inputs give the same bits.
+    Exactness: weights to 16 bits is exact and every product is exact in float32; products are added in an order that K
+    and the tile fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not depend
+    on the other rows; the same inputs give the same bits.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``ld.global.nc``, ``griddepcontrol``, ``barrier.cluster``.
     """

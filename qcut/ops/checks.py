@@ -62,9 +62,7 @@ def check_tokens(op: str, x: Tensor) -> None:
         raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [..., K] with K >= 1")
 
 
-def check_matrix(
-    op: str, name: str, q: Tensor, min_rows: int = 0, dtypes: tuple[torch.dtype, ...] = S8
-) -> None:
+def check_matrix(op: str, name: str, q: Tensor, min_rows: int = 0, dtypes: tuple[torch.dtype, ...] = S8) -> None:
     """Raises `DtypeError` or `ShapeError` unless q is ``[rows, columns]`` with enough rows and a column."""
     check_dtype(op, name, q.dtype, dtypes)
     if q.dim() != 2 or q.shape[0] < min_rows or q.shape[1] < 1:

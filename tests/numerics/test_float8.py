@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def nearest(weight: Fraction) -> int:
 
 def test_codes_are_the_nearest() -> None:
     generator = torch.Generator().manual_seed(0)
-    halves = [float((a + b) / 2) for a, b in zip(VALUES, VALUES[1:], strict=False)]
+    halves = [float((a + b) / 2) for a, b in pairwise(VALUES)]
     w = torch.cat((torch.tensor(halves), torch.randn(274, generator=generator) * 100)).repeat(2).view(2, -1)
     w[1] *= -1
     w[:, -1] = 448.0  # the scale of each row is 1

@@ -42,8 +42,8 @@ class Grid:
         zero_points: integers ``[N, G]``; None: half of ``2**bits`` everywhere.
         group_size: columns of a group; None: whole rows.
         order: int32 ``[K]``: column j of a group's side by side multiplies column ``order[j]`` of x; None: column j.
-        rows: the scheme of 8 bits with one scale for each row and no other zero points than 128. Of FP8 the "integers" are
-            the bits of floats.
+        rows: the scheme of 8 bits with one scale for each row and no other zero points than 128. Of FP8 the "integers"
+            are the bits of floats.
         levels: what integers of 4 bits stand for, float32 ``[16]``, in any order; scales are then 0 or more, and there
             are no zero points. None: integers.
     """

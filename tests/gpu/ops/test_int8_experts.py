@@ -1,4 +1,4 @@
-"""Products with weights of a byte of experts on CUDA: W8A8 is bitwise what the layers of the experts make of the tokens."""
+"""Products with bytes of experts on CUDA: W8A8 is bitwise what the layers of the experts make of the tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def by_layers(stack: LinearStack, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def agree(stack: LinearStack, x: Tensor, got: Tensor, want: Tensor, routes: Tensor) -> None:
-    """Bitwise in W8A8. With float tokens two orders of float32 sums, each within K * 2**-23 of the sum of magnitudes."""
+    """Bitwise in W8A8. Of float tokens two orders of float32 sums, each within K * 2**-23 of the sum of magnitudes."""
     got, want = got[routes], want[routes]
     if stack.scheme.name == "w8a8":
         assert_same(got, want)

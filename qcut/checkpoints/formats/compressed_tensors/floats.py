@@ -101,6 +101,6 @@ def _check_float_tokens(tokens: dict[str, Any] | None, name: str, where: str, *,
         return
     kinds = "ones" if static else "dynamic ones"
     raise UnsupportedError(
-        f"{where}: input_activations are {tokens['type']}, dynamic {tokens['dynamic']}; none, or {kinds} of type float, "
-        f"which stay in 16 bits, are served of {name}"
+        f"{where}: input_activations are {tokens['type']}, dynamic {tokens['dynamic']}; none, or {kinds} of type "
+        f"float, which stay in 16 bits, are served of {name}"
     )
