@@ -10,10 +10,10 @@ import pytest
 from qcut import errors, schemes
 from qcut.emitters.core import epilogue
 from qcut.emitters.gemm import problem as gemm
-from qcut.schemes import W8A8, W8A16, Codebook, Float, Int16x8, StaticRange, parse_scheme, scheme_from_json
+from qcut.schemes import FP8, W8A8, W8A16, Codebook, Float, Int16x8, StaticRange, parse_scheme, scheme_from_json
 
-PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static", "fp16")
-PLAIN = (W8A8(), W8A8("static"), W8A16(), Int16x8(), Int16x8("static"), Float())
+PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8", "int16x8_static", "fp16")
+PLAIN = (W8A8(), W8A8("static"), W8A16(), FP8(), Int16x8(), Int16x8("static"), Float())
 CODEBOOKS = {
     "codebook4": Codebook(),
     "codebook3": Codebook(3),
@@ -52,10 +52,10 @@ def test_padded_k():
 
 
 def test_scheme_names():
-    assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[:6])
+    assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[:7])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
-    assert list(schemes.SCHEME_NAMES[6:]) == list(CODEBOOKS)[:10]
-    assert [s.int8_products for s in PLAIN] == [True, True, False, True, True, False]
+    assert list(schemes.SCHEME_NAMES[7:]) == list(CODEBOOKS)[:10]
+    assert [s.int8_products for s in PLAIN] == [True, True, False, False, True, True, False]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
 
@@ -69,6 +69,7 @@ def test_schemes_say_what_they_need():
         "w8a8": (True, False, False, False, 1),
         "w8a8_static": (True, False, True, False, 1),
         "w8a16": (False, False, False, False, 1),
+        "fp8": (False, False, False, False, 1),
         "int16x8": (True, False, False, False, 2),
         "int16x8_static": (True, False, True, False, 2),
         "fp16": (False, True, False, False, 1),
@@ -127,7 +128,7 @@ def test_other_spellings_of_the_same_scheme(alias, name):
         ("NF4", r"codebook4 .*another format"),
         ("4bit", "codebook4"),
         ("gptq", "codebook4 with second_moments"),
-        ("fp8", "w8a8"),
+        ("w8a8_fp8", "fp8"),
         ("codbook4", "codebook4"),
         ("w8a8_statik", "w8a8_static"),
     ],
@@ -158,7 +159,7 @@ def test_what_pairs_do_not_go_with():
 def test_foreign_scheme_json():
     for data in [None, [], {}, {"kind": "w4"}, {"kind": ["w8a8"]}]:
         with pytest.raises(
-            errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, int16x8, fp16, codebook"
+            errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, fp8, int16x8, fp16, codebook"
         ):
             scheme_from_json(data)
 

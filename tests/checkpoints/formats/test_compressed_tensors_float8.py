@@ -127,7 +127,7 @@ def test_bad_tensors_are_refused(
         ({"num_bits": 4}, "'num_bits': 4"),
         ({"type": "int"}, "'type': 'int'"),
         ({"symmetric": False}, "'symmetric': False"),
-        ({"strategy": "block", "block_structure": [128, 128]}, "the strategy 'block'"),
+        ({"strategy": "block"}, "the strategy 'block'"),
         ({"strategy": "group", "group_size": 32}, "the strategy 'group'"),
     ],
 )

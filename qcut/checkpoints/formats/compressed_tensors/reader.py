@@ -106,7 +106,6 @@ _FIELDS = (
 _GROUP_FIELDS = ("format", "input_activations", "output_activations", "targets", "weights")
 _ARGS_FIELDS = (
     "actorder",
-    "block_structure",
     "dynamic",
     "group_size",
     "num_bits",
