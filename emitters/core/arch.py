@@ -49,6 +49,14 @@ CLUSTER_ARCHITECTURES = tuple(architecture.name for architecture in _TABLE if ar
 SMEM_LIMITS = ", ".join(f"{architecture.smem_bytes} bytes on {architecture.name}" for architecture in _TABLE)
 """Dynamic shared memory of a CTA on each architecture, for messages."""
 
+_CLUSTERS_OF_132 = {1: 132, 2: 66, 4: 30, 8: 15}
+"""Of an H200, by their size, as its driver states: multiprocessors of a GPC that find no partners stay out."""
+
+
+def clusters_at_once(size: int, sm_count: int) -> int:
+    """Clusters of ``size`` CTAs, one CTA to a multiprocessor, that run at once."""
+    return sm_count * _CLUSTERS_OF_132[size] // 132
+
 
 def architecture(name: str) -> Architecture:
     """Return the architecture of a name.

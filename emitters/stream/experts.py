@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.arch import architecture, clusters_at_once
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
 from qcut.emitters.core.family import Grid, Problem
 from qcut.emitters.stream.family import ROW_TILE, StreamFamily
@@ -63,7 +63,8 @@ def smem_bytes(element_bytes: int, table_bytes: int, tile: ExpertsTile) -> int:
     staged = tile.units * element_bytes * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
     sums = 4 * tile.tokens * (rows + 4)
     inbox = 4 * ROW_TILE * tile.splits * -(-tile.row_tiles * tile.tokens // tile.splits) if tile.splits > 1 else 0
-    return table_bytes + tile.warps * (staged + sums) + inbox + 8 * rows + 8 * tile.tokens
+    parts = 2 if tile.splits > 1 else 1  # rows whose sums have been sent, and the next ones
+    return table_bytes + tile.warps * (staged + sums) + parts * (inbox + 8 * rows + 8 * tile.tokens)
 
 
 def tile_constraints(
@@ -111,5 +112,5 @@ class ExpertsFamily(StreamFamily[Problem, ExpertsTile]):
     def grid(self, tile: ExpertsTile, n: int, sm_count: int = 1) -> Grid:
         """As many CTAs as the GPU runs at a time, or one for each group of rows of each tile, if those are fewer."""
         groups = -(-n // (ROW_TILE * tile.prefetch))
-        most = max(1, tile.ctas * sm_count // tile.splits) * tile.splits
+        most = max(1, tile.ctas * clusters_at_once(tile.splits, sm_count)) * tile.splits
         return Grid(tile.tokens, (groups * tile.splits, 1, 1), most=most)

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from qcut.emitters.core.arch import clusters_at_once
+
 CLUSTER_SIZES = (1, 2, 4, 8)
 """CTAs of a portable cluster that models choose from."""
 
@@ -54,8 +56,6 @@ _H200_MMA_MACS = 4096 * _HOPPER["int8_mma"]
 _SM_BYTES_PER_CYCLE = 40
 # Share of the data sheet's bandwidth that kernels reach: 4.48 of 4.8 TB/s.
 _REACHED = 14 / 15
-# Of the 132 SMs of an H200, those of a GPC that find no partners stay out of clusters.
-_CLUSTERS_OF_132 = {1: 132, 2: 66, 4: 30, 8: 15}
 # GPUs without a stated clock under load hold nine tenths of their highest one, as an H200 does (1.75 of 1.98 GHz).
 _HELD_CLOCK = 0.9
 
@@ -149,7 +149,7 @@ class Machine:
 
     def clusters_at_once(self, size: int) -> int:
         """Clusters of ``size`` CTAs, one CTA to an SM, that run at once."""
-        return self.sm_count * _CLUSTERS_OF_132[size] // 132
+        return clusters_at_once(size, self.sm_count)
 
 
 def _known(

@@ -24,7 +24,7 @@ _ENOUGH, _MORE_THAN_ENOUGH = 48, 0.004  # kilobytes in flight, and for each beyo
 _FEW_WARPS = 3.0  # divided by its warps
 _SUMS = 0.03  # for each of them, by the kilobytes of a unit
 _MORE_UNITS = 0.05  # for each unit of a warp after the first
-_EXCHANGE = 0.5  # of the sums of a cluster
+_EXCHANGE, _MORE_CTAS = 0.3, 0.1  # of the sums of a cluster, and for each of its CTAs, by the kilobytes of a unit
 _ROW_TILES = (12, 8, 6, 4, 3, 2, 1)
 """Tiles of rows between two sums, the best first."""
 _INT8_KB = 2
@@ -45,11 +45,12 @@ def candidates(
         warps = -(-units_k // (splits * units))
         if warps * ctas > 32 or splits > units_k:
             continue
+        exchange = (_EXCHANGE + _MORE_CTAS * splits) / unit_kb if splits > 1 else 0
         for rows in _ROW_TILES:
             tile = ExpertsTile(size, max(prefetch, rows // prefetch * prefetch), warps, units, splits, prefetch, ctas)
             if family.is_legal(problem, tile, target.arch):
                 together, in_flight = warps * ctas, warps * ctas * units * prefetch * unit_kb
                 share = _IN_FLIGHT / in_flight + _MORE_THAN_ENOUGH * max(0, in_flight - _ENOUGH)
                 share += _FEW_WARPS / together + _SUMS / unit_kb * together
-                yield tile, 1 + share + _MORE_UNITS * (units - 1) + _EXCHANGE * (splits > 1)
+                yield tile, 1 + share + _MORE_UNITS * (units - 1) + exchange
                 break

@@ -212,7 +212,8 @@ BRAIN = GemmProblem(a=BF16, epilogue=replace(EVERYTHING, zero_point="none", row_
 
 def w8a16_sources(arch: str) -> Iterator[KernelSource]:
     yield from (W8A16_MMA.emit(problem, tile, arch) for problem in (HALF, BRAIN) for tile in (LARGE, SMALL))
-    yield W8A16_MMA.emit(replace(HALF, alignment_k=1, alignment_n=1), MIDDLE, arch)
+    unaligned = replace(HALF, alignment_k=1, alignment_n=1)
+    yield from (W8A16_MMA.emit(replace(unaligned, b=b), MIDDLE, arch) for b in (S8, DType.E4M3))
     yield from (W8A16_MMA.emit(replace(problem, b=DType.E4M3), LARGE, arch) for problem in (HALF, BRAIN))
 
 

@@ -37,11 +37,14 @@ struct ExpertShared : StreamShared<T, Tile, kTable> {
   static constexpr int kTokens = Base::kRegions;
   static constexpr int kSums = kTokens + Tile::kWarps * Base::kStagedBytes;
   static constexpr int kInbox = kSums + Tile::kWarps * Base::kSumBytes;
-  static constexpr int kColScale = kInbox + (Tile::kSplits > 1 ? 4 * kUnitRows * Tile::kSplits * Base::kShare : 0);
-  static constexpr int kBias = kColScale + 4 * Tile::kRows;
-  static constexpr int kRowScale = kBias + 4 * Tile::kRows;
-  static constexpr int kRoutes = kRowScale + 4 * Tile::kTokens;
-  static constexpr int kBytes = kRoutes + 4 * Tile::kTokens;
+  // Rows whose sums have been sent, and the next ones.
+  static constexpr int kParts = Tile::kSplits > 1 ? 2 : 1;
+  static constexpr int kInboxBytes = Tile::kSplits > 1 ? 4 * kUnitRows * Tile::kSplits * Base::kShare : 0;
+  static constexpr int kColScale = kInbox + kParts * kInboxBytes;
+  static constexpr int kBias = kColScale + kParts * 4 * Tile::kRows;
+  static constexpr int kRowScale = kBias + kParts * 4 * Tile::kRows;
+  static constexpr int kRoutes = kRowScale + kParts * 4 * Tile::kTokens;
+  static constexpr int kBytes = kRoutes + kParts * 4 * Tile::kTokens;
 };
 
 // The kernel. units_k <= kSplits * kWarps * kUnits; m counts the places of all tiles of routes, kTokens each. kRowTiles is
@@ -54,7 +57,7 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
   using Acc = typename Form::Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kUnits = Tile::kUnits, kPrefetch = Tile::kPrefetch, kTokens = Tile::kTokens;
-  constexpr int kPitch = Shared::kPitch;
+  constexpr int kPitch = Shared::kPitch, kParts = Shared::kParts;
   static_assert(Tile::kRowTiles % kPrefetch == 0 && kTokens <= 32, "see emitters/stream/codebook_experts.py");
   extern __shared__ __align__(16) char shared[];
 
@@ -136,16 +139,18 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
     copy_async_commit();
   };
   // Takes the staged tokens of this tile, and stages those of the next.
+  int places = 0;  // which routes and scales of tokens of kParts this tile has
   const auto take_tokens = [&] {
+    places = (places + 1) % kParts;
     count = __popc(__ballot_sync(0xffffffffu, route >= 0));
     expert = expert_after;
     expert_after = expert_of(tile + 1);
     copy_async_wait<0>();
     __syncwarp();
     if (warp == 0 && lane < kTokens) {
-      routes[lane] = route;
+      routes[places * kTokens + lane] = route;
       if constexpr (kIsInt8<T>) {
-        copy_async_if<4>(shared_address(row_scale + lane), args.row_scale + max(route, 0) / rows.per_row, true, false);
+        copy_async_if<4>(shared_address(row_scale + places * kTokens + lane), args.row_scale + max(route, 0) / rows.per_row, true, false);
       }
     }
     tokens.load(region);
@@ -155,14 +160,19 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
     route = next_route;
     next_route = route_of(tile + 2);
   };
-  int col0 = 0;
+  // Rows of D: what is known of them where their sums are finished. `vectors`: which of kParts they have.
+  struct Rows {
+    int col0, end, count, vectors, places;
+  };
+  int col0 = 0, vectors = 0;
   // Starts the copy of the vectors of the rows that are computed next.
   const auto begin_rows = [&] {
     col0 = kUnitRows * row;
+    vectors = (vectors + 1) % kParts;
     const int columns = min(Tile::kRows, n - col0);
     const long long at = static_cast<long long>(expert) * n + col0;
-    copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + at, columns);
-    copy_floats<kThreads, Tile::kRows>(bias, args.bias + at, args.bias != nullptr ? columns : 0);
+    copy_floats<kThreads, Tile::kRows>(col_scale + vectors * Tile::kRows, args.col_scale_per_channel + at, columns);
+    copy_floats<kThreads, Tile::kRows>(bias + vectors * Tile::kRows, args.bias + at, args.bias != nullptr ? columns : 0);
     copy_async_commit();
   };
   stage(route);
@@ -181,46 +191,58 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
     for (int w = 0; w < Tile::kWarps; ++w) sum[w % kChains] += at[w * (Shared::kSumBytes / 4)];
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   };
-  const auto finish = [&](Acc sum, int token, int row) {
-    const auto column = E::column(local, row, n - col0);
-    if (routes[token] < 0) return;
-    d[static_cast<long long>(routes[token]) * ldd + col0 + row] =
-        E::convert(E::finish(E::apply(sum, E::row(local, token, count), column), 0.0f, local));
+  const auto finish = [&](const Rows& of, Acc sum, int token, int row) {
+    local.col_scale_per_channel = col_scale + of.vectors * Tile::kRows;
+    local.bias = bias + of.vectors * Tile::kRows;
+    local.row_scale = row_scale + of.places * kTokens;
+    const auto column = E::column(local, row, n - of.col0);
+    const int route = routes[of.places * kTokens + token];
+    if (route < 0) return;
+    d[static_cast<long long>(route) * ldd + of.col0 + row] =
+        E::convert(E::finish(E::apply(sum, E::row(local, token, of.count), column), 0.0f, local));
   };
-  // Adds up the sums of all warps and writes their elements of D.
+  const auto computed = [&](const Rows& of, int at) { return of.end > of.col0 + at && of.col0 + at < n; };
+  const auto inbox = [&](const Rows& of) { return Shared::kInbox + of.vectors * Shared::kInboxBytes; };
+  // Adds up the sums that the CTAs of the cluster have sent, in the order of ranks, and writes their elements of D.
+  const auto receive = [&](const Rows& of) {
+    for (int i = threadIdx.x; i < kUnitRows * Shared::kShare; i += kThreads) {
+      const int piece = i / kUnitRows * Tile::kSplits + rank;
+      const int token = piece / Tile::kRowTiles;
+      const int at = piece % Tile::kRowTiles * kUnitRows + i % kUnitRows;
+      if (token >= of.count || !computed(of, at)) continue;
+      const Acc* sent = reinterpret_cast<const Acc*>(shared + inbox(of)) + i;
+      Acc sum = sent[0];
+#pragma unroll
+      for (int r = 1; r < Tile::kSplits; ++r) sum += sent[r * kUnitRows * Shared::kShare];
+      finish(of, sum, token, at);
+    }
+  };
+  Rows sent{};  // with kSplits > 1: the rows before
+  // Adds up the sums of all warps and writes their elements of D. A CTA of a cluster sends them to the CTA that writes
+  // these elements, and writes those of the rows before: while others send, the next rows are computed.
   const auto write_rows = [&] {
+    const Rows of{col0, kUnitRows * row, count, vectors, places};
     copy_async_wait<0>();
     __syncthreads();
-    if constexpr (Tile::kSplits == 1) {
-      for (int i = threadIdx.x; i < Tile::kRows * count; i += kThreads) {
-        const int token = i / Tile::kRows, at = i % Tile::kRows;
-        if (16 * row > col0 + at && col0 + at < n) finish(sum_of_warps(token, at), token, at);
-      }
-    } else {
-      // Each CTA sends its sums to the CTA that writes their elements of D. The receiver adds them in the order of ranks.
-      cluster_wait();  // all CTAs of the cluster have started, or have read what was sent before
-      for (int i = threadIdx.x; i < Tile::kRows * count; i += kThreads) {
-        const int token = i / Tile::kRows, at = i % Tile::kRows;
-        if (16 * row <= col0 + at || col0 + at >= n) continue;
+    if constexpr (Tile::kSplits > 1) {
+      cluster_wait();  // all have started, or have sent the rows before and read those before them
+      receive(sent);
+    }
+    for (int i = threadIdx.x; i < Tile::kRows * count; i += kThreads) {
+      const int token = i / Tile::kRows, at = i % Tile::kRows;
+      if (!computed(of, at)) continue;
+      const Acc sum = sum_of_warps(token, at);
+      if constexpr (Tile::kSplits == 1) {
+        finish(of, sum, token, at);
+      } else {
         const int piece = i / kUnitRows;
         const int slot = rank * Shared::kShare + piece / Tile::kSplits;
-        store_cluster_4(base + Shared::kInbox + 4 * (kUnitRows * slot + at % kUnitRows), piece % Tile::kSplits,
-                        bits(sum_of_warps(token, at)));
+        store_cluster_4(base + inbox(of) + 4 * (kUnitRows * slot + at % kUnitRows), piece % Tile::kSplits, bits(sum));
       }
+    }
+    if constexpr (Tile::kSplits > 1) {
       cluster_arrive();
-      cluster_wait();
-      for (int i = threadIdx.x; i < kUnitRows * Shared::kShare; i += kThreads) {
-        const int piece = i / kUnitRows * Tile::kSplits + rank;
-        const int token = piece / Tile::kRowTiles;
-        const int at = piece % Tile::kRowTiles * kUnitRows + i % kUnitRows;
-        if (token >= count || 16 * row <= col0 + at || col0 + at >= n) continue;
-        const Acc* sent = reinterpret_cast<const Acc*>(shared + Shared::kInbox) + i;
-        Acc sum = sent[0];
-#pragma unroll
-        for (int r = 1; r < Tile::kSplits; ++r) sum += sent[r * kUnitRows * Shared::kShare];
-        finish(sum, token, at);
-      }
-      cluster_arrive();
+      sent = of;
     }
     __syncthreads();
   };
@@ -263,7 +285,10 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
     }
     begin_rows();
   }
-  if constexpr (Tile::kSplits > 1) cluster_wait();  // no CTA exits while others send to it
+  if constexpr (Tile::kSplits > 1) {  // no CTA exits while others send to it
+    cluster_wait();
+    receive(sent);
+  }
 }
 
 }  // namespace qcut

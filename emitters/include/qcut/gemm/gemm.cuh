@@ -164,10 +164,11 @@ struct TileCopy {
 #pragma unroll
       for (int i = 0; i < 16; i += Op::kAlign) copy_async<Op::kAlign>(to + i, from + i, !inside || i >= bytes_left);
     } else {
-      Vector<T> v{};
+      using E = typename Either<sizeof(T) == 1, int8_t, T>::Type;  // any bytes are copied as int8
+      Vector<E> v{};
 #pragma unroll
-      for (int j = 0; j < Vector<T>::kSize; ++j) {
-        if (inside && j * kSize < bytes_left) v.set(j, reinterpret_cast<const T*>(from)[j]);
+      for (int j = 0; j < Vector<E>::kSize; ++j) {
+        if (inside && j * kSize < bytes_left) v.set(j, reinterpret_cast<const E*>(from)[j]);
       }
       store_shared_16(to, v.w);
     }
