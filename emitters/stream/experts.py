@@ -64,7 +64,8 @@ def smem_bytes(element_bytes: int, table_bytes: int, tile: ExpertsTile) -> int:
     sums = 4 * tile.tokens * (rows + 4)
     inbox = 4 * ROW_TILE * tile.splits * -(-tile.row_tiles * tile.tokens // tile.splits) if tile.splits > 1 else 0
     parts = 2 if tile.splits > 1 else 1  # rows whose sums have been sent, and the next ones
-    return table_bytes + tile.warps * (staged + sums) + parts * (inbox + 8 * rows + 8 * tile.tokens)
+    parts_bytes = parts * (inbox + 8 * rows + 8 * tile.tokens) + (32 if parts > 1 else 0)
+    return table_bytes + tile.warps * (staged + sums) + parts_bytes
 
 
 def tile_constraints(

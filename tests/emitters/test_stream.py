@@ -16,15 +16,18 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.families import (
+    CODEBOOK_EXPERTS,
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
+    INT8_EXPERTS,
     INT8_STREAM,
     W8A16_STREAM,
 )
 from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream import codebook_rounds
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
+from qcut.emitters.stream.experts import ExpertsTile
 from qcut.emitters.stream.int8 import register_limit
 from qcut.emitters.stream.w8a8 import (
     MAX_ROWS,
@@ -66,6 +69,13 @@ SHAPES = (*LAYERS, (3840, 1280), (128256, 4096), (864, 288), (512, 1376), (1, 1)
 def test_grid_has_a_cluster_a_row_of_tiles() -> None:
     assert INT8_STREAM.grid(INT8_TILE, 3840)(1) == INT8_STREAM.grid(INT8_TILE, 3840)(8) == (120, 1, 1)
     assert INT8_STREAM.grid(W8A8Tile(2, 8, splits=4), 33)(8) == (8, 1, 1)
+
+
+def test_clusters_of_experts_all_run_at_a_time() -> None:
+    tile = ExpertsTile(8, 12, 7, splits=2)
+    assert CODEBOOK_EXPERTS.grid(tile, 4096, 132)(64)[0] == 132
+    assert [INT8_EXPERTS.grid(replace(tile, splits=splits), 4096, 132)(64)[0] for splits in (4, 8)] == [120, 120]
+    assert INT8_EXPERTS.grid(replace(tile, splits=8), 4096, 7)(64)[0] == 8
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -98,10 +98,10 @@ def test_tokens_may_be_prepared_before(scheme: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 8, 32, 128])
-@pytest.mark.parametrize(("n", "k"), [(16, 128), (1, 160), (768, 2048), (130, 4096), (64, 14336)])
+@pytest.mark.parametrize(("n", "k"), [(16, 128), (1, 160), (768, 2048), (130, 4096), (64, 14336), (1040, 8192)])
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8"])
 def test_shapes(scheme: str, n: int, k: int, size: int) -> None:
-    if (k, size) == (14336, 32):
+    if k > 4096 and size == 32:
         pytest.skip("`Experts` takes tiles of 16")
     layers = stack(scheme, 3, n, k, bias=False)
     for dtype in (torch.float16, torch.bfloat16):

@@ -92,6 +92,7 @@ def test_equals_the_layers_of_the_experts(scheme: str, experts: int, size: int) 
 def test_k_over_clusters(scheme: str, size: int) -> None:
     for n, k in CLUSTERS:
         check(stack_of(scheme, 3, n, k), 2, 2, size)
+    check(stack_of(scheme, 3, 1040, 8192), 40, 2, size)  # a cluster sends sums several times, of several experts
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ struct ExpertShared : StreamShared<T, Tile, kTable> {
   static constexpr int kBias = kColScale + kParts * 4 * Tile::kRows;
   static constexpr int kRowScale = kBias + kParts * 4 * Tile::kRows;
   static constexpr int kRoutes = kRowScale + kParts * 4 * Tile::kTokens;
-  static constexpr int kBytes = kRoutes + kParts * 4 * Tile::kTokens;
+  static constexpr int kSent = kRoutes + kParts * 4 * Tile::kTokens;
+  static constexpr int kBytes = kSent + (kParts > 1 ? kParts * 16 : 0);
 };
 
 // The kernel. units_k <= kSplits * kWarps * kUnits; m counts the places of all tiles of routes, kTokens each. kRowTiles is
@@ -160,19 +161,22 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
     route = next_route;
     next_route = route_of(tile + 2);
   };
-  // Rows of D: what is known of them where their sums are finished. `vectors`: which of kParts they have.
+  // Rows of D: what is known of them where their sums are finished. Of those that are sent it is in shared memory, as
+  // registers are few.
   struct Rows {
-    int col0, end, count, vectors, places;
+    int col0, end, count, places;
   };
-  int col0 = 0, vectors = 0;
+  Rows* const sent = reinterpret_cast<Rows*>(shared + Shared::kSent);
+  if (Tile::kSplits > 1 && threadIdx.x == 0) sent[0] = {};
+  int col0 = 0, part = 0;
   // Starts the copy of the vectors of the rows that are computed next.
   const auto begin_rows = [&] {
     col0 = kUnitRows * row;
-    vectors = (vectors + 1) % kParts;
+    part = (part + 1) % kParts;
     const int columns = min(Tile::kRows, n - col0);
     const long long at = static_cast<long long>(expert) * n + col0;
-    copy_floats<kThreads, Tile::kRows>(col_scale + vectors * Tile::kRows, args.col_scale_per_channel + at, columns);
-    copy_floats<kThreads, Tile::kRows>(bias + vectors * Tile::kRows, args.bias + at, args.bias != nullptr ? columns : 0);
+    copy_floats<kThreads, Tile::kRows>(col_scale + part * Tile::kRows, args.col_scale_per_channel + at, columns);
+    copy_floats<kThreads, Tile::kRows>(bias + part * Tile::kRows, args.bias + at, args.bias != nullptr ? columns : 0);
     copy_async_commit();
   };
   stage(route);
@@ -191,9 +195,10 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
     for (int w = 0; w < Tile::kWarps; ++w) sum[w % kChains] += at[w * (Shared::kSumBytes / 4)];
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   };
-  const auto finish = [&](const Rows& of, Acc sum, int token, int row) {
-    local.col_scale_per_channel = col_scale + of.vectors * Tile::kRows;
-    local.bias = bias + of.vectors * Tile::kRows;
+  // `part`: which of kParts vectors and inboxes the rows have.
+  const auto finish = [&](const Rows& of, int part, Acc sum, int token, int row) {
+    local.col_scale_per_channel = col_scale + part * Tile::kRows;
+    local.bias = bias + part * Tile::kRows;
     local.row_scale = row_scale + of.places * kTokens;
     const auto column = E::column(local, row, n - of.col0);
     const int route = routes[of.places * kTokens + token];
@@ -202,48 +207,46 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
         E::convert(E::finish(E::apply(sum, E::row(local, token, of.count), column), 0.0f, local));
   };
   const auto computed = [&](const Rows& of, int at) { return of.end > of.col0 + at && of.col0 + at < n; };
-  const auto inbox = [&](const Rows& of) { return Shared::kInbox + of.vectors * Shared::kInboxBytes; };
   // Adds up the sums that the CTAs of the cluster have sent, in the order of ranks, and writes their elements of D.
-  const auto receive = [&](const Rows& of) {
+  const auto receive = [&](int part) {
+    const Rows of = sent[part];
     for (int i = threadIdx.x; i < kUnitRows * Shared::kShare; i += kThreads) {
       const int piece = i / kUnitRows * Tile::kSplits + rank;
       const int token = piece / Tile::kRowTiles;
       const int at = piece % Tile::kRowTiles * kUnitRows + i % kUnitRows;
       if (token >= of.count || !computed(of, at)) continue;
-      const Acc* sent = reinterpret_cast<const Acc*>(shared + inbox(of)) + i;
-      Acc sum = sent[0];
+      const Acc* from = reinterpret_cast<const Acc*>(shared + Shared::kInbox + part * Shared::kInboxBytes) + i;
+      Acc sum = from[0];
 #pragma unroll
-      for (int r = 1; r < Tile::kSplits; ++r) sum += sent[r * kUnitRows * Shared::kShare];
-      finish(of, sum, token, at);
+      for (int r = 1; r < Tile::kSplits; ++r) sum += from[r * kUnitRows * Shared::kShare];
+      finish(of, part, sum, token, at);
     }
   };
-  Rows sent{};  // with kSplits > 1: the rows before
   // Adds up the sums of all warps and writes their elements of D. A CTA of a cluster sends them to the CTA that writes
   // these elements, and writes those of the rows before: while others send, the next rows are computed.
   const auto write_rows = [&] {
-    const Rows of{col0, kUnitRows * row, count, vectors, places};
+    const Rows of{col0, kUnitRows * row, count, places};
     copy_async_wait<0>();
+    if (Tile::kSplits > 1 && threadIdx.x == 0) sent[part] = of;
     __syncthreads();
     if constexpr (Tile::kSplits > 1) {
       cluster_wait();  // all have started, or have sent the rows before and read those before them
-      receive(sent);
+      receive(1 - part);
     }
     for (int i = threadIdx.x; i < Tile::kRows * count; i += kThreads) {
       const int token = i / Tile::kRows, at = i % Tile::kRows;
       if (!computed(of, at)) continue;
       const Acc sum = sum_of_warps(token, at);
       if constexpr (Tile::kSplits == 1) {
-        finish(of, sum, token, at);
+        finish(of, part, sum, token, at);
       } else {
         const int piece = i / kUnitRows;
         const int slot = rank * Shared::kShare + piece / Tile::kSplits;
-        store_cluster_4(base + inbox(of) + 4 * (kUnitRows * slot + at % kUnitRows), piece % Tile::kSplits, bits(sum));
+        store_cluster_4(base + Shared::kInbox + part * Shared::kInboxBytes + 4 * (kUnitRows * slot + at % kUnitRows),
+                        piece % Tile::kSplits, bits(sum));
       }
     }
-    if constexpr (Tile::kSplits > 1) {
-      cluster_arrive();
-      sent = of;
-    }
+    if constexpr (Tile::kSplits > 1) cluster_arrive();
     __syncthreads();
   };
 
@@ -287,7 +290,7 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
   }
   if constexpr (Tile::kSplits > 1) {  // no CTA exits while others send to it
     cluster_wait();
-    receive(sent);
+    receive(part);
   }
 }
 
