@@ -1,7 +1,7 @@
 """Tiles of ``codebook_experts`` and ``int8_experts``.
 
-Source: constants fitted to products of 1 to 64 tokens with the experts of Qwen3-30B-A3B in codebook4, on an H200. The
-memory's part is the same for int8, by bytes.
+Source: constants fitted to products of 1 to 64 tokens with the experts of Qwen3-30B-A3B in codebook4, and with those of
+Mixtral-8x7B and GPT-OSS-20B where K is split, on an H200. The memory's part is the same for int8, by bytes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _ROW_TILES = (12, 8, 6, 4, 3, 2, 1)
 """Tiles of rows between two sums, the best first."""
 _INT8_KB = 2
 """Kilobytes of a unit of int8 weights; a codebook's units count as one."""
+_INT8_SMEM = 194 << 10
+"""Shared memory of a multiprocessor with which its L1 still holds the lines of int8 weights in flight: with more,
+products take 1.2 to 1.5 times as long."""
 
 
 def candidates(
@@ -48,7 +51,8 @@ def candidates(
         exchange = (_EXCHANGE + _MORE_CTAS * splits) / unit_kb if splits > 1 else 0
         for rows in _ROW_TILES:
             tile = ExpertsTile(size, max(prefetch, rows // prefetch * prefetch), warps, units, splits, prefetch, ctas)
-            if family.is_legal(problem, tile, target.arch):
+            roomy = unit_kb == 1 or rows == 1 or ctas * family.smem_bytes(problem, tile) <= _INT8_SMEM
+            if roomy and family.is_legal(problem, tile, target.arch):
                 together, in_flight = warps * ctas, warps * ctas * units * prefetch * unit_kb
                 share = _IN_FLIGHT / in_flight + _MORE_THAN_ENOUGH * max(0, in_flight - _ENOUGH)
                 share += _FEW_WARPS / together + _SUMS / unit_kb * together
