@@ -145,9 +145,14 @@ class LinearLayer(NamedTuple):
         return [spec for spec in self.specs(device) if spec is not None]
 
     @property
+    def operator(self) -> str:
+        """The operator that calls it."""
+        return f"{'w8a16' if self.scheme in FLOAT_TOKENS else self.scheme}_linear"
+
+    @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: those of all schemes that it knows."""
-        return f"{self.scheme}_linear" in native.OPS
+        """Whether C++ serves calls: those of all operators that it knows."""
+        return self.operator in native.OPS
 
 
 # ── plans ────────────────────────────────────────────────────────────────────────────────────────
@@ -295,7 +300,7 @@ def _shared(layer: LinearLayer, device: int) -> LinearPlan:
     plan = plan_for(layer, device)
     if layer.calls_native:
         key = native.key(
-            f"{layer.scheme}_linear",
+            layer.operator,
             n=layer.n,
             k=layer.k,
             rows=layer.rows,
@@ -305,6 +310,7 @@ def _shared(layer: LinearLayer, device: int) -> LinearPlan:
             aligned=layer.aligned,
             early_read=layer.early_read,
             bias=layer.bias,
+            e4m3=layer.scheme == "fp8",
         )
         hand_over(key, [plan.product] if plan.quantize is None else [plan.quantize, plan.product], plan.k_padded)
     return plan
