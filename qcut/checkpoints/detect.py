@@ -35,7 +35,10 @@ METHODS = {
     "gptq": "qcut.checkpoints.formats.gptq.Gptq",
     "awq": "qcut.checkpoints.formats.awq.Awq",
     "bitsandbytes": "qcut.checkpoints.formats.bitsandbytes.BitsAndBytes",
-    "mxfp4": "qcut.checkpoints.formats.mxfp4.Mxfp4",
+    "mxfp4": "qcut.checkpoints.formats.floats.mxfp4.Mxfp4",
+    "fp8": "qcut.checkpoints.formats.floats.finegrained.FinegrainedFp8",
+    "fbgemm_fp8": "qcut.checkpoints.formats.floats.fbgemm.FbgemmFp8",
+    "modelopt": "qcut.checkpoints.formats.floats.modelopt.ModelOpt",
 }
 """By ``quant_method`` of another library, the `qcut.checkpoints.formats.parts.Format` that reads its layers."""
 READERS = {
@@ -46,7 +49,7 @@ READERS = {
 }
 """By format, the function that loads what was detected, with `Options`."""
 GGUF_MAGIC = b"GGUF"
-_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 """Files that older writers put their configuration in, beside config.json."""
 
 
@@ -100,7 +103,7 @@ def load(
     a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.formats.turboquant.reader.load`. What
     ``save_pretrained`` wrote is read by transformers, with the same checks of names, shapes, dtypes and values.
 
-    For checkpoints of compressed-tensors, GPTQ, AWQ and bitsandbytes, and GGUF files, see docs/foreign-checkpoints.md.
+    For checkpoints of other libraries, and GGUF files, see docs/foreign-checkpoints.md.
 
     Args:
         directory: the checkpoint, a folder or a ``.gguf`` file, or a name on the hub.
@@ -176,6 +179,8 @@ def stated_quantization(config: Mapping[str, Any], where: str) -> dict[str, Any]
     method = found.get("quant_method")
     if method is None and ("load_in_4bit" in found or "load_in_8bit" in found):
         method = "bitsandbytes"
+    if method is None and "quant_algo" in found:
+        method = "modelopt"
     return {**found, "quant_method": method}
 
 

@@ -25,7 +25,7 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
     takes no ``quantization_config=`` of another method than the checkpoint names.
 
     Args:
-        name: a folder of compressed-tensors, GPTQ, AWQ or bitsandbytes, or its name on the hub.
+        name: a folder of a library that docs/foreign-checkpoints.md names, or its name on the hub.
         options: that ``from_pretrained`` of configurations takes, such as ``revision``, ``subfolder`` and ``token``;
             the model's ``from_pretrained`` needs the same ones.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import qcut
-from qcut.checkpoints.formats.e2m1 import LEVELS, codes_of
+from qcut.checkpoints.formats.floats.e2m1 import LEVELS, codes_of
 from qcut.checkpoints.formats.reader import format_of, layer_of
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from tests.checkpoints.formats import samples

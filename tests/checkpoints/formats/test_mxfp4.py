@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qcut.checkpoints.formats.experts.layers import expert_layers
 from qcut.checkpoints.formats.experts.whole import whole_stacks
-from qcut.checkpoints.formats.mxfp4 import Mxfp4
+from qcut.checkpoints.formats.floats.mxfp4 import Mxfp4
 from qcut.checkpoints.formats.parts import Stored
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.layers.experts.experts import Experts

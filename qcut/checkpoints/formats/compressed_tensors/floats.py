@@ -10,27 +10,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from qcut.checkpoints.formats.build import packed_layer
-from qcut.checkpoints.formats.e2m1 import Mxfp4Layout
-from qcut.checkpoints.formats.grid import Grid
-from qcut.checkpoints.formats.parts import FLOATS, Parts
+from qcut.checkpoints.formats.floats.e2m1 import Mxfp4Layout
+from qcut.checkpoints.formats.floats.e4m3 import E4m3Layout
 from qcut.errors import UnsupportedError
-from qcut.layers.linear import Linear
-from qcut.schemes import E2M1_GROUP, FP8, W8A8, W8A16
+from qcut.schemes import E2M1_GROUP, W8A8, W8A16
 
 _ROWS = "allowed: int-quantized, with a scale for each row"
 
 _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": E2M1_GROUP}
 
 
-class FloatQuantized:
-    """e4m3 weights with a scale for each row, or for the layer; see `Layout`.
-
-    Tokens that the writer would quantize to floats while it computes stay in 16 bits; a scale of theirs is not used.
-    """
+class FloatQuantized(E4m3Layout):
+    """e4m3 weights with a scale for each row, or for the layer; see `Layout`."""
 
     name = "float-quantized"
 
@@ -44,26 +35,7 @@ class FloatQuantized:
                 f"{wanted} with the strategies tensor and channel"
             )
         _check_float_tokens(tokens, self.name, where, static=True)
-        self.one_scale = strategy == "tensor"
-
-    def check(self, parts: Parts) -> None:
-        """See `Format.check`."""
-        parts.only(("weight", "weight_scale", "input_scale", "bias"))
-        parts.require("weight", ("F8_E4M3",), [parts.n, parts.k])
-        parts.require("weight_scale", FLOATS, *([[1], []] if self.one_scale else [[parts.n, 1], [parts.n]]))
-
-    def codes(self, parts: Parts) -> Tensor:
-        """See `IntegerFormat.codes`: the bits."""
-        return parts.read("weight").view(torch.uint8)
-
-    def grid(self, parts: Parts) -> Grid:
-        """See `IntegerFormat.grid`."""
-        scales = parts.read_scales("weight_scale").reshape(-1, 1)
-        return Grid(8, scales.expand(parts.n, 1), None, None, rows=FP8())
-
-    def layer(self, parts: Parts) -> Linear:
-        """See `Format.layer`."""
-        return packed_layer(parts, self.codes(parts), self.grid(parts))
+        super().__init__("weight_scale", 1 if strategy == "channel" else None, unused=("input_scale",))
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.formats.e2m1 import BIAS, LEVELS
+from qcut.checkpoints.formats.floats.e2m1 import BIAS, LEVELS
 from qcut.errors import UnsupportedError
 from qcut.layers.quantized import StateEntry
 from qcut.numerics.codebook import float4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qcut.checkpoints.formats.e2m1 import Mxfp4Layout
+from qcut.checkpoints.formats.floats.e2m1 import Mxfp4Layout
 from qcut.checkpoints.formats.parts import Stored, refuse_others
 
 _FIELDS = ("dequantize", "modules_to_not_convert", "quant_method")

@@ -1,0 +1,1 @@
+"""Weights of 8-bit and 4-bit floats."""

@@ -1,0 +1,62 @@
+"""8-bit floats, e4m3, with scales of rows.
+
+Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcut.checkpoints.formats.build import packed_layer
+from qcut.checkpoints.formats.grid import Grid
+from qcut.checkpoints.formats.parts import FLOATS, Parts
+from qcut.errors import UnsupportedError
+from qcut.layers.linear import Linear
+from qcut.schemes import FP8
+
+
+class E4m3Layout:
+    """``weight`` e4m3 ``[N, K]``, ``weight = scale * value``; see `IntegerFormat`.
+
+    Tokens that the writer would quantize stay in 16 bits, and caches in their own type.
+
+    Args:
+        scales: key of the tensor of scales.
+        rows: rows that share a scale; None: all.
+        columns: columns that share a scale; None: all. Layers with more are refused.
+        unused: keys of scales of tokens and caches.
+    """
+
+    def __init__(
+        self, scales: str, rows: int | None, columns: int | None = None, *, unused: tuple[str, ...] = ()
+    ) -> None:
+        self._scales, self._rows, self._columns, self._unused = scales, rows, columns, unused
+
+    def check(self, parts: Parts) -> None:
+        """See `Format.check`."""
+        n, k = parts.n, parts.k
+        if self._columns is not None and k > self._columns:
+            raise UnsupportedError(
+                f"{parts.where}: layer {parts.name!r} has {k} columns with a scale for each {self._columns}; layers "
+                "whose rows have one scale are served of e4m3"
+            )
+        parts.only(("weight", self._scales, *self._unused, "bias"))
+        parts.require("weight", ("F8_E4M3",), [n, k])
+        blocks = 1 if self._rows is None else -(-n // self._rows)
+        shapes = [[blocks, 1], [blocks], *([[]] if self._rows is None else [])]
+        parts.require(self._scales, FLOATS, *shapes)
+
+    def codes(self, parts: Parts) -> Tensor:
+        """See `IntegerFormat.codes`: the bits."""
+        return parts.read("weight").view(torch.uint8)
+
+    def grid(self, parts: Parts) -> Grid:
+        """See `IntegerFormat.grid`."""
+        scales = parts.read_scales(self._scales).reshape(-1, 1)
+        scales = scales.repeat_interleave(self._rows or parts.n, 0)[: parts.n]
+        return Grid(8, scales, None, None, rows=FP8())
+
+    def layer(self, parts: Parts) -> Linear:
+        """See `Format.layer`."""
+        return packed_layer(parts, self.codes(parts), self.grid(parts))

@@ -1,0 +1,43 @@
+"""FP8 of NVIDIA's Model Optimizer: e4m3 with a scale for each layer, or for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qcut.checkpoints.formats.floats.e4m3 import E4m3Layout
+from qcut.checkpoints.formats.parts import Stored, refuse_others
+from qcut.common import schema
+from qcut.errors import CheckpointError, UnsupportedError
+
+_ROWS = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": 1}
+"""By ``quant_algo``, the rows that share a scale; None: all."""
+_UNUSED = ("input_scale", "k_scale", "v_scale")
+_ALGORITHM = {"quant_algo": (schema.nothing_or(schema.text()), None)}
+_CONFIG = schema.record({}, {**_ALGORITHM, "quantization": (schema.record({}, _ALGORITHM, more=True), {})}, more=True)
+_FIELDS = (
+    *("config_groups", "exclude_modules", "ignore", "kv_cache_quant_algo", "kv_cache_scheme", "producer", "quant_algo"),
+    *("quant_method", "quantization"),
+)
+"""What the configuration says of layers that are left in float is seen from their tensors."""
+
+
+class ModelOpt(E4m3Layout):
+    """Reads ``weight`` and ``weight_scale``; see `Format`.
+
+    The configuration is that of config.json, or that of hf_quant_config.json, which has it under ``quantization``.
+    """
+
+    def __init__(self, config: dict[str, Any], where: str) -> None:
+        where = f"{where}: quantization_config"
+        data = schema.conform(config, _CONFIG, where, CheckpointError)
+        for fields in (config, data["quantization"]):
+            refuse_others(fields, _FIELDS, where)
+        found = data["quant_algo"] or data["quantization"].get("quant_algo")
+        if found not in _ROWS:
+            raise UnsupportedError(f"{where}: quant_algo is {str(found)[:80]!r}; {', '.join(_ROWS)} are served")
+        super().__init__("weight_scale", _ROWS[found], unused=_UNUSED)
+
+    def quantized(self, tensors: Mapping[str, Stored]) -> bool:
+        """See `Format.quantized`."""
+        return "weight_scale" in tensors
