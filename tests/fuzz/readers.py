@@ -12,7 +12,20 @@ from typing import Any
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 """By name: dtype code, shape and bytes."""
 
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8}
+SIZES = {
+    "F8_E4M3": 1,
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+}
 
 
 class Unreadable(Exception):

@@ -312,6 +312,13 @@ def mxfp4(weight: Tensor) -> Packed:
     return stored, exact.view(weight.shape)
 
 
+def float8(weight: Tensor, *, rows: bool = False, scales: str = "weight_scale") -> Packed:
+    """e4m3 with a scale for each row or for the layer."""
+    scale = weight.float().abs().amax(1 if rows else (0, 1)) / 448
+    q = (weight.float() / scale.reshape(-1, 1)).to(torch.float8_e4m3fn)
+    return {"weight": q, scales: scale}, q.double() * scale.double().reshape(-1, 1)
+
+
 def _gguf(folder: Path) -> None:
     from tests.checkpoints.formats.gguf.test_llama import Type
     from tests.checkpoints.formats.gguf.test_llama import write as write_gguf
@@ -341,7 +348,18 @@ E2M1 = {
         }
     },
 }
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "ignore": ["lm_head"],
+    "producer": {"name": "modelopt", "version": "0.47.0"},
+}
+FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
 CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
+    "modelopt": lambda folder: write(folder, MODELOPT, lambda _, w: float8(w)),
+    "fbgemm_fp8": lambda folder: write(folder, FBGEMM, lambda _, w: float8(w, rows=True)),
+    "fp8": lambda folder: write(folder, FP8, lambda _, w: float8(w, scales="weight_scale_inv")),
     "gptq": lambda folder: write(folder, GPTQ, lambda _, weight: gptq(weight, size=32)),
     "awq": lambda folder: write(folder, AWQ, lambda _, weight: awq(weight, 32)),
     "bitsandbytes": _bitsandbytes,

@@ -18,29 +18,21 @@ from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from tests.checkpoints.formats import samples
 
 FIRST = "model.layers.0.self_attn.k_proj"
-LARGEST = 448.0
-PRODUCER = {"producer": {"name": "modelopt", "version": "0.47.0"}}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], **PRODUCER}
+MODELOPT, FBGEMM, PRODUCER = samples.MODELOPT, samples.FBGEMM, {"producer": samples.MODELOPT["producer"]}
 ROWS = {**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
-FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
 
 
 def finegrained(block: tuple[int, int] | None, **changes: Any) -> dict[str, Any]:
     return {**FineGrainedFP8Config(weight_block_size=block).to_dict(), **changes}
 
 
-def values(q: Tensor, scale: Tensor) -> Tensor:
-    return q.double() * scale.double().reshape(-1, 1)
-
-
 def by_definition(rows: bool, *unused: str) -> Callable[[str, Tensor], samples.Packed]:
     """Weights with a scale for each row or for the layer, and scales of tokens and caches."""
 
     def of(name: str, weight: Tensor) -> samples.Packed:
-        scale = weight.float().abs().amax(1 if rows else (0, 1)) / LARGEST
-        q = (weight.float() / scale.reshape(-1, 1)).to(torch.float8_e4m3fn)
+        packed, exact = samples.float8(weight, rows=rows)
         scales = {key: torch.tensor(0.25) for key in unused if key[0] in ("i", name.rsplit(".", 1)[1][0])}
-        return {"weight": q, "weight_scale": scale, **scales}, values(q, scale)
+        return packed | scales, exact
 
     return of
 
