@@ -43,7 +43,7 @@ from qcut.models.modules import (
     weight_nk,
 )
 from qcut.numerics.int8 import apply_activation
-from qcut.schemes import Codebook
+from qcut.schemes import FP8, Codebook
 
 SAMPLE_ROWS = 16
 """Tokens of each layer's input that the layer is checked on; and tokens of a batch that qcut makes up."""
@@ -272,9 +272,11 @@ def _weight_bound(source: nn.Module, layer: Linear, fitted: bool) -> float:
     if isinstance(layer.scheme, Codebook):
         bits = layer.scheme.bits + (layer.scheme.residual_bits or 0)
         return min(1.2, (24 if fitted else 8) * 2.0**-bits + 0.01)
-    weight = weight_nk(source).float()
-    steps = weight.abs().amax(1) / 254
-    return 1.05 * math.sqrt(weight.shape[1]) * steps.norm().item() / max(weight.norm().item(), 1e-30) + 1e-6
+    # Half a step at most: int8's, or e4m3's, which is a sixteenth of a value, and 2**-10 of the scale for the least.
+    is_fp8, weight = isinstance(layer.scheme, FP8), weight_nk(source).float()
+    steps = weight.abs().amax(1) / (448 * 1024 if is_fp8 else 254)
+    share = math.sqrt(weight.shape[1]) * steps.norm().item() / max(weight.norm().item(), 1e-30)
+    return 1.05 * (share + is_fp8 / 16) + 1e-6
 
 
 class _Call(NamedTuple):
