@@ -278,9 +278,9 @@ def check_kinds(model: nn.Module, codes: Mapping[str, str], where: object) -> No
     for name, tensor in tensors.items():
         code = by_name.get(name.removeprefix(base))
         stored = torch_dtype(code) if code is not None else tensor.dtype
-        if stored in _FLOATS if tensor.is_floating_point() else stored == tensor.dtype:
+        if stored in _FLOATS if tensor.dtype in _FLOATS else stored == tensor.dtype:
             continue
-        wanted = "a floating dtype of 16, 32 or 64 bits" if tensor.is_floating_point() else str(tensor.dtype)
+        wanted = "a floating dtype of 16, 32 or 64 bits" if tensor.dtype in _FLOATS else str(tensor.dtype)
         raise CheckpointError(f"{where}: tensor {name!r}: found {code}; {wanted} is needed")
 
 

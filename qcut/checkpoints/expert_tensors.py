@@ -152,7 +152,7 @@ def join(stack: LinearStack, names: Sequence[str], key: str, pieces: Mapping[str
             torch.cat([part.to(entry.dtype) for part in parts], out=made[e])
             continue
         made[e] = parts[0]
-        for name, part in zip(names, parts, strict=True):
+        for name, part in zip(names[1:], parts[1:], strict=True):
             if not torch.equal(part, parts[0]):
                 raise CheckpointError(
                     f"{where}.{e}.{name}.{key}': found other values than those of {names[0]}, with which it is one "

@@ -22,7 +22,17 @@ from tests.integrations.transformers.mixtures import FAMILIES, mixture, quantize
 from tests.integrations.transformers.support import IDS, logits, opened, same
 from tests.support.files import rewrite
 
-SCHEMES = ("w8a8", "w8a16", "int16x8", "int4", "codebook3", "codebook4+4_int8", "codebook4_pairs", "codebook4_rows")
+SCHEMES = (
+    "w8a8",
+    "w8a16",
+    "fp8",
+    "int16x8",
+    "int4",
+    "codebook3",
+    "codebook4+4_int8",
+    "codebook4_pairs",
+    "codebook4_rows",
+)
 EXPERTS = "model.layers.1.mlp.experts"
 
 
