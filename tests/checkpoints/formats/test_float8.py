@@ -119,13 +119,13 @@ def test_blocks_that_divide_rows_are_refused(tmp_path: Path) -> None:
     samples.refused(tmp_path, UnsupportedError, "has 128 columns with a scale for each 32; layers whose rows have one")
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_older_configurations_of_modelopt(tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("own_file", [True, False])
+def test_older_configurations_of_modelopt(tmp_path: Path, own_file: bool) -> None:
     """Those without a ``quant_method``, and those in a file of their own."""
     expected = samples.write(tmp_path, MODELOPT, by_definition(False, "input_scale"))
     config = json.loads((tmp_path / "config.json").read_text())
     stated = config.pop("quantization_config")
-    if beside:
+    if own_file:
         quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({**PRODUCER, "quantization": quantization}))
     else:

@@ -5,12 +5,14 @@ Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5.2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from qcut.checkpoints.formats.build import packed_layer
 from qcut.checkpoints.formats.grid import Grid
-from qcut.checkpoints.formats.parts import FLOATS, Parts
+from qcut.checkpoints.formats.parts import FLOATS, Parts, Stored
 from qcut.errors import UnsupportedError
 from qcut.layers.linear import Linear
 from qcut.schemes import FP8
@@ -32,6 +34,10 @@ class E4m3Layout:
         self, scales: str, rows: int | None, columns: int | None = None, *, unused: tuple[str, ...] = ()
     ) -> None:
         self._scales, self._rows, self._columns, self._unused = scales, rows, columns, unused
+
+    def quantized(self, tensors: Mapping[str, Stored]) -> bool:
+        """See `Format.quantized`."""
+        return self._scales in tensors
 
     def check(self, parts: Parts) -> None:
         """See `Format.check`."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from qcut.checkpoints.formats.floats.e4m3 import E4m3Layout
-from qcut.checkpoints.formats.parts import Stored, refuse_others
+from qcut.checkpoints.formats.parts import refuse_others
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 
@@ -42,7 +41,3 @@ class FinegrainedFp8(E4m3Layout):
         if block is not None and len(block) != 2:
             raise CheckpointError(f"{where}: weight_block_size has {len(block)} numbers; rows and columns are needed")
         super().__init__("weight_scale_inv", *(block or (None, None)), unused=("activation_scale",))
-
-    def quantized(self, tensors: Mapping[str, Stored]) -> bool:
-        """See `Format.quantized`."""
-        return "weight_scale_inv" in tensors

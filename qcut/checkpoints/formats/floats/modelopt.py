@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from qcut.checkpoints.formats.floats.e4m3 import E4m3Layout
-from qcut.checkpoints.formats.parts import Stored, refuse_others
+from qcut.checkpoints.formats.parts import refuse_others
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 
@@ -37,7 +36,3 @@ class ModelOpt(E4m3Layout):
         if found not in _ROWS:
             raise UnsupportedError(f"{where}: quant_algo is {str(found)[:80]!r}; {', '.join(_ROWS)} are served")
         super().__init__("weight_scale", _ROWS[found], unused=_UNUSED)
-
-    def quantized(self, tensors: Mapping[str, Stored]) -> bool:
-        """See `Format.quantized`."""
-        return "weight_scale" in tensors
