@@ -312,6 +312,27 @@ def mxfp4(weight: Tensor) -> Packed:
     return stored, exact.view(weight.shape)
 
 
+def assert_weights(folder: Path, expected: Any, scheme: str) -> None:
+    """Check that both doors read layers of a scheme with exactly the expected weights, and that they serve."""
+    model = loaded(folder)
+    for name, module in linears(expected).items():
+        layer = model.get_submodule(name)
+        assert layer.scheme.name == scheme
+        assert torch.equal(layer.dequantized_weight(), module.weight.float()), name
+    assert_serves(model, expected, folder / "saved")
+
+
+def assert_expert_weights(folder: Path, expected: Any, scheme: str) -> None:
+    """Check the same of a mixture's experts."""
+    model = loaded(folder)
+    for name, module in expert_modules(expected).items():
+        experts = model.get_submodule(name)
+        assert experts.up.scheme.name == experts.down.scheme.name == scheme
+        assert torch.equal(experts.up.dequantized_weight(), module.gate_up_proj.float()), name
+        assert torch.equal(experts.down.dequantized_weight(), module.down_proj.float()), name
+    assert_serves(model, expected, folder / "saved")
+
+
 def float8(weight: Tensor, *, rows: bool = False, scales: str = "weight_scale") -> Packed:
     """e4m3 with a scale for each row or for the layer."""
     scale = weight.float().abs().amax(1 if rows else (0, 1)) / 448

@@ -62,25 +62,14 @@ def compress(preset: dict[str, QuantizationArgs]) -> Callable[[str, Tensor], sam
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
 def test_weights_are_the_librarys(tmp_path: Path, preset: dict[str, QuantizationArgs]) -> None:
     expected = samples.write(tmp_path, config(preset), compress(preset))
-    model = samples.loaded(tmp_path)
-    for name, module in samples.linears(expected).items():
-        layer = model.get_submodule(name)
-        assert layer.scheme.name == "fp8"
-        assert torch.equal(layer.dequantized_weight(), module.weight.float()), name
-    samples.assert_serves(model, expected, tmp_path / "saved")
+    samples.assert_weights(tmp_path, expected, "fp8")
 
 
 @samples.newer_experts
 @pytest.mark.parametrize("family", samples.MIXTURES)
 def test_experts_are_the_librarys(tmp_path: Path, family: str) -> None:
     expected = samples.write_mixture(tmp_path, family, config(), compress(FP8_DYNAMIC))
-    model = samples.loaded(tmp_path)
-    for name, module in samples.expert_modules(expected).items():
-        experts = model.get_submodule(name)
-        assert experts.up.scheme.name == experts.down.scheme.name == "fp8"
-        assert torch.equal(experts.up.dequantized_weight(), module.gate_up_proj.float()), name
-        assert torch.equal(experts.down.dequantized_weight(), module.down_proj.float()), name
-    samples.assert_serves(model, expected, tmp_path / "saved")
+    samples.assert_expert_weights(tmp_path, expected, "fp8")
 
 
 def changed(key: str, edit: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:

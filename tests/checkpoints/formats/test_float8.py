@@ -78,12 +78,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], samples.Packed]]]
 def test_weights_are_the_writers(tmp_path: Path, case: str) -> None:
     config, pack = CASES[case]
     expected = samples.write(tmp_path, config, pack)
-    model = samples.loaded(tmp_path)
-    for name, module in samples.linears(expected).items():
-        layer = model.get_submodule(name)
-        assert layer.scheme.name == "fp8"
-        assert torch.equal(layer.dequantized_weight(), module.weight.float()), name
-    samples.assert_serves(model, expected, tmp_path / "saved")
+    samples.assert_weights(tmp_path, expected, "fp8")
 
 
 @samples.newer_experts
@@ -92,13 +87,7 @@ def test_weights_are_the_writers(tmp_path: Path, case: str) -> None:
 def test_experts_are_the_writers(tmp_path: Path, family: str, case: str) -> None:
     config, pack = CASES[case]
     expected = samples.write_mixture(tmp_path, family, config, pack)
-    model = samples.loaded(tmp_path)
-    for name, module in samples.expert_modules(expected).items():
-        experts = model.get_submodule(name)
-        assert experts.up.scheme.name == experts.down.scheme.name == "fp8"
-        assert torch.equal(experts.up.dequantized_weight(), module.gate_up_proj.float()), name
-        assert torch.equal(experts.down.dequantized_weight(), module.down_proj.float()), name
-    samples.assert_serves(model, expected, tmp_path / "saved")
+    samples.assert_expert_weights(tmp_path, expected, "fp8")
 
 
 def test_layers_in_float_are_among_blocks(tmp_path: Path) -> None:

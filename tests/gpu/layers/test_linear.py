@@ -1,4 +1,4 @@
-"""qcut.Linear on CUDA: the same integers as on the CPU; of float tokens the same floats except for the order of sums."""
+"""qcut.Linear on CUDA: the same integers as on the CPU; with float tokens except for the order of sums."""
 
 from __future__ import annotations
 
