@@ -106,7 +106,7 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A float of 8 bits with 4 of exponent and 3 of fraction. 0x7f and 0xff, which are NaN, become 480 and -480 here.
+// A float of 8 bits with 4 of exponent and 3 of fraction. Weights hold no NaN.
 struct E4M3 {
   unsigned char bits;
 };
@@ -124,8 +124,7 @@ struct Float16;
 template <class T, class B>
 __device__ __forceinline__ void from_bytes(uint32_t q, uint32_t& low, uint32_t& high) {
   if constexpr (kIsE4M3<B>) {
-    low = Float16<T>::from_e4m3(__byte_perm(q, 0, 0x1404));
-    high = Float16<T>::from_e4m3(__byte_perm(q, 0, 0x3424));
+    Float16<T>::from_e4m3(q, low, high);
   } else {
     Float16<T>::from_int8(q, low, high);
   }
@@ -135,6 +134,14 @@ __device__ __forceinline__ void from_bytes(uint32_t q, uint32_t& low, uint32_t& 
 __device__ __forceinline__ uint32_t masked(uint32_t v, uint32_t mask, uint32_t magic) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(v), "r"(mask), "r"(magic));
+  return d;
+}
+
+// Bytes 0 and 1, or 2 and 3, of a word as the halves of another, each after eight copies of its sign.
+template <bool kUpper>
+__device__ __forceinline__ uint32_t signed_halves(uint32_t q) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(d) : "r"(q), "n"(kUpper ? 0xb3a2 : 0x9180));
   return d;
 }
 
@@ -169,12 +176,21 @@ struct Float16<__half> {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(h), "r"(0x64806480u));
   }
 
-  // Bytes in the upper halves of two T. Exponent and fraction move down to where they are those of 2^-8 of the value, also
-  // where it is subnormal; the product with 2^8 is exact.
-  static __device__ __forceinline__ uint32_t from_e4m3(uint32_t spread) {
-    const uint32_t scaled = masked(spread >> 1, 0x3f803f80u, spread & 0x80008000u);
+  static __device__ __forceinline__ void from_e4m3(uint32_t q, uint32_t& low, uint32_t& high) {
+#if __CUDA_ARCH__ >= 890
+    asm("{.reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;}"
+        : "=r"(low), "=r"(high)
+        : "r"(q));
+#else
+    low = from_signed(signed_halves<false>(q));
+    high = from_signed(signed_halves<true>(q));
+#endif
+  }
+  // Exponent and fraction move to where they are those of 2^-8 of the value, also where it is subnormal; the product with
+  // 2^8 is exact.
+  static __device__ __forceinline__ uint32_t from_signed(uint32_t halves) {
     uint32_t d;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(scaled), "r"(0x5c005c00u));
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(halves << 7 & 0xbf80bf80u), "r"(0x5c005c00u));
     return d;
   }
 
@@ -231,11 +247,14 @@ struct Float16<__nv_bfloat16> {
     high = pair(q, 0x4342);
   }
 
+  static __device__ __forceinline__ void from_e4m3(uint32_t q, uint32_t& low, uint32_t& high) {
+    low = from_signed(signed_halves<false>(q));
+    high = from_signed(signed_halves<true>(q));
+  }
   // As above: 2^-120 of the value, and an FMA with 2^120, since sm_80 has no bfloat16 product.
-  static __device__ __forceinline__ uint32_t from_e4m3(uint32_t spread) {
-    const uint32_t scaled = masked(spread >> 4, 0x07f007f0u, spread & 0x80008000u);
+  static __device__ __forceinline__ uint32_t from_signed(uint32_t halves) {
     uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(scaled), "r"(0x7b807b80u), "r"(0x80008000u));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(halves << 4 & 0x87f087f0u), "r"(0x7b807b80u), "r"(0x80008000u));
     return d;
   }
 
