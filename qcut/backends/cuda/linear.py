@@ -222,7 +222,8 @@ def int16x8_static_linear(call: Int16x8StaticLinearOp) -> Tensor:
 
 @serves(W8A16LinearOp)
 def w8a16_linear(call: W8A16LinearOp) -> Tensor:
-    return _linear(FLOAT_TOKEN_SCHEMES[call.qweight.dtype], call, (call.qweight, call.weight_scale, call.bias))
+    scheme = FLOAT_TOKEN_SCHEMES.get(call.qweight.dtype, "w8a16")  # another dtype is refused where plans are made
+    return _linear(scheme, call, (call.qweight, call.weight_scale, call.bias))
 
 
 def _linear(

@@ -8,12 +8,14 @@ import torch
 from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.backends.cuda import linear as linear_cuda
 from qcut.backends.cuda.launch.plans import m_bucket
-from qcut.backends.cuda.linear import Int8Layer, LinearLayer, linear_problem
+from qcut.backends.cuda.linear import Int8Layer, LinearLayer, linear_problem, w8a16_linear
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
+from qcut.errors import DtypeError
 from qcut.layers.linear import Linear
+from qcut.ops.linear import W8A16LinearOp
 from qcut.schemes import parse_scheme
 from tests.support.fakes.launches import A100, H200
 
@@ -30,7 +32,7 @@ def layer(scheme: str, m: int, *, k: int = 640, aligned: bool = True) -> LinearL
 
 
 def test_the_class_of_a_layer_describes_its_calls() -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8"):
         describe, call = Linear.subclass_for(scheme).cuda_calls, layer(scheme, 63)
         wanted = {"dtype": torch.float16, "rows": 63, "n": 1280, "bias": True, "activation": "none"}
         assert describe(parse_scheme(scheme), k=640, **wanted) == [call]
@@ -84,14 +86,21 @@ def test_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
         assert product.name == dispatch.emit(choice, problem, gpu.arch).name
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e5m2])
+def test_weights_of_other_types_are_refused(dtype: torch.dtype) -> None:
+    weight = torch.zeros(8, 64, dtype=dtype)
+    with pytest.raises(DtypeError, match=r"qweight is \w+; allowed: int8, float8_e4m3fn"):
+        w8a16_linear(W8A16LinearOp(torch.zeros(3, 64).half(), weight, torch.ones(8), None, "none"))
+
+
 def test_unaligned_tokens_are_read_by_other_kernels(gpu: Target) -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8"):
         first, other = layer(scheme, 32).sources(0)[0], layer(scheme, 32, aligned=False).sources(0)[0]
         assert first.name != other.name
 
 
 def test_launches_are_data_that_cpp_can_repeat(gpu: Target) -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8"):
         for m in (1, 64, 4096):
             for spec in layer(scheme, m).specs(0):
                 assert spec is None or (isinstance(spec.grid, Grid) and spec.grid.one[2] == 1)
