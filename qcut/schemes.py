@@ -26,6 +26,10 @@ K_ALIGNMENT = 16
 
 E2M1_GROUP = 32
 """Columns that share a power of two in MXFP4."""
+FP8_BLOCK = 128
+"""Rows and columns that share a scale in ``fp8_blocks``."""
+FP8_UNIT_ROWS = 16
+"""Rows of which each `FP8_BLOCK` columns have a stored scale in ``fp8_blocks``: those that kernels multiply at once."""
 
 ACTIVATIONS = ("none", "relu", "gelu_erf", "gelu_tanh", "silu")
 """Names of the elementwise functions a layer can fuse after its bias."""
@@ -172,10 +176,30 @@ class W8A16(Scheme):
 
 @dataclass(frozen=True)
 class FP8(Scheme):
-    """Weights of 8-bit floats (e4m3), made 16-bit floats in registers; activations keep their floating-point type."""
+    """Weights of 8-bit floats (e4m3), made 16-bit floats in registers; activations keep their floating-point type.
+
+    Attributes:
+        blocks: whether blocks of `FP8_BLOCK` rows and columns have a scale each, and not rows.
+    """
+
+    blocks: bool = False
 
     kind: ClassVar[str] = "fp8"
-    usual: ClassVar[tuple[str, ...]] = ("fp8",)
+    usual: ClassVar[tuple[str, ...]] = ("fp8", "fp8_blocks")
+
+    @classmethod
+    def from_name(cls, name: str) -> Self | None:
+        """See `Scheme`."""
+        return cls(name.endswith("_blocks")) if name in cls.usual else None
+
+    @property
+    def name(self) -> str:
+        """See `Scheme`."""
+        return "fp8_blocks" if self.blocks else "fp8"
+
+    def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
+        """Shape of the scales of a weight ``[N, K]``."""
+        return (-(-n // FP8_UNIT_ROWS), -(-k // FP8_BLOCK)) if self.blocks else (n,)
 
     def weight_bytes(self, n: int, k: int) -> float:
         """One byte a value."""

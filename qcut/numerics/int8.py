@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, QuantizationError
-from qcut.schemes import StaticRange, check_activation
+from qcut.schemes import FP8_BLOCK, FP8_UNIT_ROWS, StaticRange, check_activation
 
 _CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces, so that no float32 copy of a whole weight exists
 
@@ -445,12 +445,20 @@ def w8a8_static_linear_ref(
 def w8a16_linear_ref(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """``y = act((sum_k f32(x[m, k]) * qweight[n, k]) * s_w[n] + b[n])``: weights of a byte, float tokens.
 
-    Args and Returns: as `w8a8_linear_ref`; qweight may be finite float8_e4m3fn.
+    Args and Returns: as `w8a8_linear_ref`; qweight may be finite float8_e4m3fn, and weight_scale then float32
+        ``[ceil(N / 16), ceil(K / 128)]``: sums of 128 columns are multiplied by their scale before they are added.
 
     Exactness: the sum is float32 and its order is the BLAS library's: an error of at most
     ``K * 2**-23 * sum_k |x * q|`` before the scale.
     """
-    v = x.float() @ qweight[:, : x.shape[1]].float().t()
+    k, n = x.shape[1], len(qweight)
+    if weight_scale.dim() == 2:
+        v = x.new_zeros((len(x), n), dtype=torch.float32)
+        for first, scale in zip(range(0, k, FP8_BLOCK), weight_scale.unbind(1), strict=True):
+            part = slice(first, min(first + FP8_BLOCK, k))
+            v += (x[:, part].float() @ qweight[:, part].float().t()) * scale.repeat_interleave(FP8_UNIT_ROWS)[:n]
+        return epilogue_ref(v, row_scale=None, col_scale=None, bias=bias, activation=activation, out_dtype=x.dtype)
+    v = x.float() @ qweight[:, :k].float().t()
     return epilogue_ref(v, row_scale=None, col_scale=weight_scale, bias=bias, activation=activation, out_dtype=x.dtype)
 
 

@@ -380,7 +380,7 @@ class W8A16ExpertsOp(NamedTuple):
         tile_experts: int32 ``[T]``.
         tile_routes: int32 ``[T, size]``, a size of `TILE_SIZES`, or None.
         qweight: int8, or finite float8_e4m3fn, ``[E, N, padded_k(K)]``, N >= 1, zero padded.
-        weight_scale: float32 ``[E, N]``.
+        weight_scale: float32 ``[E, N]``, or ``[E, ceil(N / 16), ceil(K / 128)]``, see `W8A16LinearOp`.
         bias: float32 ``[E, N]``; None: none is added.
         activation: one of `qcut.schemes.ACTIVATIONS`.
 
@@ -423,7 +423,7 @@ class W8A16ExpertsOp(NamedTuple):
         check_tokens(op, "x", x, self.tiles, self.rows, self.k, (x.dtype,))
 
     def fake(self) -> Tensor:
-        return self.x.new_empty((self.rows * self.per_row, self.weight_scale.shape[1]))
+        return self.x.new_empty((self.rows * self.per_row, self.qweight.shape[1]))
 
     def cpu(self) -> Tensor:
         check_routes("w8a16_experts", self.tiles)

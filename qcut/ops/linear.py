@@ -32,7 +32,7 @@ from qcut.ops.checks import (
     flat,
 )
 from qcut.ops.registry import MUTATED, operator
-from qcut.schemes import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
+from qcut.schemes import FP8, K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 
 FEW_ROWS = 8
 """Most rows whose product, on CUDA, quantizes tokens by given magnitudes and computes those of its result."""
@@ -56,7 +56,8 @@ def _check_layer(
         sizes = f"x has K = {k}, qweight has shape {list(qweight.shape)}"
         raise ShapeError(f"qcut::{op}: {sizes}; allowed: [N, {padded_k(k)}], K rounded up to {K_ALIGNMENT}")
     check_tensor(op, "qweight", qweight, weights, (n, padded_k(k)), x.device)
-    check_tensor(op, scale[0], scale[1], F32, (n,), x.device)
+    blocks = qweight.dtype is torch.float8_e4m3fn and scale[1].dim() == 2
+    check_tensor(op, scale[0], scale[1], F32, FP8(blocks).scale_shape(n, k), x.device)
     if bias is not None:
         check_tensor(op, "bias", bias, F32, (n,), x.device)
     check_activation(activation)
@@ -168,7 +169,8 @@ class W8A16LinearOp(NamedTuple):
     Args:
         x: float16 or bfloat16 ``[..., K]``, K >= 1, any strides; the CPU takes float32 as well.
         qweight: int8, or finite float8_e4m3fn, ``[N, padded_k(K)]``, N >= 1, zero padded.
-        weight_scale: float32 ``[N]``.
+        weight_scale: float32 ``[N]``; or of float8_e4m3fn, for each 16 rows and 128 columns,
+            ``[ceil(N / 16), ceil(K / 128)]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.schemes.ACTIVATIONS`.
 

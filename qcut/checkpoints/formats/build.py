@@ -15,7 +15,7 @@ from qcut.numerics import float8
 from qcut.numerics.codebook import float4
 from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.numerics.codebook.rotation import NO_ROTATION
-from qcut.schemes import E2M1_GROUP, FP8, Codebook, ShiftedCodebook, padded_k
+from qcut.schemes import E2M1_GROUP, FP8, FP8_UNIT_ROWS, Codebook, ShiftedCodebook, padded_k
 
 
 def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
@@ -40,18 +40,18 @@ def centred(q: Tensor) -> Tensor:
 
 
 def row_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: RowScheme) -> Linear:
-    """A layer of weights of a byte with a scale for each output channel.
+    """A layer of weights of a byte with a scale for each output channel, or of ``fp8_blocks``.
 
     Args:
         parts: name, sizes and bias of the layer.
         q: int8 ``[N, K]``, or float8_e4m3fn of FP8.
-        scale: floating ``[N]``, finite.
+        scale: floating ``[N]``, or ``[ceil(N / 16), ceil(K / 128)]``, finite.
         scheme: dynamic W8A8, W8A16 or FP8.
 
     Raises:
         CheckpointError: a scale below 0, or what the scheme does not allow.
 
-    Exactness: weights and scales as given; a row whose scale is 0 becomes zeros with the scale 1.
+    Exactness: weights and scales as given; what has the scale 0 becomes zeros with the scale 1.
     """
     bias = parts.read_bias()
     try:
@@ -60,7 +60,7 @@ def row_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: RowScheme) -> Line
         padded[:, : parts.k] = q.view(torch.int8)
         scale = scale.to(torch.float32)
         empty = scale == 0
-        padded[empty] = 0
+        padded[:, : parts.k].masked_fill_(float8.of_weights(empty, parts.n, parts.k), 0)
         state = {"qweight": padded.view(q.dtype), "weight_scale": torch.where(empty, 1.0, scale)}
         state |= {} if bias is None else {"bias": bias}
         if problem := layer.state_problem(state):
@@ -134,9 +134,11 @@ def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) 
     Exactness: that of `integer_layer`.
     """
     needs = grid.needs() if needs is None else needs
+    if isinstance(grid.rows, FP8):
+        scale = _unit_scales(parts, grid.scales) if grid.rows.blocks else grid.scales[:, 0]
+        return row_layer(parts, u.view(float8.E4M3), scale, grid.rows)
     if not needs.shifted:
-        q = u.view(float8.E4M3) if grid.rows == FP8() else centred(u)
-        return row_layer(parts, q, grid.scales[:, 0], grid.rows)
+        return row_layer(parts, centred(u), grid.scales[:, 0], grid.rows)
     norms = grid.scales.to(torch.float32 if needs.wide else torch.float16)
     book, size = torch.arange(16, dtype=torch.float32, device="cpu") - 7.5, grid.group_size or parts.k
     passes = [
@@ -148,6 +150,18 @@ def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) 
     first = (missing / 16).round()
     offsets = torch.cat((first, missing - 16 * first), 1).half()
     return codebook_layer(parts, passes, scheme, offsets, _order(parts, grid, needs))
+
+
+def _unit_scales(parts: Parts, scales: Tensor) -> Tensor:
+    """Scales of each `FP8_UNIT_ROWS` rows of scales ``[N, G]``."""
+    units = scales[::FP8_UNIT_ROWS]
+    if len(at := (units.repeat_interleave(FP8_UNIT_ROWS, 0)[: parts.n] != scales).nonzero()):
+        row = int(at[0, 0])
+        raise UnsupportedError(
+            f"{parts.where}: layer {parts.name!r}: rows {row - 1} and {row} have different scales; scales that each "
+            f"{FP8_UNIT_ROWS} rows share are served of fp8_blocks"
+        )
+    return units
 
 
 def _order(parts: Parts, grid: Grid, needs: Needs) -> Tensor | None:

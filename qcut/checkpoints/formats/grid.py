@@ -43,7 +43,7 @@ class Grid:
         group_size: columns of a group; None: whole rows.
         order: int32 ``[K]``: column j of a group's side by side multiplies column ``order[j]`` of x; None: column j.
         rows: the scheme of 8 bits with one scale for each row and no other zero points than 128. Of FP8 the "integers"
-            are the bits of floats.
+            are the bits of floats, and groups those of blocks.
         levels: what integers of 4 bits stand for, float32 ``[16]``, in any order; scales are then 0 or more, and there
             are no zero points. None: integers.
     """
@@ -66,7 +66,7 @@ class Grid:
         """What a layer of these integers must hold."""
         norms, zeros, ordered = stored_scales(self.scales), self.zeros(), self.order is not None
         wide = norms.dtype is torch.float32
-        if self.levels is not None:
+        if self.levels is not None or isinstance(self.rows, FP8):
             return Needs(wide, False, ordered)
         if self.bits == 4:
             zeros = torch.where(self.scales < 0, 15 - zeros, zeros)

@@ -103,9 +103,28 @@ def test_layers_in_float_are_among_blocks(tmp_path: Path) -> None:
     samples.assert_serves(model, expected, tmp_path / "saved")
 
 
-def test_blocks_that_divide_rows_are_refused(tmp_path: Path) -> None:
-    samples.write(tmp_path, finegrained((32, 32)), by_transformers((32, 32)))
-    samples.refused(tmp_path, UnsupportedError, "has 128 columns with a scale for each 32; layers whose rows have one")
+@pytest.mark.parametrize("block", [(16, 128), (64, 128), (32, 256)])
+def test_blocks_are_the_writers(tmp_path: Path, block: tuple[int, int]) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    expected = samples.write(tmp_path, finegrained(block), by_transformers(block), **sizes)
+    model = samples.loaded(tmp_path)
+    for name, module in samples.linears(expected).items():
+        layer = model.get_submodule(name)
+        assert layer.scheme.name == ("fp8" if layer.in_features <= block[1] else "fp8_blocks")
+        assert torch.equal(layer.dequantized_weight(), module.weight.float()), name
+    samples.assert_serves(model, expected, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ((32, 32), "has 256 columns with a scale for each 32; one for a multiple of 128 columns"),
+        ((8, 128), "rows 7 and 8 have different scales; scales that each 16 rows share"),
+    ],
+)
+def test_other_blocks_are_refused(tmp_path: Path, block: tuple[int, int], text: str) -> None:
+    samples.write(tmp_path, finegrained(block), by_transformers(block), intermediate_size=256)
+    samples.refused(tmp_path, UnsupportedError, text)
 
 
 @pytest.mark.parametrize("own_file", [True, False])

@@ -1,4 +1,4 @@
-"""8-bit floats, e4m3, with scales of rows.
+"""8-bit floats, e4m3, with scales of rows or blocks.
 
 Source: OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5.2.
 """
@@ -15,7 +15,7 @@ from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import FLOATS, Parts, Stored
 from qcut.errors import UnsupportedError
 from qcut.layers.linear import Linear
-from qcut.schemes import FP8
+from qcut.schemes import FP8, FP8_BLOCK
 
 
 class E4m3Layout:
@@ -26,7 +26,7 @@ class E4m3Layout:
     Args:
         scales: key of the tensor of scales.
         rows: rows that share a scale; None: all.
-        columns: columns that share a scale; None: all. Layers with more are refused.
+        columns: columns that share a scale; None: all. Layers with more take a multiple of `FP8_BLOCK`.
         unused: keys of scales of tokens and caches.
     """
 
@@ -42,15 +42,17 @@ class E4m3Layout:
     def check(self, parts: Parts) -> None:
         """See `Format.check`."""
         n, k = parts.n, parts.k
-        if self._columns is not None and k > self._columns:
+        each = self._columns or k
+        columns = -(-k // each)
+        if columns > 1 and each % FP8_BLOCK:
             raise UnsupportedError(
-                f"{parts.where}: layer {parts.name!r} has {k} columns with a scale for each {self._columns}; layers "
-                "whose rows have one scale are served of e4m3"
+                f"{parts.where}: layer {parts.name!r} has {k} columns with a scale for each {each}; one for a "
+                f"multiple of {FP8_BLOCK} columns, or for whole rows, is served of e4m3"
             )
         parts.only(("weight", self._scales, *self._unused, "bias"))
         parts.require("weight", ("F8_E4M3",), [n, k])
-        blocks = 1 if self._rows is None else -(-n // self._rows)
-        shapes = [[blocks, 1], [blocks], *([[]] if self._rows is None else [])]
+        rows = 1 if self._rows is None else -(-n // self._rows)
+        shapes = [[rows, columns], *([[rows]] if columns == 1 else []), *([[]] if self._rows is None else [])]
         parts.require(self._scales, FLOATS, *shapes)
 
     def codes(self, parts: Parts) -> Tensor:
@@ -59,9 +61,14 @@ class E4m3Layout:
 
     def grid(self, parts: Parts) -> Grid:
         """See `IntegerFormat.grid`."""
-        scales = parts.read_scales(self._scales).reshape(-1, 1)
-        scales = scales.repeat_interleave(self._rows or parts.n, 0)[: parts.n]
-        return Grid(8, scales, None, None, rows=FP8())
+        n, k = parts.n, parts.k
+        scales = parts.read_scales(self._scales)
+        scales = scales.view(-1, scales.shape[1] if scales.dim() == 2 else 1)
+        blocks = scales.shape[1] > 1
+        if blocks:
+            scales = scales.repeat_interleave((self._columns or k) // FP8_BLOCK, 1)[:, : -(-k // FP8_BLOCK)]
+        scales = scales.repeat_interleave(self._rows or n, 0)[:n]
+        return Grid(8, scales, None, FP8_BLOCK if blocks else None, rows=FP8(blocks))
 
     def layer(self, parts: Parts) -> Linear:
         """See `Format.layer`."""
