@@ -52,7 +52,13 @@ _ACTIVATIONS = {
     Activation.SILU: "kSilu",
     Activation.ANY: "kAny",
 }
-_MODES = {"none": "kNone", "per_tensor": "kPerTensor", "per_token": "kPerToken", "per_channel": "kPerChannel"}
+_MODES = {
+    "none": "kNone",
+    "per_tensor": "kPerTensor",
+    "per_token": "kPerToken",
+    "per_channel": "kPerChannel",
+    "per_unit": "kPerUnit",
+}
 OUT_DTYPES = (DType.F16, DType.BF16, DType.F32, DType.S8, DType.S32)
 
 
@@ -63,7 +69,9 @@ class Epilogue:
     Attributes:
         out: element type of D (and of the residual).
         row_scale: ``per_token`` reads a float32 vector of M; ``none`` multiplies by nothing.
-        col_scale: ``per_channel`` reads a float32 vector of N; ``per_tensor`` takes one float.
+        col_scale: ``per_channel`` reads a float32 vector of N; ``per_tensor`` takes one float; ``per_unit`` reads
+            float32 ``[N / 16, K / 128]``, both rounded up, by which sums of 128 columns are multiplied before they are
+            added.
         zero_point: ``per_tensor`` takes one int, ``per_token`` an int32 vector of M; both read the
             int32 vector ``colsum`` of N.
         bias: add a float32 vector of N.
@@ -80,7 +88,7 @@ class Epilogue:
 
     out: DType = DType.F16
     row_scale: Literal["none", "per_token"] = "none"
-    col_scale: Literal["none", "per_tensor", "per_channel"] = "none"
+    col_scale: Literal["none", "per_tensor", "per_channel", "per_unit"] = "none"
     zero_point: Literal["none", "per_tensor", "per_token"] = "none"
     bias: bool = False
     activation: Activation = Activation.NONE
@@ -134,7 +142,7 @@ class Epilogue:
         if self.row_scale != "none":
             parts.append("sm")
         if self.col_scale != "none":
-            parts.append({"per_tensor": "st", "per_channel": "sn"}[self.col_scale])
+            parts.append({"per_tensor": "st", "per_channel": "sn", "per_unit": "su"}[self.col_scale])
         if self.bias:
             parts.append("b")
         if self.activation is not Activation.NONE:
@@ -161,7 +169,7 @@ class Epilogue:
             params.append(Param("row_scale", "ptr", "const float*"))
         if self.col_scale == "per_tensor":
             params.append(Param("col_scale", "f32"))
-        if self.col_scale == "per_channel":
+        if self.col_scale in ("per_channel", "per_unit"):
             params.append(Param("col_scale", "ptr", "const float*"))
         if self.bias:
             params.append(Param("bias", "ptr", "const float*"))
@@ -212,5 +220,5 @@ class Epilogue:
     def _member(self, param: str) -> str:
         """The member of ``EpilogueArgs`` that a kernel argument sets."""
         modes = {"zero_point": self.zero_point, "col_scale": self.col_scale}
-        vectors = ("per_token", "per_channel")
+        vectors = ("per_token", "per_channel", "per_unit")
         return f"{param}_{modes[param]}" if modes.get(param) in vectors else param

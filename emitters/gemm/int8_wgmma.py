@@ -43,19 +43,19 @@ def stage_of(problem: GemmProblem) -> Stage:
 
 def _scaled_by_channel(problem: GemmProblem, tile: Any, arch: str) -> bool:
     e, is_int8 = problem.epilogue, problem.a is DType.S8
-    return (e.row_scale, e.col_scale, e.zero_point, e.halves, e.rescale) == (
+    plain = (e.row_scale, e.zero_point, e.halves, e.rescale) == (
         "per_token" if is_int8 else "none",
-        "per_channel",
         "none",
         False,
         False,
     )
+    return plain and e.col_scale in ("per_channel", "per_unit")
 
 
 PROBLEM_CONSTRAINTS = (
     Constraint("experts", "have routes: other products are of other families", lambda p, t, arch: p.experts),
     HOST_M,
-    Constraint("epilogue", "has a scale for each channel, and for each int8 token", _scaled_by_channel),
+    Constraint("epilogue", "has scales of channels or units, and of int8 tokens", _scaled_by_channel),
     Constraint("out", "is f16, bf16 or f32", lambda p, t, arch: p.epilogue.out in (DType.F16, DType.BF16, DType.F32)),
 )
 """Constraints of products with int8 weights of experts; each takes (problem, tile, arch)."""
@@ -64,6 +64,7 @@ CONSTRAINTS = (
     *TILE_CONSTRAINTS,
     Constraint("one_part", "is all of K: parts of K write neighbouring rows", lambda p, t, arch: t.splits == 1),
     Constraint("pairs", "are of codebooks", lambda p, t, arch: not t.pairs),
+    Constraint("col_scale", "is one of a channel", lambda p, t, arch: p.epilogue.col_scale == "per_channel"),
     Constraint(
         "three_stages",
         f"fit with int8 tokens of up to 256, of 16 bits up to {WIDE_TOKENS}",

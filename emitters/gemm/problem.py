@@ -63,6 +63,8 @@ class GemmProblem:
             raise EmitError(f"{self.name}: M of halves is known on the host")
         if self.b is DType.E4M3 and self.a is DType.S8:
             raise EmitError(f"{self.name}: e4m3 weights are multiplied with activations of 16 bits")
+        if self.epilogue.col_scale == "per_unit" and self.b is not DType.E4M3:
+            raise EmitError(f"{self.name}: units with scales are of e4m3 weights")
         if self.experts and (self.layouts != "tnt" or self.epilogue.residual):
             raise EmitError(f"{self.name}: experts are in layouts tnt, without a residual")
 

@@ -48,6 +48,8 @@ def _fits_registers(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
     e = problem.epilogue
     rescales = e.rescale and not e.halves and arch in _NEEDS_MORE
     more = _COLUMN_REGISTERS + 8 * tile.splits if rescales else 0
+    if e.col_scale == "per_unit":  # sums of units, and where their scales are
+        more += tile.warp_shape[0] * tile.warp_shape[1] // 32 + 2 * tile.warp_shape[1] // 16
     return registers(tile) + more <= min(255, 65_536 // tile.threads)
 
 
@@ -163,7 +165,8 @@ class OperandGemm(RawGemm[GemmProblem]):
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[TileConfig, ...]:
         """Return the tiles of ``shapes`` that are legal on `arch`; tiles with K split come last."""
         tiles = (TileConfig(block, (*warp, block[2]), stages, splits=k) for block, warp, stages, k in self.shapes)
-        return tuple(tile for tile in tiles if holds(self.constraints, self.plain, tile, arch))
+        suited = problem if problem.epilogue.col_scale == "per_unit" else self.plain
+        return tuple(tile for tile in tiles if holds(self.constraints, suited, tile, arch))
 
     def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
         swapped = problem.layout_d == "column"

@@ -30,6 +30,8 @@ COPY_REGISTERS = 32
 _ARCH = architecture("sm_90a")
 _OTHER_REGISTERS = 26
 """Registers of a multiplying thread for addresses, counters and bounds."""
+_UNIT_REGISTERS = 16
+"""Registers of a multiplying thread for scales of units, besides their sums."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,12 @@ class W8A16WgmmaTile:
         return f"t{self.tokens}_g{self.groups}_s{self.stages}_p{self.prefetch}{splits}{ctas}"
 
 
-def registers(tile: W8A16WgmmaTile) -> int:
+def registers(problem: GemmProblem, tile: W8A16WgmmaTile) -> int:
     """Estimate a multiplying thread's registers: sums, two converted parts, weights in flight, and the rest."""
-    return tile.tokens // 2 + 32 + 16 * tile.prefetch + _OTHER_REGISTERS
+    sums = tile.tokens // 2
+    if problem.epilogue.col_scale == "per_unit":
+        sums += tile.tokens // 2 + _UNIT_REGISTERS
+    return sums + 32 + 16 * tile.prefetch + _OTHER_REGISTERS
 
 
 def register_shares(tile: W8A16WgmmaTile) -> tuple[int, int]:
@@ -109,7 +114,7 @@ CONSTRAINTS = (
     Constraint(
         "registers",
         "sums, converted weights and those in flight fit a thread's share",
-        lambda p, t, arch: registers(t) <= (register_shares(t)[1] or _at_launch(t)),
+        lambda p, t, arch: registers(p, t) <= (register_shares(t)[1] or _at_launch(t)),
     ),
     Constraint(
         "shared_memory",
@@ -155,13 +160,19 @@ class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
         some = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
         many = W8A16WgmmaTile(128, 2, stages=10, prefetch=4)
         most = W8A16WgmmaTile(256, 2, stages=6)
-        return (
+        tiles = (
             *(replace(few, splits=splits) for splits in (4, 8)),
             *(replace(some, splits=splits) for splits in (1, 2)),
             replace(some, groups=3, splits=4, prefetch=3),
             *(replace(many, splits=splits) for splits in (1, 2, 4, 8)),
             *(replace(most, splits=splits) for splits in (1, 2)),
         )
+        if problem.epilogue.col_scale != "per_unit":
+            return tiles
+        # The sums of units take the registers of weights in flight.
+        fitted = (replace(tile, prefetch=prefetch) for tile in tiles for prefetch in range(tile.prefetch, 0, -1))
+        legal = [tile for tile in fitted if self.is_legal(problem, tile, arch)]
+        return tuple({replace(tile, prefetch=1): tile for tile in reversed(legal)}.values())
 
     def _source(self, name: str, problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> KernelSource:
         return KernelSource(

@@ -30,6 +30,8 @@ def _registers(problem: GemmProblem, tile: ExpertsTile) -> int:
     tiles = -(-tile.tokens // 8)
     weights, tokens = 18 * tile.units * tile.prefetch, 1.3 * tiles * (problem.a.bits * tile.units + 4)
     more = _MORE_UNITS * (tile.units - 1) + _MORE_TOKENS * (tiles - 1) + _ONE_WARP * (tile.warps == 1)
+    if problem.epilogue.col_scale == "per_unit":
+        more += tile.units * tile.prefetch + 4 * tiles
     return round(weights + tokens) + _REGISTERS + more
 
 

@@ -38,6 +38,8 @@ def registers(problem: GemmProblem, tile: W8A16Tile) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
     tokens = max(8, tile.tokens)
     other = _OTHER_REGISTERS + ROUTE_REGISTERS * problem.experts
+    if problem.epilogue.col_scale == "per_unit":
+        other += tile.units * tile.prefetch + tokens // 2
     return 16 * tile.units * (tile.prefetch + tokens // 8) + tokens // 2 + other
 
 

@@ -18,7 +18,7 @@ from qcut.errors import CheckpointError, UnsupportedError, layer_prefix
 from qcut.layers.linear import Linear
 from qcut.layers.quantized import quantized_layers
 from qcut.numerics.int8 import colsum_ref
-from qcut.schemes import Codebook, Scheme
+from qcut.schemes import FP8, Codebook, Scheme
 
 CUT = {
     **dict.fromkeys(("weight_scale", "col_scale", "colsum"), (0,)),
@@ -40,6 +40,8 @@ def part_scheme(scheme: Scheme, first: int, k: int, name: str | None = None) -> 
     Raises:
         UnsupportedError: the part ends inside a group or a byte, or its columns are in an order of the whole layer's.
     """
+    if isinstance(scheme, FP8) and scheme.blocks:
+        raise UnsupportedError(f"layer {name!r}: {scheme.name} in parts of {k} input channels; allowed: whole layers")
     if not isinstance(scheme, Codebook):
         return scheme
     size = scheme.group_size

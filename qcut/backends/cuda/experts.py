@@ -13,7 +13,7 @@ from torch import Tensor
 from qcut.backends.cuda.codebook import Rotation
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.backends.cuda.linear import FLOAT_TOKEN_SCHEMES, linear_problem
+from qcut.backends.cuda.linear import float_token_scheme, linear_problem
 from qcut.backends.cuda.operands import dense, parameters, row_major
 from qcut.backends.cuda.routing import sum_routes
 from qcut.dispatch import codebook as codebook_dispatch
@@ -288,7 +288,7 @@ def w8a16_experts(call: W8A16ExpertsOp) -> Tensor:
     _launch(
         call,
         _w8a16_problem,
-        (x.dtype, call.bias is not None, call.activation, aligned, FLOAT_TOKEN_SCHEMES[call.qweight.dtype]),
+        (x.dtype, call.bias is not None, call.activation, aligned, float_token_scheme(call.qweight, call.weight_scale)),
         (experts, n, k),
         (x.data_ptr(), *weight.addresses, y.data_ptr(), rows, n, k, stride, k_padded, n, *vectors.addresses),
     )

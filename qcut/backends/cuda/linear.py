@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -46,9 +45,15 @@ from qcut.schemes import padded_k
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
 
 
-FLOAT_TOKEN_SCHEMES = {torch.int8: "w8a16", torch.float8_e4m3fn: "fp8"}
-"""Schemes of 16-bit tokens, by the dtype of the weight."""
-FLOAT_TOKENS = frozenset(FLOAT_TOKEN_SCHEMES.values())
+FLOAT_TOKENS = frozenset(("w8a16", "fp8", "fp8_blocks"))
+"""Schemes of tokens of 16 bits."""
+
+
+def float_token_scheme(qweight: Tensor, weight_scale: Tensor) -> str:
+    """The scheme of a weight that is multiplied with tokens of 16 bits, or of those of experts."""
+    if qweight.dtype is not torch.float8_e4m3fn:
+        return "w8a16"  # other dtypes are refused where plans are made
+    return "fp8_blocks" if weight_scale.dim() == qweight.dim() else "fp8"
 
 
 def linear_problem(
@@ -62,30 +67,30 @@ def linear_problem(
         k: columns of the tokens.
         bias: whether a bias is added.
         activation: activation after the bias.
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``int16x8`` or ``int16x8_static``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``fp8_blocks``, ``int16x8`` or ``int16x8_static``.
         aligned: whether rows of tokens start at multiples of 16 bytes.
     """
     epilogue = Epilogue(
         out=dtype,
         row_scale="per_token" if scheme in ("w8a8", "int16x8") else "none",
-        col_scale="per_channel",
+        col_scale="per_unit" if scheme == "fp8_blocks" else "per_channel",
         zero_point="per_tensor" if scheme == "w8a8_static" else "none",
         bias=bias,
         activation=Activation(activation),
         halves=scheme.startswith("int16x8"),
     )
-    problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
+    alignment_n = dispatch.alignment_of(n)
     if scheme in FLOAT_TOKENS:
-        b = DType.E4M3 if scheme == "fp8" else DType.S8
-        return replace(problem, a=dtype, b=b, alignment_k=8 if aligned and k % 8 == 0 else 1)
-    return problem
+        b, alignment_k = DType.S8 if scheme == "w8a16" else DType.E4M3, 8 if aligned and k % 8 == 0 else 1
+        return GemmProblem(dtype, b, epilogue, alignment_k, alignment_n)
+    return GemmProblem(epilogue=epilogue, alignment_n=alignment_n)
 
 
 class LinearLayer(NamedTuple):
     """A layer with weights of a byte at up to ``rows`` tokens: all that chooses its kernels.
 
     Attributes:
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``int16x8`` or ``int16x8_static``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``fp8_blocks``, ``int16x8`` or ``int16x8_static``.
         dtype: dtype of tokens and result.
         rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         n: number of output channels.
@@ -222,7 +227,7 @@ def int16x8_static_linear(call: Int16x8StaticLinearOp) -> Tensor:
 
 @serves(W8A16LinearOp)
 def w8a16_linear(call: W8A16LinearOp) -> Tensor:
-    scheme = FLOAT_TOKEN_SCHEMES.get(call.qweight.dtype, "w8a16")  # another dtype is refused where plans are made
+    scheme = float_token_scheme(call.qweight, call.weight_scale)
     return _linear(scheme, call, (call.qweight, call.weight_scale, call.bias))
 
 
@@ -235,7 +240,7 @@ def _linear(
     """One of the five operators.
 
     Args:
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``int16x8`` or ``int16x8_static``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``fp8_blocks``, ``int16x8`` or ``int16x8_static``.
         call: the operator's arguments.
         weights: weight, its scale, its sums along K (only w8a8_static) and the bias, or dense copies of them.
         x_range: scale and zero point of the tokens (w8a8_static), or only the scale (int16x8_static).
@@ -311,7 +316,8 @@ def _shared(layer: LinearLayer, device: int) -> LinearPlan:
             aligned=layer.aligned,
             early_read=layer.early_read,
             bias=layer.bias,
-            e4m3=layer.scheme == "fp8",
+            e4m3=layer.scheme.startswith("fp8"),
+            unit_scales=layer.scheme == "fp8_blocks",
         )
         hand_over(key, [plan.product] if plan.quantize is None else [plan.quantize, plan.product], plan.k_padded)
     return plan

@@ -29,7 +29,9 @@ def candidates(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> 
     """K is split only within one wave, and only if each CTA of a cluster has about two units at least."""
     most = max(1, -(-k // UNIT_COLUMNS) // 2)
     tiles = W8A16_WGMMA.default_tiles(problem, target.arch)
-    for tile in tiles if W8A16_WGMMA.is_legal(problem, tiles[0], target.arch) else ():  # one is legal if all are
+    if not tiles or not W8A16_WGMMA.is_legal(problem, tiles[0], target.arch):  # one is legal if all are
+        return
+    for tile in tiles:
         if tile.splits == 1 or (tile.splits <= most and _waves(tile, m, n, target) == 1):
             yield tile, _cycles(tile, m, n, k, target)
 

@@ -13,7 +13,7 @@
 namespace qcut {
 
 enum class ZeroPoint { kNone, kPerTensor, kPerToken };
-enum class ColScale { kNone, kPerTensor, kPerChannel };
+enum class ColScale { kNone, kPerTensor, kPerChannel, kPerUnit };  // kPerUnit: the product has been scaled
 enum class Activation { kNone, kRelu, kGeluErf, kGeluTanh, kSilu, kAny };  // kAny: EpilogueArgs::activation names it
 
 template <Activation kActivation>
@@ -48,6 +48,7 @@ struct EpilogueArgs {
   const float* row_scale;               // [M]
   float col_scale;                      // ColScale::kPerTensor
   const float* col_scale_per_channel;   // [N]
+  const float* col_scale_per_unit;      // [N / 16, K / 128], rounded up; ColScale::kPerUnit
   const float* bias;                    // [N]
   const Out* residual;                  // [M, N], D's layout and leading dimension
   float out_inv_scale;                  // int8 output
@@ -76,6 +77,7 @@ struct Epilogue {
   using Out = OutType;
   using Args = EpilogueArgs<Out>;
   static constexpr bool kHasResidual = kResidual;
+  static constexpr bool kUnitScales = kColScale == ColScale::kPerUnit;
   static constexpr bool kRaw = kWrap || kIsInt32<Out>;
   // The type of an element between the accumulator and D: float32, or int where D takes the accumulator's bits.
   using Value = typename Either<kRaw, int, float>::Type;
@@ -115,7 +117,7 @@ struct Epilogue {
       if constexpr (kZeroPoint != ZeroPoint::kNone) acc -= r.zero_point * c.colsum;
       float v = static_cast<float>(acc);
       if constexpr (kRowScale) v = v * r.scale;
-      if constexpr (kColScale != ColScale::kNone) v = v * c.scale;
+      if constexpr (kColScale != ColScale::kNone && !kUnitScales) v = v * c.scale;
       if constexpr (kBias) v = v + c.bias;
       return activate<kActivation>(v);
     }

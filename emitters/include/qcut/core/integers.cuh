@@ -31,7 +31,7 @@ template <class OutType>
 struct IntegerEpilogue {
   using Out = OutType;
   using Value = int;
-  static constexpr bool kHasResidual = false;
+  static constexpr bool kHasResidual = false, kUnitScales = false;
   static constexpr bool kHasZeroPoint = sizeof(Out) == 1;  // int16 has none
   static constexpr int kMost = sizeof(Out) == 1 ? 127 : 32639;
   static constexpr int kLeast = sizeof(Out) == 1 ? -128 : -kMost;

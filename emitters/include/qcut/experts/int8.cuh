@@ -12,6 +12,12 @@
 
 namespace qcut {
 
+// Weights that have a scale of their own.
+struct ScaledUnit {
+  Int8Unit weights;
+  float scale;
+};
+
 // A warp's tokens: lane 4g + t has columns 16t .. 16t + 15 of each 64 of token g, as it has of rows of weights.
 template <class T, class B, class Tile>
 struct Int8ExpertTokens {
@@ -41,6 +47,14 @@ struct Int8ExpertTokens {
   }
   __device__ __forceinline__ void settle() {}
   template <class Product, class Acc, class Fold>
+  __device__ __forceinline__ void multiply(const Product& product, Acc (&sum)[Tile::kTokenTiles][4],
+                                           const ScaledUnit& unit, const Fold& fold, int u) const {
+    Acc of_unit[Tile::kTokenTiles][4] = {};
+    multiply(product, of_unit, unit.weights, fold, u);
+#pragma unroll
+    for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) sum[c / 4][c % 4] += unit.scale * of_unit[c / 4][c % 4];
+  }
+  template <class Product, class Acc, class Fold>
   __device__ __forceinline__ void multiply(const Product&, Acc (&sum)[Tile::kTokenTiles][4], const Int8Unit& unit,
                                            const Fold&, int u) const {
     if constexpr (kIsInt8<T>) {
@@ -51,11 +65,11 @@ struct Int8ExpertTokens {
   }
 };
 
-template <class T_, class B, class Tile>
+template <class T_, class B, class Tile, bool kUnitScales>
 struct Int8Form {
   using T = T_;
   static constexpr bool kTable = false;
-  using Unit = Int8Unit;
+  using Unit = typename Either<kUnitScales, ScaledUnit, Int8Unit>::Type;
   using Tokens = Int8ExpertTokens<T, B, Tile>;
   struct Fold {};
   struct Product {
@@ -64,21 +78,33 @@ struct Int8Form {
   const T* a;
   const int8_t* b;
   int k, lda, ldb;
+  const float* unit_scales;  // [experts, row tiles, units_k]
 
   struct Walk {
     const int8_t* b;
     int n, ldb, column, last_column, row = 0;
     long long before = 0;  // rows of the experts before
     const int8_t* rows[2];
+    const float* all_scales;
+    const float* scales = nullptr;  // of the units of these rows
+    int units_k, first;
 
-    __device__ __forceinline__ Walk(const Int8Form& form, int n, int, int k0)
+    __device__ __forceinline__ Walk(const Int8Form& form, int n, int units_k, int k0)
         : b(form.b), n(n), ldb(form.ldb), column(128 * k0 + 16 * (threadIdx.x % 4)), last_column((form.k - 1) / 16 * 16),
-          rows{form.b, form.b} {}
+          rows{form.b, form.b}, all_scales(form.unit_scales), units_k(units_k), first(k0) {}
     // Rows past n repeat the last row and are not stored.
     __device__ __forceinline__ void go(int expert, int tile) {
       before = static_cast<long long>(expert) * n;
       row = 16 * tile + static_cast<int>(threadIdx.x) % 32 / 4;
+      if constexpr (kUnitScales) {
+        const long long rows_before = static_cast<long long>(expert) * ((n + 15) / 16) + tile;
+        scales = all_scales + rows_before * units_k + first;
+      }
       find();
+    }
+    __device__ __forceinline__ void load(ScaledUnit& unit, int u, bool wanted) const {
+      load(unit.weights, u, wanted);
+      if (wanted) unit.scale = scales[u];
     }
     __device__ __forceinline__ void load(Int8Unit& unit, int u, bool wanted) const {
 #pragma unroll
@@ -90,6 +116,7 @@ struct Int8Form {
     }
     __device__ __forceinline__ void next(Fold&, bool) {
       row += 16;
+      if constexpr (kUnitScales) scales += units_k;
       find();
     }
     __device__ __forceinline__ void find() {
@@ -122,8 +149,8 @@ struct Int8Form {
 template <class T, class Tile, class E, class B>
 __device__ __forceinline__ void int8_experts(const T* a, const B* b, typename E::Out* d, int m, int n, int k, int lda,
                                              int ldb, int ldd, const typename E::Args& args, const ExpertRows& rows) {
-  using Form = Int8Form<T, B, Tile>;
-  const Form form{a, reinterpret_cast<const int8_t*>(b), k, lda, ldb};
+  using Form = Int8Form<T, B, Tile, E::kUnitScales>;
+  const Form form{a, reinterpret_cast<const int8_t*>(b), k, lda, ldb, args.col_scale_per_unit};
   multiply_experts<Form, Tile, E, false>(form, d, m, n, (k + 127) / 128, ldd, args, rows);
 }
 

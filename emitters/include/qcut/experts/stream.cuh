@@ -175,7 +175,9 @@ __device__ __forceinline__ void multiply_experts(const Form& form, typename E::O
     part = (part + 1) % kParts;
     const int columns = min(Tile::kRows, n - col0);
     const long long at = static_cast<long long>(expert) * n + col0;
-    copy_floats<kThreads, Tile::kRows>(col_scale + part * Tile::kRows, args.col_scale_per_channel + at, columns);
+    if constexpr (!E::kUnitScales) {
+      copy_floats<kThreads, Tile::kRows>(col_scale + part * Tile::kRows, args.col_scale_per_channel + at, columns);
+    }
     copy_floats<kThreads, Tile::kRows>(bias + part * Tile::kRows, args.bias + at, args.bias != nullptr ? columns : 0);
     copy_async_commit();
   };

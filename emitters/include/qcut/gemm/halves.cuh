@@ -13,6 +13,7 @@ namespace qcut {
 template <class E>
 struct OfHalves {
   using Out = typename E::Out;
+  static constexpr bool kUnitScales = false;
   struct Args : E::Args {
     int tokens;  // rows of D
   };

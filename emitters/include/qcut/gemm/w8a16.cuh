@@ -102,12 +102,63 @@ struct CoreW8A16 {
   }
 };
 
+// The same with a scale for each unit of 16 rows and 128 columns: products of a unit are a sum of their own, which is
+// multiplied by the unit's scale and added.
+template <class TileType, class OpA, class OpB>
+struct CoreScaledUnits : CoreW8A16<TileType, OpA, OpB> {
+  using Base = CoreW8A16<TileType, OpA, OpB>;
+  static constexpr int kUnitSteps = 128 / Base::kStepK;
+  struct Accumulators {
+    typename Base::Accumulators sum, of_unit;
+    const float* scales[Base::kNTiles];  // of the next unit of each 16 rows
+    int steps;
+  };
+
+  static __device__ __forceinline__ void clear(Accumulators& acc) {
+    Base::clear(acc.sum);
+    Base::clear(acc.of_unit);
+    acc.steps = 0;
+  }
+  // Goes to the scales of the warp's rows, the first of which is a multiple of 16.
+  template <class Args>
+  static __device__ __forceinline__ void begin(Accumulators& acc, const Args& args, int row0, int n, int k) {
+    const int units = (k + 127) / 128, last = (n - 1) / 16;
+#pragma unroll
+    for (int j = 0; j < Base::kNTiles; ++j) acc.scales[j] = args.col_scale_per_unit + min(row0 / 16 + j, last) * units;
+  }
+  static __device__ __forceinline__ void add_unit(Accumulators& acc) {
+#pragma unroll
+    for (int j = 0; j < Base::kNTiles; ++j) {
+      const float scale = *acc.scales[j]++;
+#pragma unroll
+      for (int i = 0; i < 4 * Base::kMTiles; ++i) {
+        acc.sum[j][i / 4][i % 4] += scale * acc.of_unit[j][i / 4][i % 4];
+        acc.of_unit[j][i / 4][i % 4] = 0.0f;
+      }
+    }
+    acc.steps = 0;
+  }
+
+  using Base::Base;
+  static __device__ __forceinline__ void multiply(Accumulators& acc, const typename Base::Fragments& f) {
+    if (acc.steps == kUnitSteps) add_unit(acc);
+    Base::multiply(acc.of_unit, f);
+    ++acc.steps;
+  }
+  template <class Stage>
+  static __device__ __forceinline__ void stage(const Accumulators& acc, int group, uint32_t shared) {
+    stage_transposed<Stage>(acc.sum, group, shared);
+  }
+};
+
 template <class TileType, class OpA, class OpB, class E, int kAlignD, bool kSwapped>
 __device__ __forceinline__ void w8a16_mma(const typename OpA::Element* a, const typename OpB::Element* b, typename E::Out* d,
                                                  int m, int n, int k, int lda, int ldb, int ldd,
                                                  const typename E::Args& args) {
   static_assert(!kSwapped, "tokens are the first operand");
-  gemm<CoreW8A16<TileType, OpA, OpB>, E, kAlignD, kSwapped>(a, b, d, m, n, k, lda, ldb, ldd, args);
+  using Rows = CoreW8A16<TileType, OpA, OpB>;
+  using Core = typename Either<E::kUnitScales, CoreScaledUnits<TileType, OpA, OpB>, Rows>::Type;
+  gemm<Core, E, kAlignD, kSwapped>(a, b, d, m, n, k, lda, ldb, ldd, args);
 }
 
 }  // namespace qcut

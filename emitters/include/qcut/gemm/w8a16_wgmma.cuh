@@ -97,10 +97,12 @@ __device__ __forceinline__ void copy_tokens(const TensorMap& tiles, const Tensor
   }
 }
 
-// The work of the multiplying warpgroups: adds the products of the CTA's part of K to `sum`.
-template <class Tile, class T, class B>
-__device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const B* b, int row0, int n, int k,
-                                               int ldb, const UnitRange<Tile>& range, uint32_t base) {
+// The work of the multiplying warpgroups: adds the products of the CTA's part of K to `sum`. With kUnitScales, `scales`
+// are those of all units of the warp's rows: the products of a unit are then a sum of their own, which is multiplied by
+// the unit's scale and added while the next unit's weights are converted.
+template <class Tile, class T, bool kUnitScales, class B>
+__device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const B* b, const float* scales, int row0,
+                                               int n, int k, int ldb, const UnitRange<Tile>& range, uint32_t base) {
   using Product = Wgmma<T, Tile::kTokens>;
   constexpr int kSteps = 4;  // products of 64 columns
   const int lane = threadIdx.x % 32;
@@ -132,6 +134,18 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) pin(part[i]);
   };
+  float of_unit[Tile::kTokens / 2] = {};
+  float scale = 0, next_scale = 0;
+  if constexpr (kUnitScales) next_scale = range.count > 0 ? scales[range.first] : 0;
+  const auto add_unit = [&] {
+    wgmma_wait<0>();
+    keep(a[1]);
+#pragma unroll
+    for (int i = 0; i < Tile::kTokens / 2; ++i) {
+      pin(of_unit[i]);  // not read before the wait
+      sum[i] += scale * of_unit[i];
+    }
+  };
   int stage = 0, parity = 0, previous = -1;
 #pragma unroll 1
   for (int u0 = 0; u0 < range.count; u0 += Tile::kPrefetch) {
@@ -152,9 +166,20 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
         barrier_wait(base + Tile::kFull + 8 * stage, parity);
         const uint32_t staged = __shfl_sync(0xffffffffu, base + stage * Tile::kStageBytes, 0);
         const unsigned long long tokens = wgmma_descriptor(staged);
-        wgmma_fence();
+        if constexpr (kUnitScales) {
+          if (half == 0) {
+            add_unit();
+            scale = next_scale;
+            if (u + 1 < range.count) next_scale = scales[range.first + u + 1];
+          }
+          wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) Product::issue(sum, a[half][i], tokens + i * kWgmmaStep, 1);
+          for (int i = 0; i < kSteps; ++i) Product::issue(of_unit, a[half][i], tokens + i * kWgmmaStep, half + i > 0);
+        } else {
+          wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) Product::issue(sum, a[half][i], tokens + i * kWgmmaStep, 1);
+        }
         wgmma_commit();
         wgmma_wait<1>();  // the 64 columns before
         keep(a[half ^ 1]);
@@ -167,10 +192,14 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
       }
     }
   }
-  wgmma_wait<0>();
-  keep(a[1]);
+  if constexpr (kUnitScales) {
+    add_unit();
+  } else {
+    wgmma_wait<0>();
+    keep(a[1]);
 #pragma unroll
-  for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
+    for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
+  }
 }
 
 // The kernel. The grid has a cluster for every kRows rows of B and kTokens tokens, rows first.
@@ -218,7 +247,9 @@ __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tiles, const Tensor
   } else {
     if constexpr (Tile::kRegisters > 0) take_registers<Tile::kRegisters>();
     float sum[Tile::kTokens / 2] = {};
-    multiply_units<Tile, T, B>(sum, b, col0 + 16 * warp, n, k, ldb, range, base);
+    const int units = (k + 127) / 128, last_rows = (n - 1) / 16;
+    const float* const scales = args.col_scale_per_unit + min(col0 / 16 + warp, last_rows) * units;
+    multiply_units<Tile, T, E::kUnitScales>(sum, b, scales, col0 + 16 * warp, n, k, ldb, range, base);
     wait_for_dependencies();
     named_barrier_sync<Tile::kThreads>(1);  // the stages have been read
     const int row0 = 16 * warp + lane / 4;

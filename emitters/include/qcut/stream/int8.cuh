@@ -16,6 +16,7 @@
 //   settle()                 makes these tokens the second operand of the products, once they have arrived
 //   next(column)             loads and settles the tokens of the columns of a later round
 //   multiply(acc, unit, u)   adds the products of unit u of a row tile
+// With scales of units, those of a unit are added in a sum of their own, which is multiplied by its scale.
 // Shared memory of a Tile: what the epilogue needs of rows of weights (ColumnStore); from Tile::kSums on, the sums of
 // warps. A Tile with kCommonSums has one set of integer sums for all warps.
 //
@@ -83,7 +84,7 @@ struct Int8StreamTile {
 // With ExpertRows, waits for the previous kernel, which may have written which expert this is, and goes to the expert
 // of this CTA: b and the vectors of columns become those of the expert, m the number of routes. False: there is none.
 template <class Tile, class Args, class Rows>
-__device__ __forceinline__ bool begin_expert(Rows& rows, const int8_t*& b, Args& args, int& m, int n, int ldb) {
+__device__ __forceinline__ bool begin_expert(Rows& rows, const int8_t*& b, Args& args, int& m, int n, int k, int ldb) {
   if constexpr (Rows::kOfExperts) {
     wait_for_dependencies();
     const int ctas = (n + Tile::kRows - 1) / Tile::kRows;
@@ -91,6 +92,7 @@ __device__ __forceinline__ bool begin_expert(Rows& rows, const int8_t*& b, Args&
     if (expert < 0) return false;
     b += expert * n * ldb;
     args.col_scale_per_channel += expert * n;
+    args.col_scale_per_unit += expert * ((n + 15) / 16) * ((k + 127) / 128);
     if (args.bias != nullptr) args.bias += expert * n;
   }
   return true;
@@ -129,8 +131,14 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   // Rows past n repeat the last row and are not stored. Columns past k repeat the last 16 columns and are multiplied
   // by zero tokens.
   Int8Unit w[Tile::kPrefetch][Tile::kUnits];
+  float scales[Tile::kPrefetch][Tile::kUnits];
   const int last_column = (k - 1) / 16 * 16;
-  const auto load = [&](Int8Unit& unit, int tile, int column) {
+  const auto load = [&](int s, int u, int tile, int column) {
+    Int8Unit& unit = w[s][u];
+    if constexpr (E::kUnitScales) {
+      const int units = (k + Tile::kUnitColumns - 1) / Tile::kUnitColumns;
+      scales[s][u] = args.col_scale_per_unit[(n0 / 16 + tile) * units + min(column / Tile::kUnitColumns, units - 1)];
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int8_t* row = b + static_cast<long long>(min(n0 + 16 * tile + g + 8 * i, n - 1)) * ldb;
@@ -143,7 +151,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   for (int s = 0; s < Tile::kPrefetch; ++s) {
     if (s >= tiles || rounds == 0) break;
 #pragma unroll
-    for (int u = 0; u < Tile::kUnits; ++u) load(w[s][u], s, first + Tile::kUnitColumns * u);
+    for (int u = 0; u < Tile::kUnits; ++u) load(s, u, s, first + Tile::kUnitColumns * u);
   }
   // Meanwhile the next tile is prefetched to the L2; each lane prefetches 128 bytes of a row. The last of two tiles is
   // not prefetched, because it would delay the first tile by more than it gains.
@@ -216,8 +224,15 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
         }
 #pragma unroll
         for (int u = 0; u < Tile::kUnits; ++u) {
-          tokens.multiply(acc, w[s][u], u);
-          if (down || round + 1 < rounds) load(w[s][u], next_tile, next_column + Tile::kUnitColumns * u);
+          if constexpr (E::kUnitScales) {
+            Acc sum[Tile::kTokenTiles][4] = {};
+            tokens.multiply(sum, w[s][u], u);
+#pragma unroll
+            for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) acc[c / 4][c % 4] += scales[s][u] * sum[c / 4][c % 4];
+          } else {
+            tokens.multiply(acc, w[s][u], u);
+          }
+          if (down || round + 1 < rounds) load(s, u, next_tile, next_column + Tile::kUnitColumns * u);
         }
 #pragma unroll
         for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) {

@@ -98,7 +98,7 @@ template <class Tile, class T, bool kAligned, class E, class B, class Rows = All
 __device__ __forceinline__ void w8a16_stream(const T* a, const B* b, typename E::Out* d, int m, int n, int k, int lda,
                                              int ldb, int ldd, typename E::Args args, Rows rows = Rows()) {
   const int8_t* bytes = reinterpret_cast<const int8_t*>(b);
-  if (!begin_expert<Tile>(rows, bytes, args, m, n, ldb)) return;
+  if (!begin_expert<Tile>(rows, bytes, args, m, n, k, ldb)) return;
   const FloatTokens<Tile, T, B, kAligned, Rows> tokens(a, m, k, lda, rows);
   stream_int8<Tile, false, E>(tokens, bytes, d, nullptr, m, n, k, ldb, ldd, args, rows);
 }

@@ -292,7 +292,7 @@ __device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
                                             typename E::Args args, Rows rows = Rows()) {
   extern __shared__ __align__(16) char shared[];
-  if (!begin_expert<Tile>(rows, b, args, m, n, ldb)) return;
+  if (!begin_expert<Tile>(rows, b, args, m, n, k, ldb)) return;
   if constexpr (Tile::kQuantizes) {
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;

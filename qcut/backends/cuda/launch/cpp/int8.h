@@ -32,7 +32,11 @@ std::array<at::Tensor, 1> linear(c10::IValue const* args, bool early_read) {
   std::int64_t const n = qweight.size(0), k = x.size(-1), m = x.numel() / k;
   c10::Device const device = x.device();
   bool const e4m3 = op == kWeightOnly && qweight.scalar_type() == at::kFloat8_e4m3fn;
-  if (!is_dense(qweight, e4m3 ? at::kFloat8_e4m3fn : at::kChar, device) || !fits(args[2], at::kFloat, device, {n})) return {};
+  bool const units = e4m3 && args[2].toTensor().dim() == 2;  // have scales
+  if (!is_dense(qweight, e4m3 ? at::kFloat8_e4m3fn : at::kChar, device)) return {};
+  if (units ? !fits(args[2], at::kFloat, device, {(n + 15) / 16, (k + 127) / 128}) : !fits(args[2], at::kFloat, device, {n})) {
+    return {};
+  }
   if (!fits(args[op == kStatic ? 4 : 3], at::kFloat, device, {n})) return {};
   if (op == kStatic && !fits(args[3], at::kInt, device, {n})) return {};
   std::int64_t stride = k;
@@ -45,7 +49,7 @@ std::array<at::Tensor, 1> linear(c10::IValue const* args, bool early_read) {
   auto const* const data = static_cast<char const*>(x.const_data_ptr());
   bool const aligned = is_aligned(data) && stride * x.element_size() % 16 == 0;
   auto const flags = (aligned ? kAligned : 0) | (early_read ? kEarlyRead : 0) | (bias != nullptr ? kBias : 0) |
-                     (e4m3 ? kE4M3 : 0);
+                     (e4m3 ? kE4M3 : 0) | (units ? kUnitScales : 0);
   Key key{.n = n, .k = k, .rows = bucket(m), .op = op, .dtype = number(x.scalar_type()), .device = device.index(),
           .flags = flags};
   Plan plan;
