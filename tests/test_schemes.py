@@ -12,7 +12,7 @@ from qcut.emitters.core import epilogue
 from qcut.emitters.gemm import problem as gemm
 from qcut.schemes import FP8, W8A8, W8A16, Codebook, Float, Int16x8, StaticRange, parse_scheme, scheme_from_json
 
-PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8", "int16x8_static", "fp16")
+PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_blocks", "int16x8", "int16x8_static", "fp16")
 PLAIN = (W8A8(), W8A8("static"), W8A16(), FP8(), Int16x8(), Int16x8("static"), Float())
 CODEBOOKS = {
     "codebook4": Codebook(),
@@ -70,6 +70,7 @@ def test_schemes_say_what_they_need():
         "w8a8_static": (True, False, True, False, 1),
         "w8a16": (False, False, False, False, 1),
         "fp8": (False, False, False, False, 1),
+        "fp8_blocks": (False, False, False, False, 1),
         "int16x8": (True, False, False, False, 2),
         "int16x8_static": (True, False, True, False, 2),
         "fp16": (False, True, False, False, 1),

@@ -32,6 +32,8 @@ from qcut.emitters.gemm.problem import HOST_M, GemmProblem
 
 WIDE_TOKENS = 192
 """Most 16-bit tokens of a tile: more leave room for two stages, and both are read at the same time."""
+SCALED_TOKENS = 128
+"""Most tokens of a tile with scales of units."""
 _SHAPES = ((256, 1), (256, 2), (192, 1), (192, 2), (160, 1), (128, 1), (96, 1))
 """Tokens and cluster of the menu's tiles."""
 
@@ -64,7 +66,11 @@ CONSTRAINTS = (
     *TILE_CONSTRAINTS,
     Constraint("one_part", "is all of K: parts of K write neighbouring rows", lambda p, t, arch: t.splits == 1),
     Constraint("pairs", "are of codebooks", lambda p, t, arch: not t.pairs),
-    Constraint("col_scale", "is one of a channel", lambda p, t, arch: p.epilogue.col_scale == "per_channel"),
+    Constraint(
+        "units",
+        f"have scales with up to {SCALED_TOKENS} tokens: their sums take as many registers as those of all units",
+        lambda p, t, arch: p.epilogue.col_scale != "per_unit" or t.tokens <= SCALED_TOKENS,
+    ),
     Constraint(
         "three_stages",
         f"fit with int8 tokens of up to 256, of 16 bits up to {WIDE_TOKENS}",

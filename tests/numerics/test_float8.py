@@ -81,3 +81,41 @@ def test_a_layer_computes_with_its_floats() -> None:
     assert torch.equal(layer(x), w8a16_linear_ref(x, layer.qweight, layer.weight_scale, layer.bias, "none"))
     exact = x.double() @ layer.dequantized_weight().double().t() + linear.bias.double()
     torch.testing.assert_close(layer(x).double(), exact, rtol=2.0**-10, atol=2.0**-10)
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 384), (200, 300), (16, 128), (1, 1), (129, 257)])
+def test_blocks_have_a_scale_each(n: int, k: int) -> None:
+    w = torch.randn(n, k, generator=torch.Generator().manual_seed(n)) * 3
+    w[:128, :128] = 0
+    q, scale = float8.quantize_blocks(w)
+    assert q.dtype is float8.E4M3
+    assert scale.shape == (-(-n // 16), -(-k // 128))
+    for row in range(0, n, 128):
+        for column in range(0, k, 128):
+            block = w[row : row + 128, column : column + 128]
+            codes, one = float8.quantize_weight(block.reshape(1, -1))
+            assert torch.equal(q[row : row + 128, column : column + 128].float(), codes.float().view(block.shape))
+            assert bool((scale[row // 16 : (row + 128) // 16, column // 128] == one).all())
+    want = torch.empty(n, k)
+    for i in range(n):
+        want[i] = q[i].float() * scale[i // 16].repeat_interleave(128)[:k]
+    assert torch.equal(float8.dequantize(q, scale), want)
+
+
+def test_blocks_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(QuantizationError, match=r"layer 'fc': weight holds NaN or Inf"):
+        float8.quantize_blocks(torch.full((3, 200), float("inf")), layer="fc")
+
+
+@pytest.mark.parametrize(("n", "k"), [(33, 70), (130, 300)])
+def test_a_layer_of_blocks_computes_with_its_floats(n: int, k: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(k, n)
+    layer = Linear.from_float(linear, "fp8_blocks")
+    q, scale = float8.quantize_blocks(linear.weight.detach())
+    weight = layer.dequantized_weight()
+    assert torch.equal(weight, float8.dequantize(q, scale))
+    assert torch.equal(layer.rows(torch.tensor([32, 0])), weight[[32, 0]])
+    x = torch.randn(3, k).half()
+    exact = x.double() @ weight.double().t() + linear.bias.double()
+    torch.testing.assert_close(layer(x).double(), exact, rtol=2.0**-10, atol=2.0**-10)

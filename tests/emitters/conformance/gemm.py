@@ -215,6 +215,14 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
     unaligned = replace(HALF, alignment_k=1, alignment_n=1)
     yield from (W8A16_MMA.emit(replace(unaligned, b=b), MIDDLE, arch) for b in (S8, DType.E4M3))
     yield from (W8A16_MMA.emit(replace(problem, b=DType.E4M3), LARGE, arch) for problem in (HALF, BRAIN))
+    for problem in (HALF, replace(BRAIN, alignment_k=1, alignment_n=1)):
+        units = with_units(problem)
+        yield from (W8A16_MMA.emit(units, tile, arch) for tile in W8A16_MMA.default_tiles(units, arch)[::3])
+
+
+def with_units(problem: GemmProblem) -> GemmProblem:
+    """A product with e4m3 weights whose units have scales."""
+    return replace(problem, b=DType.E4M3, epilogue=replace(problem.epilogue, col_scale="per_unit"))
 
 
 def float_refusals(half: GemmProblem, tile: Any) -> dict[str, list[Any]]:
@@ -258,6 +266,8 @@ def w8a16_wgmma_sources(arch: str) -> Iterator[KernelSource]:
         yield from (W8A16_WGMMA.emit(NARROW, tile, arch) for tile in clusters)
         yield W8A16_WGMMA.emit(replace(VECTORS, epilogue=Epilogue(F32)), GROUPS, arch)
         yield from (W8A16_WGMMA.emit(replace(VECTORS, a=a, b=DType.E4M3), GROUPS, arch) for a in (F16, BF16))
+        for units in (with_units(VECTORS), with_units(replace(VECTORS, a=BF16))):
+            yield from (W8A16_WGMMA.emit(units, tile, arch) for tile in W8A16_WGMMA.default_tiles(units, arch)[::2])
 
 
 def w8a16_wgmma_instructions(source: KernelSource) -> Iterator[str]:
@@ -418,6 +428,7 @@ def int8_wgmma_sources(arch: str) -> Iterator[KernelSource]:
     brain = replace(ROUTED_HALF, a=BF16, epilogue=replace(BIAS, out=BF16), alignment_n=1)
     kernels += [(replace(ROUTED_INT8, epilogue=single, alignment_n=1), PROMPT), (brain, PROMPT)]
     kernels += [(replace(problem, b=DType.E4M3), PROMPT) for problem in (ROUTED_HALF, brain)]
+    kernels += [(with_units(problem), PROMPT) for problem in (ROUTED_HALF, brain)]
     yield from (INT8_WGMMA.emit(*kernel, arch) for kernel in kernels)
 
 
@@ -449,6 +460,7 @@ INT8_WGMMA_REFUSALS: dict[str, list[Any]] = {
     "stages": [(ROUTED_INT8, replace(PROMPT, stages=1), ARCH)],
     "lead": [(ROUTED_INT8, replace(PROMPT, lead=5), ARCH)],
     "pairs": [(ROUTED_HALF, replace(PROMPT, pairs=True), ARCH)],
+    "units": [(with_units(ROUTED_HALF), replace(PROMPT, tokens=160), ARCH)],
     "three_stages": [(ROUTED_HALF, replace(PROMPT, tokens=256, stages=2, lead=1), ARCH)],
     "shared_memory": [(ROUTED_HALF, replace(PROMPT, stages=8), ARCH)],
 }

@@ -31,7 +31,7 @@ from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.emitters.stream.experts import ExpertsTile
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
-from tests.emitters.conformance.gemm import BIAS, RESCALED, RESCALED_HALVES, ROUTED_INT8, float_refusals
+from tests.emitters.conformance.gemm import BIAS, RESCALED, RESCALED_HALVES, ROUTED_INT8, float_refusals, with_units
 from tests.emitters.conformance.row import COPY, STREAM, Row, product_of, tokens_of
 
 ARCH = "sm_90a"
@@ -168,6 +168,12 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
     tiles = {best_tile(W8A16_STREAM, W8A16, m, n, k, Target(arch, 132)) for (n, k), m in product(LAYERS, (1, 16, 32))}
     kernels += [(problem, tile) for problem in (W8A16, brain) for tile in sorted(tiles, key=str)]
     kernels += [(replace(problem, b=DType.E4M3), tile) for problem in (W8A16, brain) for tile in (ONE, MANY)]
+    units = [with_units(problem) for problem in (W8A16, replace(brain, alignment_k=1))]
+    kernels += [
+        (problem, best_tile(W8A16_STREAM, problem, m, 4096, 4096, Target(arch, 132)))
+        for problem in units
+        for m in (1, 32)
+    ]
     experts = W8A16_EXPERTS, replace(W8A16_EXPERTS, a=BF16, alignment_k=1, alignment_n=1)
     kernels += [
         (problem, best_tile(W8A16_STREAM, problem, m, n, k, Target(arch, 132)))
@@ -266,8 +272,10 @@ def int8_experts_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(half, ExpertsTile(8, 12, 8, 2, 1, 2)), (brain, ExpertsTile(16, 8, 6, 1, 1, 1, 2))]
     tiles += [(half, ExpertsTile(1, 9, 6, 1, 1, 3, 2)), (half, ExpertsTile(32, 4, 6, 1, 1, 1))]
     tiles += [(replace(problem, b=DType.E4M3), ExpertsTile(8, 12, 8, 2, 1, 2)) for problem in (half, brain)]
+    tiles += [(with_units(problem), ExpertsTile(8, 12, 8, 2, 1, 1)) for problem in (half, brain)]
     if arch == ARCH:
         tiles += [(ROUTED_INT8, replace(SPREAD, prefetch=2)), (half, replace(SPREAD, prefetch=1))]
+        tiles += [(with_units(half), ExpertsTile(8, 12, 7, 2, 8, 2))]
     yield from (INT8_EXPERTS.emit(problem, tile, arch) for problem, tile in tiles)
 
 

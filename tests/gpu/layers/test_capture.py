@@ -16,6 +16,7 @@ SCHEMES = (
     "w8a8_static",
     "w8a16",
     "fp8",
+    "fp8_blocks",
     "int16x8",
     "codebook4",
     "codebook4_int8",

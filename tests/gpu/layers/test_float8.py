@@ -25,17 +25,22 @@ def codes() -> Tensor:
     return torch.stack([every.roll(i) for i in range(N)])
 
 
-def layer() -> qcut.Linear:
-    made = qcut.Linear(N, N, False, FP8())
-    made.load_state_dict({"qweight": codes().view(E4M3), "weight_scale": torch.ones(N)})
+def layer(blocks: bool) -> qcut.Linear:
+    """Scales are powers of two, so that results are exact in 16 bits too."""
+    made = qcut.Linear(N, N, False, FP8(blocks))
+    scale = torch.ones(N)
+    if blocks:
+        scale = 2.0 ** (torch.arange(32).view(N // 16, 2) % 5)
+    made.load_state_dict({"qweight": codes().view(E4M3), "weight_scale": scale})
     return made.to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("m", [1, 7, 9, 32, 33, 100, N])
-def test_every_code_is_decoded_exactly(dtype: torch.dtype, m: int) -> None:
-    one = layer()
-    want = codes().view(E4M3).float().t()
+@pytest.mark.parametrize("blocks", [False, True])
+def test_every_code_is_decoded_exactly(blocks: bool, dtype: torch.dtype, m: int) -> None:
+    one = layer(blocks)
+    want = one.dequantized_weight().t().cpu()
     unit = torch.eye(N, dtype=dtype, device=DEVICE)
     with torch.no_grad():
         for first in range(0, N, m):
@@ -45,10 +50,12 @@ def test_every_code_is_decoded_exactly(dtype: torch.dtype, m: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 8, 16, 32, 128])
-def test_every_code_of_experts_is_decoded_exactly(dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_every_code_of_experts_is_decoded_exactly(blocks: bool, dtype: torch.dtype, size: int) -> None:
     if size == 128 and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("tiles of prompts need wgmma")
-    stack = LinearStack.of([layer(), layer()]).to(DEVICE)
+    one = layer(blocks)
+    stack = LinearStack.of([one, layer(blocks)]).to(DEVICE)
     unit = torch.eye(N, dtype=dtype, device=DEVICE)
     chosen = torch.arange(N, dtype=torch.int32, device=DEVICE) % 2
     tiles = RouteTiles(chosen, None, N)
@@ -57,4 +64,4 @@ def test_every_code_of_experts_is_decoded_exactly(dtype: torch.dtype, size: int)
     with torch.no_grad():
         got = stack.routed(unit, tiles, 1)
     assert got is not None
-    assert torch.equal(got.float().cpu(), codes().view(E4M3).float().t())
+    assert torch.equal(got.float(), one.dequantized_weight().t())

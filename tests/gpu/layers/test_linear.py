@@ -12,12 +12,13 @@ import qcut
 from qcut import StaticRange
 from qcut.errors import DeviceError, DtypeError
 from qcut.numerics import int8 as numerics
+from qcut.numerics.float8 import of_weights
 from tests.gpu.support.oracles import DEVICE, activations, assert_same, half_ulp, name
 
 pytestmark = pytest.mark.usefixtures("prebuilt")
 
 EXACT = ("w8a8", "w8a8_static")
-FLOAT_TOKENS = ("w8a16", "fp8")
+FLOAT_TOKENS = ("w8a16", "fp8", "fp8_blocks")
 SCHEMES = (*EXACT, *FLOAT_TOKENS)
 SIZES = ((272, 336), (37, 33), (1280, 1280))
 """(K, N): a CUTLASS kernel, a raw one, a whole layer."""
@@ -51,9 +52,9 @@ def tokens(m: int, k: int, dtype: torch.dtype) -> Tensor:
 
 def check_w8a16(cpu: qcut.Linear, x: Tensor, got: Tensor) -> None:
     """Within float32 summation's worst case, 2**-23 per addition, and one rounding of the output."""
-    w = cpu.codes.double()
-    exact = x.double() @ w.t() * cpu.weight_scale.double()
-    slack = (x.double().abs() @ w.abs().t()) * cpu.weight_scale.double() * 2.0**-23 * (cpu.in_features + 4)
+    w = cpu.codes.double() * of_weights(cpu.weight_scale, *cpu.codes.shape).double()
+    exact = x.double() @ w.t()
+    slack = (x.double().abs() @ w.abs().t()) * 2.0**-23 * (cpu.in_features + 4)
     if cpu.bias is not None:
         exact = exact + cpu.bias.double()
     bound = slack + exact.abs() * 2.0**-22 + half_ulp(exact, got.dtype)

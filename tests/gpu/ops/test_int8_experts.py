@@ -21,8 +21,8 @@ HOPPER = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="tiles of prompts need wgmma"
 )
 CASES = [
-    *((scheme, size) for scheme in ("w8a8", "w8a16", "fp8") for size in (1, 8, 16, 32)),
-    *(pytest.param(scheme, 128, marks=HOPPER) for scheme in ("w8a8", "w8a16", "fp8")),
+    *((scheme, size) for scheme in ("w8a8", "w8a16", "fp8", "fp8_blocks") for size in (1, 8, 16, 32)),
+    *(pytest.param(scheme, 128, marks=HOPPER) for scheme in ("w8a8", "w8a16", "fp8", "fp8_blocks")),
     pytest.param("w8a8", 256, marks=HOPPER),
 ]
 """Schemes and routes of a tile."""
@@ -58,7 +58,7 @@ def agree(stack: LinearStack, x: Tensor, got: Tensor, want: Tensor, routes: Tens
     if stack.scheme.name == "w8a8":
         assert_same(got, want)
         return
-    most = 448 if stack.scheme.name == "fp8" else 127
+    most = 448 if stack.scheme.name.startswith("fp8") else 127
     k, largest = x.shape[1], float(stack._buffers["weight_scale"].max()) * most  # type: ignore[union-attr]
     slack = 2 * k * 2.0**-23 * largest * float(x.float().abs().sum(1).max())
     torch.testing.assert_close(got, want, rtol=2.0**-7 if x.dtype is torch.bfloat16 else 2.0**-10, atol=slack)

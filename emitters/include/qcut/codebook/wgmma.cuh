@@ -330,9 +330,32 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
 #pragma unroll
     for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
 
+    // With scales of units, products of a unit are a sum of their own, which is multiplied by its scale and added.
+    float sums_of_units[E::kUnitScales ? T::kTokens / 2 : 1] = {};
+    const float* scales = nullptr;
+    if constexpr (E::kUnitScales) {
+      const int row_tiles = (n + 15) / 16;
+      const long long rows = work.expert(tile) * row_tiles + min(channel0 / 16 + warp % 4, row_tiles - 1);
+      scales = args.col_scale_per_unit + rows * work.units;
+    }
+    const auto add_unit = [&] {
+      wgmma_wait<0>();
+      products.keep_all();
+      const float scale = *scales++;
+#pragma unroll
+      for (int i = 0; i < T::kTokens / 2; ++i) {
+        pin(acc[i]);  // not read before the wait
+        sums_of_units[i] += scale * acc[i];
+        acc[i] = 0;
+      }
+    };
+
     int previous = 0;
     bool next_is_short = false;
     for (int u = 0; u < work.units; ++u) {
+      if constexpr (E::kUnitScales) {
+        if (u > 0) add_unit();
+      }
       const int stage = place.stage;
       products.advance(u + 1 < work.units, lane);
       wait_stage(place);
@@ -356,6 +379,13 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
       vectors.settle(work.total(), kGroupBarrier + group);
       const WrittenRows<E, Rows::kOfExperts> written(work, args, tile, at.x, n, vectors.routes(), vectors.scales());
       const auto finish_products = [&] {
+        if constexpr (E::kUnitScales) {
+          add_unit();
+          release(previous);
+#pragma unroll
+          for (int i = 0; i < T::kTokens / 2; ++i) acc[i] = sums_of_units[i];
+          return;
+        }
         wgmma_wait<0>();
         products.keep_all();
         release(previous);

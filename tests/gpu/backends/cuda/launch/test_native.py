@@ -190,7 +190,7 @@ def test_compiles_and_passes_opcheck(library: _native.Library, scheme: str) -> N
     expected = by_python(gpu, x)
     assert_same(by_cpp(library, lambda: torch.compile(gpu, fullgraph=True)(x)), expected)
     op, args = arguments(gpu, x)
-    if scheme != "fp8":  # opcheck multiplies arguments, as torch cannot on CUDA in float8_e4m3fn
+    if not scheme.startswith("fp8"):  # opcheck multiplies arguments, as torch cannot on CUDA in float8_e4m3fn
         torch.library.opcheck(getattr(torch.ops.qcut, op).early_read, args)
 
 
