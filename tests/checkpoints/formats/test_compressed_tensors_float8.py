@@ -17,7 +17,7 @@ pytest.importorskip("compressed_tensors")
 
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.quant_scheme import FP8, FP8_DYNAMIC
+from compressed_tensors.quantization.quant_scheme import FP8, FP8_BLOCK, FP8_DYNAMIC
 from compressed_tensors.quantization.utils import calculate_qparams
 
 FIRST = "model.layers.0.self_attn.q_proj"
@@ -70,6 +70,31 @@ def test_weights_are_the_librarys(tmp_path: Path, preset: dict[str, Quantization
 def test_experts_are_the_librarys(tmp_path: Path, family: str) -> None:
     expected = samples.write_mixture(tmp_path, family, config(), compress(FP8_DYNAMIC))
     samples.assert_expert_weights(tmp_path, expected, "fp8")
+
+
+def compress_blocks(_: str, weight: Tensor) -> samples.Packed:
+    """A layer in blocks as the library compresses it."""
+    args = FP8_BLOCK["weights"]
+    rows, columns = args.block_structure
+    blocks = weight.view(len(weight) // rows, rows, -1, columns)
+    scale, _ = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args)
+    scheme = QuantizationScheme(targets=["Linear"], **FP8_BLOCK)
+    packed = FloatQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    each = packed["weight_scale"].double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    exact = packed["weight"].double() * each
+    assert torch.equal(FloatQuantizationCompressor.decompress(dict(packed), scheme)["weight"], exact.float())
+    return packed, exact
+
+
+def test_blocks_are_the_librarys(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 256, "num_key_value_heads": 4}
+    expected = samples.write(tmp_path, config(FP8_BLOCK), compress_blocks, **sizes)
+    model = samples.loaded(tmp_path)
+    for name, module in samples.linears(expected).items():
+        layer = model.get_submodule(name)
+        assert layer.scheme.name == "fp8_blocks"
+        assert torch.equal(layer.dequantized_weight(), module.weight.float()), name
+    samples.assert_serves(model, expected, tmp_path / "saved")
 
 
 def changed(key: str, edit: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:

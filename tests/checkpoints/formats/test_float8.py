@@ -37,6 +37,16 @@ def by_definition(rows: bool, *unused: str) -> Callable[[str, Tensor], samples.P
     return of
 
 
+def of_blocks(_: str, weight: Tensor) -> samples.Packed:
+    """As ModelOpt stores blocks of 128 rows and columns, one alone without dimensions."""
+    n, k = weight.shape
+    blocks = weight.float().view(n // 128, 128, k // 128, 128)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / LARGEST
+    q = (blocks / scale).to(torch.float8_e4m3fn)
+    exact = (q.double() * scale.double()).view(n, k)
+    return {"weight": q.view(n, k), "weight_scale": scale.squeeze() if scale.numel() == 1 else scale}, exact
+
+
 def of_fbgemm(name: str, weight: Tensor) -> samples.Packed:
     tensors, exact = by_definition(rows=True)(name, weight)
     return tensors | {"weight_scale": tensors["weight_scale"][:, None], "input_scale_ub": torch.tensor([1200.0])}, exact
@@ -103,16 +113,26 @@ def test_layers_in_float_are_among_blocks(tmp_path: Path) -> None:
     samples.assert_serves(model, expected, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("block", [(16, 128), (64, 128), (32, 256)])
-def test_blocks_are_the_writers(tmp_path: Path, block: tuple[int, int]) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512}
-    expected = samples.write(tmp_path, finegrained(block), by_transformers(block), **sizes)
-    model = samples.loaded(tmp_path)
+def assert_blocks(folder: Path, expected: Any, columns: int) -> None:
+    model = samples.loaded(folder)
     for name, module in samples.linears(expected).items():
         layer = model.get_submodule(name)
-        assert layer.scheme.name == ("fp8" if layer.in_features <= block[1] else "fp8_blocks")
+        assert layer.scheme.name == ("fp8" if layer.in_features <= columns else "fp8_blocks")
         assert torch.equal(layer.dequantized_weight(), module.weight.float()), name
-    samples.assert_serves(model, expected, tmp_path / "saved")
+    samples.assert_serves(model, expected, folder / "saved")
+
+
+@pytest.mark.parametrize("block", [(16, 128), (64, 128), (32, 256)])
+def test_blocks_are_those_of_transformers(tmp_path: Path, block: tuple[int, int]) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    expected = samples.write(tmp_path, finegrained(block), by_transformers(block), **sizes)
+    assert_blocks(tmp_path, expected, block[1])
+
+
+def test_blocks_are_those_of_modelopt(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 128}
+    expected = samples.write(tmp_path, {**MODELOPT, "quant_algo": "fp8_pb_wo"}, of_blocks, **sizes)
+    assert_blocks(tmp_path, expected, 128)
 
 
 @pytest.mark.parametrize(

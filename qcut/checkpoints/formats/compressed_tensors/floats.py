@@ -1,7 +1,8 @@
 """Floats of 8 and 4 bits of compressed-tensors.
 
-- ``float-quantized``: ``weight`` e4m3 ``[N, K]``, ``weight_scale`` ``[N, 1]``, or ``[1]`` for one scale of a layer;
-  ``input_scale`` ``[1]`` of tokens that the writer would quantize with one scale.
+- ``float-quantized``: ``weight`` e4m3 ``[N, K]``, ``weight_scale`` ``[N, 1]``, or ``[1]`` for one scale of a layer, or
+  ``[N / rows, K / columns]`` for one of a block; ``input_scale`` ``[1]`` of tokens that the writer would quantize with
+  one scale.
 - ``mxfp4-pack-quantized``: ``weight_packed`` uint8 ``[N, K / 2]``, two e2m1 along K, the first in the low half;
   ``weight_scale`` uint8 ``[N, K / 32]``, the exponent of a power of two for each 32 columns, plus 127.
 """
@@ -21,21 +22,22 @@ _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "grou
 
 
 class FloatQuantized(E4m3Layout):
-    """e4m3 weights with a scale for each row, or for the layer; see `Layout`."""
+    """e4m3 weights with a scale for each row, each block, or the layer; see `Layout`."""
 
     name = "float-quantized"
 
     def __init__(self, weights: dict[str, Any], tokens: dict[str, Any] | None, where: str) -> None:
         found = {key: weights[key] for key in ("num_bits", "type", "symmetric", "strategy")}
-        strategy = found.pop("strategy")
+        strategy, block = found.pop("strategy"), weights["block_structure"] or ()
         wanted = {"num_bits": 8, "type": "float", "symmetric": True}
-        if found != wanted or strategy not in ("tensor", "channel"):
+        shared = {"tensor": (None, None), "channel": (1, None), "block": tuple(block)}.get(strategy, ())
+        if found != wanted or len(shared) != 2:
             raise UnsupportedError(
                 f"{where}: weights are {found} with the strategy {str(strategy)[:80]!r}; {self.name} is served of "
-                f"{wanted} with the strategies tensor and channel"
+                f"{wanted} with the strategies tensor, channel, and block of two numbers"
             )
         _check_float_tokens(tokens, self.name, where, static=True)
-        super().__init__("weight_scale", 1 if strategy == "channel" else None, unused=("input_scale",))
+        super().__init__("weight_scale", *shared, unused=("input_scale",))
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""

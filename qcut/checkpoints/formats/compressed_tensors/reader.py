@@ -34,6 +34,7 @@ _ARGS = schema.record(
         "group_size": (schema.nothing_or(schema.integer(-1)), None),
         "dynamic": (schema.anything(), False),
         "actorder": (schema.anything(), None),
+        "block_structure": (schema.nothing_or(schema.items(schema.integer(1))), None),
     },
     more=True,
 )
@@ -106,6 +107,7 @@ _FIELDS = (
 _GROUP_FIELDS = ("format", "input_activations", "output_activations", "targets", "weights")
 _ARGS_FIELDS = (
     "actorder",
+    "block_structure",
     "dynamic",
     "group_size",
     "num_bits",

@@ -52,8 +52,8 @@ class E4m3Layout:
         parts.only(("weight", self._scales, *self._unused, "bias"))
         parts.require("weight", ("F8_E4M3",), [n, k])
         rows = 1 if self._rows is None else -(-n // self._rows)
-        shapes = [[rows, columns], *([[rows]] if columns == 1 else []), *([[]] if self._rows is None else [])]
-        parts.require(self._scales, FLOATS, *shapes)
+        shapes = [[rows, columns], *([[rows]] if columns == 1 else []), *([[]] if rows == columns == 1 else [])]
+        parts.require(self._scales, FLOATS, *shapes, [rows, 1, columns, 1])
 
     def codes(self, parts: Parts) -> Tensor:
         """See `IntegerFormat.codes`: the bits."""
@@ -62,9 +62,8 @@ class E4m3Layout:
     def grid(self, parts: Parts) -> Grid:
         """See `IntegerFormat.grid`."""
         n, k = parts.n, parts.k
-        scales = parts.read_scales(self._scales)
-        scales = scales.view(-1, scales.shape[1] if scales.dim() == 2 else 1)
-        blocks = scales.shape[1] > 1
+        columns = -(-k // (self._columns or k))
+        scales, blocks = parts.read_scales(self._scales).reshape(-1, columns), columns > 1
         if blocks:
             scales = scales.repeat_interleave((self._columns or k) // FP8_BLOCK, 1)[:, : -(-k // FP8_BLOCK)]
         scales = scales.repeat_interleave(self._rows or n, 0)[:n]

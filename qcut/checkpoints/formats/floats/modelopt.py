@@ -1,4 +1,4 @@
-"""FP8 of NVIDIA's Model Optimizer: e4m3 with a scale for each layer, or for each row."""
+"""FP8 of NVIDIA's Model Optimizer: e4m3 with a scale for each layer, row or block."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from qcut.checkpoints.formats.parts import refuse_others
 from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 
-_ROWS = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": 1}
-"""By ``quant_algo``, the rows that share a scale; None: all."""
+_BLOCKS = {"FP8": (None, None), "FP8_PER_CHANNEL_PER_TOKEN": (1, None), "FP8_PB_WO": (128, 128)}
+"""By ``quant_algo``, the rows and the columns that share a scale; None: all."""
 _UNUSED = ("input_scale", "k_scale", "v_scale")
 _ALGORITHM = {"quant_algo": (schema.nothing_or(schema.text()), None)}
 _CONFIG = schema.record({}, {**_ALGORITHM, "quantization": (schema.record({}, _ALGORITHM, more=True), {})}, more=True)
@@ -32,7 +32,7 @@ class ModelOpt(E4m3Layout):
         data = schema.conform(config, _CONFIG, where, CheckpointError)
         for fields in (config, data["quantization"]):
             refuse_others(fields, _FIELDS, where)
-        found = data["quant_algo"] or data["quantization"].get("quant_algo")
-        if found not in _ROWS:
-            raise UnsupportedError(f"{where}: quant_algo is {str(found)[:80]!r}; {', '.join(_ROWS)} are served")
-        super().__init__("weight_scale", _ROWS[found], unused=_UNUSED)
+        found = str(data["quant_algo"] or data["quantization"].get("quant_algo"))[:80]
+        if found.upper() not in _BLOCKS:  # writers spell one in small letters
+            raise UnsupportedError(f"{where}: quant_algo is {found!r}; {', '.join(_BLOCKS)} are served")
+        super().__init__("weight_scale", *_BLOCKS[found.upper()], unused=_UNUSED)
