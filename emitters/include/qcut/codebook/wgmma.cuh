@@ -345,7 +345,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T, Rows>& work,
 #pragma unroll
       for (int i = 0; i < T::kTokens / 2; ++i) {
         pin(acc[i]);  // not read before the wait
-        sums_of_units[i] += scale * acc[i];
+        sums_of_units[i] = fmaf(scale, acc[i], sums_of_units[i]);
         acc[i] = 0;
       }
     };

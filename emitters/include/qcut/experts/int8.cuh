@@ -52,7 +52,9 @@ struct Int8ExpertTokens {
     Acc of_unit[Tile::kTokenTiles][4] = {};
     multiply(product, of_unit, unit.weights, fold, u);
 #pragma unroll
-    for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) sum[c / 4][c % 4] += unit.scale * of_unit[c / 4][c % 4];
+    for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) {
+      sum[c / 4][c % 4] = fmaf(unit.scale, of_unit[c / 4][c % 4], sum[c / 4][c % 4]);
+    }
   }
   template <class Product, class Acc, class Fold>
   __device__ __forceinline__ void multiply(const Product&, Acc (&sum)[Tile::kTokenTiles][4], const Int8Unit& unit,

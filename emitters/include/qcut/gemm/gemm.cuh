@@ -255,8 +255,7 @@ __device__ __forceinline__ void gemm(const typename Core::A* a, const typename C
   const uint32_t base = shared_address(shared);
   typename Core::Accumulators acc;
   Core::clear(acc);
-  const int warp_n = threadIdx.x / 32 % T::kWarpsN * T::kWarpN;
-  if constexpr (E::kUnitScales) Core::begin(acc, args, n0 + warp_n, n, k);
+  if constexpr (E::kUnitScales) Core::begin(acc, args, n0 + threadIdx.x / 32 % T::kWarpsN * T::kWarpN, n, k);
   multiply_tiles<Core>(acc, typename Core::CopyA(a, m0, m, lda, first * T::kBlockK, k),
                        typename Core::CopyB(b, n0, n, ldb, first * T::kBlockK, k), base, min(part, k_tiles - first));
   if constexpr (E::kUnitScales) Core::add_unit(acc);

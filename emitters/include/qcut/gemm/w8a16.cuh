@@ -132,7 +132,7 @@ struct CoreScaledUnits : CoreW8A16<TileType, OpA, OpB> {
       const float scale = *acc.scales[j]++;
 #pragma unroll
       for (int i = 0; i < 4 * Base::kMTiles; ++i) {
-        acc.sum[j][i / 4][i % 4] += scale * acc.of_unit[j][i / 4][i % 4];
+        acc.sum[j][i / 4][i % 4] = fmaf(scale, acc.of_unit[j][i / 4][i % 4], acc.sum[j][i / 4][i % 4]);
         acc.of_unit[j][i / 4][i % 4] = 0.0f;
       }
     }

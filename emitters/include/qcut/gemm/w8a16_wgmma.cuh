@@ -143,7 +143,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
 #pragma unroll
     for (int i = 0; i < Tile::kTokens / 2; ++i) {
       pin(of_unit[i]);  // not read before the wait
-      sum[i] += scale * of_unit[i];
+      sum[i] = fmaf(scale, of_unit[i], sum[i]);
     }
   };
   int stage = 0, parity = 0, previous = -1;

@@ -228,7 +228,9 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
             Acc sum[Tile::kTokenTiles][4] = {};
             tokens.multiply(sum, w[s][u], u);
 #pragma unroll
-            for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) acc[c / 4][c % 4] += scales[s][u] * sum[c / 4][c % 4];
+            for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) {
+              acc[c / 4][c % 4] = fmaf(scales[s][u], sum[c / 4][c % 4], acc[c / 4][c % 4]);
+            }
           } else {
             tokens.multiply(acc, w[s][u], u);
           }
