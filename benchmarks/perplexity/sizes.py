@@ -42,6 +42,8 @@ SCHEMES = {
     "w8a8": "int8 weights and tokens",
     "int16x8": "int8 weights, int16 tokens",
     "w8a16": "int8 weights",
+    "fp8": "8-bit floats (e4m3), a scale for each row",
+    "fp8_blocks": "8-bit floats (e4m3), a scale for 128 rows and 128 columns",
     "codebook4": "4 bits, rounded",
     "codebook4_fit": "4 bits, fitted",
     "codebook4+4": "two passes of 4 bits, rounded",
