@@ -27,7 +27,7 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 
 BASELINE = "fp16"
-SCHEMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8")
+SCHEMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_blocks", "int16x8")
 KEY = ("m", "n", "k", "variant")
 EPILOGUES = {
     "w8a8": Epilogue(row_scale="per_token", col_scale="per_channel", bias=True),
@@ -46,7 +46,7 @@ def tolerance(name: str) -> float:
     For Gaussian data the largest of K values is about 4.5 standard deviations, so a step is 4.5/127 of
     one and its rounding error 1.0 % on each side; NF4 loses about 10 %, weights of 8-bit floats up to 6 %.
     """
-    return {"fp16": 2e-3, "bitsandbytes_nf4": 0.15, "qcut_fp8": 0.06}.get(name, 0.03)
+    return {"fp16": 2e-3, "bitsandbytes_nf4": 0.15, "qcut_fp8": 0.06, "qcut_fp8_blocks": 0.06}.get(name, 0.03)
 
 
 def qcut_layer(linear: nn.Linear, scheme: str, x: Tensor) -> qcut.Linear:
