@@ -170,7 +170,9 @@ class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
         if problem.epilogue.col_scale != "per_unit":
             return tiles
         # The sums of units take the registers of weights in flight.
-        fitted = (replace(tile, prefetch=prefetch) for tile in tiles for prefetch in range(tile.prefetch, 0, -1))
+        fitted = (
+            replace(tile, prefetch=prefetch) for tile in tiles for prefetch in range(min(2, tile.prefetch), 0, -1)
+        )
         legal = [tile for tile in fitted if self.is_legal(problem, tile, arch)]
         return tuple({replace(tile, prefetch=1): tile for tile in reversed(legal)}.values())
 

@@ -144,6 +144,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
     for (int i = 0; i < Tile::kTokens / 2; ++i) {
       pin(of_unit[i]);  // not read before the wait
       sum[i] = fmaf(scale, of_unit[i], sum[i]);
+      of_unit[i] = 0;  // with products that do not add, the compiler would wait for each
     }
   };
   int stage = 0, parity = 0, previous = -1;
@@ -174,7 +175,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
           }
           wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < kSteps; ++i) Product::issue(of_unit, a[half][i], tokens + i * kWgmmaStep, half + i > 0);
+          for (int i = 0; i < kSteps; ++i) Product::issue(of_unit, a[half][i], tokens + i * kWgmmaStep, 1);
         } else {
           wgmma_fence();
 #pragma unroll
