@@ -13,7 +13,7 @@ from qcut.emitters.gemm import problem as gemm
 from qcut.schemes import FP8, W8A8, W8A16, Codebook, Float, Int16x8, StaticRange, parse_scheme, scheme_from_json
 
 PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_blocks", "int16x8", "int16x8_static", "fp16")
-PLAIN = (W8A8(), W8A8("static"), W8A16(), FP8(), Int16x8(), Int16x8("static"), Float())
+PLAIN = (W8A8(), W8A8("static"), W8A16(), FP8(), FP8(blocks=True), Int16x8(), Int16x8("static"), Float())
 CODEBOOKS = {
     "codebook4": Codebook(),
     "codebook3": Codebook(3),
@@ -52,10 +52,10 @@ def test_padded_k():
 
 
 def test_scheme_names():
-    assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[:7])
+    assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[:8])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
-    assert list(schemes.SCHEME_NAMES[7:]) == list(CODEBOOKS)[:10]
-    assert [s.int8_products for s in PLAIN] == [True, True, False, False, True, True, False]
+    assert list(schemes.SCHEME_NAMES[8:]) == list(CODEBOOKS)[:10]
+    assert [s.int8_products for s in PLAIN] == [True, True, False, False, False, True, True, False]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
 
