@@ -186,7 +186,7 @@ def test_unknown_fields_that_hold_something_are_refused(method: str) -> None:
         ((), {"transform_config": {"config_groups": {}}}, "transform_config is"),
         ((), {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is"),
         (("config_groups", "group_0"), {"rotation": "hadamard"}, "config_groups.group_0: found the field 'rotation'"),
-        (("config_groups", "group_0", "weights"), {"block_structure": [2, 2]}, "weights: found the field 'block_struc"),
+        (("config_groups", "group_0", "weights"), {"zeros": [2, 2]}, "weights: found the field 'zeros'"),
         (("config_groups", "group_0", "weights"), {"actorder": "rows"}, "actorder is 'rows'; group and weight"),
         (("config_groups", "group_0", "weights"), {"actorder": "static"}, None),
     ],
