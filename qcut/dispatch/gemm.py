@@ -161,10 +161,9 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
     """
     nvcc = nvcc and not target.ahead_of_time
     if nvcc and m > w8a16_stream.MAX_TOKENS:
-        cutlass = (W8A16_CUTLASS.name,) * (problem.b is DType.S8)
-        if k % 16 == 0 and (tuned := _tuned(problem, m, n, k, target, cutlass)) is not None:
+        if k % 16 == 0 and (tuned := _tuned(problem, m, n, k, target, (W8A16_CUTLASS.name,))) is not None:
             return tuned
-        found = choose((W8A16_WGMMA.name, *cutlass), problem, m, n, k, target)
+        found = choose((W8A16_WGMMA.name, W8A16_CUTLASS.name), problem, m, n, k, target)
         if found is not None:
             swizzle, raster = W8A16_CUTLASS_WALK if found.family == W8A16_CUTLASS.name else (1, 0)
             return replace(found, swizzle=swizzle, raster=raster)

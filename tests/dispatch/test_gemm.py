@@ -273,6 +273,7 @@ def test_cutlass_serves_prompts_of_w8a16_where_it_can():
     for m in (512, 1024, 4096, 65_536):
         assert chosen(problem, m) == "w8a16_cutlass"
         assert chosen(replace(problem, a=DType.BF16), m) == "w8a16_cutlass"
+        assert chosen(replace(problem, b=DType.E4M3), m) == "w8a16_cutlass"
     others = [
         chosen(problem, 32),
         chosen(problem, 256),
@@ -281,6 +282,7 @@ def test_cutlass_serves_prompts_of_w8a16_where_it_can():
         chosen(problem, 4096, k=4088),
         chosen(replace(problem, alignment_k=1), 4096),
         chosen(replace(problem, alignment_n=4), 4096),
+        chosen(replace(problem, b=DType.E4M3, epilogue=Epilogue(DType.F16, col_scale="per_unit")), 4096),
     ]
     assert "w8a16_cutlass" not in others
 

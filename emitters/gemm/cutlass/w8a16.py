@@ -1,8 +1,8 @@
-"""W8A16 GEMM of many tokens on sm_90a: CUTLASS's main loop of mixed types, through nvidia-cutlass.
+"""Products of many 16-bit tokens with weights of a byte on sm_90a: CUTLASS's main loop of mixed types.
 
-The kernel computes the transpose of D. Weights are its rows: int8 from shared memory to registers, where they become
-floats, the first operand of ``wgmma``. Tokens are its columns, read from shared memory. A tile is given as all tiles
-are, tokens first. Epilogue node: ``include/qcut/cutlass/sm90_dequantize_transposed.cuh``.
+The kernel computes the transpose of D. Weights are its rows: int8 or e4m3, from shared memory to registers, where they
+become 16-bit floats, the first operand of ``wgmma``. Tokens are its columns, read from shared memory. A tile is given
+as all tiles are, tokens first. Epilogue node: ``include/qcut/cutlass/sm90_dequantize_transposed.cuh``.
 
 Source: CUTLASS 4.2.0, ``cutlass/gemm/collective/sm90_mma_tma_gmma_rs_warpspecialized_mixed_input.hpp``.
 """
@@ -87,7 +87,9 @@ TRANSPOSED_TILE = (
 CONSTRAINTS = (
     ARCHITECTURE,
     Constraint(
-        "operands", "are f16 or bf16 x s8", lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8
+        "operands",
+        "are f16 or bf16 x s8 or e4m3",
+        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b in (DType.S8, DType.E4M3),
     ),
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     HOST_M,
@@ -122,14 +124,14 @@ def swapped(tile: TileConfig) -> TileConfig:
 
 
 class W8A16Cutlass(Family[GemmProblem, TileConfig]):
-    """16-bit tokens and int8 weights in CUTLASS's kernels.
+    """16-bit tokens and weights of a byte in CUTLASS's kernels.
 
     Arguments are ``problem.params()`` and `qcut.emitters.gemm.cutlass.text.LAUNCH_PARAMS`. All addresses, lda, ldb and
     ldd are multiples of 16 bytes, k is a multiple of 16; m is any.
 
-    Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
-    only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does
-    not depend on the other rows; the same inputs give the same bits.
+    Exactness: a weight is exact as a 16-bit float and every product is exact in float32; the tensor core adds them in
+    an order fixed only by K and the tile's K, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
+    row's result does not depend on the other rows; the same inputs give the same bits.
 
     Raises:
         EmitError: see `validate`; reading the texts, nvidia-cutlass cannot be imported.
@@ -149,7 +151,7 @@ class W8A16Cutlass(Family[GemmProblem, TileConfig]):
         return (tile for tile in tiles if self.is_legal(problem, tile, arch))
 
     def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-        operands = Operands("s8", problem.a.value, DType.F32, instruction_k=16, transposed=True)
+        operands = Operands(problem.b.value, problem.a.value, DType.F32, instruction_k=16, transposed=True)
         inner = swapped(tile)
         return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
 

@@ -370,6 +370,7 @@ def w8a16_cutlass_texts(arch: str) -> Iterator[KernelSource]:
     if architecture(arch).wgmma:
         silu = Epilogue(BF16, col_scale="per_channel", activation=Activation.SILU)
         yield W8A16_CUTLASS.emit(replace(VECTORS, a=BF16, epilogue=silu), MIXED, arch)
+        yield W8A16_CUTLASS.emit(replace(VECTORS, b=DType.E4M3), MIXED, arch)
         tiles = {*w8a16_cutlass.MENU, *W8A16_CUTLASS.search_space(VECTORS, arch)} - {MIXED}
         yield from (W8A16_CUTLASS.emit(VECTORS, tile, arch) for tile in sorted(tiles, key=str))
 

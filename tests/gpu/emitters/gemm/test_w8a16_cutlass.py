@@ -1,4 +1,4 @@
-"""CUTLASS's W8A16 products, launched directly: every tile, type and epilogue, edges, guards around D."""
+"""CUTLASS's products of 16-bit tokens, launched directly: every tile, type and epilogue, edges, guards around D."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SHAPES = ((1, 16, 16), (17, 336, 272), (129, 144, 1040), (257, 272, 400), (300, 
 """(M, N, K) below, at and beyond a tile, with and without a whole number of K tiles."""
 
 
-def source(a: DType, epilogue: Epilogue, tile: TileConfig) -> KernelSource:
-    return W8A16_CUTLASS.emit(GemmProblem(a=a, epilogue=epilogue, alignment_k=8), tile, "sm_90a")
+def source(a: DType, epilogue: Epilogue, tile: TileConfig, b: DType = DType.S8) -> KernelSource:
+    return W8A16_CUTLASS.emit(GemmProblem(a=a, b=b, epilogue=epilogue, alignment_k=8), tile, "sm_90a")
 
 
 def cases() -> Iterator[KernelSource]:
@@ -43,6 +43,7 @@ def cases() -> Iterator[KernelSource]:
     for epilogue in EPILOGUES:
         yield source(DType.F16, epilogue, LARGE)
     yield source(DType.BF16, Epilogue(DType.F32), LARGE)
+    yield from (source(a, Epilogue(DType.F32), tile, DType.E4M3) for a in TOKENS for tile in MENU)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,6 +85,17 @@ def test_every_weight_converts_exactly(a: DType) -> None:
     weights = (torch.arange(256)[:, None] + torch.arange(128)).to(torch.uint8).view(torch.int8)
     gemm = Gemm.of(Epilogue(DType.F32), torch.eye(128, dtype=torch.int8), weights)
     assert_same(run(gemm, a, LARGE, torch.eye(128, dtype=TORCH_DTYPE[a])), weights.t().float())
+
+
+@pytest.mark.parametrize(("a", "tile"), [(a, t) for a in TOKENS for t in MENU], ids=str)
+def test_every_e4m3_converts_exactly(a: DType, tile: TileConfig) -> None:
+    """Like int8 weights above; code 0 takes the place of both that are NaN."""
+    codes = (torch.arange(256)[:, None] + torch.arange(128)).to(torch.uint8)
+    codes[(codes & 127) == 127] = 0
+    gemm = Gemm.of(Epilogue(DType.F32), torch.eye(128, dtype=torch.int8), codes.view(torch.int8))
+    kernel = source(a, gemm.epilogue, tile, DType.E4M3)
+    got = launch_cutlass(gemm, kernel, x=torch.eye(128, dtype=TORCH_DTYPE[a]))
+    assert_same(got, codes.view(torch.float8_e4m3fn).t().float())
 
 
 @pytest.mark.parametrize("a", TOKENS, ids=lambda a: a.value)
