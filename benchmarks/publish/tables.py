@@ -50,7 +50,7 @@ Times = dict[Shape, dict[str, float]]
 SQUARES = (1024, 2048, 4096, 8192)
 LAYERS = ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336))
 TOKENS = (64, 256, 1024, 4096)
-LINEARS = ("fp16", "qcut_w8a8", "qcut_w8a8_static", "qcut_w8a16", "qcut_fp8", "qcut_int16x8")
+LINEARS = ("fp16", "qcut_w8a8", "qcut_w8a8_static", "qcut_w8a16", "qcut_fp8", "qcut_fp8_blocks", "qcut_int16x8")
 LINEAR_SHAPES = (
     *((1, n, k) for n, k in ((1280, 1280), (5120, 1280), (4096, 4096), (14336, 4096), (4096, 14336))),
     *((64, 14336, 4096), (1024, 4096, 4096), (1024, 14336, 4096), (4096, 14336, 4096)),
