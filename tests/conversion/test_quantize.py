@@ -34,7 +34,7 @@ def make_plan(model: nn.Module, schemes: dict[str, str], cal=None) -> Plan:
     return Plan(layers, 0.003, "perplexity", "time", 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "w8a16", "fp8", "int16x8", "int16x8_static"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "w8a16", "fp8", "fp8_blocks", "int16x8", "int16x8_static"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
 def test_every_layer_becomes_the_one_from_float_makes(kind: str, scheme: str) -> None:
     model = tiny_lm() if kind == "plain" else tiny_hf(kind)

@@ -14,7 +14,18 @@ from qcut.conversion.verification import Recording, check_layer, excerpt, vocabu
 from qcut.errors import QuantizationError
 from tests.support.zoo import inject_outliers, same, snapshot, tiny_hf, tiny_lm, token_batches
 
-SCHEMES = ("w8a8", "w8a16", "fp8", "int16x8", "codebook4", "codebook2", "codebook3_int8", "codebook4+4", "int4")
+SCHEMES = (
+    "w8a8",
+    "w8a16",
+    "fp8",
+    "fp8_blocks",
+    "int16x8",
+    "codebook4",
+    "codebook2",
+    "codebook3_int8",
+    "codebook4+4",
+    "int4",
+)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -90,7 +101,9 @@ def test_failed_proof_leaves_the_model_as_it_was() -> None:
     assert torch.equal(model(x), want)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "fp8", "int16x8", "codebook4", "codebook4_int8", "codebook2"])
+@pytest.mark.parametrize(
+    "scheme", ["w8a8", "w8a16", "fp8", "fp8_blocks", "int16x8", "codebook4", "codebook4_int8", "codebook2"]
+)
 def test_layer_of_another_weight_or_activation_is_named(scheme: str) -> None:
     float_layer, x = nn.Linear(64, 48), torch.randn(16, 64)
     layer = qcut.Linear.from_float(float_layer, scheme, activation="relu", name="up")

@@ -26,6 +26,7 @@ SCHEMES = (
     "w8a8",
     "w8a16",
     "fp8",
+    "fp8_blocks",
     "int16x8",
     "int4",
     "codebook3",

@@ -23,7 +23,17 @@ from tests.support.alive import watch_float_weights
 from tests.support.architectures import tiny_model
 from tests.support.files import write_tensors
 
-SCHEMES = ("w8a8", "w8a16", "fp8", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
+SCHEMES = (
+    "w8a8",
+    "w8a16",
+    "fp8",
+    "fp8_blocks",
+    "codebook4",
+    "codebook2+3_g16",
+    "codebook4_int8",
+    "codebook4_g32_qr",
+    "int4_g16",
+)
 
 
 def loaded(kind: str, scheme: Any, tmp_path: Path, options: dict[str, Any], **given: Any) -> tuple[Any, Any]:
