@@ -38,7 +38,7 @@ def by_definition(rows: bool, *unused: str) -> Callable[[str, Tensor], samples.P
 
 
 def of_blocks(_: str, weight: Tensor) -> samples.Packed:
-    """As ModelOpt stores blocks of 128 rows and columns, one alone without dimensions."""
+    """As ModelOpt stores blocks of 128 rows and columns; a single one has no dimensions."""
     n, k = weight.shape
     blocks = weight.float().view(n // 128, 128, k // 128, 128)
     scale = blocks.abs().amax((1, 3), keepdim=True) / 448
