@@ -32,6 +32,7 @@ CASES = [
         for scheme, dtype in (("w8a8", SINGLE), ("w8a8_static", BRAIN), ("w8a8_static", SINGLE))
     ),
     *((scheme, size, dtype) for scheme in FLOAT_TOKENS for size in SIZES for dtype in (HALF, BRAIN)),
+    ("fp8_blocks", (301, 80), HALF),  # several units of rows that start anywhere
 ]
 
 
