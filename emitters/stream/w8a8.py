@@ -76,7 +76,8 @@ class W8A8Problem:
         """Arguments, in order: those of a `GemmProblem`, ``absmax``, ``activation``, `EXPERT_PARAMS`, where needed.
 
         int8 and int16 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``,
-        ``floats`` neither. With halves, ``tokens`` is the number of tokens, and m is unused.
+        ``floats`` neither. With halves, ``tokens`` is the number of tokens, and m is unused; with experts as well, m
+        counts routes, and ``tokens`` is unused.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
@@ -177,13 +178,13 @@ CONSTRAINTS = (
     ),
     Constraint(
         "experts",
-        "have int8 tokens or rows with a scale each, and neither halves, absmax nor a residual",
+        "have int8 tokens or rows with a scale each, and neither absmax nor a residual; halves are of rows",
         lambda p, t, arch: (
             not p.experts
             or (
-                p.tokens in ("none", "rows")
+                p.tokens in (("rows",) if p.epilogue.halves else ("none", "rows"))
                 and (p.epilogue.row_scale, p.epilogue.zero_point) == ("per_token", "none")
-                and not (p.epilogue.halves or p.epilogue.residual or p.absmax)
+                and not (p.epilogue.residual or p.absmax)
             )
         ),
     ),
@@ -246,7 +247,7 @@ class Int8Stream(StreamFamily[W8A8Problem, W8A8Tile]):
         a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
         absmax = "absmax" if problem.absmax else "nullptr"
         params, halves, rescale = problem.params(), problem.epilogue.halves, problem.epilogue.rescale
-        function, m = ("int16x8_stream", "tokens") if halves else ("int8_stream", "m")
+        function, m = "int16x8_stream" if halves else "int8_stream", "tokens" if halves and not problem.experts else "m"
         header = "int16x8" if halves else "w8a8"
         rows = f", {tile_rows(tile.tokens)}" if problem.experts else ""
         using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"

@@ -27,8 +27,9 @@ from qcut.emitters.families import (
     W8A16_STREAM,
 )
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.w8a8 import W8A8Problem
 
-ExpertProblem = CodebookProblem | GemmProblem
+ExpertProblem = CodebookProblem | GemmProblem | W8A8Problem
 
 _SIZES = (8, 16)
 """Of tiles of few routes. Kernels take 32 too: `benchmarks/layers/experts.py --sizes` compares them."""
@@ -77,6 +78,8 @@ def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
+    if isinstance(problem, W8A8Problem):
+        return _least(INT8_STREAM, int8_stream.candidates(problem, size, n, k, target, copies=max(1, tiles)))
     is_codebook = isinstance(problem, CodebookProblem)
     if size in TOKENS:
         many, cycles = (CODEBOOK_WGMMA, wgmma.cycles) if is_codebook else (INT8_WGMMA, int8_wgmma.cycles)
@@ -120,7 +123,7 @@ def select_summed(problem: CodebookProblem, m: int, routes: int, n: int, k: int,
 def _select_ordered(
     family: Family[Any, Any],
     cycles: Callable[..., float],
-    problem: ExpertProblem,
+    problem: CodebookProblem | GemmProblem,
     size: int,
     tiles: int,
     n: int,

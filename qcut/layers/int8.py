@@ -17,6 +17,7 @@ from qcut.layers.linear import Known, Linear, Stacked
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
+from qcut.numerics.int16 import TOKENS_PER_BLOCK
 from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, StaticRange, padded_k
 
 if TYPE_CHECKING:
@@ -416,6 +417,37 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
     """
 
     k_max = K_MAX
+
+    @property
+    def largest_tile(self) -> int:
+        """See `Linear.largest_tile`."""
+        return TOKENS_PER_BLOCK
+
+    @classmethod
+    def routed(
+        cls,
+        stack: Stacked,
+        x: Tensor | Prepared,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
+        if not isinstance(x, Tensor):
+            return None
+        b = stack.tensors
+        weight = b["qweight"], b["weight_scale"], b["bias"]
+        if gated:
+            absmax = x.new_zeros(len(x), dtype=torch.float32)
+            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1), absmax)
+        else:
+            absmax = x.abs().amax(1).float()
+        y: Tensor = torch.ops.qcut.int16x8_experts(
+            x, absmax, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
+        )
+        return _summed(y, tiles, len(weight[0]), weights)
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics.codebook import layout, products
+from qcut.numerics.int16 import TOKENS_PER_BLOCK
 from qcut.numerics.routing import RouteTiles
-from qcut.ops.checks import F32, S8, S32, check_indices, check_tensor
+from qcut.ops.checks import F32, S8, S32, check_absmax, check_indices, check_tensor
 from qcut.ops.codebook import CodebookGemmOp, RotateTokensOp
-from qcut.ops.linear import Int8LinearOp, W8A16LinearOp
+from qcut.ops.linear import Int8LinearOp, Int16x8LinearOp, W8A16LinearOp
 from qcut.ops.registry import SYMBOLIC, operator
 from qcut.ops.routing import SumRoutesOp
 
@@ -431,4 +432,72 @@ class W8A16ExpertsOp(NamedTuple):
         x, source = tokens_of(self.x, tiles, self.k), tiles.sources(self.per_row)
         for e, routes in tiles.by_expert(len(self.qweight)):
             y[routes] = self.expert(e, x[source[routes]]).cpu()
+        return y
+
+
+@operator("int16x8_experts", returns="Tensor")
+class Int16x8ExpertsOp(NamedTuple):
+    """`Int16x8LinearOp` of each route's token with the weight of the route's expert.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[rows, K]``, K from 1 to `qcut.schemes.K_MAX`, any strides.
+        x_absmax: float32 ``[rows]``, contiguous, ``max |x[m]|``.
+        per_row: routes of each token, see `CodebookExpertsOp`, as are ``tile_experts`` and ``tile_routes``.
+        tile_experts: int32 ``[T]``.
+        tile_routes: int32 ``[T, size]``, a size of 1 or 8, or None.
+        qweight: int8 ``[E, N, padded_k(K)]``, N >= 1, zero padded.
+        weight_scale: float32 ``[E, N]``.
+        bias: float32 ``[E, N]``; None: none is added.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
+
+    Returns:
+        y ``[rows * per_row, N]`` of x's type, contiguous. Rows of routes in no tile hold anything.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument is not as above.
+        QuantizationError: K beyond the exact range.
+        RangeError: on the CPU, a route that does not exist.
+
+    Exactness: bitwise ``int16x8_linear``, whatever the tiles.
+    """
+
+    x: Tensor
+    x_absmax: Tensor
+    per_row: int
+    tile_experts: Tensor
+    tile_routes: Tensor | None
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+
+    @property
+    def tiles(self) -> RouteTiles:
+        """The routes."""
+        return RouteTiles(self.tile_experts, self.tile_routes, len(self.x) * self.per_row)
+
+    def expert(self, e: int, x: Tensor) -> Int16x8LinearOp:
+        """The product of tokens with one expert's weight."""
+        bias = None if self.bias is None else self.bias[e]
+        return Int16x8LinearOp(x, self.qweight[e], self.weight_scale[e], bias, self.activation)
+
+    def check(self) -> None:
+        op, x, tiles = "int16x8_experts", self.x, self.tiles
+        if x.dim() != 2:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K]")
+        check_stacked(op, qweight=self.qweight, weight_scale=self.weight_scale, bias=self.bias)
+        check_tiles(op, tiles, len(x), self.per_row, x.device)
+        if tiles.size > TOKENS_PER_BLOCK:
+            raise ConfigError(f"qcut::{op}: tiles of {tiles.size} routes; allowed: 1, {TOKENS_PER_BLOCK}")
+        self.expert(0, x).check()
+        check_absmax(op, "x_absmax", self.x_absmax, x)
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((len(self.x) * self.per_row, self.qweight.shape[1]))
+
+    def cpu(self) -> Tensor:
+        check_routes("int16x8_experts", self.tiles)
+        y, source = self.fake().zero_(), self.tiles.sources(self.per_row)
+        for e, routes in self.tiles.by_expert(len(self.qweight)):
+            y[routes] = self.expert(e, self.x[source[routes]]).cpu()
         return y

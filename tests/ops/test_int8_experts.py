@@ -18,6 +18,7 @@ from tests.support.routes import in_tiles, random_experts, tiles_of
 
 OPS = torch.ops.qcut
 SIZES = (1, 8, 16, 32, 128)
+OPERATORS = ("w8a8_experts", "w8a16_experts", "int16x8_experts")
 S32, F16 = torch.int32, torch.float16
 N, K = 35, 48
 
@@ -40,12 +41,17 @@ def arguments(
     if op == "w8a8_experts":
         tokens = {"q": s8(rows, K), "q_scale": normal(rows, seed=3).abs()}
         return {**tokens, **rest, "out_dtype": dtype}, chosen
-    return {"x": normal(rows, K, seed=4).to(dtype), "k": K, **rest}, chosen
+    x = normal(rows, K, seed=4).to(dtype)
+    if op == "int16x8_experts":
+        del rest["rows"]
+        return {"x": x, "x_absmax": x.abs().amax(1).float(), **rest}, chosen
+    return {"x": x, "k": K, **rest}, chosen
 
 
 def in_order(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments with tokens in the order of tiles, if tiles are so large, as `RotateRoutesOp` leaves them."""
-    tiles = RouteTiles(given["tile_experts"], given["tile_routes"], given["rows"] * given["per_row"])
+    rows = given.get("rows", len(given.get("x", ())))
+    tiles = RouteTiles(given["tile_experts"], given["tile_routes"], rows * given["per_row"])
     if not tiles.ordered:
         return given
     name = "q" if "q" in given else "x"
@@ -69,7 +75,8 @@ def of_one(op: str, given: dict[str, Any], route: int, expert: int) -> Tensor:
         q, scale = given["q"][row : row + 1], given["q_scale"][row : row + 1]
         y: Tensor = OPS.int8_linear(q, scale, *weight, given["out_dtype"])
     else:
-        y = OPS.w8a16_linear(given["x"][row : row + 1], *weight)
+        linear = OPS.int16x8_linear if op == "int16x8_experts" else OPS.w8a16_linear
+        y = linear(given["x"][row : row + 1], *weight)
     return y[0]
 
 
@@ -95,6 +102,14 @@ def test_w8a8_is_bitwise_the_layers_of_the_experts(dtype: torch.dtype, experts: 
         check("w8a8_experts", given, chosen, exact=True)
 
 
+@pytest.mark.parametrize("size", SIZES[:2])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int16x8_is_bitwise_the_layers_of_the_experts(dtype: torch.dtype, size: int) -> None:
+    for rows, per_row, bias in ((1, 1, True), (9, 3, False), (40, 2, True)):
+        given, chosen = arguments("int16x8_experts", 7, rows, per_row, size, dtype, bias=bias)
+        check("int16x8_experts", given, chosen, exact=True)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("experts", [1, 7])
 def test_w8a16_is_what_layers_of_experts_give(experts: int, size: int) -> None:
@@ -103,7 +118,7 @@ def test_w8a16_is_what_layers_of_experts_give(experts: int, size: int) -> None:
         check("w8a16_experts", given, chosen, exact=False)
 
 
-@pytest.mark.parametrize("op", ["w8a8_experts", "w8a16_experts"])
+@pytest.mark.parametrize("op", OPERATORS)
 def test_tokens_of_no_expert_are_not_read(op: str) -> None:
     given, chosen = arguments(op, size=8)
     chosen[4] = 7
@@ -114,18 +129,18 @@ def test_tokens_of_no_expert_are_not_read(op: str) -> None:
     assert torch.equal(getattr(OPS, op)(**given)[rest], want[rest])
 
 
-@pytest.mark.parametrize("op", ["w8a8_experts", "w8a16_experts"])
+@pytest.mark.parametrize("op", OPERATORS)
 def test_opcheck_and_no_tokens(op: str) -> None:
-    for rows, size in ((9, 8), (9, 1), (9, 128), (0, 8), (0, 1)):
+    for rows, size in ((9, 8), (9, 1), *(((9, 128),) if op != "int16x8_experts" else ()), (0, 8), (0, 1)):
         given = in_order(arguments(op, rows=rows, size=size)[0])
         torch.library.opcheck(getattr(OPS, op).default, (), given)
         assert getattr(OPS, op)(**given).shape == (3 * rows, N)
 
 
-@pytest.mark.parametrize("op", ["w8a8_experts", "w8a16_experts"])
+@pytest.mark.parametrize("op", OPERATORS)
 def test_strides_and_offsets_do_not_matter(op: str) -> None:
     def strided(t: Any) -> Any:
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor) or t is given.get("x_absmax"):
             return t
         wide = torch.zeros(*t.shape[:-1], 2 * t.shape[-1] + 3, dtype=t.dtype)
         return wide[..., 3::2].copy_(t)
@@ -135,7 +150,7 @@ def test_strides_and_offsets_do_not_matter(op: str) -> None:
     assert torch.equal(y[in_tiles(chosen, 7)], want[in_tiles(chosen, 7)])
 
 
-OF_BOTH: tuple[tuple[dict[str, Any], type[QcutError], str], ...] = (
+OF_ALL: tuple[tuple[dict[str, Any], type[QcutError], str], ...] = (
     ({"qweight": s8(N, K)}, ShapeError, r"qweight has shape \[35, 48\]|weight_scale has shape"),
     ({"weight_scale": torch.rand(6, N)}, ShapeError, r"weight_scale has shape \[6, 35\]; allowed: \[7, \.\.\.\]"),
     ({"bias": torch.rand(N)}, ShapeError, r"bias has shape \[35\]; allowed: \[7, \.\.\.\] with E >= 1"),
@@ -154,7 +169,18 @@ OF_BOTH: tuple[tuple[dict[str, Any], type[QcutError], str], ...] = (
 @pytest.mark.parametrize(
     ("op", "changes", "error", "message"),
     [
-        *((op, *case) for op in ("w8a8_experts", "w8a16_experts") for case in OF_BOTH),
+        *((op, *case) for op in OPERATORS for case in OF_ALL),
+        ("int16x8_experts", {"x_absmax": torch.rand(8)}, ShapeError, r"x_absmax has shape \[8\]; allowed: \[9\]"),
+        (
+            "int16x8_experts",
+            {"x_absmax": torch.rand(18)[::2]},
+            ShapeError,
+            r"x_absmax has strides \[2\]; allowed: cont",
+        ),
+        ("int16x8_experts", {"x": normal(9, 65).half()}, ShapeError, r"x has K = 65, qweight has shape \[35, 48\]"),
+        ("int16x8_experts", {"x": normal(3, 3, K).half()}, ShapeError, r"x has shape \[3, 3, 48\]; allowed: \[M, K\]"),
+        ("int16x8_experts", {"x": s8(9, K)}, DtypeError, "x is int8"),
+        ("int16x8_experts", {"tile_routes": torch.zeros(9, 16, dtype=S32)}, ConfigError, "of 16 routes; allowed: 1, 8"),
         ("w8a8_experts", {"q": s8(9, 32)}, ShapeError, r"q has shape \[9, 32\]; allowed: \[9, 48\]"),
         ("w8a8_experts", {"q": s8(9, 3, 16)}, ShapeError, r"q has shape \[9, 3, 16\]"),
         ("w8a8_experts", {"q_scale": torch.rand(8)}, ShapeError, r"q_scale has shape \[8\]; allowed: \[9\]"),
@@ -178,7 +204,7 @@ def test_tokens_out_of_order_are_refused(op: str) -> None:
         getattr(OPS, op)(**given)
 
 
-@pytest.mark.parametrize("op", ["w8a8_experts", "w8a16_experts"])
+@pytest.mark.parametrize("op", OPERATORS)
 def test_routes_that_do_not_exist_are_refused(op: str) -> None:
     given, _ = arguments(op)
     given["tile_routes"][0, 0] = 27

@@ -24,10 +24,18 @@ from qcut.dispatch.gemm import alignment_of
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import DtypeError
 from qcut.numerics.codebook.products import is_pair_book
 from qcut.numerics.routing import MOST_GATHERED
-from qcut.ops.experts import TILE_SIZES, CodebookExpertsOp, RotateRoutesOp, W8A8ExpertsOp, W8A16ExpertsOp
+from qcut.ops.experts import (
+    TILE_SIZES,
+    CodebookExpertsOp,
+    Int16x8ExpertsOp,
+    RotateRoutesOp,
+    W8A8ExpertsOp,
+    W8A16ExpertsOp,
+)
 from qcut.ops.registry import serves
 
 # ── routes ───────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +140,7 @@ _plans = PlanCache(ExpertProduct.load)
 
 
 def _launch(
-    call: CodebookExpertsOp | W8A8ExpertsOp | W8A16ExpertsOp,
+    call: CodebookExpertsOp | W8A8ExpertsOp | W8A16ExpertsOp | Int16x8ExpertsOp,
     describe: Callable[..., ExpertProblem],
     options: tuple[Any, ...],
     sizes: tuple[int, int, int],
@@ -270,8 +278,31 @@ def w8a8_experts(call: W8A8ExpertsOp) -> Tensor:
     return y
 
 
+def _int16x8_problem(n: int, k: int, x: torch.dtype, bias: bool, activation: str, aligned: bool) -> W8A8Problem:
+    epilogue = linear_problem(DTYPES[x], n, k, bias, activation, "int16x8").epilogue
+    return W8A8Problem("rows", DTYPES[x], epilogue, aligned, experts=True)
+
+
+@serves(Int16x8ExpertsOp)
+def int16x8_experts(call: Int16x8ExpertsOp) -> Tensor:
+    call.check()
+    y, (experts, n, k_padded), rows = call.fake(), call.qweight.shape, call.tiles.places
+    (x, stride), k, weight = row_major(call.x), call.x.shape[1], parameters(call.qweight)
+    vectors = parameters(call.weight_scale, call.bias)
+    aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
+    sizes = (rows, n, k, stride, k_padded, n, call.x_absmax.data_ptr(), rows)
+    _launch(
+        call,
+        _int16x8_problem,
+        (x.dtype, call.bias is not None, call.activation, aligned),
+        (experts, n, k),
+        (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *vectors.addresses),
+    )
+    return y
+
+
 def _w8a16_problem(
-    n: int, k: int, x: torch.dtype, bias: bool, activation: str, aligned: bool, scheme: str = "w8a16"
+    n: int, k: int, x: torch.dtype, bias: bool, activation: str, aligned: bool, scheme: str
 ) -> GemmProblem:
     return replace(linear_problem(DTYPES[x], n, k, bias, activation, scheme, aligned=aligned), experts=True)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcut.backends.cuda import experts as experts_cuda
 from qcut.errors import DtypeError
-from qcut.ops.experts import W8A8ExpertsOp, W8A16ExpertsOp
+from qcut.ops.experts import Int16x8ExpertsOp, W8A8ExpertsOp, W8A16ExpertsOp
 from tests.backends.cuda.test_decoder import has
 from tests.support.fakes.launches import H200, Launches, note_launches
 from tests.support.oracles import s8
@@ -80,6 +80,20 @@ def test_w8a16(size: int, launches: Launches) -> None:
         return
     assert launch["grid"] == ctas(launch, len(call.tile_experts))
     assert launch["kernel"].startswith(f"qcut_int8_experts_sm90a_f16xs8_f16_sn_silu_k8n2_e_t{size}_r")
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_int16x8(size: int, launches: Launches) -> None:
+    weight, wide = weights(), torch.randn(9, K + 3).bfloat16()
+    tiles, absmax = tiles_of(random_experts(9, 3, E), E, size), torch.rand(9)
+    call = Int16x8ExpertsOp(wide[:, 3:], absmax, 3, tiles.experts, tiles.routes, *weight, "none")
+    y = experts_cuda.int16x8_experts(call)
+    (launch,) = launches
+    assert y.shape == (27, N)
+    has(launch, a=call.x, b=weight[0], d=y, a_absmax=absmax, col_scale=weight[1], bias=weight[2])
+    has(launch, m=tiles.places, n=N, k=K, lda=K + 3, ldb=K, ldd=N, experts=E, per_row=3, rows=9)
+    has(launch, tile_experts=tiles.experts, tile_routes=0 if size == 1 else tiles.routes)
+    assert launch["kernel"].startswith("qcut_int8_stream_sm90a_rows_bf16_bf16_halves_sm_sn_b_u_e_")
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])

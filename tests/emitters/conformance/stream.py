@@ -86,7 +86,9 @@ def int8_sources(arch: str) -> Iterator[KernelSource]:
         shapes += [(few, 1, 14336, 4096), (few, 8, 4096, 14336)]
     shapes.append((W8A8Problem("given", S8, RESCALED), 16, 1280, 1280))
     shapes += [(NONE_EXPERTS, m, n, k) for m, (n, k) in product((1, 8, 16, 32), EXPERT_SIZES)]
-    shapes += [(ROWS_EXPERTS, m, n, k) for m, (n, k) in product((1, 8), EXPERT_SIZES)]
+    in_halves = replace(ROWS_EXPERTS, epilogue=replace(PLAIN, halves=True))
+    for problem in (ROWS_EXPERTS, in_halves, replace(in_halves, x=F32, aligned=False)):
+        shapes += [(problem, m, n, k) for m, (n, k) in product((1, 8), EXPERT_SIZES)]
     kernels = [(p, best_tile(INT8_STREAM, p, m, n, k, Target(arch, SM_COUNT[arch]))) for p, m, n, k in shapes]
     kernels.append((ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16)))
     kernels.append((replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True)))

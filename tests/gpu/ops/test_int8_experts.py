@@ -22,10 +22,12 @@ HOPPER = pytest.mark.skipif(
 )
 CASES = [
     *((scheme, size) for scheme in ("w8a8", "w8a16", "fp8", "fp8_blocks") for size in (1, 8, 16, 32)),
+    *(("int16x8", size) for size in (1, 8)),
     *(pytest.param(scheme, 128, marks=HOPPER) for scheme in ("w8a8", "w8a16", "fp8", "fp8_blocks")),
     pytest.param("w8a8", 256, marks=HOPPER),
 ]
 """Schemes and routes of a tile."""
+PROMPTS = [pytest.param(scheme, 128, marks=HOPPER) for scheme in ("w8a8", "w8a16")]
 CLUSTERS = ((64, 14336), (130, 14336), (33, 8192))
 """Those for which K is divided over a cluster with few routes."""
 
@@ -53,9 +55,9 @@ def by_layers(stack: LinearStack, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def agree(stack: LinearStack, x: Tensor, got: Tensor, want: Tensor, routes: Tensor) -> None:
-    """Bitwise in W8A8. Of float tokens two orders of float32 sums, each within K * 2**-23 of the sum of magnitudes."""
+    """Bitwise with integer tokens. Of others two orders of float32 sums, each within K * 2**-23 of magnitudes' sum."""
     got, want = got[routes], want[routes]
-    if stack.scheme.name == "w8a8":
+    if stack.scheme.int8_products:
         assert_same(got, want)
         return
     most = 448 if stack.scheme.name.startswith("fp8") else 127
@@ -101,14 +103,16 @@ def test_k_over_clusters(scheme: str, size: int) -> None:
 @pytest.mark.parametrize(("scheme", "size"), [case for case in CASES if case not in (("w8a8", 16), ("w8a8", 32))])
 def test_epilogues(scheme: str, size: int, bias: bool, activation: str) -> None:
     stack = stack_of(scheme, 7, 201, 320, bias=bias, activation=activation)
-    for dtype in (HALF, torch.bfloat16, *((SINGLE,) if scheme == "w8a8" else ())):
+    for dtype in (HALF, torch.bfloat16, *((SINGLE,) if scheme in ("w8a8", "int16x8") else ())):
         check(stack, 20, 2, size, dtype)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [1, 8, pytest.param(256, marks=HOPPER)])
-def test_extreme_tokens_and_nan(size: int) -> None:
-    stack = stack_of("w8a8", 3, 129, 640)
+@pytest.mark.parametrize(
+    ("scheme", "size"), [*(("w8a8", s) for s in (1, 8)), *(("int16x8", s) for s in (1, 8)), *CASES[-1:]]
+)
+def test_extreme_tokens_and_nan(scheme: str, size: int) -> None:
+    stack = stack_of(scheme, 3, 129, 640)
     chosen = torch.arange(18, dtype=torch.int32).view(9, 2) % 4  # expert 3 does not exist
     x = activations(9, 640, HALF).to(DEVICE)
     x[7, 3] = float("nan")
@@ -119,8 +123,7 @@ def test_extreme_tokens_and_nan(size: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [8, pytest.param(128, marks=HOPPER)])
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16"])
+@pytest.mark.parametrize(("scheme", "size"), [("int16x8", 8), *((scheme, 8) for scheme in ("w8a8", "w8a16")), *PROMPTS])
 def test_tokens_of_any_layout(scheme: str, size: int) -> None:
     stack, chosen = stack_of(scheme, 5, 65, 100), random_experts(12, 2, 5)
     routes, tiles = in_tiles(chosen, 5).to(DEVICE), on_device(tiles_of(chosen, 5, size))

@@ -65,18 +65,20 @@ struct RowsInHalves {
 };
 
 // The kernel: as int8_stream, for `tokens` tokens; int8 rows of a are 16.
-template <class Tile, bool kAligned, bool kAbsmax, class E>
+template <class Tile, bool kAligned, bool kAbsmax, class E, class Rows = AllRows>
 __device__ __forceinline__ void int16x8_stream(const void* a, const float* a_absmax, const int8_t* b,
                                                typename E::Out* d, float* absmax, int tokens, int n, int k, int lda,
-                                               int ldb, int ldd, typename E::Args args) {
+                                               int ldb, int ldd, typename E::Args args, Rows of = Rows()) {
   static_assert(Tile::kSplits == 1 && !Tile::kCommonSums, "sums of 64 bits are added within a CTA, without atomics");
+  static_assert(!Rows::kOfExperts || Tile::kQuantizes, "hi/lo splits lie in blocks of eight tokens, routes do not");
   extern __shared__ __align__(16) char shared[];
+  if (!begin_expert<Tile>(of, b, args, tokens, n, k, ldb)) return;
   if constexpr (Tile::kQuantizes) {
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
     uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
-    const RowTokens<Tile, kAligned, RowsInHalves> rows(a, a_absmax, scales, found, tokens, k, lda);
-    stream_int8<Tile, kAbsmax, E>(rows, b, d, absmax, tokens, n, k, ldb, ldd, args);
+    const RowTokens<Tile, kAligned, RowsInHalves, Rows> rows(a, a_absmax, scales, found, tokens, k, lda, of);
+    stream_int8<Tile, kAbsmax, E>(rows, b, d, absmax, tokens, n, k, ldb, ldd, args, of);
   } else {
     const HalvesTokens<Tile, E> rows(a, tokens, k, lda, args, shared);
     stream_int8<Tile, kAbsmax, E>(rows, b, d, absmax, tokens, n, k, ldb, ldd, args);
