@@ -17,7 +17,7 @@ from tests.support.decoders import KINDS, MIXTURES, VOCABULARY, WIDE, prompts_of
 
 SCHEMES = (None, "w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g32_int8", "codebook4_pairs_g32")
 DENSE = tuple(kind for kind in KINDS if kind not in MIXTURES)
-MIXTURE_SCHEMES = ("w8a8", "codebook4_g32")
+MIXTURE_SCHEMES = ("w8a8", "int16x8", "codebook4_g32")
 """Experts in float are for the CPU."""
 SIZES: dict[str, dict[str, int]] = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma2", "gemma3")}
 SIZES |= {kind: {"moe_intermediate_size": 64} for kind in MIXTURES}

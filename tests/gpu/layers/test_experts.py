@@ -78,7 +78,7 @@ def mixture(scheme: str) -> Experts:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 80, 400])
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a16", "fp8", "fp8_blocks"])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a16", "int16x8", "fp8", "fp8_blocks"])
 def test_graphs_follow_their_routes(scheme: str, tokens: int) -> None:
     experts = mixture(scheme)
     held = [t.clone() for t in routes(tokens, 2)]
