@@ -1,6 +1,6 @@
 """The memory layout of codebook weights and rotated tokens on GPUs: packing and unpacking in plain torch.
 
-Columns. Every group is padded to whole *slots* of 32, 64 or 128 columns (`Geometry.slot`), each with one norm, and
+Columns. Every group is padded to whole *slots* of 16, 32, 64 or 128 columns (`Geometry.slot`), each with one norm, and
 every row to whole *units* of 128 columns. A residual pass follows the first pass along K, as if K were longer.
 
 Weights. A unit holds 16 rows x 128 columns as the tensor core's first operand wants them (PTX ISA, "Matrix Fragments
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics.codebook import pairs
+from qcut.numerics.codebook.rotation import NO_ROTATION
 
 UNIT_ROWS, UNIT_COLUMNS = 16, 128
 ROW_ALIGNMENT = 64
@@ -43,10 +44,12 @@ class Geometry:
     Attributes:
         k: columns of the weight.
         group_size: columns of a group; the last group may have fewer.
+        kind: of the rotation (`rotation.Kind`). Only groups that are not rotated have slots of 16 columns.
     """
 
     k: int
     group_size: int
+    kind: str = "hadamard"
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.group_size < 1:
@@ -59,8 +62,10 @@ class Geometry:
 
     @property
     def slot(self) -> int:
-        """Columns that share a stored norm: 32, 64 or 128."""
+        """Columns that share a stored norm: 16, 32, 64 or 128."""
         full = self.full
+        if full <= 16 and self.kind == NO_ROTATION:
+            return 16
         return 32 if full <= 32 else 64 if full <= 64 else 128
 
     @property

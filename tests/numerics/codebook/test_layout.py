@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qcut.errors import ConfigError, ShapeError
-from qcut.numerics.codebook.layout import Geometry, pack_units, unpack_rows, unpack_units
+from qcut.numerics.codebook.layout import Geometry, pack_norms, pack_units, unpack_norms, unpack_rows, unpack_units
 
 
 def index_in(unit: list[int], bits: int, row: int, column: int) -> int:
@@ -47,6 +47,39 @@ def test_all_rows_and_single_rows_come_back(bits: int):
             unpacked = unpack_rows(units, bits, rows)
             assert unpacked.shape == (len(rows), geometry.k_padded)
             assert torch.equal(unpacked[:, geometry.columns()], indices[rows])
+
+
+@pytest.mark.parametrize(
+    ("k", "group", "kind", "slot", "padded"),
+    [
+        (300, 16, "none", 16, 16),
+        (300, 5, "none", 16, 16),
+        (12, 128, "none", 16, 16),
+        (300, 17, "none", 32, 32),
+        (300, 128, "none", 128, 128),
+        (300, 16, "hadamard", 32, 32),
+        (300, 16, "qr", 32, 32),
+    ],
+)
+def test_slots_of_groups_with_and_without_rotation(k: int, group: int, kind: str, slot: int, padded: int):
+    geometry = Geometry(k, group, kind)
+    assert (geometry.slot, geometry.padded_group) == (slot, padded)
+    last = -(-(k - (geometry.groups - 1) * geometry.full) // slot) * slot
+    assert geometry.k_padded == -(-((geometry.groups - 1) * padded + last) // 128) * 128
+
+
+@pytest.mark.parametrize("group", [5, 16])
+def test_slots_of_sixteen_columns_come_back(group: int):
+    generator = torch.Generator().manual_seed(group)
+    geometry = Geometry(300, group, "none")
+    assert geometry.in_order == (group == 16)
+    indices = torch.randint(0, 16, (70, 300), generator=generator).to(torch.uint8)
+    assert torch.equal(unpack_units(pack_units(indices, 4, geometry), 4, 70, geometry), indices)
+    norms = torch.rand(70, geometry.groups, generator=generator).half()
+    packed = pack_norms(norms, torch.ones(70), geometry)
+    assert packed.shape == (8, geometry.units, 8, 8, 2)
+    rows = unpack_norms(packed)[:70].repeat_interleave(16, 1)[:, geometry.columns()]
+    assert torch.equal(rows, norms.repeat_interleave(group, 1)[:, :300])
 
 
 def test_refusals():
