@@ -89,7 +89,7 @@ class RotateTokensOp(NamedTuple):
     def fake(self) -> tuple[Tensor, Tensor]:
         (m, k), out_dtype = self.x.shape, self.out_dtype
         per_block = 128 // out_dtype.itemsize
-        blocks = Geometry(k, self.group_size).k_padded * len(self.seeds) // per_block
+        blocks = Geometry(k, self.group_size, self.kind).k_padded * len(self.seeds) // per_block
         scales = m if out_dtype is torch.int8 else 0
         return (
             self.x.new_empty((blocks, (m + 7) // 8, 8, per_block), dtype=out_dtype),
@@ -379,7 +379,7 @@ class CodebookLinearOp(NamedTuple):
             raise ConfigError(f"qcut::{op}: {sets} sets of weights and {len(seeds)} passes; one of each, or one of all")
         if len(self.fold) not in (0, sets):
             raise ConfigError(f"qcut::{op}: {len(self.fold)} folds; allowed: {sets} with int8 products, else none")
-        geometry, n = Geometry(k, self.group_size), len(self.norms)
+        geometry, n = Geometry(k, self.group_size, self.kind), len(self.norms)
         tiles, units_k = layout.row_tiles(n), len(seeds) // sets * geometry.units
         slots = UNIT_COLUMNS // geometry.slot
         check_tensor(op, "norms", self.norms, NORM_DTYPES, (n, len(seeds) * geometry.groups), device)
