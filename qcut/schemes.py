@@ -26,6 +26,8 @@ K_ALIGNMENT = 16
 
 E2M1_GROUP = 32
 """Columns that share a power of two in MXFP4."""
+NVFP4_GROUP = 16
+"""Columns that share an e4m3 scale in NVFP4."""
 FP8_BLOCK = 128
 """Rows and columns that share a scale in ``fp8_blocks``."""
 FP8_UNIT_ROWS = 16
@@ -242,15 +244,20 @@ class Float(Scheme):
 
 
 _CODEBOOK_NAME = re.compile(
-    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?(?P<pairs>_pairs)?|int(?P<int_bits>[234])|(?P<mxfp4>mxfp4))"
+    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?(?P<pairs>_pairs)?|int(?P<int_bits>[234])|(?P<float4>mxfp4|nvfp4))"
     r"(?:_g(?P<group>[1-9]\d{0,8})|(?P<rows>_rows))?(?:_(?P<rotation>qr|none))?(?:_seed(?P<seed>\d{1,18}))?"
     r"(?:_residual_seed(?P<residual_seed>\d{1,18}))?(?P<norms>_fp32norms)?(?P<int8>_int8)?",
     re.ASCII,
 )
 
 
-_USUAL = {"normal": (128, "hadamard"), "steps": (128, "none"), "e2m1": (E2M1_GROUP, "none")}
-"""By levels, the group size and the rotation that a name leaves out."""
+_USUAL: dict[tuple[str, bool], tuple[int, str]] = {
+    ("normal", False): (128, "hadamard"),
+    ("steps", False): (128, "none"),
+    ("e2m1", False): (E2M1_GROUP, "none"),
+    ("e2m1", True): (NVFP4_GROUP, "none"),
+}
+"""By levels, and whether norms are e4m3, the group size and the rotation that a name leaves out."""
 
 
 @dataclass(frozen=True)
@@ -266,12 +273,13 @@ class Codebook(Scheme):
         residual_seed: seed of the second pass's rotations.
         activation: type of the activations in products: ``fp16`` keeps the input's own 16-bit type, ``int8`` quantizes
             each token after its rotation.
-        norm_dtype: how norms are stored: ``fp16`` or ``fp32``. Kernels read float16 either way.
+        norm_dtype: how norms are stored: ``fp16``, ``fp32``, or ``e4m3`` with a float64 factor for each row, which
+            NVFP4 has. Kernels read float16 either way.
         levels: what indices stand for. ``normal``: values for normally distributed weights. ``steps``: the integers
             from ``-2**(bits - 1)`` to ``2**(bits - 1) - 1``; a group's largest magnitude becomes
             ``2**(bits - 1) - 1``, so the least integer is not used. ``e2m1``: floats of 4 bits, times a power of two
-            for each 32 columns (MXFP4; `qcut.numerics.codebook.float4`). Others than ``normal`` need the rotation
-            ``none`` and a single pass.
+            for each 32 columns (MXFP4), or an e4m3 scale for each 16 and a factor of the tensor (NVFP4); see
+            `qcut.numerics.codebook.float4`. Others than ``normal`` need the rotation ``none`` and a single pass.
         pairs: use a codebook of 256 pairs of values, an index for two neighbouring columns together
             (`qcut.numerics.codebook.pairs`). Needs 4 bits, a rotation, a single pass and groups of an even number of
             columns.
@@ -292,13 +300,13 @@ class Codebook(Scheme):
     seed: int = 42
     residual_seed: int = 1042
     activation: Literal["fp16", "int8"] = "fp16"
-    norm_dtype: Literal["fp16", "fp32"] = "fp16"
+    norm_dtype: Literal["fp16", "fp32", "e4m3"] = "fp16"
     levels: Literal["normal", "steps", "e2m1"] = "normal"
     pairs: bool = False
     kind: ClassVar[str] = "codebook"
     usual: ClassVar[tuple[str, ...]] = (
         *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4_int8", "codebook4+4_int8"),
-        *("codebook4_pairs", "codebook4_pairs_int8", "int4", "mxfp4"),
+        *("codebook4_pairs", "codebook4_pairs_int8", "int4", "mxfp4", "nvfp4"),
     )
 
     def __post_init__(self) -> None:
@@ -307,7 +315,7 @@ class Codebook(Scheme):
             ("residual_bits", (None, 2, 3, 4)),
             ("rotation", ("hadamard", "qr", "none")),
             ("activation", ("fp16", "int8")),
-            ("norm_dtype", ("fp16", "fp32")),
+            ("norm_dtype", ("fp16", "fp32", "e4m3")),
             ("levels", ("normal", "steps", "e2m1")),
             ("pairs", (False, True)),
         ):
@@ -328,10 +336,14 @@ class Codebook(Scheme):
                 f"Codebook of levels {self.levels!r}: rotation is {self.rotation!r} and residual_bits "
                 f"{self.residual_bits}; allowed: 'none' and None"
             )
-        if self.levels == "e2m1" and (self.bits, size) != (4, E2M1_GROUP):
+        e4m3 = self.norm_dtype == "e4m3"
+        if self.levels == "e2m1" and (self.bits, size) != (4, NVFP4_GROUP if e4m3 else E2M1_GROUP):
             raise ConfigError(
-                f"Codebook of levels 'e2m1': bits is {self.bits} and group_size {size}; allowed: 4 and {E2M1_GROUP}"
+                f"Codebook of levels 'e2m1': bits is {self.bits} and group_size {size} with norms of "
+                f"{self.norm_dtype}; allowed: 4 and {E2M1_GROUP}, or 4 and {NVFP4_GROUP} with e4m3"
             )
+        if e4m3 and self.levels != "e2m1":
+            raise ConfigError(f"Codebook of levels {self.levels!r}: norm_dtype is 'e4m3'; allowed: fp16, fp32")
         if self.pairs and (self.bits != 4 or self.residual_bits is not None or self.rotation == "none"):
             raise ConfigError(
                 f"Codebook of pairs: bits is {self.bits}, residual_bits {self.residual_bits} and rotation "
@@ -347,8 +359,9 @@ class Codebook(Scheme):
         if match is None:
             return None
         part = match.groupdict()
-        levels: Any = "e2m1" if part["mxfp4"] else "steps" if part["int_bits"] else "normal"
-        group_size, rotation = _USUAL[levels]
+        levels: Any = "e2m1" if part["float4"] else "steps" if part["int_bits"] else "normal"
+        e4m3 = part["float4"] == "nvfp4"
+        group_size, rotation = _USUAL[levels, e4m3]
         return cls(
             bits=int(part["int_bits"] or part["bits"] or 4),
             residual_bits=int(part["residual_bits"]) if part["residual_bits"] else None,
@@ -357,7 +370,7 @@ class Codebook(Scheme):
             seed=int(part["seed"] or 42),
             residual_seed=int(part["residual_seed"] or 1042),
             activation="int8" if part["int8"] else "fp16",
-            norm_dtype="fp32" if part["norms"] else "fp16",
+            norm_dtype="fp32" if part["norms"] else "e4m3" if e4m3 else "fp16",
             levels=levels,
             pairs=bool(part["pairs"]),
         )
@@ -366,13 +379,16 @@ class Codebook(Scheme):
     def name(self) -> str:
         """The name, such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7``, ``int4`` or ``mxfp4``.
 
-        A name begins with ``codebook{bits}[+{residual bits}]``, or by its levels with ``int{bits}`` or ``mxfp4``.
+        A name begins with ``codebook{bits}[+{residual bits}]``, or by its levels with ``int{bits}``, ``mxfp4`` or
+        ``nvfp4``.
         Options that differ from the defaults follow in this order: ``_pairs``, ``_g{group size}`` or ``_rows``,
         ``_qr`` or ``_none``, ``_seed{seed}``, ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
         """
         residual = "" if self.residual_bits is None else f"+{self.residual_bits}"
-        begins = {"normal": f"codebook{self.bits}{residual}", "steps": f"int{self.bits}", "e2m1": "mxfp4"}
-        parts, (group_size, rotation) = [begins[self.levels]], _USUAL[self.levels]
+        e4m3 = self.norm_dtype == "e4m3"
+        float4 = "nvfp4" if e4m3 else "mxfp4"
+        begins = {"normal": f"codebook{self.bits}{residual}", "steps": f"int{self.bits}", "e2m1": float4}
+        parts, (group_size, rotation) = [begins[self.levels]], _USUAL[self.levels, e4m3]
         if self.pairs:
             parts.append("pairs")
         if self.group_size != group_size:
@@ -419,7 +435,7 @@ class Codebook(Scheme):
         return len(self.widths)
 
     def weight_bytes(self, n: int, k: int) -> float:
-        """The indices, and a float16 norm for each group, of all passes."""
+        """The indices, and a float16 norm for each group, which kernels read, of all passes."""
         groups = -(-k // self.group_columns(k))
         return n * (k * sum(self.widths) / 8 + 2 * groups * self.passes)
 
@@ -451,9 +467,10 @@ class ShiftedCodebook(Codebook):
             raise ConfigError(
                 f"ShiftedCodebook shifted and ordered are {flags}; allowed: true for one of them, or both"
             )
-        if self.rotation != "none" or self.int8_products or len(set(self.widths)) > 1:
+        if self.rotation != "none" or self.int8_products or len(set(self.widths)) > 1 or self.norm_dtype == "e4m3":
             raise ConfigError(
-                f"ShiftedCodebook {self.name}: allowed: the rotation 'none', 16-bit products and passes of one width"
+                f"ShiftedCodebook {self.name}: allowed: the rotation 'none', 16-bit products, passes of one width, and "
+                "norms of fp16 or fp32"
             )
 
     @classmethod
@@ -505,8 +522,7 @@ _NEAR = {
     "w4a8": "codebook4_int8 (4-bit weights, int8 products)",
     "w4": "codebook4 (the more exact) or int4 (equal steps)",
     "nf4": "codebook4 (16 levels for normally distributed values too, after a rotation; another format)",
-    "fp4": "mxfp4 (with a power of two for each 32 columns), or codebook4 (the more exact)",
-    "nvfp4": "mxfp4 (with a power of two for each 32 columns), or codebook4 (the more exact)",
+    "fp4": "nvfp4 (an e4m3 scale for 16 columns), mxfp4 (a power of two for 32), or codebook4 (the more exact)",
     "gptq": "codebook4 with second_moments=qcut.collect_second_moments(model, batches)",
     "awq": "codebook4 or int4 (names of schemes, not of methods)",
     "turboquant": "codebook4 (with _qr for any K)",

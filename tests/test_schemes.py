@@ -25,6 +25,7 @@ CODEBOOKS = {
     "codebook4_pairs_int8": Codebook(pairs=True, activation="int8"),
     "int4": Codebook(levels="steps", rotation="none"),
     "mxfp4": Codebook(group_size=32, levels="e2m1", rotation="none"),
+    "nvfp4": Codebook(group_size=16, levels="e2m1", rotation="none", norm_dtype="e4m3"),
     "codebook4+2_rows_qr_seed0_residual_seed7_fp32norms_int8": Codebook(
         4, 2, None, "qr", 0, 7, activation="int8", norm_dtype="fp32"
     ),
@@ -32,6 +33,10 @@ CODEBOOKS = {
         group_size=50, rotation="qr", seed=3, activation="int8", norm_dtype="fp32", pairs=True
     ),
     "codebook4_g64_none": Codebook(group_size=64, rotation="none"),
+    "nvfp4_seed7_int8": Codebook(
+        group_size=16, levels="e2m1", rotation="none", norm_dtype="e4m3", seed=7, activation="int8"
+    ),
+    "mxfp4_fp32norms": Codebook(group_size=32, levels="e2m1", rotation="none", norm_dtype="fp32"),
     "int3_g32_int8": Codebook(3, group_size=32, rotation="none", activation="int8", levels="steps"),
 }
 SCHEMES = (*PLAIN, *CODEBOOKS.values())
@@ -54,7 +59,7 @@ def test_padded_k():
 def test_scheme_names():
     assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[:8])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
-    assert list(schemes.SCHEME_NAMES[8:]) == list(CODEBOOKS)[:10]
+    assert list(schemes.SCHEME_NAMES[8:]) == list(CODEBOOKS)[:11]
     assert [s.int8_products for s in PLAIN] == [True, True, False, False, False, True, True, False]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
@@ -130,6 +135,7 @@ def test_other_spellings_of_the_same_scheme(alias, name):
         ("4bit", "codebook4"),
         ("gptq", "codebook4 with second_moments"),
         ("w8a8_fp8", "fp8"),
+        ("fp4", r"nvfp4 .*, mxfp4 .*, or codebook4"),
         ("codbook4", "codebook4"),
         ("w8a8_statik", "w8a8_static"),
     ],
@@ -249,7 +255,16 @@ def test_build_error_shows_kernel_command_and_log_end():
         ({"group_size": 96}, "group_size is 96; the rotation 'hadamard' takes powers of two"),
         ({"rotation": "fft"}, "rotation is 'fft'; allowed: hadamard, qr, none"),
         ({"activation": "bf16"}, "activation is 'bf16'; allowed: fp16, int8"),
-        ({"norm_dtype": "fp8"}, "norm_dtype is 'fp8'; allowed: fp16, fp32"),
+        ({"norm_dtype": "fp8"}, "norm_dtype is 'fp8'; allowed: fp16, fp32, e4m3"),
+        ({"norm_dtype": "e4m3"}, "levels 'normal': norm_dtype is 'e4m3'; allowed: fp16, fp32"),
+        (
+            {"levels": "e2m1", "rotation": "none", "group_size": 16},
+            "group_size 16 with norms of fp16; allowed: 4 and 32, or 4 and 16 with e4m3",
+        ),
+        (
+            {"levels": "e2m1", "rotation": "none", "group_size": 32, "norm_dtype": "e4m3"},
+            "group_size 32 with norms of e4m3; allowed: 4 and 32, or 4 and 16 with e4m3",
+        ),
         ({"seed": -1}, "seed is -1; allowed: 0 to"),
         ({"seed": "42"}, "seed is '42'; allowed: 0 to"),
         ({"levels": "int"}, "levels is 'int'; allowed: normal, steps, e2m1"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.codebook_buffers import (
+    NORM_SCALE,
     PASS_KEYS,
     SET_KEYS,
     CodebookSet,
@@ -31,7 +32,14 @@ from qcut.numerics.codebook import float4, packing, pairs, products, rotation
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 from qcut.numerics.codebook.lookup import look_up_rows
-from qcut.numerics.codebook.passes import NORM_DTYPES, check_norms, check_values, quantize_weights, scheme_of
+from qcut.numerics.codebook.passes import (
+    NORM_DTYPES,
+    check_norms,
+    check_values,
+    quantize_weights,
+    scale_problem,
+    scheme_of,
+)
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, dequantize, fixed_values
 from qcut.numerics.int8 import apply_activation
 from qcut.numerics.plain_state import in_plain_state
@@ -88,17 +96,18 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     Attributes:
         units: uint8 ``[T, U, bytes]``, T tiles of 16 rows, U units of 128 columns, all passes of the set.
         packed_norms: float16 ``[T, U, slots, 8, 2]``, relative to the row's power of two.
-        norms: float16 or float32 ``[N, passes * G]``, as they were quantized.
+        norms: float16 or float32 ``[N, passes * G]``, as they were quantized; or float8_e4m3fn.
+        norm_scale: float64 ``[N]``, multiplied into e4m3 norms (`qcut.numerics.codebook.float4`); else None.
         codebook: float32 ``[2**bits]``, or pairs, ``[256, 2]``.
-        col_scale: float32 ``[N]``: the row's power of two over the square root of the group size (1 without a
-            rotation) and, with int8 products, over ``fold``.
+        col_scale: float32 ``[N]``: the row's power of two, times ``norm_scale`` if there is one, over the square root
+            of the group size (1 without a rotation) and, with int8 products, over ``fold``.
         fold: float32 ``[16 T]``, which makes int8 of a row's weights; None except with int8 products.
         bias: float32 ``[N]`` or None.
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: the same buffers
             of the second set, where there is one.
 
     The state dict is in plain order: ``indices`` packed by `qcut.numerics.codebook.packing.pack`, ``norms`` ``[N, G]``,
-    ``codebook``, the same with ``residual_`` in front for a second pass, and ``bias``.
+    ``codebook``, the same with ``residual_`` in front for a second pass, ``norm_scale`` of e4m3 norms, and ``bias``.
 
     Raises:
         ConfigError: another scheme, an unknown activation, or a group that the rotation cannot take.
@@ -113,6 +122,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     units: Tensor
     packed_norms: Tensor
     norms: Tensor
+    norm_scale: Tensor | None
     codebook: Tensor
     fold: Tensor | None
     scheme: Codebook
@@ -129,7 +139,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         scheme = cast(Codebook, scheme)
         if len(set(scheme.widths)) > 1:
             return ()
-        geometry = Geometry(k, scheme.group_columns(k))
+        geometry = Geometry(k, scheme.group_columns(k), scheme.rotation)
         call = CodebookLayer(
             rows=rows,
             n=n,
@@ -155,7 +165,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             rotation.check_group_size(k, self.group_size, scheme.rotation, self.name)
         if scheme.pairs:
             check_even(k, self.group_size, self.name)
-        self.geometry = Geometry(k, self.group_size)
+        self.geometry = Geometry(k, self.group_size, self.kind)
         self.int8 = scheme.int8_products
         widths = scheme.widths
         if self.int8 and self.geometry.k_padded * len(widths) > K_MAX:
@@ -173,7 +183,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         units = self.geometry.units * len(widths) // len(self.set_bits)
         norms_shape = n, len(widths) * self.geometry.groups
         buffers: dict[str, Tensor | None] = {
-            "norms": torch.empty(norms_shape, dtype=NORM_DTYPES[scheme.norm_dtype], device=device)
+            "norms": torch.empty(norms_shape, dtype=NORM_DTYPES[scheme.norm_dtype], device=device),
+            NORM_SCALE: torch.empty(n, dtype=torch.float64, device=device) if scheme.norm_dtype == "e4m3" else None,
         }
         for i, bits in enumerate(self.set_bits):
             part = empty_set(n, units, bits, self.geometry, self.int8, scheme.pairs, device)
@@ -243,19 +254,20 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     def rows(self, ids: Tensor) -> Tensor:
         """See `Linear.rows`; bitwise, except for the rotation ``qr``: its float32 products depend on device and R."""
-        return look_up_rows(ids, *self.row_operands)
+        return look_up_rows(ids, *self.row_operands, self.norm_scale)
 
     @property
     def row_operands(self) -> RowOperands:
-        """What rows are made of."""
+        """What rows are made of, except ``norm_scale``."""
         sets, scheme = self.sets(), self.scheme
         units, codebooks = [part.units for part in sets], [part.codebook for part in sets]
         rotated = self.kind, self.group_size, scheme.seeds, self.in_features
         return units, self.norms, codebooks, self.set_bits, *rotated
 
     def table(self, dtype: torch.dtype) -> CodebookTable | None:
-        """See `Linear.table`; None for a codebook that `qcut.ops.embed.can_embed` does not name, or with offsets."""
+        """See `Linear.table`; None with offsets, e4m3 norms, or what `qcut.ops.embed.can_embed` does not name."""
         fits = type(self) is CodebookLinear and can_embed(self.kind, self.group_size, self.in_features)
+        fits = fits and self.norm_scale is None
         return CodebookTable(self, dtype) if fits else None
 
     @property
@@ -280,6 +292,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             for key, source, shape, dtype in zip(keys, sources, shapes, dtypes, strict=True):
                 identity = (key, *tensor_key(source))
                 stored[key] = StateEntry(shape, dtype, identity, _reader(self, p, key, shape, dtype))
+        if self.norm_scale is not None:
+            stored[NORM_SCALE] = StateEntry.of(self.norm_scale)
         if self.bias is not None:
             stored["bias"] = StateEntry.of(self.bias)
         return stored
@@ -299,7 +313,10 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             fixed = fixed_values(self.scheme.levels, self.scheme.bits, book.device)
             if fixed is not None and not torch.equal(book, fixed.to(book.dtype)):
                 return values, f"found {book.tolist()}; {self.scheme.name} has {fixed.tolist()}"
-            if self.scheme.levels == "e2m1" and not float4.are_powers_of_two(state[norms]):
+            if NORM_SCALE in state:
+                if problem := scale_problem(state[NORM_SCALE]):
+                    return NORM_SCALE, problem
+            elif self.scheme.levels == "e2m1" and not float4.are_powers_of_two(state[norms]):
                 return norms, f"found others than powers of two; {self.scheme.name} has these and 0"
         first, second = PASS_KEYS[0][2], PASS_KEYS[1][2]
         if len(set(self.scheme.widths)) < len(self.scheme.widths) and not torch.equal(state[first], state[second]):
@@ -420,7 +437,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             packed_norms=[part.packed_norms[..., :2] for part in sets],  # without offsets
             fold=[part.fold for part in sets] if self.int8 else [],
             col_scale=[part.col_scale for part in sets],
-            norms=self._buffers["norms"],
+            norms=float4.float_norms(self.norms, self.norm_scale) if self.norm_scale is not None else self.norms,
             codebooks=[part.codebook for part in sets],
             bias=self._buffers["bias"],
             bits=self.set_bits,
@@ -531,6 +548,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             self.group_size,
             self.kind,
             self.scheme.seeds[p],
+            None if self.norm_scale is None else self.norm_scale.clone(),
         )
 
     @in_plain_state
@@ -538,13 +556,16 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """Put quantized passes in the buffers, as new tensors on a device."""
         g = self.geometry
         norms = torch.cat([q.norms.to(device) for q in passes], 1)
-        check_norms(norms, self.name)
-        self.norms = norms
+        scale = passes[0].norm_scale
+        norm_scale = None if scale is None else scale.to(device, torch.float64, copy=True)
+        check_norms(norms, norm_scale, self.name)
+        self.norms, self.norm_scale = norms, norm_scale
         per_set = len(passes) // len(self.set_bits)
         for i, bits in enumerate(self.set_bits):
             mine = passes[i * per_set : (i + 1) * per_set]
             own_norms = norms[:, i * per_set * g.groups : (i + 1) * per_set * g.groups]
-            self._buffers.update(zip(SET_KEYS[i], packed_set(mine, own_norms, bits, g, self.int8), strict=True))
+            made = packed_set(mine, own_norms, norm_scale, bits, g, self.int8)
+            self._buffers.update(zip(SET_KEYS[i], made, strict=True))
         self._books()
 
     def _stand_in(self) -> Tensor:

@@ -16,6 +16,8 @@ from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.numerics.codebook.rotation import NO_ROTATION
 from qcut.schemes import Codebook
 
+NORM_SCALE = "norm_scale"
+"""Key of the buffer and of the state dict: the factor of each row of e4m3 norms."""
 PASS_KEYS = (("indices", "norms", "codebook"), ("residual_indices", "residual_norms", "residual_codebook"))
 """Keys of the state dict, of the first pass and of the second."""
 
@@ -74,13 +76,20 @@ def empty_set(
 
 
 def packed_set(
-    passes: Sequence[RotatedCodebook], norms: Tensor, bits: int, geometry: Geometry, int8: bool
+    passes: Sequence[RotatedCodebook],
+    norms: Tensor,
+    norm_scale: Tensor | None,
+    bits: int,
+    geometry: Geometry,
+    int8: bool,
 ) -> CodebookSet:
     """The set of some passes, as new tensors on the norms' device.
 
     Args:
         passes: of one width, and with one codebook; their own norms are not looked at.
-        norms: float16 or float32 ``[N, passes * G]``, finite and not negative.
+        norms: float16, float32 or float8_e4m3fn ``[N, passes * G]``, finite and not negative.
+        norm_scale: float64 ``[N]`` of e4m3 norms, on their device, else None. ``col_scale`` has the product of it and
+            the row's power of two, rounded to float32.
         bits: of an index.
         geometry: of a pass.
         int8: products are of int8.
@@ -92,6 +101,8 @@ def packed_set(
     packed_norms = torch.cat([codebook_layout.pack_norms(part, exponents, geometry) for part in parts], 1)
     values = first.values.to(device, torch.float32, copy=True)
     col_scale = exponents if first.rotation == NO_ROTATION else exponents * geometry.full**-0.5
+    if norm_scale is not None:
+        col_scale = (exponents.double() * norm_scale).float()
     if not int8:
         return CodebookSet(units, packed_norms, None, col_scale, values)
     fold = codebook_layout.fold_scales(packed_norms, values.half())
@@ -126,6 +137,7 @@ def stored_passes(state: Mapping[str, Tensor], scheme: Codebook, k: int, device:
             scheme.group_columns(k),
             scheme.rotation,
             seed,
+            state.get(NORM_SCALE),
         )
         for bits, seed, (indices, norms, values) in zip(scheme.widths, scheme.seeds, PASS_KEYS, strict=False)
     ]

@@ -21,7 +21,7 @@ from qcut.numerics.int8 import colsum_ref
 from qcut.schemes import FP8, Codebook, Scheme
 
 CUT = {
-    **dict.fromkeys(("weight_scale", "col_scale", "colsum"), (0,)),
+    **dict.fromkeys(("weight_scale", "col_scale", "colsum", "norm_scale"), (0,)),
     **dict.fromkeys(("qweight", "weight", "indices", "norms", "residual_indices", "residual_norms", "offsets"), (0, 1)),
 }
 """Dimensions along which parts cut a stored tensor: 0 is that of output channels, 1 of input channels. The tensors

@@ -1,10 +1,17 @@
-"""4-bit floats with one bit of mantissa, e2m1, and powers of two that scale groups of them (MXFP4).
+"""4-bit floats with one bit of mantissa, e2m1, and the scales of groups of them: MXFP4 and NVFP4.
 
-``w = 2**e * v``, v one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. A group of 32 columns has
-``e = floor(log2(max |w|)) - 2``, so that its largest magnitude is between 4 and 8 powers of two; v is the nearest of
-``w / 2**e``, of two that are equally near the one whose last bit is 0, and 6 beyond it.
+``w = scale * v``, v one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: the nearest of ``w / scale``, of two that
+are equally near the one whose last bit is 0, and 6 beyond it.
 
-Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3, 5.4.1 and 6.3.
+MXFP4: a group of 32 columns has ``scale = 2**e``, ``e = floor(log2(max |w|)) - 2``, so that its largest magnitude is
+between 4 and 8 powers of two.
+
+NVFP4, each operation rounded to float32: the tensor has ``global_scale = 448 * 6 / max |w|``, a group of 16 columns
+``norm = e4m3(global_scale * (max |w| / 6))`` and ``scale = norm / global_scale``. What is stored of the global scale is
+``norm_scale = 1 / global_scale`` in float64, with which ``f32(norm * norm_scale)`` is that scale, bit for bit.
+
+Source: OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3, 5.4.1 and 6.3; NVFP4 as compressed-tensors
+0.20 defines it, ``quantization/utils/helpers.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +26,12 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _UNUSED = 7.0
 """The last of 16 ascending values: +0 and -0 are one."""
 _LARGEST_EXPONENT = 2
+_LARGEST = MAGNITUDES[-1]
+E4M3 = torch.float8_e4m3fn
+"""The dtype of NVFP4's norms."""
+_LARGEST_NORM = 448.0
+LEAST_NORM_SCALE, MOST_NORM_SCALE = 2.0**-116, 2.0**116
+"""Bounds of ``norm_scale``, between which all weights are normal numbers of float32, or 0."""
 
 
 def values(device: torch.device | str) -> Tensor:
@@ -31,6 +44,33 @@ def scales(largest: Tensor) -> Tensor:
     """The power of two of groups whose largest magnitudes these are, float32; 0 for 0."""
     exponent = torch.frexp(largest.float())[1] - 1 - _LARGEST_EXPONENT
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponent), 0.0)
+
+
+def global_scale(largest: Tensor) -> Tensor:
+    """NVFP4's global scale, float32, of a tensor whose largest magnitude this is; 1 of one that float32 has not."""
+    scale = torch.full_like(largest, _LARGEST_NORM * _LARGEST, dtype=torch.float32) / largest.float()
+    return torch.where(scale.isfinite(), scale, 1.0)
+
+
+def e4m3_norms(largest: Tensor, scale: Tensor) -> Tensor:
+    """NVFP4's norms, float8_e4m3fn, of groups whose largest magnitudes these are, in a tensor of that global scale."""
+    sixth = largest.float() / torch.full_like(largest, _LARGEST, dtype=torch.float32)
+    return (scale * sixth).clamp(max=_LARGEST_NORM).to(E4M3)
+
+
+def float_norms(norms: Tensor, norm_scale: Tensor | None) -> Tensor:
+    """What codebook values are multiplied by, float32 ``[N, G]``.
+
+    Args:
+        norms: float16, float32 or float8_e4m3fn ``[N, G]``.
+        norm_scale: float64 ``[N]`` of e4m3 norms, else None.
+
+    Exactness: ``norm * norm_scale`` is rounded to float64 and then to float32. If ``norm_scale`` is a float32 number or
+    the rounded inverse of one, and within its bounds, that is the product, or the quotient, rounded to float32 once:
+    the product is exact in float64; a quotient of a number of 4 bits by one of 24 is no midpoint of float32, and at
+    least ``2**-49`` of itself away from each.
+    """
+    return norms.float() if norm_scale is None else (norms.double() * norm_scale[:, None]).float()
 
 
 def boundaries(device: torch.device | str) -> Tensor:

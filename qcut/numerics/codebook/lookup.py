@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcut.common.locks import once
-from qcut.numerics.codebook import layout, pairs, rotation
+from qcut.numerics.codebook import float4, layout, pairs, rotation
 from qcut.numerics.codebook.constants import outside_capture
 from qcut.numerics.codebook.layout import Geometry
 from qcut.numerics.plain_state import in_plain_state
@@ -40,7 +40,7 @@ def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: 
 @once  # for good, and one for all threads: a CUDA graph may read them
 @in_plain_state
 def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
-    geometry = Geometry(k, group_size)
+    geometry = Geometry(k, group_size, kind)
     parts = rotation.groups(k, geometry.full)
     with outside_capture(device):
         places = geometry.columns(device)
@@ -71,19 +71,21 @@ def look_up_rows(
     group_size: int,
     seeds: Sequence[int],
     k: int,
+    norm_scale: Tensor | None = None,
 ) -> Tensor:
     """Rows of the weight that passes stand for, in plain torch on any device.
 
     Args:
         ids: int32 or int64 ``[R]``, each a row of ``norms``.
         units: for each set, uint8 units; a set holds all passes along K, or one pass.
-        norms: float16 or float32 ``[N, passes * G]``, as stored.
+        norms: float16 or float32 ``[N, passes * G]``, as stored; or float8_e4m3fn, with ``norm_scale``.
         codebooks: for each set, float32 ``[2**bits]``, or pairs, ``[256, 2]``.
         bits: for each set, the bits of an index.
         kind: kind of the rotation.
         group_size: columns of a group.
         seeds: a seed for each pass.
         k: columns.
+        norm_scale: float64 ``[N]`` of e4m3 norms, else None.
 
     Returns:
         float32 ``[R, K]``.
@@ -92,9 +94,10 @@ def look_up_rows(
         rotation
     ``qr``: its float32 products depend on device and R.
     """
-    geometry = Geometry(k, group_size)
+    geometry = Geometry(k, group_size, kind)
     # This look-up comes first, since it refuses ids out of range; packed weights have rows of padding.
-    own_norms = norms.index_select(0, ids).float()
+    own_scale = None if norm_scale is None else norm_scale.index_select(0, ids)
+    own_norms = float4.float_norms(norms.index_select(0, ids), own_scale)
     ids = ids.long()
     total: Tensor | None = None
     for p, seed in enumerate(seeds):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, QuantizationError, QuantizationWarning, ShapeError, layer_prefix
-from qcut.numerics.codebook import pairs, rotation
+from qcut.numerics.checks import out_of_range
+from qcut.numerics.codebook import float4, pairs, rotation
 from qcut.numerics.codebook.fitting.curvature import Curvature, as_curvature
 from qcut.numerics.codebook.fitting.fit import fit_experts
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, quantize, quantize_plain
 from qcut.schemes import Codebook, Scheme, parse_scheme
 
-NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "e4m3": float4.E4M3}
+"""By `qcut.schemes.Codebook.norm_dtype`, the dtype of stored norms."""
 
 
 def quantize_weight(
@@ -88,10 +90,15 @@ def quantize_weights(
     return passes
 
 
-_LEAST_NORMS = {torch.float16: (2.0**-18, 2.0**-14), torch.float32: (2.0**-60, 2.0**-60)}
+_LEAST_NORMS = {
+    torch.float16: (2.0**-18, 2.0**-14),
+    torch.float32: (2.0**-60, 2.0**-60),
+    float4.E4M3: (2.0**-6, 2.0**-6),
+}
 """The least that a weight's largest norm may be, of one pass and of two, so that rounding norms costs less than codes.
 
-float16 has steps of ``2**-24`` down there. float32 norms are roots of sums of squares, which would underflow.
+float16 has steps of ``2**-24`` down there. float32 norms are roots of sums of squares, which would underflow. e4m3 has
+its least normal number there.
 """
 
 
@@ -145,7 +152,12 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
         raise ConfigError(f"{where}{len(passes)} passes; allowed: 1 or 2")
     first = passes[0]
     n, k = first.indices.shape
+    by_dtype = {dtype: norm for norm, dtype in NORM_DTYPES.items()}
+    if first.norms.dtype not in by_dtype:
+        raise ConfigError(f"{where}norms of {first.norms.dtype}; allowed: {', '.join(map(str, by_dtype))}")
     for q in passes:
+        if (q.norm_scale is not None) != (q.norms.dtype is float4.E4M3):
+            raise ConfigError(f"{where}norm_scale goes with norms of {float4.E4M3}, and only with them")
         if (q.indices.shape, q.group_size, q.rotation, q.norms.dtype) != (
             first.indices.shape,
             first.group_size,
@@ -174,7 +186,7 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
         rotation=first.rotation,
         seed=scheme.seed if first.rotation == rotation.NO_ROTATION else first.seed,
         residual_seed=passes[1].seed if len(passes) == 2 and scheme.rotation != "none" else scheme.residual_seed,
-        norm_dtype="fp16" if first.norms.dtype is torch.float16 else "fp32",
+        norm_dtype=cast(Any, by_dtype[first.norms.dtype]),
     )
 
 
@@ -204,11 +216,20 @@ def is_codebook(values: Tensor) -> bool:
     return values.shape in ((4,), (8,), (16,), (pairs.COUNT, 2))
 
 
-def check_norms(norms: Tensor, name: str | None) -> None:
-    """Check the norms of a pass.
+def check_norms(norms: Tensor, norm_scale: Tensor | None, name: str | None) -> None:
+    """Check the norms of passes, and the row scale of e4m3 norms.
 
     Raises:
-        QuantizationError: a norm is negative, NaN or Inf.
+        QuantizationError: a norm is negative, NaN or Inf; or a scale is outside its bounds.
     """
-    if not (norms.isfinite() & (norms >= 0)).all():
+    if out_of_range(norms, 0.0):
         raise QuantizationError("norms hold NaN, Inf or a negative number; allowed: finite, 0 and more", name)
+    if norm_scale is not None and (problem := scale_problem(norm_scale)):
+        raise QuantizationError(f"norm_scale: {problem}", name)
+
+
+def scale_problem(norm_scale: Tensor) -> str | None:
+    """What is wrong with the row scale of e4m3 norms, or None."""
+    least, most = float4.LEAST_NORM_SCALE, float4.MOST_NORM_SCALE
+    found = out_of_range(norm_scale, least, most)
+    return f"found {found}; {least:.3g} to {most:.3g} are allowed" if found else None

@@ -175,7 +175,7 @@ def codebook_linear_ref(
     Exactness: float32; within ``1e-4`` of a float64 computation, relative to the largest output.
     """
     m, k = x.shape
-    n, geometry = len(norms), Geometry(k, group_size)
+    n, geometry = len(norms), Geometry(k, group_size, kind)
     v = torch.zeros((m, n), device=x.device, dtype=torch.float32)
     for p, seed in enumerate(seeds):
         tokens = x.float() if kind == NO_ROTATION else rotation.rotate_groups(x, kind, group_size, seed)

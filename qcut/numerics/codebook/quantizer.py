@@ -36,11 +36,13 @@ class RotatedCodebook:
 
     Attributes:
         indices: uint8 ``[N, K]``, not packed; of pairs, four bits of the index of a pair in each of its two columns.
-        norms: float16 or float32 ``[N, G]``.
+        norms: float16 or float32 ``[N, G]``, or float8_e4m3fn with ``norm_scale``.
         values: float32 ``[2**bits]``, ascending; or pairs, ``[256, 2]``, see `qcut.numerics.codebook.pairs`.
         group_size: columns of a group; the last group may have fewer.
         rotation: kind of the rotation, see `qcut.numerics.codebook.rotation.rotate`; `NO_ROTATION` for plain scales.
         seed: seed of the group at column 0; the seed of any group is ``seed`` plus the group's first column.
+        norm_scale: float64 ``[N]``, multiplied into e4m3 norms (`qcut.numerics.codebook.float4.float_norms`); else
+            None.
     """
 
     indices: Tensor
@@ -49,6 +51,11 @@ class RotatedCodebook:
     group_size: int
     rotation: Kind
     seed: int
+    norm_scale: Tensor | None = None
+
+    def float_norms(self, rows: slice = slice(None)) -> Tensor:
+        """float32 ``[R, G]``: what the codebook values of some rows, or of all, are multiplied by."""
+        return float4.float_norms(self.norms[rows], None if self.norm_scale is None else self.norm_scale[rows])
 
 
 def quantize(
@@ -146,7 +153,7 @@ def quantize_plain(
         before: earlier passes of the same weight, subtracted in float32, one after the other.
         group_size: columns of a group; K or more takes whole rows.
         levels: see `qcut.schemes.Codebook`.
-        norm_dtype: float16 or float32.
+        norm_dtype: float16 or float32; or, with ``e2m1``, float8_e4m3fn of NVFP4.
         layer: name for error messages.
 
     Returns:
@@ -159,7 +166,8 @@ def quantize_plain(
 
     Exactness: bitwise with ``steps`` and ``e2m1``.
     """
-    check_weight(weight, norm_dtype, layer)
+    e4m3 = levels == "e2m1" and norm_dtype is float4.E4M3
+    check_weight(weight, torch.float32 if e4m3 else norm_dtype, layer)
     n, k = weight.shape
     parts, half = rotation.groups(k, group_size), 1 << (bits - 1)
     device = weight.device
@@ -168,11 +176,15 @@ def quantize_plain(
     bounds = float4.boundaries(device) if levels == "e2m1" else lloyd_max.boundaries(values)
     indices = torch.empty((n, k), dtype=torch.uint8, device=device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
+    whole = float4.global_scale(_largest(weight, layer)) if e4m3 else None
+    norm_scale = None if whole is None else whole.double().reciprocal().expand(n).clone()
     for rows in row_chunks(n, k):
         w = rows_left(weight, before, rows, layer)
         for g, (first, d) in enumerate(parts):
             group = w[:, first : first + d]
-            if levels == "steps":
+            if whole is not None:
+                scale = float4.e4m3_norms(group.abs().amax(1), whole).float()
+            elif levels == "steps":
                 scale = group.abs().amax(1) / torch.full((), half - 1.0, device=device, dtype=torch.float32)
             elif levels == "e2m1":
                 scale = float4.scales(group.abs().amax(1))
@@ -180,13 +192,23 @@ def quantize_plain(
                 scale = group.square().mean(1).sqrt()
             norms[rows, g] = stored_norms(scale, norm_dtype, layer)
             step = norms[rows, g].float()[:, None]
+            step = step if whole is None else step / whole
             relative = group / torch.where(step > 0, step, 1.0)
             if levels == "steps":
                 nearest = relative.round().clamp(-half, half - 1) + half
             else:
                 nearest = torch.searchsorted(bounds, relative.contiguous())
             indices[rows, first : first + d] = nearest.to(torch.uint8)
-    return RotatedCodebook(indices, norms, values, group_size, NO_ROTATION, 0)
+    return RotatedCodebook(indices, norms, values, group_size, NO_ROTATION, 0, norm_scale)
+
+
+def _largest(weight: Tensor, layer: str | None) -> Tensor:
+    """The largest magnitude of a weight, float32 ``[]``.
+
+    Raises:
+        QuantizationError: NaN or Inf.
+    """
+    return torch.stack([finite_rows(weight, rows, layer).abs().amax() for rows in row_chunks(*weight.shape)]).amax()
 
 
 def fixed_values(levels: str, bits: int, device: torch.device) -> Tensor | None:
@@ -222,7 +244,7 @@ def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
 def dequantize_rows(q: RotatedCodebook, rows: slice) -> Tensor:
     """float32 ``[R, K]``: some rows of the weight that one pass stands for, without checks."""
     values = pairs.look_up(q.values, q.indices[rows])
-    scales = column_scales(q.norms[rows], q.indices.shape[1], q.group_size, q.rotation)
+    scales = column_scales(q.float_norms(rows), q.indices.shape[1], q.group_size, q.rotation)
     if q.rotation == NO_ROTATION:
         return values.mul_(scales).add_(0.0)  # makes -0 a 0 in groups of zeros
     return rotation.rotate_groups_back(values, q.rotation, q.group_size, q.seed).mul_(scales)
@@ -335,6 +357,8 @@ def _check_tensors(q: RotatedCodebook) -> None:
     parts = rotation.groups(k, q.group_size)
     if q.norms.shape != (n, len(parts)):
         raise ShapeError(f"norms have shape {list(q.norms.shape)}; allowed: {[n, len(parts)]}")
+    if q.norm_scale is not None and q.norm_scale.shape != (n,):
+        raise ShapeError(f"norm_scale has shape {list(q.norm_scale.shape)}; allowed: {[n]}")
     most = 16 if pairs.are_pairs(q.values) else len(q.values)
     if q.indices.numel() and int(q.indices.max()) >= most:
         raise ShapeError(f"an index is {int(q.indices.max())}; the codebook has {most} values")

@@ -80,7 +80,7 @@ def operand_layout(
     kind: Kind, group_size: int, k: int, dtype: torch.dtype, passes: int
 ) -> tuple[tuple[torch.dtype, ...], tuple[int, ...]]:
     """Dtypes and shape that `operands` have for tokens ``[M, K]`` of a dtype; ``kind`` is hadamard or qr."""
-    geometry = Geometry(k, group_size)
+    geometry = Geometry(k, group_size, kind)
     if kind == "hadamard":
         return (torch.int32,), (passes, geometry.k_padded // 32)
     side = -(-geometry.full // _TILE) * _TILE
@@ -144,4 +144,4 @@ def _geometry(k: int, kind: str, group_size: int, seeds: Sequence[int]) -> Geome
         raise ConfigError("no seeds; allowed: one for each pass, 1 and more")
     if kind != "none":
         rotation.check_group_size(k, group_size, kind)
-    return Geometry(k, group_size)
+    return Geometry(k, group_size, kind)
