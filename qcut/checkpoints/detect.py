@@ -38,7 +38,7 @@ METHODS = {
     "mxfp4": "qcut.checkpoints.formats.floats.mxfp4.Mxfp4",
     "fp8": "qcut.checkpoints.formats.floats.finegrained.FinegrainedFp8",
     "fbgemm_fp8": "qcut.checkpoints.formats.floats.fbgemm.FbgemmFp8",
-    "modelopt": "qcut.checkpoints.formats.floats.modelopt.ModelOpt",
+    "modelopt": "qcut.checkpoints.formats.floats.modelopt.model_opt",
 }
 """By ``quant_method`` of another library, the `qcut.checkpoints.formats.parts.Format` that reads its layers."""
 READERS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from qcut.numerics import float8
 from qcut.numerics.codebook import float4
 from qcut.numerics.codebook.quantizer import RotatedCodebook
 from qcut.numerics.codebook.rotation import NO_ROTATION
-from qcut.schemes import E2M1_GROUP, FP8, FP8_UNIT_ROWS, Codebook, ShiftedCodebook, padded_k
+from qcut.schemes import E2M1_GROUP, FP8, FP8_UNIT_ROWS, Codebook, ShiftedCodebook, padded_k, parse_scheme
 
 
 def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
@@ -84,7 +86,8 @@ def packed_layer(parts: Parts, q: Tensor, grid: Grid, needs: Needs | None = None
         q = q[:, grid.order.long()]
     if grid.levels is not None:
         wide = (grid.needs() if needs is None else needs).wide
-        return levels_layer(parts, q, grid.levels, grid.scales, grid.group_size or parts.k, wide=wide)
+        size = grid.group_size or parts.k
+        return levels_layer(parts, q, grid.levels, grid.scales, size, wide=wide, row_factor=grid.row_factor)
     return (integer_layer if grid.bits == 4 else byte_layer)(parts, q, grid, needs)
 
 
@@ -210,6 +213,7 @@ def levels_layer(
     group_size: int,
     key: str = "scales",
     wide: bool = False,
+    row_factor: Tensor | None = None,
 ) -> Linear:
     """A layer of 4-bit indices into any 16 levels: ``w = scale * levels[index]``, as nf4 and fp4 have them.
 
@@ -221,6 +225,7 @@ def levels_layer(
         group_size: columns of a group, which divides K.
         key: of the tensor with the scales, for messages.
         wide: whether norms are float32 also where float16 holds them.
+        row_factor: float64 ``[N]``, by which scales of e4m3 are multiplied, of groups of e2m1 (NVFP4).
 
     Raises:
         UnsupportedError: a scale below 0 of a group that is not all 0.
@@ -231,7 +236,7 @@ def levels_layer(
     unused = ascending[-1] + torch.arange(1.0, 17.0 - len(ascending), dtype=torch.float32, device="cpu")
     indices = place.to(torch.uint8)[indices.int()]
     levels = torch.cat((ascending, unused))
-    negative = scales < 0
+    negative = scales.float() < 0
     if bool(negative.any()):
         # A group of zeros is what rounding of nested scales makes negative.
         zero = (levels[indices.int()].view(*scales.shape, group_size) == 0).all(2)
@@ -242,6 +247,9 @@ def levels_layer(
                 "scales from 0 are served"
             )
         scales = scales.abs()
+    if row_factor is not None:
+        book = RotatedCodebook(indices, scales, levels, group_size, NO_ROTATION, 0, row_factor)
+        return codebook_layer(parts, [book], cast(Codebook, parse_scheme("nvfp4")))
     norms = scales.to(torch.float32) if wide else stored_scales(scales)
     book = RotatedCodebook(indices, norms, levels, group_size, NO_ROTATION, 0)
     is_mxfp4 = (

@@ -38,7 +38,7 @@ class Grid:
 
     Attributes:
         bits: of an integer, 4 or 8.
-        scales: floating ``[N, G]``, finite.
+        scales: floating ``[N, G]``, finite; e4m3 ones go with ``row_factor``.
         zero_points: integers ``[N, G]``; None: half of ``2**bits`` everywhere.
         group_size: columns of a group; None: whole rows.
         order: int32 ``[K]``: column j of a group's side by side multiplies column ``order[j]`` of x; None: column j.
@@ -46,6 +46,7 @@ class Grid:
             are the bits of floats, and groups those of blocks.
         levels: what integers of 4 bits stand for, float32 ``[16]``, in any order; scales are then 0 or more, and there
             are no zero points. None: integers.
+        row_factor: float64 ``[N]``, by which scales are multiplied; None: 1.
     """
 
     bits: int
@@ -55,6 +56,7 @@ class Grid:
     order: Tensor | None = None
     rows: RowScheme = field(default_factory=W8A16)
     levels: Tensor | None = None
+    row_factor: Tensor | None = None
 
     def zeros(self) -> Tensor:
         """Zero points, int32 ``[N, G]``."""
@@ -64,6 +66,8 @@ class Grid:
 
     def needs(self) -> Needs:
         """What a layer of these integers must hold."""
+        if self.row_factor is not None:
+            return Needs(ordered=self.order is not None)
         norms, zeros, ordered = stored_scales(self.scales), self.zeros(), self.order is not None
         wide = norms.dtype is torch.float32
         if self.levels is not None or isinstance(self.rows, FP8):

@@ -312,6 +312,20 @@ def mxfp4(weight: Tensor) -> Packed:
     return stored, exact.view(weight.shape)
 
 
+def nvfp4(weight: Tensor) -> Packed:
+    """A layer as compressed-tensors stores e2m1 with an e4m3 scale for each 16 columns and a scale of the layer."""
+    groups = weight.float().view(len(weight), -1, 16)
+    whole = 2688 / groups.abs().amax()
+    scales = (whole * (groups.abs().amax(2) / 6)).clamp(2.0**-9, 448).to(torch.float8_e4m3fn)
+    step = scales.float() / whole
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    place = ((groups / step[..., None]).abs()[..., None] - values).abs().argmin(-1)
+    codes = (place + 8 * (groups < 0)).to(torch.uint8).flatten(1)
+    exact = (values[place].copysign(groups) * step[..., None]).flatten(1)
+    stored = {"weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+    return {**stored, "weight_global_scale": whole.reshape(1)}, exact.double()
+
+
 def assert_weights(folder: Path, expected: Any, scheme: str) -> None:
     """Check that both doors read layers of a scheme with exactly the expected weights, and that they serve."""
     model = loaded(folder)
@@ -369,6 +383,16 @@ E2M1 = {
         }
     },
 }
+GLOBALLY_SCALED = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        }
+    },
+}
 MODELOPT = {
     "quant_method": "modelopt",
     "quant_algo": "FP8",
@@ -386,6 +410,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": lambda folder: write(folder, PACKED, lambda _, weight: compressed_tensors(weight, 32)),
     "mxfp4": lambda folder: write(folder, E2M1, lambda _, weight: mxfp4(weight)),
+    "nvfp4": lambda folder: write(folder, GLOBALLY_SCALED, lambda _, weight: nvfp4(weight)),
     "gguf": _gguf,
 }
 """What writes a small checkpoint of each library into an empty folder."""

@@ -169,9 +169,9 @@ def test_older_configurations_of_modelopt(tmp_path: Path, own_file: bool) -> Non
     ("config", "error", "text"),
     [
         (
-            {**MODELOPT, "quant_algo": "NVFP4"},
+            {**MODELOPT, "quant_algo": "MXFP8"},
             UnsupportedError,
-            "quant_algo is 'NVFP4'; FP8, FP8_PER_CHANNEL_PER_TOKEN",
+            "quant_algo is 'MXFP8'; FP8, FP8_PER_CHANNEL_PER_TOKEN",
         ),
         ({**MODELOPT, "quant_algo": None}, UnsupportedError, "quant_algo is 'None'"),
         ({**MODELOPT, "quant_algo": 8}, CheckpointError, "quant_algo"),

@@ -5,20 +5,23 @@
   one scale.
 - ``mxfp4-pack-quantized``: ``weight_packed`` uint8 ``[N, K / 2]``, two e2m1 along K, the first in the low half;
   ``weight_scale`` uint8 ``[N, K / 32]``, the exponent of a power of two for each 32 columns, plus 127.
+- ``nvfp4-pack-quantized``: ``weight_packed`` as above; ``weight_scale`` e4m3 ``[N, K / 16]``, divided by
+  ``weight_global_scale`` float32 ``[1]``; ``input_global_scale`` of tokens that the writer would quantize.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from qcut.checkpoints.formats.floats.e2m1 import Mxfp4Layout
+from qcut.checkpoints.formats.floats.e2m1 import Mxfp4Layout, Nvfp4Layout
 from qcut.checkpoints.formats.floats.e4m3 import E4m3Layout
 from qcut.errors import UnsupportedError
-from qcut.schemes import E2M1_GROUP, W8A8, W8A16
+from qcut.schemes import E2M1_GROUP, NVFP4_GROUP, W8A8, W8A16
 
 _ROWS = "allowed: int-quantized, with a scale for each row"
 
 _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": E2M1_GROUP}
+_GLOBALLY_SCALED = {**_WEIGHTS, "strategy": "tensor_group", "group_size": NVFP4_GROUP}
 
 
 class FloatQuantized(E4m3Layout):
@@ -54,19 +57,42 @@ class Mxfp4Packed(Mxfp4Layout):
     packed, scales = "weight_packed", "weight_scale"
 
     def __init__(self, weights: dict[str, Any], tokens: dict[str, Any] | None, where: str) -> None:
-        found = {key: weights[key] for key in _WEIGHTS}
-        if found["strategy"] is None:
-            found["strategy"] = "group"
-        if found != _WEIGHTS or str(weights["actorder"]).lower() not in ("none", "false"):
-            raise UnsupportedError(
-                f"{where}: weights are {found} with actorder {str(weights['actorder'])[:80]!r}; {self.name} is served "
-                f"of {_WEIGHTS} without one"
-            )
+        if weights["strategy"] is None:
+            weights = {**weights, "strategy": "group"}
+        _check_float_weights(weights, _WEIGHTS, self.name, where)
         _check_float_tokens(tokens, self.name, where)
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""
         raise UnsupportedError(f"{where} has floats of 4 bits; {_ROWS}")
+
+
+class Nvfp4Packed(Nvfp4Layout):
+    """e2m1 weights with an e4m3 scale for each 16 columns and a scale of the layer; see `Layout`.
+
+    Tokens that the writer would quantize to floats stay in 16 bits.
+    """
+
+    name = "nvfp4-pack-quantized"
+
+    def __init__(self, weights: dict[str, Any], tokens: dict[str, Any] | None, where: str) -> None:
+        _check_float_weights(weights, _GLOBALLY_SCALED, self.name, where)
+        _check_float_tokens(tokens, self.name, where, static=True)
+        super().__init__("weight_packed", "weight_global_scale", divides=True, unused=("input_global_scale",))
+
+    def row_scheme(self, where: str) -> W8A8 | W8A16:
+        """See `Layout.row_scheme`."""
+        raise UnsupportedError(f"{where} has floats of 4 bits; {_ROWS}")
+
+
+def _check_float_weights(weights: dict[str, Any], served: dict[str, Any], name: str, where: str) -> None:
+    """Refuse other weights of 4 bits than those served."""
+    found = {key: weights[key] for key in served}
+    if found != served or str(weights["actorder"]).lower() not in ("none", "false"):
+        raise UnsupportedError(
+            f"{where}: weights are {found} with actorder {str(weights['actorder'])[:80]!r}; {name} is served of "
+            f"{served} without one"
+        )
 
 
 def _check_float_tokens(tokens: dict[str, Any] | None, name: str, where: str, *, static: bool = False) -> None:

@@ -21,6 +21,7 @@ LAYOUTS = {
     "pack-quantized": "qcut.checkpoints.formats.compressed_tensors.integers.PackQuantized",
     "float-quantized": "qcut.checkpoints.formats.compressed_tensors.floats.FloatQuantized",
     "mxfp4-pack-quantized": "qcut.checkpoints.formats.compressed_tensors.floats.Mxfp4Packed",
+    "nvfp4-pack-quantized": "qcut.checkpoints.formats.compressed_tensors.floats.Nvfp4Packed",
 }
 """By ``format``, the `Layout` that reads it."""
 _MOST_REPEATS, _MOST_PATTERNS, _MOST_GROUPS = 5, 1024, 1024

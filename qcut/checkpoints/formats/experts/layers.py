@@ -80,6 +80,8 @@ def _joined(grids: Sequence[Grid], parts: Sequence[Parts]) -> Grid:
                 "order for both is served, since one product computes both"
             )
     scales = torch.cat([grid.scales for grid in grids])
+    factors = [grid.row_factor for grid in grids if grid.row_factor is not None]
+    first = replace(first, row_factor=torch.cat(factors) if factors else None)
     plain = all(grid.zero_points is None for grid in grids)
     return replace(first, scales=scales, zero_points=None if plain else torch.cat([grid.zeros() for grid in grids]))
 
