@@ -194,7 +194,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     @classmethod
     def _quantize_all(cls, layers: Sequence[Self], weights: Sequence[Tensor], known: Sequence[Known]) -> None:
         moments, names = [one.second_moment for one in known], [layer.name for layer in layers]
-        found = quantize_weights(weights, layers[0].scheme, moments, names)
+        found = quantize_weights(weights, layers[0].scheme, moments, names, [one.row_absmax for one in known])
         for layer, weight, passes in zip(layers, weights, found, strict=True):
             layer._set_passes(passes, weight.device)
 

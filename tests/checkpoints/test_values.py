@@ -60,6 +60,8 @@ CASES: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
     ("codebook4+4_g16", "l.residual_codebook", lambda t: t * 2, "differs from codebook"),
     ("codebook4+3_g16", "l.residual_norms", put((3, 1), NAN), r"found nan at \[3, 1\]"),
     ("int4", "l.codebook", lambda t: t * 2, r".*int4 has \[-8\.0, -7\.0"),
+    *[("nvfp4", "l.norms", put((3, 1), v), rf"found {v} at \[3, 1\]; finite") for v in (NAN, -1.0)],
+    *[("nvfp4", "l.norm_scale", put((3,), v), rf"found {v} at \[3\]; 1.2e-35 to") for v in (NAN, INF, -1.0, 0.0)],
     ("w8a8", "norm.weight", put((2,), NAN), r"found nan at \[2\]; finite"),
     ("w8a8", "norm.bias", put((2,), INF), r"found inf at \[2\]; finite"),
 ]

@@ -276,7 +276,7 @@ def test_modules_that_only_look_linear_are_left() -> None:
 # ── codebooks ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("scheme", ["codebook4_g16", "codebook4+4_g16_int8", "int4"])
+@pytest.mark.parametrize("scheme", ["codebook4_g16", "codebook4+4_g16_int8", "int4", "nvfp4"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
 def test_codebooks_of_every_model(kind: str, scheme: str) -> None:
     model = tiny_lm() if kind == "plain" else tiny_hf(kind)

@@ -91,7 +91,7 @@ def test_stacks_are_the_layers_fitted_alone(monkeypatch: pytest.MonkeyPatch, sch
     assert report.verified
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4_g32", "codebook4_g32_none"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4_g32", "codebook4_g32_none", "nvfp4"])
 def test_stacks_without_moments_are_the_layers_alone(scheme: str):
     model = mixture()
     alone = [qcut.Linear.from_float(one, scheme) for one in model.experts.up]

@@ -25,6 +25,7 @@ SCHEMES = (
     "codebook3_int8",
     "codebook4+4",
     "int4",
+    "nvfp4",
 )
 
 
@@ -102,7 +103,7 @@ def test_failed_proof_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["w8a8", "w8a16", "fp8", "fp8_blocks", "int16x8", "codebook4", "codebook4_int8", "codebook2"]
+    "scheme", ["w8a8", "w8a16", "fp8", "fp8_blocks", "int16x8", "codebook4", "codebook4_int8", "nvfp4"]
 )
 def test_layer_of_another_weight_or_activation_is_named(scheme: str) -> None:
     float_layer, x = nn.Linear(64, 48), torch.randn(16, 64)

@@ -22,7 +22,7 @@ from qcut.engine.families import decoder_of
 from qcut.layers import codebook, rotations
 from tests.support.decoders import VOCABULARY, WIDE, last_logits, prompts_of, small, theirs
 
-SCHEMES = (None, "w8a8", "w8a16", "int16x8", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
+SCHEMES = (None, "w8a8", "w8a16", "int16x8", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr", "nvfp4")
 FAMILIES = ("qwen3", "olmo2", "phi3_partial", "smollm3", "starcoder2", "gpt_neox", "gemma", "gemma2", "gemma3")
 WIDE_HEADS = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma2", "gemma3")}
 EXACT = ("w8a8", "codebook4+4_g64_int8")
@@ -67,7 +67,7 @@ def weights(model: Any, *engines: Engine) -> list[Tensor]:
         *(("llama", scheme) for scheme in SCHEMES),
         *(("qwen2", scheme) for scheme in (None, "w8a8", "codebook4_g32")),
         *product(FAMILIES, ("w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g64_int8")),
-        *(("gpt2", scheme) for scheme in ("w8a16", "codebook4+4_g64_int8", "codebook3+2_g32_qr")),
+        *(("gpt2", scheme) for scheme in ("w8a16", "codebook4+4_g64_int8", "codebook3+2_g32_qr", "nvfp4")),
     ],
 )
 def test_tokens_are_hugging_faces(kind: str, scheme: str | None) -> None:

@@ -31,10 +31,10 @@ from tests.support.oracles import FLOATS, NAN
 
 SCHEMES = (
     *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4+2", "codebook3_g64_qr", "codebook4_g32"),
-    *("codebook4_g50_qr", "codebook2+2_rows_qr_fp32norms", "codebook4_none", "int4", "int3_g32"),
+    *("codebook4_g50_qr", "codebook2+2_rows_qr_fp32norms", "codebook4_none", "int4", "int3_g32", "nvfp4"),
     *("codebook4_pairs", "codebook4_pairs_g50_qr_fp32norms"),
 )
-INT8 = ("codebook4_int8", "codebook4+4_int8", "codebook4+3_int8", "codebook3_g32_qr_int8", "int4_int8")
+INT8 = ("codebook4_int8", "codebook4+4_int8", "codebook4+3_int8", "codebook3_g32_qr_int8", "int4_int8", "nvfp4_int8")
 INT8 += ("codebook4_pairs_int8", "codebook4_pairs_g32_int8")
 TWO_SETS = ("codebook4+2", "codebook4+3_int8")
 
@@ -60,7 +60,7 @@ def float64_weight(q: RotatedCodebook) -> Tensor:
         if q.rotation != "none":
             matrix = rotation.rotate(torch.eye(d, dtype=torch.float64), q.rotation, q.seed + first).t()
             group = group @ matrix / d**0.5
-        out[:, first : first + d] = q.norms[:, g, None].double() * group
+        out[:, first : first + d] = q.float_norms()[:, g, None].double() * group
     return out
 
 
@@ -80,7 +80,7 @@ def test_forward_is_the_dequantized_weight(scheme):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
         # A weight is a float32 sum of a group's products, in any order. By Cauchy and Schwarz their magnitudes add up
         # to no more than norm * largest value; a matrix's entries, values, root and norm add a rounding each.
-        sizes = sum(float(q.norms.abs().max()) * float(q.values.abs().max()) for q in layer.passes)
+        sizes = sum(float(q.float_norms().abs().max()) * float(q.values.abs().max()) for q in layer.passes)
         terms = min(layer.group_size, 320)
         assert (layer.dequantized_weight() - weight).abs().max() <= (terms + 4) * 2**-24 * sizes
 
@@ -154,7 +154,7 @@ def test_zero_rows_give_the_bias(scheme):
 
 
 def test_rows_are_independent():
-    for scheme in ("codebook4_int8", "int4_int8"):
+    for scheme in ("codebook4_int8", "int4_int8", "nvfp4_int8"):
         _, layer = quantized(scheme)
         x = torch.randn(6, 320)
         alone = layer(x[2:3])

@@ -21,7 +21,7 @@ from tests.support.zoo import tiny_hf, tiny_lm, token_batches
 
 SCHEMES = (
     *("w8a16", "w8a8", "codebook4", "codebook3_g64", "codebook2", "codebook4+4", "codebook4+2", "codebook3+2_g32"),
-    *("codebook4_int8", "codebook4_rows", "codebook4_g32_none", "int4", "int3_g64", "codebook4_pairs"),
+    *("codebook4_int8", "codebook4_rows", "codebook4_g32_none", "int4", "int3_g64", "codebook4_pairs", "nvfp4"),
 )
 
 

@@ -20,6 +20,7 @@ SCHEMES = (
     "codebook4+4_g32",
     "int4",
     "codebook3_none",
+    "nvfp4",
 )
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -27,7 +27,7 @@ from tests.support.zoo import tiny_lm, token_batches
 
 SCHEMES = (
     *("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook3_g16", "codebook4_qr", "codebook2_none"),
-    *("codebook4+4", "codebook4+3_int8", "codebook4_g16_int8", "int4"),
+    *("codebook4+4", "codebook4+3_int8", "codebook4_g16_int8", "int4", "nvfp4"),
 )
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 CURVATURE = 1.2

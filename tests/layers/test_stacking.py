@@ -19,8 +19,8 @@ from qcut.layers.stacking import Stacker
 from qcut.schemes import Codebook, StaticRange
 from tests.support.zoo import same, snapshot
 
-EXACT = ("w8a8", "codebook4_int8", "codebook4+4_g64_int8", "codebook4+2_int8", "int4_g32_int8")
-FLOAT = (None, "w8a16", "codebook4", "codebook3_g64", "codebook2+2_g32_qr", "codebook4+2", "int4")
+EXACT = ("w8a8", "codebook4_int8", "codebook4+4_g64_int8", "codebook4+2_int8", "int4_g32_int8", "nvfp4_int8")
+FLOAT = (None, "w8a16", "codebook4", "codebook3_g64", "codebook2+2_g32_qr", "codebook4+2", "int4", "nvfp4")
 ROWS = (128, 64, 80)
 """Of the siblings: blocks of 64, but for the last."""
 K = 160

@@ -34,6 +34,7 @@ def quantize_weights(
     scheme: Codebook,
     second_moments: Sequence[Tensor | Curvature | None],
     layers: Sequence[str | None],
+    row_absmaxes: Sequence[Tensor | None] | None = None,
 ) -> list[list[RotatedCodebook]]:
     """Quantize weights of one size in the passes of a scheme; those that are fitted, together.
 
@@ -43,6 +44,7 @@ def quantize_weights(
         second_moments: of each, ``E[x x^T]`` of the layer's input, ``[K, K]``, or the loss's curvature by the weight,
             to fit indices and norms; None rounds to nearest.
         layers: names for error messages.
+        row_absmaxes: of each, see `qcut.numerics.codebook.quantizer.quantize_plain`; or None for whole weights.
 
     Returns:
         The passes of each weight; bitwise those of the weight by itself.
@@ -63,6 +65,7 @@ def quantize_weights(
         where = layer_prefix(layers[fitted[0]])
         raise ConfigError(f"{where}scheme {scheme.name} got a second moment; rotated codebooks take one")
     passes: list[list[RotatedCodebook]] = [[] for _ in weights]
+    row_absmaxes = [None] * len(weights) if row_absmaxes is None else row_absmaxes
     for p, (bits, seed) in enumerate(zip(scheme.widths, scheme.seeds, strict=True)):
         options: dict[str, Any] = {"kind": scheme.rotation, "seed": seed, "in_pairs": scheme.pairs, **common}
         made: dict[int, RotatedCodebook] = {}
@@ -76,14 +79,15 @@ def quantize_weights(
                 **options,
             )
             made |= zip(fitted, found, strict=True)
-        for e, (weight, before, layer) in enumerate(zip(weights, passes, layers, strict=True)):
+        for e, (weight, before, layer, absmax) in enumerate(zip(weights, passes, layers, row_absmaxes, strict=True)):
             if e in made:
                 q = made[e]
             elif rotated:
                 # A pass before a fitted one takes the norms with the least squared error.
                 q = quantize(weight, bits, before=before, layer=layer, refit=e in fitted, **options)
             else:
-                q = quantize_plain(weight, bits, before=before, levels=scheme.levels, layer=layer, **common)
+                plain = {"before": before, "levels": scheme.levels, "layer": layer, "row_absmax": absmax, **common}
+                q = quantize_plain(weight, bits, **plain)
             before.append(q)
     for weight, own, layer in zip(weights, passes, layers, strict=True):
         _check_size(weight, own, layer)

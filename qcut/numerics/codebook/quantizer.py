@@ -139,6 +139,7 @@ def quantize_plain(
     levels: str,
     norm_dtype: torch.dtype = torch.float16,
     layer: str | None = None,
+    row_absmax: Tensor | None = None,
 ) -> RotatedCodebook:
     """Quantize a weight, or the error that earlier passes left, without a rotation.
 
@@ -155,6 +156,8 @@ def quantize_plain(
         levels: see `qcut.schemes.Codebook`.
         norm_dtype: float16 or float32; or, with ``e2m1``, float8_e4m3fn of NVFP4.
         layer: name for error messages.
+        row_absmax: float32 ``[N]``, the maximum over the columns of whole rows, where the weight has only some of
+            them; NVFP4's global scale is then that of the whole rows. Other formats do not read it.
 
     Returns:
         Tensors on the weight's device, with the rotation `NO_ROTATION`.
@@ -162,7 +165,7 @@ def quantize_plain(
     Raises:
         ShapeError: no matrix, or an empty one.
         DtypeError: another dtype of weight or norms.
-        QuantizationError: NaN or Inf, or a norm beyond float16.
+        QuantizationError: NaN or Inf, or a norm beyond float16; or ``row_absmax`` is not of the weight's rows.
 
     Exactness: bitwise with ``steps`` and ``e2m1``.
     """
@@ -176,7 +179,7 @@ def quantize_plain(
     bounds = float4.boundaries(device) if levels == "e2m1" else lloyd_max.boundaries(values)
     indices = torch.empty((n, k), dtype=torch.uint8, device=device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
-    whole = float4.global_scale(_largest(weight, layer)) if e4m3 else None
+    whole = float4.global_scale(_largest(weight, row_absmax, layer)) if e4m3 else None
     norm_scale = None if whole is None else whole.double().reciprocal().expand(n).clone()
     for rows in row_chunks(n, k):
         w = rows_left(weight, before, rows, layer)
@@ -202,13 +205,18 @@ def quantize_plain(
     return RotatedCodebook(indices, norms, values, group_size, NO_ROTATION, 0, norm_scale)
 
 
-def _largest(weight: Tensor, layer: str | None) -> Tensor:
-    """The largest magnitude of a weight, float32 ``[]``.
+def _largest(weight: Tensor, row_absmax: Tensor | None, layer: str | None) -> Tensor:
+    """The largest magnitude of a weight, or of the whole rows that it has columns of, float32 ``[]``.
 
     Raises:
-        QuantizationError: NaN or Inf.
+        QuantizationError: NaN or Inf, or ``row_absmax`` is not of the weight's rows.
     """
-    return torch.stack([finite_rows(weight, rows, layer).abs().amax() for rows in row_chunks(*weight.shape)]).amax()
+    absmax = torch.cat([finite_rows(weight, rows, layer).abs().amax(1) for rows in row_chunks(*weight.shape)])
+    if row_absmax is None:
+        return absmax.amax()
+    if row_absmax.shape != absmax.shape or not bool(((row_absmax >= absmax) & row_absmax.isfinite()).all()):
+        raise QuantizationError("row_absmax is not that of finite rows which hold these columns", layer)
+    return row_absmax.amax()
 
 
 def fixed_values(levels: str, bits: int, device: torch.device) -> Tensor | None:

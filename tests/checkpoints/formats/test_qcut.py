@@ -19,7 +19,7 @@ from tests.support import files
 from tests.support.zoo import TinyLM, tiny_hf, tiny_lm, token_batches
 
 INTEGERS = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static")
-CODEBOOKS = ("codebook4_g16", "codebook3+2_qr_int8", "codebook4+4_g16_fp32norms_int8", "int4")
+CODEBOOKS = ("codebook4_g16", "codebook3+2_qr_int8", "codebook4+4_g16_fp32norms_int8", "int4", "nvfp4")
 
 
 def quantized(kind: str, scheme: str = "w8a8_static", dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -33,6 +33,7 @@ SCHEMES = (
     "codebook4+4_int8",
     "codebook4_pairs",
     "codebook4_rows",
+    "nvfp4",
 )
 EXPERTS = "model.layers.1.mlp.experts"
 

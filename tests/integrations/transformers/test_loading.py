@@ -33,6 +33,7 @@ SCHEMES = (
     "codebook4_int8",
     "codebook4_g32_qr",
     "int4_g16",
+    "nvfp4",
 )
 
 
