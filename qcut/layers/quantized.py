@@ -131,7 +131,9 @@ class QuantizedLayer(Quantized):
         """Hold the owner's tensors wherever this layer's have the same values."""
         for name, buffer in owner._buffers.items():
             mine = self._buffers.get(name)
-            if buffer is not None and mine is not None and torch.equal(buffer, mine):
+            # torch compares no tensor of 8-bit floats with itself.
+            same = mine is not None and buffer is not None and tensor_key(buffer) == tensor_key(mine)
+            if buffer is not None and mine is not None and (same or torch.equal(buffer, mine)):
                 self._buffers[name] = buffer
         self._parameters["weight"] = owner._parameters["weight"]
 

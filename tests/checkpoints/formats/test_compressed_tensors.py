@@ -304,7 +304,7 @@ def test_groups_by_name_and_pattern(tmp_path: Path) -> None:
         (lambda g: g["weights"].update(symmetric=False), "weight_zero_point': is missing"),
         (lambda g: g.update(input_activations=TOKENS), "input_activations are"),
         (lambda g: g.update(output_activations=TOKENS), "output_activations are"),
-        (lambda g: g.update(format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
+        (lambda g: g.update(format="mxfp8-quantized"), "format is 'mxfp8-quantized'"),
         (lambda g: g.update(targets=["re:("]), "is no pattern"),
         (lambda g: g.update(targets=["re:(.|m)*x"]), "has 1 repetitions; 5 are read, none of a group"),
         (lambda g: g.update(targets=["re:" + ".*" * 40 + "x"]), "has 40 repetitions"),

@@ -19,7 +19,7 @@ from tests.checkpoints.formats import samples
 from tests.support.decoders import small
 from tests.support.mixtures import tiny_mixture
 
-SCHEMES = ("w8a8", "w8a16", "fp8", "int4", "int4_g16", "mxfp4")
+SCHEMES = ("w8a8", "w8a16", "fp8", "int4", "int4_g16", "mxfp4", "nvfp4")
 EVEN = {"hidden_size": 96, "intermediate_size": 64}
 """Sizes of a small model that groups of 16 and 32 divide."""
 
@@ -105,8 +105,9 @@ def test_transformers_reads_it(tmp_path: Path, scheme: str) -> None:
 
     model = quantized("llama", scheme, **EVEN)
     qcut.save_compressed_tensors(model, tmp_path)
-    # The library makes bfloat16 of MXFP4.
-    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16 if scheme == "mxfp4" else torch.float32)
+    # The library makes bfloat16 of floats of 4 bits.
+    dtype = torch.bfloat16 if scheme.endswith("fp4") else torch.float32
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     read(samples.IDS)  # decompresses the weights
     for name, layer in model.named_modules():
         if isinstance(layer, qcut.Linear):
@@ -115,9 +116,9 @@ def test_transformers_reads_it(tmp_path: Path, scheme: str) -> None:
 
 def test_a_model_of_several_schemes(tmp_path: Path) -> None:
     model = small("llama", **EVEN)
-    for scheme, part in zip(SCHEMES, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"), strict=True):
+    for scheme, part in zip(SCHEMES[:6], ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"), strict=True):
         qcut.quantize(model, scheme, include=[f"*.{part}"], allow_growth=True, progress=False)
-    qcut.quantize(model, "int4_g32", include=["*.down_proj"], allow_growth=True, progress=False)
+    qcut.quantize(model, "nvfp4", include=["*.down_proj"], allow_growth=True, progress=False)
     qcut.save_compressed_tensors(model, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     groups = config["config_groups"].values()
@@ -133,7 +134,7 @@ def test_a_model_of_several_schemes(tmp_path: Path) -> None:
         assert torch.equal(again(samples.IDS).logits, model(samples.IDS).logits)
 
 
-@pytest.mark.parametrize("scheme", [*SCHEMES[:4], "int4_g32", "mxfp4"])
+@pytest.mark.parametrize("scheme", [*SCHEMES[:4], "int4_g32", *SCHEMES[5:]])
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
 def test_experts_are_written_as_their_family_has_them(tmp_path: Path, kind: str, scheme: str) -> None:
     model = mixture(kind, scheme)
@@ -224,14 +225,15 @@ def test_other_models_are_refused(tmp_path: Path, make: Callable[[], Any], messa
     assert not list(tmp_path.iterdir())
 
 
-def test_groups_of_zeros_are_written_as_zeros(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4"])
+def test_groups_of_zeros_are_written_as_zeros(tmp_path: Path, scheme: str) -> None:
     model = small("llama", **EVEN)
     weight = model.model.layers[0].mlp.down_proj.weight
     with torch.no_grad():
         weight[0] = 0
         weight[1, :32] = 0
         weight[2, 32:] *= 2.0**-20
-    qcut.quantize(model, "mxfp4", allow_growth=True, progress=False)
+    qcut.quantize(model, scheme, allow_growth=True, progress=False)
     qcut.save_compressed_tensors(model, tmp_path)
     layer = model.model.layers[0].mlp.down_proj
     assert not layer.dequantized_weight()[0].any()

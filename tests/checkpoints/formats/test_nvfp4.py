@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import qcut
@@ -342,3 +343,26 @@ def test_rows_of_no_whole_groups_are_refused() -> None:
         UnsupportedError, match=r"here: layer 'one' has 40 columns; a multiple of 16 is served of NVFP4"
     ):
         layer_of(form, "one", tensors, 8, 40, "here")
+
+
+def test_what_is_read_is_written_again(tmp_path: Path) -> None:
+    samples.write(tmp_path / "first", *CASES["compressed-tensors"])
+    model = qcut.load(tmp_path / "first", progress=False)
+    qcut.save_compressed_tensors(model, tmp_path / "again")
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "again"))
+    assert set(first) == set(again)
+    for name, tensor in first.items():
+        if name.endswith("weight_packed"):  # -0 is written as 0
+            assert torch.equal(*(LEVELS[codes_of(packed).int()] for packed in (tensor, again[name]))), name
+        else:
+            assert torch.equal(tensor, again[name]), name
+
+
+def test_scales_without_an_inverse_are_not_written(tmp_path: Path) -> None:
+    samples.write(tmp_path / "first", *CASES["modelopt"])
+    model = qcut.load(tmp_path / "first", progress=False)
+    with pytest.raises(
+        UnsupportedError, match=r"layer 'model.*': norm_scale is .*; allowed: the inverse of one float32"
+    ):
+        qcut.save_compressed_tensors(model, tmp_path / "again")
+    assert not (tmp_path / "again").exists()

@@ -60,7 +60,7 @@ def test_state_is_the_layers_states_stacked(scheme: str) -> None:
     assert {key: (tuple(t.shape), t.dtype) for key, t in state.items()} == {
         key: (entry.shape, entry.dtype) for key, entry in stack.stored().items()
     }
-    assert all(torch.equal(entry.read(), state[key]) for key, entry in stack.stored().items())
+    assert all(torch.equal(entry.read().clone(), state[key]) for key, entry in stack.stored().items())
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

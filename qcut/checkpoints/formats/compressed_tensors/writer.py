@@ -35,11 +35,12 @@ def save_compressed_tensors(
     """Write a quantized model as a compressed-tensors checkpoint, which vLLM and others read.
 
     Layers of ``w8a8`` are written as ``int-quantized``, those of ``w8a16`` and ``int4`` as ``pack-quantized`` integers
-    of 8 and 4 bits, and those of ``mxfp4`` as ``mxfp4-pack-quantized``; a model may have several of them. Experts of a
-    mixture are written one by one, under the names that checkpoints of the family have. The directory gets
-    ``model.safetensors`` (or several files and their index), ``config.json`` with a ``quantization_config``, and
-    ``generation_config.json``. Layers in float go in float, and are named under ``ignore``. Activations that qcut fused
-    into layers are not written: the model's class has them. All files are put in force together.
+    of 8 and 4 bits, and those of ``mxfp4`` and ``nvfp4`` as ``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``; a
+    model may have several of them. Experts of a mixture are written one by one, under the names that checkpoints of the
+    family have. The directory gets ``model.safetensors`` (or several files and their index), ``config.json`` with a
+    ``quantization_config``, and ``generation_config.json``. Layers in float go in float, and are named under
+    ``ignore``. Activations that qcut fused into layers are not written: the model's class has them. All files are put
+    in force together.
 
     Args:
         model: of a class of transformers, at least one layer of it quantized.
@@ -48,9 +49,10 @@ def save_compressed_tensors(
         progress: show a progress bar.
 
     Raises:
-        UnsupportedError: a layer of another scheme, in place of transformers' ``Conv1D``, or with groups that do not
-            divide its columns (named); a quantized embedding; experts in float, or of a family whose checkpoints have
-            no layer for each; no quantized layer; or a model of another class.
+        UnsupportedError: a layer of another scheme, in place of transformers' ``Conv1D``, with groups that do not
+            divide its columns, or of ``nvfp4`` with scales of rows that have no common float32 inverse (named); a
+            quantized embedding; experts in float, or of a family whose checkpoints have no layer for each; no quantized
+            layer; or a model of another class.
         CheckpointError: weights of another checkpoint are in the directory, a tensor is on the meta device or holds NaN
             or Inf, or the directory cannot be written.
 
@@ -107,7 +109,11 @@ class _Contents:
         """Add a layer of which these are the tensors; ``like`` has its scheme and sizes."""
         n, k = next(iter(stored.values())).shape[0], like.in_features
         written = self.layers[name] = written_as(like.scheme, k, name)
-        self.tensors |= {f"{name}.{key}": entry for key, entry in written.tensors(stored, n, k).items()}
+        try:
+            tensors = written.tensors(stored, n, k)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"layer {name!r}: {error}") from None
+        self.tensors |= {f"{name}.{key}": entry for key, entry in tensors.items()}
         if "bias" in stored:
             self.tensors[f"{name}.bias"] = StateEntry.of(_short(stored["bias"].read(), like.weight_dtype))
 

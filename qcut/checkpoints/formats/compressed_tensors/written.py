@@ -17,12 +17,12 @@ from qcut.checkpoints.formats.floats.e2m1 import BIAS, LEVELS
 from qcut.errors import UnsupportedError
 from qcut.layers.quantized import StateEntry
 from qcut.numerics.codebook import float4
-from qcut.schemes import E2M1_GROUP, FP8, W8A8, W8A16, Codebook, Scheme
+from qcut.schemes import E2M1_GROUP, FP8, NVFP4_GROUP, W8A8, W8A16, Codebook, Scheme
 
 Stored = Mapping[str, StateEntry]
 """Tensors of a layer's state dict."""
 
-SERVED = "w8a8, w8a16, fp8, int4 in groups that divide the columns, and mxfp4 are written"
+SERVED = "w8a8, w8a16, fp8, int4 in groups that divide the columns, mxfp4 and nvfp4 are written"
 _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
 
 
@@ -31,12 +31,13 @@ class Written:
     """How layers of one kind are written.
 
     Attributes:
-        format: ``int-quantized``, ``float-quantized``, ``pack-quantized`` or ``mxfp4-pack-quantized``.
+        format: a key of `reader.LAYOUTS`.
         bits: of a weight.
         group_size: columns that have a scale; None: whole rows.
         type: ``int`` or ``float``.
         quantizes_tokens: to int8, each by its largest magnitude.
-        tensors: of a layer's state, N and K.
+        tensors: of a layer's state, N and K. Raises `UnsupportedError` of values that have no place in the format.
+        global_scale: whether the layer has a scale that divides those of groups, which are e4m3.
     """
 
     format: str
@@ -45,6 +46,7 @@ class Written:
     group_size: int | None = None
     type: str = "int"
     quantizes_tokens: bool = False
+    global_scale: bool = False
 
     def group(self, targets: list[str]) -> dict[str, Any]:
         """The group of a ``quantization_config`` with such layers."""
@@ -52,11 +54,13 @@ class Written:
             "num_bits": self.bits,
             "type": self.type,
             "symmetric": True,
-            "strategy": "channel" if self.group_size is None else "group",
+            "strategy": "channel" if self.group_size is None else "tensor_group" if self.global_scale else "group",
             "group_size": self.group_size,
             "dynamic": False,
             "observer": "memoryless_minmax",
         }
+        if self.global_scale:
+            weights |= dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.float8_e4m3fn")
         tokens = _TOKENS if self.quantizes_tokens else None
         described = {"weights": weights, "input_activations": tokens, "output_activations": None}
         return {"format": self.format, "targets": targets, **described}
@@ -78,7 +82,10 @@ def written_as(scheme: Scheme, k: int, name: str) -> Written:
         size = min(scheme.group_columns(k), k)
         if scheme.levels == "steps" and scheme.bits == 4 and k % size == 0:
             return Written("pack-quantized", 4, _packed_steps, None if size == k else size)
-        if scheme.levels == "e2m1" and k % E2M1_GROUP == 0:
+        if scheme.norm_dtype == "e4m3" and k % NVFP4_GROUP == 0:
+            form = "nvfp4-pack-quantized"
+            return Written(form, 4, _globally_scaled_floats, NVFP4_GROUP, "float", global_scale=True)
+        if scheme.levels == "e2m1" and scheme.norm_dtype != "e4m3" and k % E2M1_GROUP == 0:
             return Written("mxfp4-pack-quantized", 4, _packed_floats, E2M1_GROUP, "float")
     raise UnsupportedError(f"layer {name!r} is {scheme.name} with {k} columns; only {SERVED} in this format")
 
@@ -118,6 +125,23 @@ def _packed_floats(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
     return {
         "weight_packed": _made(stored, "indices", (n, k // 2), torch.uint8, packed),
         "weight_scale": _made(stored, "norms", (n, k // E2M1_GROUP), torch.uint8, exponents),
+    }
+
+
+def _globally_scaled_floats(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
+    factor = stored["norm_scale"].read()
+    scale = factor[:1].reciprocal().float()
+    if not bool((scale.double().reciprocal() == factor).all()):
+        raise UnsupportedError(
+            f"norm_scale is {float(factor.min())} to {float(factor.max())}; allowed: the inverse of one float32 number "
+            "for all rows, which the format stores"
+        )
+    return {
+        "weight_packed": _made(
+            stored, "indices", (n, k // 2), torch.uint8, lambda q: _byte_codes().to(q.device)[q.long()]
+        ),
+        "weight_scale": stored["norms"],
+        "weight_global_scale": _made(stored, "norm_scale", (1,), torch.float32, lambda _: scale),
     }
 
 
