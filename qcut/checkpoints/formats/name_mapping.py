@@ -13,7 +13,7 @@ from qcut.checkpoints.description import passing_buffers
 from qcut.checkpoints.formats.experts.names import ExpertNames, full_name
 from qcut.checkpoints.formats.experts.stacks import StoredStack, build_experts, take_experts
 from qcut.checkpoints.formats.gguf.llama import Gguf
-from qcut.checkpoints.formats.parts import FLOATS, Format, Parts, Stored
+from qcut.checkpoints.formats.parts import FLOATS, CacheFormat, Format, Parts, Stored
 from qcut.common.progress import with_progress
 from qcut.common.safetensors import torch_dtype
 from qcut.errors import CheckpointError
@@ -109,9 +109,11 @@ def map_names(model: nn.Module, form: Format, tensors: Mapping[str, Stored], whe
     stacks, tensors = take_experts(model, form, names, _without_computed(model, renamed), stored_as, where)
     layers: dict[str, Parts] = {}
     rest: dict[str, Stored] = {}
+    passed = form.cache_scales if isinstance(form, CacheFormat) else ()
     for name, own in _by_module(model, modules, tensors, where).items():
         if not form.quantized(own):
-            rest |= {f"{name}.{key}" if name else key: stored for key, stored in own.items()}
+            kept = {key: stored for key, stored in own.items() if "weight" not in own or key not in passed}
+            rest |= {f"{name}.{key}" if name else key: stored for key, stored in kept.items()}
             continue
         layers[name] = Parts(name, where, *_sizes(modules[name], name, where), own)
         form.check(layers[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -151,6 +151,17 @@ class Format(Protocol):
             CheckpointError: values that cannot be (named).
             UnsupportedError: the layer cannot be served exactly.
         """
+
+
+@runtime_checkable
+class CacheFormat(Format, Protocol):
+    """A format whose writers put scales of KV caches next to the weights of keys and values.
+
+    Attributes:
+        cache_scales: their keys. Layers that are left in float may have such scales, too; they are not read.
+    """
+
+    cache_scales: tuple[str, ...]
 
 
 def refuse_others(data: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -106,13 +106,23 @@ class Nvfp4Layout:
         packed: key of the tensor of codes.
         whole: key of the layer's scale.
         divides: whether the layer's scale divides those of groups; else they are multiplied by it.
-        unused: keys of scales of tokens and caches.
+        unused: keys of scales of tokens.
+        cache_scales: see `CacheFormat`.
     """
 
     scales = "weight_scale"
 
-    def __init__(self, packed: str, whole: str, *, divides: bool, unused: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        packed: str,
+        whole: str,
+        *,
+        divides: bool,
+        unused: tuple[str, ...] = (),
+        cache_scales: tuple[str, ...] = (),
+    ) -> None:
         self._packed, self._whole, self._divides, self._unused = packed, whole, divides, unused
+        self.cache_scales = cache_scales
 
     def quantized(self, tensors: Mapping[str, Stored]) -> bool:
         """See `Format.quantized`."""
@@ -121,7 +131,7 @@ class Nvfp4Layout:
     def check(self, parts: Parts) -> None:
         """See `Format.check`."""
         n, k = parts.n, parts.k
-        parts.only((self._packed, self.scales, self._whole, *self._unused, "bias"))
+        parts.only((self._packed, self.scales, self._whole, *self._unused, *self.cache_scales, "bias"))
         _check_columns(parts, NVFP4_GROUP, "NVFP4")
         parts.require(self._packed, ("U8",), [n, k // 2])
         parts.require(self.scales, ("F8_E4M3",), [n, k // NVFP4_GROUP])

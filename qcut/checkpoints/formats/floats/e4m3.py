@@ -27,13 +27,21 @@ class E4m3Layout:
         scales: key of the tensor of scales.
         rows: rows that share a scale; None: all.
         columns: columns that share a scale; None: all. Layers with more take a multiple of `FP8_BLOCK`.
-        unused: keys of scales of tokens and caches.
+        unused: keys of scales of tokens.
+        cache_scales: see `CacheFormat`.
     """
 
     def __init__(
-        self, scales: str, rows: int | None, columns: int | None = None, *, unused: tuple[str, ...] = ()
+        self,
+        scales: str,
+        rows: int | None,
+        columns: int | None = None,
+        *,
+        unused: tuple[str, ...] = (),
+        cache_scales: tuple[str, ...] = (),
     ) -> None:
         self._scales, self._rows, self._columns, self._unused = scales, rows, columns, unused
+        self.cache_scales = cache_scales
 
     def quantized(self, tensors: Mapping[str, Stored]) -> bool:
         """See `Format.quantized`."""
@@ -49,7 +57,7 @@ class E4m3Layout:
                 f"{parts.where}: layer {parts.name!r} has {k} columns with a scale for each {each}; one for a "
                 f"multiple of {FP8_BLOCK} columns, or for whole rows, is served of e4m3"
             )
-        parts.only(("weight", self._scales, *self._unused, "bias"))
+        parts.only(("weight", self._scales, *self._unused, *self.cache_scales, "bias"))
         parts.require("weight", ("F8_E4M3",), [n, k])
         rows = 1 if self._rows is None else -(-n // self._rows)
         shapes = [[rows, columns], *([[rows]] if columns == 1 else []), *([[]] if rows == columns == 1 else [])]
