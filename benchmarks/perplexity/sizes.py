@@ -54,6 +54,7 @@ SCHEMES = {
     "int4": "4-bit integers in groups of 128, symmetric",
     REFERENCE: "4-bit integers in groups of 128, with zero points",
     "mxfp4": "4-bit floats, a power of two for 32 columns (MXFP4)",
+    "nvfp4": "4-bit floats, an e4m3 scale for 16 columns (NVFP4)",
 }
 CACHED = ("float", "w8a8", "codebook4")
 """Measured with every other cache too; ``float`` is the model as it is."""

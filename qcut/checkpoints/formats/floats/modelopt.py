@@ -11,12 +11,12 @@ from qcut.common import schema
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.schemes import NVFP4_GROUP
 
-_UNUSED: dict[str, tuple[str, ...]] = {"unused": ("input_scale",), "cache_scales": ("k_scale", "v_scale")}
-_NVFP4 = Nvfp4Layout("weight", "weight_scale_2", divides=False, **_UNUSED)
+_TOKENS, _CACHES = ("input_scale",), ("k_scale", "v_scale")
+_NVFP4 = Nvfp4Layout("weight", "weight_scale_2", divides=False, unused=_TOKENS, cache_scales=_CACHES)
 _LAYOUTS: dict[str, E4m3Layout | Nvfp4Layout] = {
-    "FP8": E4m3Layout("weight_scale", None, **_UNUSED),
-    "FP8_PER_CHANNEL_PER_TOKEN": E4m3Layout("weight_scale", 1, **_UNUSED),
-    "FP8_PB_WO": E4m3Layout("weight_scale", 128, 128, **_UNUSED),
+    "FP8": E4m3Layout("weight_scale", None, unused=_TOKENS, cache_scales=_CACHES),
+    "FP8_PER_CHANNEL_PER_TOKEN": E4m3Layout("weight_scale", 1, unused=_TOKENS, cache_scales=_CACHES),
+    "FP8_PB_WO": E4m3Layout("weight_scale", 128, 128, unused=_TOKENS, cache_scales=_CACHES),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
 }
