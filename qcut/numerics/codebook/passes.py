@@ -148,7 +148,7 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
 
     Raises:
         ConfigError: the passes do not go together, are more than two, or have a codebook of another width.
-        ShapeError: the shape of the norms does not fit the indices.
+        ShapeError: the shape of the norms, or of their row scale, does not fit the indices.
     """
     scheme = codebook_scheme(scheme, name)
     where = layer_prefix(name)
@@ -174,6 +174,8 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
         groups = len(rotation.groups(k, q.group_size))
         if q.norms.shape != (n, groups):
             raise ShapeError(f"{where}norms have shape {list(q.norms.shape)}; allowed: [{n}, {groups}]")
+        if q.norm_scale is not None and q.norm_scale.shape != (n,):
+            raise ShapeError(f"{where}norm_scale has shape {list(q.norm_scale.shape)}; allowed: [{n}]")
     check_values(passes, name)
     in_pairs = pairs.are_pairs(first.values)
     if in_pairs:
