@@ -11,8 +11,17 @@ from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.layers.parallel import CUT, part_layer, part_scheme, part_shapes, refuse_parts
 
 N, K, PARTS = 48, 512, 2
-SCHEMES = ("w8a8", "w8a16", "int16x8", "codebook4", "codebook3_g64", "codebook4+2", "codebook4_pairs_int8")
-SCHEMES += ("int4", "nvfp4")
+SCHEMES = (
+    "w8a8",
+    "w8a16",
+    "int16x8",
+    "codebook4",
+    "codebook3_g64",
+    "codebook4+2",
+    "codebook4_pairs_int8",
+    "int4",
+    "nvfp4",
+)
 
 
 @pytest.fixture(scope="module")

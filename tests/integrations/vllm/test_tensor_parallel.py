@@ -21,7 +21,6 @@ from tests.integrations.vllm.test_layers import KINDS, described, expected, line
 
 WORLD = 2
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook4_int8", "codebook4+4", "codebook3", "codebook4_pairs", "int4")
-SCHEMES += ("nvfp4",)
 MIXTURE_SCHEMES = ("w8a8", "codebook4", "codebook4_int8")
 STATIC = {"static_range": qcut.StaticRange(-4.0, 3.5)}
 pytestmark = pytest.mark.usefixtures("alone")
