@@ -96,8 +96,11 @@ def look_up_rows(
     """
     geometry = Geometry(k, group_size, kind)
     # This look-up comes first, since it refuses ids out of range; packed weights have rows of padding.
-    own_scale = None if norm_scale is None else norm_scale.index_select(0, ids)
-    own_norms = float4.float_norms(norms.index_select(0, ids), own_scale)
+    if norm_scale is None:
+        own_norms = norms.index_select(0, ids).float()
+    else:  # bytes: not every device of torch gathers 8-bit floats
+        picked = norms.view(torch.uint8).index_select(0, ids).view(norms.dtype)
+        own_norms = float4.float_norms(picked, norm_scale.index_select(0, ids))
     ids = ids.long()
     total: Tensor | None = None
     for p, seed in enumerate(seeds):
