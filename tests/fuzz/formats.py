@@ -322,7 +322,7 @@ class Checkpoint:
     json: str = "*.json"
 
 
-MIXTURE = "mixture"
+MIXTURE, NVFP4 = "mixture", "nvfp4"
 CHECKPOINTS = {
     QCUT: Checkpoint(build_checkpoint, read_checkpoint, None, False, "qcut_config.json"),
     PRETRAINED: Checkpoint(build_pretrained),
@@ -332,12 +332,12 @@ CHECKPOINTS = {
         lambda folder: samples.write_mixture(folder, "qwen3_moe", samples.AWQ, lambda _, w: samples.awq(w, 32))
     ),
 }
-"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, and the mixture of one of them."""
+"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, a mixture of one of them, and NVFP4 of one."""
 
 
 def checkpoint_formats() -> Iterator[Format]:
-    """Two formats for each reader, and for a mixture: its JSON files and its tensors; GGUF files are both in one."""
-    for name in (*READERS, MIXTURE):
+    """Two formats for each reader, for a mixture and for NVFP4: its JSON files and its tensors; GGUF files are both in one."""
+    for name in (*READERS, MIXTURE, NVFP4):
         one = CHECKPOINTS[name]
         kinds = {"json": {one.json: "json"}, "tensors": {"*.safetensors": "safetensors"}}
         for what, files in kinds.items() if name != GGUF else [("file", {"*.gguf": "binary"})]:
