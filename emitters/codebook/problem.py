@@ -30,7 +30,7 @@ class CodebookProblem:
     Attributes:
         x: element type of the tokens: f16, bf16 or s8.
         bits: of an index: 2, 3 or 4.
-        slots: norms of a unit's row, 1, 2 or 4: one for each 128, 64 or 32 columns.
+        slots: norms of a unit's row, 1, 2, 4 or 8: one for each 128, 64, 32 or 16 columns.
         epilogue: f16, bf16 or f32 output with per-channel scale; a row scale only with s8.
         alignment_n: elements that divide D's rows: its address, its leading dimension and n.
         rotates: type of one token as the model stores it, f16 or bf16, which the kernel itself rotates in Hadamard
@@ -67,7 +67,7 @@ class CodebookProblem:
         for holds, reason in (
             (self.x in (DType.F16, DType.BF16, DType.S8), f"tokens are {self.x.value}; allowed: f16, bf16, s8"),
             (self.bits in (2, 3, 4), f"indices of {self.bits} bits; allowed: 2, 3, 4"),
-            (self.slots in (1, 2, 4), f"{self.slots} norms a unit; allowed: 1, 2, 4"),
+            (self.slots in (1, 2, 4, 8), f"{self.slots} norms a unit; allowed: 1, 2, 4, 8"),
             (e.out in (DType.F16, DType.BF16, DType.F32), f"output is {e.out.value}; allowed: f16, bf16, f32"),
             (e.col_scale == "per_channel", "the epilogue scales each channel"),
             (e.zero_point == "none", "tokens have no zero point"),
@@ -76,6 +76,7 @@ class CodebookProblem:
                 self.rotates in ((None, DType.F16, DType.BF16) if self.x is DType.S8 else (None, self.x)),
                 f"rotates {self.rotates and self.rotates.value}; allowed: 16-bit floats, those of 16-bit tokens alone",
             ),
+            (self.rotates is None or self.slots < 8, "rotates: groups of 32 columns or more, at most 4 norms a unit"),
             (
                 not self.row_norm or (self.x is DType.S8 and self.slots == 1),
                 "rows of one norm: s8 tokens, 1 norm a unit",

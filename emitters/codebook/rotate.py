@@ -34,9 +34,9 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def padded_group(group: int) -> int:
-    """Columns that a full group of this size takes in memory: whole slots of 32, 64 or 128."""
-    slot = 32 if group <= 32 else 64 if group <= 64 else 128
+def padded_group(group: int, kind: str) -> int:
+    """Columns that a full group of this size takes in memory: whole slots of 32, 64 or 128; or 16, of kind none."""
+    slot = 16 if group <= 16 and kind == "none" else 32 if group <= 32 else 64 if group <= 64 else 128
     return _ceil_div(group, slot) * slot
 
 
@@ -45,9 +45,9 @@ def groups_aligned(group: int, x: DType) -> bool:
     return group * x.bits % 128 == 0
 
 
-def padded_columns(k: int, group: int) -> int:
+def padded_columns(k: int, group: int, kind: str) -> int:
     """Columns of a row in memory, as `qcut.numerics.codebook.layout.Geometry.k_padded`."""
-    full = padded_group(group)
+    full = padded_group(group, kind)
     slot = min(128, full)
     whole, last = divmod(k, group)
     return _ceil_div(whole * full + _ceil_div(last, slot) * slot, 128) * 128
@@ -181,8 +181,8 @@ class RotateTokens(Kernel):
             EmitError: see `CONSTRAINTS`.
         """
         group = min(group_size, k)
-        columns = padded_columns(k, group)
-        if kind == "none" and (group == k or padded_group(group) == group):
+        columns = padded_columns(k, group, kind)
+        if kind == "none" and (group == k or padded_group(group, kind) == group):
             group = 128
         aligned = aligned and groups_aligned(group, x)
         whole = min(_MAX_THREADS, _ceil_div(columns, _WARP_COLUMNS) * 32)
@@ -193,7 +193,7 @@ class RotateTokens(Kernel):
             threads = whole if held or (kind == "hadamard" and group > 512 * LANE_COLUMNS) else 512
         else:
             # A CTA takes a whole number of groups; beyond a warp, 4 warps unless that leaves SMs without work.
-            smallest = max(32, padded_group(group) // LANE_COLUMNS) if kind == "hadamard" else 32
+            smallest = max(32, padded_group(group, kind) // LANE_COLUMNS) if kind == "hadamard" else 32
             spread = m * _ceil_div(columns, 4 * _WARP_COLUMNS) < sm_count
             threads = min(whole, smallest if spread else max(smallest, 128))
         rows = max(1, 128 // threads) if m >= 4 * sm_count else 1
@@ -224,7 +224,7 @@ class RotateTokens(Kernel):
     @property
     def padded_group(self) -> int:
         """Columns that a full group takes in memory."""
-        return padded_group(self.group)
+        return padded_group(self.group, self.kind)
 
     @property
     def smem_bytes(self) -> int:

@@ -96,7 +96,7 @@ class RotateTokensDense(Kernel):
     @property
     def padded_group(self) -> int:
         """Columns that a full group takes in memory."""
-        return padded_group(self.group)
+        return padded_group(self.group, "qr")
 
     @property
     def columns(self) -> int:

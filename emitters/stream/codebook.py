@@ -65,9 +65,11 @@ def registers(problem: CodebookProblem, tile: Any) -> int:
     slots = problem.slots * (1 + problem.offsets)
     weights = tile.prefetch * tile.units * (2 * problem.bits + slots + (2 if int8 else 0))
     sums = token_tiles * (4 if int8 else 12)
-    if problem.offsets and problem.slots > 1:
+    if problem.offsets and problem.slots in (2, 4):
         # Sums of tokens by slot; of four slots and several units the compiler keeps more than these.
         sums += 2 * tile.units * problem.slots * token_tiles + 20 * (problem.slots == 4 and tile.units > 1)
+    elif problem.offsets and problem.slots == 8:
+        sums += 2 * tile.units
     return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 
@@ -145,7 +147,8 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
     ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: products are exact, sums
     float32 in an order that the tile and units_k fix, with error at most ``(128 * units_k + 4) * 2**-23 * sum_k |x *
-    w|`` before the channel's scale. A token's result does not depend on the others; the same inputs give the same bits.
+    w|`` before the channel's scale. Of weights with offsets in slots of 16 columns, ``norm * (value + offset)`` is
+    rounded before, as that of `qcut.emitters.codebook.mma.CodebookMma`'s weights is. A token's result does not depend on the others; the same inputs give the same bits.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``cp.async``, ``ldmatrix``, ``barrier.cluster``.
     """

@@ -49,9 +49,11 @@ def registers(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
     tokens = token_tiles * (8 if int8 else 16)
     sums = 4 * token_tiles * tile.row_tiles
     # Without bounds, the compiler decodes several tiles of 16-bit weights before it multiplies the first.
-    if problem.offsets:
+    if problem.offsets and problem.slots < 8:
         # Sums of tokens by slot; of four slots the compiler keeps each tile's as well.
         sums += 2 * problem.slots * token_tiles + (8 * tile.row_tiles + 4) * (problem.slots == 4)
+    if problem.slots == 8:
+        sums += 28 * tile.row_tiles  # products of single slots, of several tiles ahead
     return weights + tokens + sums + (40 if int8 else 32 + 14 * tile.row_tiles)
 
 

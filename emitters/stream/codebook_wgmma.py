@@ -59,7 +59,8 @@ def registers(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Estimate a thread's registers: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots * (1 + problem.offsets))
-    return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21)
+    books = 8 * (int8 and problem.slots == 8)  # of a product's second slot
+    return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21) + books
 
 
 CONSTRAINTS = (

@@ -98,7 +98,7 @@ def select_rotation(
     dense = RotateTokensDense.for_shape(x, to, arch, m, k, group_size, passes=passes, aligned=aligned)
     if to is out:
         return (dense,)
-    columns = passes * padded_columns(k, min(group_size, k))
+    columns = passes * padded_columns(k, min(group_size, k), kind)
     return dense, RotateTokens.for_shape(DType.F32, out, "none", arch, m, columns, columns, sm_count=sms)
 
 

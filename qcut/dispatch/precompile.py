@@ -144,15 +144,16 @@ def _w8a16(target: Target) -> Iterator[KernelSource]:
 def _codebook(target: Target) -> Iterator[KernelSource]:
     """Products with codebook weights, of one token that is rotated within too."""
     types = [(x, x) for x in HALVES] + [(DType.S8, out) for out in FLOATS]
-    for (x, out), bits, slots in product(types, (2, 3, 4), (1, 2, 4)):
+    for (x, out), bits, slots in product(types, (2, 3, 4), (1, 2, 4, 8)):
         for alignment in (16, 1) if (bits, slots) == (4, 1) else (1,):
             found = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment)
-            yield from _codebook_products(found, target)
+            if ahead_of_time.covers(found):
+                yield from _codebook_products(found, target)
         if out in HALVES and (bits, slots) == (4, 1):
             for alignment in (16, 1):
                 row = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment, rotates=out)
                 yield from _codebook_products(row, target)
-    for x, slots in product(HALVES, (1, 2, 4)):
+    for x, slots in product(HALVES, (1, 2, 4, 8)):
         yield from _codebook_products(codebook.problem_of(x, 4, slots, x, True, "none", False, 1, offsets=True), target)
     for (x, out), slots in product(types, (1, 2, 4)):
         yield from _codebook_products(codebook.problem_of(x, 4, slots, out, True, "none", False, 1, pairs=True), target)

@@ -32,7 +32,7 @@ _U8, _F16 = (torch.uint8,), (torch.float16,)
 
 def can_rotate(kind: str, group_size: int, k: int) -> bool:
     """Whether kernels rotate rows that they hold: Hadamard groups of 32, 64 or 128 columns, all of one size."""
-    geometry = Geometry(k, group_size)
+    geometry = Geometry(k, group_size, kind)
     return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
 
 
@@ -119,7 +119,7 @@ class CodebookGemmOp(NamedTuple):
         row_scale: float32 ``[m]`` of int8 tokens, else None.
         m: tokens.
         units: indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns.
-        norms: float16 ``[T, U, slots, 8, 2]``, 1, 2 or 4 slots; with 16-bit tokens also ``[T, U, slots, 8, 4]``,
+        norms: float16 ``[T, U, slots, 8, 2]``, 1, 2, 4 or 8 slots; with 16-bit tokens also ``[T, U, slots, 8, 4]``,
             offsets behind the norms as `qcut.numerics.codebook.layout.pack_offsets` puts them.
         fold: float32 ``[16 T]``, makes int8 of a row's weights, with int8 tokens; else None.
         col_scale: float32 ``[N]``, N at least 1.
@@ -469,8 +469,8 @@ def _check_product(op: str, call: CodebookGemmOp | CodebookGemvOp, m: int, units
     check_tensor(op, "col_scale", call.col_scale, F32, (n,), device)
     check_tensor(op, "units", call.units, _U8, (tiles, units_k, layout.unit_bytes(call.bits)), device)
     slots = norms.shape[2] if norms.dim() == 5 else 0
-    if slots not in (1, 2, 4):
-        allowed = f"[{tiles}, {units_k}, 1 or 2 or 4, 8, 2]"
+    if slots not in (1, 2, 4, 8):
+        allowed = f"[{tiles}, {units_k}, 1 or 2 or 4 or 8, 8, 2]"
         raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: {allowed}")
     floats = isinstance(call, CodebookGemmOp) and call.tokens is not torch.int8
     width = 4 if floats and norms.shape[4] == 4 else 2

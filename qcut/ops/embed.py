@@ -83,7 +83,7 @@ class EmbedRowsOp(NamedTuple):
 
 def can_embed(kind: str, group_size: int, k: int) -> bool:
     """Whether `EmbedCodebookOp` reads a weight: one that `can_rotate` names, or unrotated in groups without padding."""
-    geometry = Geometry(k, group_size)
+    geometry = Geometry(k, group_size, kind)
     in_order = kind == rotation.NO_ROTATION and geometry.padded_group == geometry.full and k % _COLUMNS == 0
     return in_order or can_rotate(kind, group_size, k)
 
@@ -108,7 +108,7 @@ class EmbedCodebookOp(NamedTuple):
         bits: of each set, the bits of an index: 2, 3 or 4.
         kind: ``hadamard`` or ``none``.
         group_size: columns of a group; K or more takes whole rows. With ``hadamard``, 32, 64 or 128 that divide K, or K
-            where K is one of those; with ``none``, 32, 64 or a multiple of 128.
+            where K is one of those; with ``none``, 16, 32, 64 or a multiple of 128.
         seeds: one for each pass, 1 or 2. The CPU makes signs of them; a kernel reads ``operands``.
         k: columns, a multiple of 32.
         operands: int32 ``[passes, Kp / 32]``, Kp the padded columns of a pass, signs of the Hadamard rotation, as
@@ -153,15 +153,15 @@ class EmbedCodebookOp(NamedTuple):
         if not can_embed(self.kind, self.group_size, k):
             raise ConfigError(
                 f"qcut::{op}: kind {self.kind!r} in groups of {self.group_size} of {k} columns; allowed: 'hadamard' in "
-                "whole groups of 32, 64 or 128, 'none' in groups of 32, 64 or a multiple of 128, of columns that are a "
-                f"multiple of {_COLUMNS}"
+                "whole groups of 32, 64 or 128, 'none' in groups of 16, 32, 64 or a multiple of 128, of columns that "
+                f"are a multiple of {_COLUMNS}"
             )
         if passes not in (1, 2):
             raise ConfigError(f"qcut::{op}: {passes} seeds; allowed: one for each pass, 1 or 2")
         sets = len(self.units)
         if sets not in (1, passes) or any(len(part) != sets for part in (self.codebooks, self.bits)):
             raise ConfigError(f"qcut::{op}: {sets} sets of weights and {passes} passes; one of each, or one of all")
-        geometry, norms = Geometry(k, self.group_size), self.norms
+        geometry, norms = Geometry(k, self.group_size, self.kind), self.norms
         rows = norms.shape[0] if norms.dim() == 2 else 0
         if not rows:
             raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: [V, passes * groups], V >= 1")

@@ -83,7 +83,7 @@ class Rotation(NamedTuple):
             routed=self.routed,
             natural=self.natural,
         )
-        k_padded = Geometry(self.k, self.group_size).k_padded
+        k_padded = Geometry(self.k, self.group_size, self.kind).k_padded
         early = (self.early_read or self.kind == rotation.NO_ROTATION) and dispatch.starts_early(self.rows, self.k)
         early = architecture(gpu.arch).pdl and (self.routed or early)
 
@@ -110,7 +110,7 @@ class Rotation(NamedTuple):
             aligned=self.aligned,
             early_read=self.early_read,
         )
-        hand_over(key, plans, Geometry(self.k, self.group_size).k_padded)
+        hand_over(key, plans, Geometry(self.k, self.group_size, self.kind).k_padded)
         return plans
 
 
@@ -302,7 +302,7 @@ class CodebookLayer:
     @property
     def product(self) -> Product:
         """The product whose plan `codebook_gemm` uses for the layer."""
-        geometry = Geometry(self.k, self.group_size)
+        geometry = Geometry(self.k, self.group_size, self.kind)
         return Product(
             x=self.tokens,
             rows=m_bucket(self.rows),

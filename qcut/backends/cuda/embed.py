@@ -72,7 +72,7 @@ def embed_codebook(call: EmbedCodebookOp) -> Tensor:
             zeroed.zero_()
         return y
     _check_size("embed_codebook", rows, k)
-    geometry, rotates = Geometry(k, call.group_size), call.kind != NO_ROTATION
+    geometry, rotates = Geometry(k, call.group_size, call.kind), call.kind != NO_ROTATION
     group, in_pairs = geometry.full if rotates else 0, call.codebooks[0].dim() == 2
     bits = tuple(call.bits) * (len(call.seeds) // len(call.bits))
     options = (in_pairs, call.positions is not None, zeroed is not None)

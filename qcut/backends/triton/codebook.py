@@ -92,7 +92,7 @@ def _rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
         return call.fake()
     if x.stride(1) != 1 and k > 1:
         x = x.contiguous()
-    geometry = Geometry(k, call.group_size)
+    geometry = Geometry(k, call.group_size, call.kind)
     full, in_order = geometry.full, geometry.padded_group == geometry.full
     with runtime.on(x.device):
         if call.kind == "qr":

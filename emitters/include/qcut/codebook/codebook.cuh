@@ -294,22 +294,26 @@ struct RowBook {
   }
 };
 
+// Slots of an int8 product, which has 32 columns of K: two of 16 columns, or one.
+template <int kSlots>
+constexpr int kStepSlots = kSlots > 4 ? kSlots / 4 : 1;
+
 // Decodes two words of indices (32 columns) to the registers of an int8 m16n8k32 first operand: columns from 16i
-// on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match. `kShifts` takes the
-// upper halves by shifts, which need fewer registers.
-template <bool kShifts = false>
-__device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const RowBook& row,
-                                          const RowBook& row8) {
+// on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match. The words have a book
+// together, or one each. `kShifts` takes the upper halves by shifts, which need fewer registers.
+template <bool kShifts = false, int kBooks>
+__device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const RowBook (&row)[kBooks],
+                                          const RowBook (&row8)[kBooks]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t word = i ? word1 : word0;
     const uint32_t index = word & 0x77777777u;
     const uint32_t half = half_selector(word);
-    a[2 * i] = select_4_of_16(row.table, index, half);
+    a[2 * i] = select_4_of_16(row[i % kBooks].table, index, half);
     if constexpr (kShifts) {
-      a[2 * i + 1] = select_4_of_16(row8.table, index >> 16, half >> 16);
+      a[2 * i + 1] = select_4_of_16(row8[i % kBooks].table, index >> 16, half >> 16);
     } else {
-      a[2 * i + 1] = select_4_of_16(row8.table, upper_half(index), upper_half(half));
+      a[2 * i + 1] = select_4_of_16(row8[i % kBooks].table, upper_half(index), upper_half(half));
     }
   }
 }
@@ -335,14 +339,14 @@ struct PairFactors {
 };
 
 // decode_s8 of a codebook of pairs.
-template <class Values>
+template <class Values, int kSlots>
 __device__ __forceinline__ void decode_pairs_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const Values& values,
-                                                const PairFactors& factors) {
+                                                const PairFactors (&factors)[kSlots]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t v[4];
     values.decode(v, i ? word1 : word0);
-    factors.apply(v);
+    factors[i % kSlots].apply(v);
     a[2 * i] = permute_bytes(v[0], v[2], 0x6420);
     a[2 * i + 1] = permute_bytes(v[1], v[3], 0x6420);
   }

@@ -18,17 +18,18 @@
 
 namespace qcut {
 
-// Sixteen rows of a unit as a warp multiplies them: kSteps steps of the product's depth.
-template <class T, int kBits, bool kOffsets, bool kPairs>
+// Sixteen rows of a unit as a warp multiplies them: kSteps steps of the product's depth, each with the norms of kStepSlots
+// slots.
+template <class T, int kBits, int kSlots, bool kOffsets, bool kPairs>
 struct UnitDecoder {
   using Acc = float;
   using Table = typename Either<kPairs, PairValues<DensePairTable>, RegisterBook>::Type;
-  static constexpr int kSteps = 8;
+  static constexpr int kSteps = 8, kStepSlots = 1;
   UnitWords<kBits> words;
   SlotNorms<kOffsets> norms;
 
   __device__ __forceinline__ void init(const float*) {}
-  __device__ __forceinline__ void begin_slot(const Table&, const SlotNorms<kOffsets>& slot) { norms = slot; }
+  __device__ __forceinline__ void begin_slot(const Table&, const SlotNorms<kOffsets>& slot, int) { norms = slot; }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const Table& table, int step) const {
     table.decode(a, words.word(step));
     NormScale<T, kOffsets>(norms).apply(a);
@@ -38,13 +39,13 @@ struct UnitDecoder {
   }
 };
 
-template <int kBits>
-struct UnitDecoder<int8_t, kBits, false, true> {
+template <int kBits, int kSlots>
+struct UnitDecoder<int8_t, kBits, kSlots, false, true> {
   using Acc = int;
   using Table = PairValues<DensePairTable>;
-  static constexpr int kSteps = 4;
+  static constexpr int kSteps = 4, kStepSlots = qcut::kStepSlots<kSlots>;
   UnitWords<kBits> words;
-  PairFactors factors;
+  PairFactors factors[kStepSlots];
   float fold, fold8;
 
   // `fold_g` is the address of row g's fold.
@@ -52,9 +53,9 @@ struct UnitDecoder<int8_t, kBits, false, true> {
     fold = fold_g[0];
     fold8 = fold_g[8];
   }
-  __device__ __forceinline__ void begin_slot(const Table&, const SlotNorms<false>& slot) {
+  __device__ __forceinline__ void begin_slot(const Table&, const SlotNorms<false>& slot, int i) {
     const float2 norm = norm_pair(slot.norms);
-    factors.build(norm.x * fold, norm.y * fold8);
+    factors[i].build(norm.x * fold, norm.y * fold8);
   }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const Table& table, int step) const {
     decode_pairs_s8(a, words.word(2 * step), words.word(2 * step + 1), table, factors);
@@ -64,13 +65,13 @@ struct UnitDecoder<int8_t, kBits, false, true> {
   }
 };
 
-template <int kBits>
-struct UnitDecoder<int8_t, kBits, false, false> {
+template <int kBits, int kSlots>
+struct UnitDecoder<int8_t, kBits, kSlots, false, false> {
   using Acc = int;
   using Table = QuarterBook;
-  static constexpr int kSteps = 4;
+  static constexpr int kSteps = 4, kStepSlots = qcut::kStepSlots<kSlots>;
   UnitWords<kBits> words;
-  RowBook row, row8;
+  RowBook row[kStepSlots], row8[kStepSlots];
   float fold, fold8;
 
   // `fold_g` is the address of row g's fold.
@@ -78,10 +79,10 @@ struct UnitDecoder<int8_t, kBits, false, false> {
     fold = fold_g[0];
     fold8 = fold_g[8];
   }
-  __device__ __forceinline__ void begin_slot(const Table& table, const SlotNorms<false>& slot) {
+  __device__ __forceinline__ void begin_slot(const Table& table, const SlotNorms<false>& slot, int i) {
     const float2 norm = norm_pair(slot.norms);
-    row.build(table, norm.x * fold);
-    row8.build(table, norm.y * fold8);
+    row[i].build(table, norm.x * fold);
+    row8[i].build(table, norm.y * fold8);
   }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const Table&, int step) const {
     decode_s8<true>(a, words.word(2 * step), words.word(2 * step + 1), row, row8);
@@ -156,7 +157,7 @@ template <class Tile, class T, int kBits, int kSlots, bool kOffsets, class E, in
 __device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
                                              typename E::Out* d, int m, int n, int units_k, int ldd, const B& book,
                                              const typename E::Args& args) {
-  using Decoder = UnitDecoder<T, kBits, kOffsets, B::kPairs>;
+  using Decoder = UnitDecoder<T, kBits, kSlots, kOffsets, B::kPairs>;
   using Norms = SlotNorms<kOffsets>;
   using Acc = typename Decoder::Acc;
   using Fetch = CodebookStage<Tile, T, kBits, kSlots, kOffsets>;
@@ -249,11 +250,14 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int j = 0; j < kRowTiles; ++j) {
-        if (step % (kSteps / kSlots) == 0) {
-          const int slot = (warp_n / kUnitRows + j) * kSlots + step / (kSteps / kSlots);
-          Norms norms_here;
-          norms_here.load_shared(slot_norms + Norms::kBytes * slot);
-          rows[j].begin_slot(table, norms_here);
+        if (step * kSlots % kSteps == 0) {
+#pragma unroll
+          for (int i = 0; i < Decoder::kStepSlots; ++i) {
+            const int slot = (warp_n / kUnitRows + j) * kSlots + step * kSlots / kSteps + i;
+            Norms norms_here;
+            norms_here.load_shared(slot_norms + Norms::kBytes * slot);
+            rows[j].begin_slot(table, norms_here, i);
+          }
         }
         uint32_t weights[4];
         rows[j].decode(weights, table, step);

@@ -172,15 +172,18 @@ template <class T>
 struct PromptPairDecoderS8 {
   static constexpr int kSteps = 4;
   PairValues<PairTable> values;
-  PairFactors factors;  // of the slot decoded last
+  PairFactors factors[kStepSlots<T::kSlots>];  // of the slots decoded last
 
   __device__ __forceinline__ PromptPairDecoderS8(const PairBook& book, uint32_t, int, int)
       : values(book, dynamic_shared()) {}
   __device__ __forceinline__ void fetch(int, int) {}
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) {
     if (step * T::kSlots % kSteps == 0) {
-      const float2 norm = norm_pair(unit.norms[step * T::kSlots / kSteps].norms);
-      factors.build(norm.x * unit.folds.x, norm.y * unit.folds.y);
+#pragma unroll
+      for (int i = 0; i < kStepSlots<T::kSlots>; ++i) {
+        const float2 norm = norm_pair(unit.norms[step * T::kSlots / kSteps + i].norms);
+        factors[i].build(norm.x * unit.folds.x, norm.y * unit.folds.y);
+      }
     }
     decode_pairs_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), values, factors);
   }
@@ -189,17 +192,21 @@ struct PromptPairDecoderS8 {
 template <class T>
 struct PromptTableDecoder {
   static constexpr int kSteps = 4;
-  static constexpr int kSlotSteps = kSteps / T::kSlots;  // products that share a norm
-  RowBook row, row8;
+  static constexpr int kCount = kStepSlots<T::kSlots>;            // norms of a product
+  static constexpr int kSlotSteps = kSteps * kCount / T::kSlots;  // products that share them
+  RowBook row[kCount], row8[kCount];
   uint32_t my_tables;
 
   __device__ __forceinline__ PromptTableDecoder(const Book&, uint32_t base, int warp, int lane)
       : my_tables(base + T::kSupply + 16 * (kUnitRows * warp + lane / 4)) {}
   __device__ __forceinline__ void fetch(int step, int stage) {
     if (step % kSlotSteps == 0) {
-      const uint32_t at = my_tables + stage * T::kSupplyBytes + step / kSlotSteps * (16 * T::kRows);
-      load_shared_16(row.table, at);
-      load_shared_16(row8.table, at + 16 * 8);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const uint32_t at = my_tables + stage * T::kSupplyBytes + (step / kSlotSteps * kCount + i) * (16 * T::kRows);
+        load_shared_16(row[i].table, at);
+        load_shared_16(row8[i].table, at + 16 * 8);
+      }
     }
   }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {

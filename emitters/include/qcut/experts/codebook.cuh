@@ -9,7 +9,7 @@ namespace qcut {
 // A warp's tokens, and of weights with offsets their sums.
 template <class T, class Tile, int kSlots, bool kOffsets>
 struct ExpertTokens : TokenFragments<T, Tile> {
-  TokenSums<T, kSlots, Tile::kTokenTiles, kOffsets> sums[Tile::kUnits];
+  TokenSums<T, kSlots, Tile::kTokenTiles, kSumsTokens<kSlots, kOffsets>> sums[Tile::kUnits];
 
   __device__ __forceinline__ void settle() {
 #pragma unroll

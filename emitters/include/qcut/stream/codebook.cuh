@@ -10,6 +10,7 @@
 //
 // Exactness: int8 products are added in int32. 16-bit products of a slot are added by the tensor core, in two chains
 // where one chain would make the tensor core wait; sums of slots, warps and CTAs are added in float32 in a fixed order.
+// Weights with offsets in slots of 16 columns are multiplied by their norms, and rounded, before the product.
 //
 // Shared memory: the table of pairs; a region for each warp, which stages the warp's tokens and later its sums; the
 // sums that other CTAs of the cluster send; the vectors of the epilogue.
@@ -114,8 +115,13 @@ constexpr uint32_t kOnes = 0x3c003c00u;
 template <>
 constexpr uint32_t kOnes<__nv_bfloat16> = 0x3f803f80u;
 
+// Whether sums of tokens are multiplied by offsets. In slots of 16 columns, sums would be as many products as the weights
+// are: offsets are added to the weights there.
+template <int kSlots, bool kOffsets>
+constexpr bool kSumsTokens = kOffsets && kSlots < 8;
+
 // Sums of eight tokens' columns, for weights with offsets: lane 4g + t has those of tokens 2t and 2t + 1 of each tile.
-template <class T, int kSlots, int kTokenTiles, bool kOffsets>
+template <class T, int kSlots, int kTokenTiles, bool kSummed>
 struct TokenSums {
   template <int kWords>
   __device__ __forceinline__ void load(const uint32_t (&)[kTokenTiles][kWords]) {}
@@ -158,7 +164,19 @@ struct UnitProduct {
   template <int kBits, int kSlots, bool kOffsets, int kTokenTiles>
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, kOffsets>& unit,
                                       const RowFold<T>&, const uint32_t (&b)[kTokenTiles][16],
-                                      const TokenSums<T, kSlots, kTokenTiles, kOffsets>& sums) const {
+                                      const TokenSums<T, kSlots, kTokenTiles, kSumsTokens<kSlots, kOffsets>>& sums)
+      const {
+    if constexpr (kOffsets && !kSumsTokens<kSlots, kOffsets>) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        uint32_t a[4];
+        values.decode(a, unit.words.word(i));
+        NormScale<T, kOffsets>(unit.norms[i * kSlots / 8]).apply(a);
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) Float16<T>::mma(sum[j], a, {b[j][2 * i], b[j][2 * i + 1]});
+      }
+      return;
+    }
     constexpr int kSteps = 8 / kSlots;  // of 16 columns
     constexpr bool kTwoChains = kTokenTiles == 1 && kSteps > 2;
 #pragma unroll
@@ -169,11 +187,11 @@ struct UnitProduct {
       for (int i = s * kSteps; i < (s + 1) * kSteps; i += 2) {
         uint32_t a0[4], a1[4];
         values.decode(a0, unit.words.word(i));
-        values.decode(a1, unit.words.word(i + 1));
+        if constexpr (kSteps > 1) values.decode(a1, unit.words.word(i + 1));
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) {
           Float16<T>::mma(even[j], a0, {b[j][2 * i], b[j][2 * i + 1]});
-          Float16<T>::mma(odd[j], a1, {b[j][2 * i + 2], b[j][2 * i + 3]});
+          if constexpr (kSteps > 1) Float16<T>::mma(odd[j], a1, {b[j][2 * i + 2], b[j][2 * i + 3]});
         }
       }
       const float2 norm = norm_pair(unit.norms[s].norms);
@@ -182,7 +200,7 @@ struct UnitProduct {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float part = kTwoChains ? even[j][e] + odd[j][e] : even[j][e];
-          if constexpr (kOffsets) {
+          if constexpr (kSumsTokens<kSlots, kOffsets>) {
             const float2 offset = norm_pair(unit.norms[s].offsets);
             part = fmaf(e < 2 ? offset.x : offset.y, sums.of[s][j][e % 2], part);
           }
@@ -204,12 +222,15 @@ struct UnitProduct<int8_t, PairValues<Table>> {
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, false>& unit,
                                       const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8],
                                       const TokenSums<int8_t, kSlots, kTokenTiles, false>&) const {
-    constexpr int kSteps = 4 / kSlots;  // of 32 columns
+    constexpr int kCount = kStepSlots<kSlots>, kSteps = 4 * kCount / kSlots;  // of 32 columns
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      const float2 norm = norm_pair(unit.norms[s].norms);
-      PairFactors factors;
-      factors.build(norm.x * fold.row, norm.y * fold.row8);
+    for (int s = 0; s < kSlots / kCount; ++s) {
+      PairFactors factors[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float2 norm = norm_pair(unit.norms[s * kCount + i].norms);
+        factors[i].build(norm.x * fold.row, norm.y * fold.row8);
+      }
 #pragma unroll
       for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
         uint32_t a[4];
@@ -233,13 +254,16 @@ struct UnitProduct<int8_t, Values> {
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, false>& unit,
                                       const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8],
                                       const TokenSums<int8_t, kSlots, kTokenTiles, false>&) const {
-    constexpr int kSteps = 4 / kSlots;  // of 32 columns
+    constexpr int kCount = kStepSlots<kSlots>, kSteps = 4 * kCount / kSlots;  // of 32 columns
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      const float2 norm = norm_pair(unit.norms[s].norms);
-      RowBook row, row8;
-      row.build(quarter, norm.x * fold.row);
-      row8.build(quarter, norm.y * fold.row8);
+    for (int s = 0; s < kSlots / kCount; ++s) {
+      RowBook row[kCount], row8[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const float2 norm = norm_pair(unit.norms[s * kCount + i].norms);
+        row[i].build(quarter, norm.x * fold.row);
+        row8[i].build(quarter, norm.y * fold.row8);
+      }
 #pragma unroll
       for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
         uint32_t a[4];
@@ -386,7 +410,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     for (int u = 0; u < kUnits; ++u) pin(weights[s][u].words);
   }
   const Product product(book, shared);
-  TokenSums<T, kSlots, Tile::kTokenTiles, kOffsets> sums[kUnits];
+  TokenSums<T, kSlots, Tile::kTokenTiles, kSumsTokens<kSlots, kOffsets>> sums[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) sums[u].load(tokens.b[u]);
   uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);

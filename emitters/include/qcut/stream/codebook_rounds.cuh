@@ -91,7 +91,7 @@ __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile
     const int next = first + Tile::kWarps;
     if (next < units_k) x.request(regions, m, next, units_k);
     copy_async_commit();
-    TokenSums<T, kSlots, Tile::kTokenTiles, kOffsets> token_sums;
+    TokenSums<T, kSlots, Tile::kTokenTiles, kSumsTokens<kSlots, kOffsets>> token_sums;
     token_sums.load(tokens.b[0]);
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {

@@ -51,7 +51,7 @@ struct StreamWgmmaShared {
 };
 
 // Decodes units to the first operands of products: kUnitSteps for a unit.
-template <class T, bool kPairs>
+template <class T, int kSlots, bool kPairs>
 struct UnitDecoder {
   static constexpr int kUnitSteps = 8;
   const char* table;
@@ -62,49 +62,55 @@ struct UnitDecoder {
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
 
   // Decodes the weights of a product. `step` is a constant after unrolling; steps come in order.
-  template <int kBits, int kSlots, bool kOffsets>
+  template <int kBits, bool kOffsets>
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, kOffsets>& unit, int step) {
     PairTable::decode(a, unit.words.word(step), table, lane4);
     NormScale<T, kOffsets>(unit.norms[step * kSlots / 8]).apply(a);
   }
 };
 
-template <>
-struct UnitDecoder<int8_t, true> {
-  static constexpr int kUnitSteps = 4;
+template <int kSlots>
+struct UnitDecoder<int8_t, kSlots, true> {
+  static constexpr int kUnitSteps = 4, kStepSlots = qcut::kStepSlots<kSlots>;
   PairValues<PairTable> values;
   RowFold<int8_t> fold;
-  PairFactors factors;  // of the slot decoded last
+  PairFactors factors[kStepSlots];  // of the slots decoded last
 
   __device__ __forceinline__ UnitDecoder(const PairBook& book, const char* table, const RowFold<int8_t>& fold)
       : values(book, table), fold(fold) {}
 
-  template <int kBits, int kSlots>
+  template <int kBits>
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, false>& unit, int step) {
     if (step * kSlots % 4 == 0) {
-      const float2 norm = norm_pair(unit.norms[step * kSlots / 4].norms);
-      factors.build(norm.x * fold.row, norm.y * fold.row8);
+#pragma unroll
+      for (int i = 0; i < kStepSlots; ++i) {
+        const float2 norm = norm_pair(unit.norms[step * kSlots / 4 + i].norms);
+        factors[i].build(norm.x * fold.row, norm.y * fold.row8);
+      }
     }
     decode_pairs_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), values, factors);
   }
 };
 
-template <>
-struct UnitDecoder<int8_t, false> {
-  static constexpr int kUnitSteps = 4;
+template <int kSlots>
+struct UnitDecoder<int8_t, kSlots, false> {
+  static constexpr int kUnitSteps = 4, kStepSlots = qcut::kStepSlots<kSlots>;
   QuarterBook quarter;
   RowFold<int8_t> fold;
-  RowBook row, row8;  // the books of rows g and g + 8 for the slot decoded last
+  RowBook row[kStepSlots], row8[kStepSlots];  // the books of rows g and g + 8 for the slots decoded last
 
   __device__ __forceinline__ UnitDecoder(const Book& book, const char*, const RowFold<int8_t>& fold)
       : quarter(book), fold(fold) {}
 
-  template <int kBits, int kSlots>
+  template <int kBits>
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, false>& unit, int step) {
     if (step * kSlots % 4 == 0) {
-      const float2 norm = norm_pair(unit.norms[step * kSlots / 4].norms);
-      row.build(quarter, norm.x * fold.row);
-      row8.build(quarter, norm.y * fold.row8);
+#pragma unroll
+      for (int i = 0; i < kStepSlots; ++i) {
+        const float2 norm = norm_pair(unit.norms[step * kSlots / 4 + i].norms);
+        row[i].build(quarter, norm.x * fold.row);
+        row8[i].build(quarter, norm.y * fold.row8);
+      }
     }
     decode_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
   }
@@ -119,7 +125,7 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   using Shared = StreamWgmmaShared<T, Tile, kTable>;
   using Product = Wgmma<T, Tile::kTokens>;
   using Acc = typename Product::Acc;
-  using Decoder = UnitDecoder<T, B::kPairs>;
+  using Decoder = UnitDecoder<T, kSlots, B::kPairs>;
   constexpr int kBatch = Decoder::kUnitSteps / 2;  // half a unit is multiplied while the other half is decoded
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kStages = Tile::kStages;

@@ -275,6 +275,8 @@ def product(
     g = tl.arange(0, 8)[None, None, :, None, None]
     if SLOTS == 4:
         slot = 2 * tl.arange(0, 2)[None, :, None, None, None] + tl.arange(0, 4)[None, None, None, None, :] // 2
+    elif SLOTS == 8:
+        slot = 4 * tl.arange(0, 2)[None, :, None, None, None] + tl.arange(0, 4)[None, None, None, None, :]
     else:
         slot = tl.arange(0, SLOTS)[None, :, None, None, None]
     WORDS: tl.constexpr = 2 if OFFSETS else 1

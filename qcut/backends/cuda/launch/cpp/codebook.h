@@ -119,7 +119,7 @@ std::array<at::Tensor, 1> multiply(c10::IValue const* args, bool early_read) {
   if (op == kGemm && !args[2].isInt()) return {};
   std::int64_t const m = op == kGemm ? args[2].toInt() : 1, n = col_scale.size(0), units_k = units.size(1);
   std::int64_t const bits = weight[6].toInt(), slots = norms.size(2), width = norms.size(4);
-  if (m < 1 || m > kMaxInt || n > kMaxInt || units_k > kMaxInt || bits < 2 || bits > 4 || slots > 4) return {};
+  if (m < 1 || m > kMaxInt || n > kMaxInt || units_k > kMaxInt || bits < 2 || bits > 4 || slots > 8) return {};
   if ((width != 2 && width != 4) || (book.size() != 8 && book.size() != 64)) return {};
 
   std::int64_t const tiles = ceil_div(n, kRowAlignment) * (kRowAlignment / kUnitRows);
