@@ -124,7 +124,7 @@ def test_kernels_that_read_norms_ignore_row_norm():
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("slots", [1, 2, 4, 8])
 def test_every_problem_has_a_kernel(target: Target, bits: int, slots: int):
     for x, m in itertools.product((DType.F16, DType.BF16, DType.S8), (1, 8, 16, 32, 64, 256)):
         asked = problem(x, bits, slots, out=DType.F32 if x is DType.S8 else x)
@@ -181,9 +181,9 @@ def test_rotations(target: Target):
 @pytest.mark.parametrize("out", [DType.F16, DType.S8], ids=lambda out: out.value)
 def test_grids_of_rotations_cover_all_columns(kind: str, out: DType):
     for (k, group), m, passes in itertools.product(
-        ((64, 64), (1280, 128), (14336, 128), (96, 32)), (1, 16, 4096), (1, 2)
+        ((64, 64), (1280, 128), (14336, 128), (96, 32), (1040, 16)), (1, 16, 4096), (1, 2)
     ):
-        padded = Geometry(k, group).k_padded
+        padded = Geometry(k, group, kind).k_padded
         widths = (padded, passes * padded)  # the second kernel reads what the first one wrote
         for one, columns in zip(select_rotation(kind, DType.F16, out, m, k, group, passes, H200), widths, strict=False):
             x, y, z = one.grid(m, columns)
@@ -201,7 +201,7 @@ def test_medium_rotations_start_late():
 
 
 def test_padding_is_that_of_the_layout():
-    for k, group in itertools.product(
-        (1, 31, 64, 96, 127, 128, 130, 640, 1000, 4096), (1, 7, 32, 64, 100, 128, 256, 4096)
+    for k, group, kind in itertools.product(
+        (1, 31, 64, 96, 127, 128, 130, 640, 1000, 4096), (1, 7, 16, 17, 32, 64, 100, 128, 256, 4096), ("none", "qr")
     ):
-        assert padded_columns(k, min(group, k)) == Geometry(k, group).k_padded
+        assert padded_columns(k, min(group, k), kind) == Geometry(k, group, kind).k_padded

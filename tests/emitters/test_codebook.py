@@ -130,7 +130,7 @@ def test_heuristics_cover_every_row():
         x, out = gen.choice(CONVERSIONS)
         kind: Kind = gen.choice(("hadamard", "none"))
         desc = RotateTokens.for_shape(x, out, kind, "sm_90a", m, k, group)
-        k_padded = Geometry(k, group).k_padded
+        k_padded = Geometry(k, group, kind).k_padded
         along_m, pieces, _ = desc.grid(m, k_padded)
         assert m <= along_m * desc.rows < m + desc.rows
         if desc.held:
@@ -152,7 +152,8 @@ def test_without_a_rotation_unpadded_groups_share_a_kernel():
     def name(k: int, group: int) -> str:
         return RotateTokens.for_shape(F16, S8, "none", "sm_90a", 8, k, group).name
 
-    assert name(1024, 64) == name(1024, 128) == name(1024, 1024) == name(1000, 5000)
+    assert name(1024, 16) == name(1024, 64) == name(1024, 128) == name(1024, 1024) == name(1000, 5000)
+    assert name(1024, 8) != name(1024, 12)
     assert name(1024, 96) != name(1024, 128)
 
 

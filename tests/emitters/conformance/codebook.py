@@ -28,6 +28,8 @@ HALF = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(S8, epilogue=SCALED)
 EXPERTS = replace(HALF, experts=True)
 PAIRS, INT8_PAIRS = replace(HALF, pairs=True), replace(INT8, pairs=True)
+NARROW = replace(HALF, slots=8), replace(HALF, slots=8, offsets=True), replace(INT8, slots=8)
+"""A norm for each 16 columns."""
 
 # ── a warp's tensor core ─────────────────────────────────────────────────────────────────────────
 
@@ -47,6 +49,7 @@ def mma_sources(arch: str) -> Iterator[KernelSource]:
         replace(INT8, bits=2, slots=2, epilogue=replace(FULL, row_scale="per_token")),
         replace(PAIRS, slots=2),
         INT8_PAIRS,
+        *NARROW,
     ]
     kernels = [(problem, tile) for problem in problems for tile in (MIDDLE, LARGE)]
     kernels += [(HALF, SMALL), (INT8, SMALL)]
@@ -107,6 +110,7 @@ def wgmma_sources(arch: str) -> Iterator[KernelSource]:
         for problem in (INT8, TOKENS):
             other = replace(problem, bits=bits, slots=slots)
             kernels += [(other, tile) for tile in CODEBOOK_WGMMA.default_tiles(other, "sm_90a")[:3]]
+    kernels += [(other, tile) for other in NARROW for tile in CODEBOOK_WGMMA.default_tiles(other, "sm_90a")]
     for problem in (EXPERTS, replace(INT8, experts=True), replace(INT8_PAIRS, experts=True)):
         kernels += [(problem, tile) for tile in CODEBOOK_WGMMA.menu(problem, "sm_90a")]
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
@@ -194,6 +198,7 @@ def rotations(arch: str) -> Iterator[KernelSource]:
         found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, m, k, 128, routed=True))
         found.append(RotateTokens.for_shape(x, S8, "none", arch, m, k, 128, routed=True, natural=True))
     found.append(RotateTokens.for_shape(BF16, BF16, "none", arch, 64, 4096, 128, routed=True))
+    found.append(RotateTokens.for_shape(F16, F16, "none", arch, 64, 4096, 12, aligned=False))
     yield from {desc.name: desc.emit() for desc in found}.values()
 
 

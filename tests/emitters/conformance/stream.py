@@ -212,6 +212,12 @@ ROTATES = replace(HALF, rotates=F16)
 PAIRS = replace(HALF, pairs=True)
 INT8_PAIRS = CodebookProblem(S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), pairs=True)
 QUANTIZES = CodebookProblem(S8, 4, 2, INT8_PAIRS.epilogue, 8, BF16)
+NARROW = (
+    replace(HALF, slots=8),
+    CodebookProblem(BF16, 3, 8, BRAIN.epilogue, offsets=True),
+    CodebookProblem(S8, 4, 8, INT8_PAIRS.epilogue),
+)
+"""A norm for each 16 columns."""
 EXPERTS = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True), experts=True)
 EXPERT_TILE = ExpertsTile(8, 4, 8, 2, 1, 2)
 SPREAD = ExpertsTile(8, 8, 14, 1, 8, 4)
@@ -230,6 +236,7 @@ def codebook_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     tiles += [(PAIRS, FEW), (INT8_PAIRS, WIDE), (replace(INT8_PAIRS, rotates=BF16), WIDE)]
+    tiles += [(p, best_tile(CODEBOOK_STREAM, p, m, 4096, 4096, Target(arch, 132))) for p, m in product(NARROW, (1, 8))]
     sums = replace(EXPERTS, summed=True, early_routes=True)
     int8_sums = replace(INT8_PAIRS, experts=True, summed=True)
     tiles += [
@@ -259,6 +266,7 @@ def experts_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(replace(INT8_PAIRS, experts=True), EXPERT_TILE), (replace(PAIRS, experts=True), EXPERT_TILE)]
     tiles += [(replace(BRAIN, experts=True), ExpertsTile(16, 2, 8, 1, 1, 2))]
     tiles += [(int8, ExpertsTile(32, 4, 6, 1, 1, 2))]
+    tiles += [(replace(p, experts=True), ExpertsTile(8, 4, 8, 1, 1, 2)) for p in NARROW]
     if arch == ARCH:
         tiles += [(EXPERTS, ExpertsTile(32, 2, 8, 1, 2, 1)), (early, ExpertsTile(8, 8, 6, 1, 1, 4, 2))]
         tiles += [(EXPERTS, SPREAD), (int8, replace(SPREAD, prefetch=2))]
@@ -283,7 +291,7 @@ def int8_experts_sources(arch: str) -> Iterator[KernelSource]:
 
 def rounds_sources(arch: str) -> Iterator[KernelSource]:
     problems = (HALF, BRAIN, INT8, PAIRS, replace(INT8, bits=4, pairs=True))
-    for problem in (*problems, replace(HALF, x=BF16), replace(INT8, bits=3, slots=4)):
+    for problem in (*problems, replace(HALF, x=BF16), replace(INT8, bits=3, slots=4), *NARROW):
         yield CODEBOOK_STREAM_ROUNDS.emit(
             problem, best_tile(CODEBOOK_STREAM_ROUNDS, problem, 8, 4096, 14336, Target(arch, 108)), arch
         )
@@ -302,6 +310,7 @@ def wgmma_sources(arch: str) -> Iterator[KernelSource]:
         tiles += [(BRAIN, CodebookStreamWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookStreamWgmmaTile(8, 1, 1, 3, 2))]
         tiles += [(PAIRS, WGMMA), (INT8_PAIRS, WGMMA)]
         tiles += [(p, CODEBOOK_STREAM_WGMMA.default_tiles(p, "sm_90a")[-1]) for p in (HALF, BRAIN, INT8, INT8_PAIRS)]
+        tiles += [(p, CodebookStreamWgmmaTile(32, 3, 2, 8, 3)) for p in NARROW]
         yield from (CODEBOOK_STREAM_WGMMA.emit(problem, tile, arch) for problem, tile in tiles)
 
 
