@@ -39,6 +39,7 @@ def product(
     k: int = 200,
     size: int = 64,
     *,
+    kind: str = "hadamard",
     bias: bool = True,
     activation: str = "none",
     residual: bool = False,
@@ -49,7 +50,7 @@ def product(
     Rows past m of the tokens are NaN, or 127.
     """
     torch.manual_seed(bits + m + n)
-    geometry = Geometry(k, size)
+    geometry = Geometry(k, size, kind)
     indices = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8)
     norms = (torch.rand(n, geometry.groups) + 0.1).half()
     norms[n // 2] = 0
@@ -100,6 +101,20 @@ def test_rotated_tokens_lie_in_blocks(kind):
         assert torch.equal(scale, want_scale) if out is torch.int8 else scale.shape == (0,)
 
 
+@pytest.mark.parametrize("group", [5, 16])
+def test_unrotated_tokens_in_slots_of_sixteen_columns(group):
+    for out in (torch.float16, torch.int8):
+        x = torch.randn(11, 93).half()
+        geometry = Geometry(93, group, "none")
+        blocks, _ = OPS.rotate_tokens(*rotate_arguments(x, out, "none", group, (0, 0)))
+        rows = codebook_layout.from_blocks(blocks, 11).view(11, 2, geometry.k_padded)
+        plain = x if out is torch.float16 else numerics.quantize_per_token_ref(x, 93)[0]
+        want = torch.zeros_like(rows)
+        want[:, :, geometry.columns()] = plain[:, None]
+        assert geometry.k_padded == (384 if group == 5 else 128)
+        assert torch.equal(rows, want)
+
+
 def test_no_tokens_to_rotate():
     blocks, scale = OPS.rotate_tokens(*rotate_arguments(torch.empty(0, 96), torch.int8))
     assert (blocks.shape, scale.shape) == ((1, 0, 8, 128), (0,))
@@ -141,6 +156,23 @@ def test_products_of_int8(bits):
         v = acc.float() * arguments["row_scale"][:, None] * arguments["col_scale"] + arguments["bias"]
         want = (numerics.apply_activation(v, activation) + arguments["residual"].float()).to(out)
         assert torch.equal(OPS.codebook_gemm(**arguments), want)
+
+
+@pytest.mark.parametrize("tokens", [*HALVES, torch.int8])
+def test_products_with_a_norm_for_each_sixteen_columns(tokens):
+    for size, (m, n, k) in product_of((16, 5), ((1, 1, 16), (11, 71, 201), (8, 64, 384))):
+        arguments, (rows, indices, norms, geometry) = product(4, tokens, m, n, k, size, kind="none")
+        assert arguments["norms"].shape[2] == 8
+        values = unpack_book(arguments["book"], torch.float16 if tokens is torch.int8 else tokens, "cpu").double()
+        group, x = torch.arange(k) // geometry.full, rows[:, geometry.columns()].double()
+        weight = values[indices.long()] * norms.double()[:, group]
+        scale = torch.ones(m)
+        if tokens is torch.int8:
+            factor = (norms * arguments["fold"][:n, None])[:, group]
+            weight, scale = (values[indices.long()] * factor.double()).round(), arguments["row_scale"]
+        v = (x @ weight.t()).float() * scale[:, None] * arguments["col_scale"]
+        got = OPS.codebook_gemm(**arguments)
+        assert (got - (v + arguments["bias"])).abs().max() <= 2.0**-22 * max(1.0, float(v.abs().max()))
 
 
 def test_layers_make_valid_arguments_of_several_passes():
@@ -317,7 +349,11 @@ def test_rotate_tokens_refuses(changes, error, message):
         ({"bits": 5}, errors.ConfigError, "indices of 5 bits"),
         ({"bits": 3}, errors.ShapeError, r"units has shape \[8, 2, 1024\]; allowed: \[8, 2, 768\]"),
         ({"col_scale": torch.zeros(0)}, errors.ShapeError, "col_scale has shape"),
-        ({"norms": torch.zeros(8, 2, 3, 8, 2).half()}, errors.ShapeError, "norms have shape"),
+        (
+            {"norms": torch.zeros(8, 2, 3, 8, 2).half()},
+            errors.ShapeError,
+            r"norms have shape .*; allowed: \[8, 2, 1 or 2 or 4 or 8, 8, 2\]",
+        ),
         ({"norms": torch.zeros(8, 2, 2, 8, 2)}, errors.DtypeError, "norms is float32; allowed: float16"),
         ({"book": [1, 2]}, errors.ConfigError, "book has 2 words; allowed: 8, of two 16-bit values each, or 64"),
         (

@@ -71,7 +71,7 @@ def test_modules_that_do_more_have_no_table() -> None:
         Sub(tied.linear, tied=True),
         *(
             Embedding.from_float(nn.Embedding(20, 128), scheme)
-            for scheme in ("codebook4_g16", "codebook4_qr", "int4_g16")
+            for scheme in ("codebook4_g16", "codebook4_qr", "int4_g8")
         ),
         Embedding.from_float(nn.Embedding(20, 160), "codebook4"),
         Embedding.tied_to(qcut.Linear(128, 20, False, ShiftedCodebook(shifted=True))),
@@ -109,7 +109,7 @@ def test_a_decoder_reads_its_modules_rows(kind: str, embeddings: Any, hook: bool
 
 CODEBOOKS = (
     *("codebook4", "codebook3_g64", "codebook2_g32_fp32norms", "codebook4+4", "codebook4+2_g64", "codebook4_pairs"),
-    *("int4", "int4_rows", "codebook4+3_none"),
+    *("int4", "int4_g16", "int4_rows", "codebook4+3_none", "codebook4+4_g16_none"),
 )
 
 
@@ -227,6 +227,7 @@ def test_cpu_refuses_ids_outside_a_codebook() -> None:
         ({"kind": "qr"}, errors.ConfigError, "kind 'qr' in groups of 128 of 128 columns; allowed: 'hadamard'"),
         ({"group_size": 16}, errors.ConfigError, "kind 'hadamard' in groups of 16"),
         ({"kind": "none", "k": 48}, errors.ConfigError, "groups of 128 of 48 columns"),
+        ({"kind": "none", "group_size": 8}, errors.ConfigError, "groups of 8 of 128 columns.*'none' in groups of 16"),
         ({"seeds": []}, errors.ConfigError, "0 seeds; allowed: one for each pass, 1 or 2"),
         ({"seeds": [1, 2, 3]}, errors.ConfigError, "3 seeds"),
         ({"bits": [4, 4]}, errors.ConfigError, "1 sets of weights and 1 passes"),

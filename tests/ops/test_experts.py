@@ -18,7 +18,7 @@ from qcut.numerics.routing import RouteTiles
 from qcut.ops.experts import TILE_SIZES
 
 OPS = torch.ops.qcut
-SCHEMES = ("codebook4", "codebook4_int8", "codebook3_g64", "codebook4_pairs", "codebook2_none_int8")
+SCHEMES = ("codebook4", "codebook4_int8", "codebook3_g64", "codebook4_pairs", "codebook2_none_int8", "int4_g16")
 E, N, K = 5, 72, 256
 
 

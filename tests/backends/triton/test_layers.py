@@ -56,6 +56,7 @@ def both(layer: qcut.Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         ("codebook4+4_int8", HALF, 2, 20, 128),
         ("codebook4_g64_int8", HALF, 70, 20, 64),
         ("int4_g32_int8", HALF, 2, 70, 160),
+        ("int4_g16_int8", HALF, 3, 70, 150),
     ],
 )
 def test_integers_are_those_of_the_explicit_path(scheme, dtype, m, n, k):
@@ -83,6 +84,8 @@ def test_integers_are_those_of_the_explicit_path(scheme, dtype, m, n, k):
         ("codebook4_g50_qr", 2, 20, 120),
         ("codebook4", 2, 20, 192),
         ("int4", 2, 20, 128),
+        ("int4_g16", 70, 20, 150),
+        ("nvfp4", 3, 21, 160),
     ],
 )
 def test_floats_are_near_those_of_the_explicit_path(scheme, m, n, k):
@@ -154,6 +157,8 @@ def test_int8_tokens_raise_the_largest_magnitudes():
         ("hadamard", 64, 160, [3]),  # a shorter last group, in torch
         ("none", 64, 192, [1]),
         ("none", 32, 100, [1, 2]),
+        ("none", 16, 100, [1, 2]),
+        ("none", 10, 100, [1]),  # groups with padding, in torch
     ],
 )
 def test_blocks_of_tokens_are_the_cpus(kind, group, k, seeds, out):
@@ -168,14 +173,15 @@ def test_blocks_of_tokens_are_the_cpus(kind, group, k, seeds, out):
         assert torch.equal(a, b)
 
 
-def test_residuals_and_offsets():
+@pytest.mark.parametrize("group", [16, 32])
+def test_residuals_and_offsets(group):
     from qcut.numerics.codebook import layout, products
 
     n, k, m = 24, 128, 3
-    geometry = layout.Geometry(k, 32)
+    geometry = layout.Geometry(k, group, "none")
     units = layout.pack_units(torch.randint(0, 16, (n, k), dtype=torch.uint8), 4, geometry)
-    norms = layout.pack_norms(torch.rand(n, 4), torch.ones(n), geometry)
-    norms = layout.pack_offsets(norms, torch.randint(-8, 9, (n, 4)).half(), geometry)
+    norms = layout.pack_norms(torch.rand(n, k // group), torch.ones(n), geometry)
+    norms = layout.pack_offsets(norms, torch.randint(-8, 9, (n, k // group)).half(), geometry)
     book = products.pack_book(torch.arange(16.0) - 8, HALF)
     blocks = layout.to_blocks(torch.randn(m, k).half())
     residual = torch.randn(m, n)
