@@ -147,8 +147,9 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on
     ``qcut.numerics.codebook.layout.int8_weight`` for activations none and relu. 16-bit tokens: products are exact, sums
     float32 in an order that the tile and units_k fix, with error at most ``(128 * units_k + 4) * 2**-23 * sum_k |x *
-    w|`` before the channel's scale. Of weights with offsets in slots of 16 columns, ``norm * (value + offset)`` is
-    rounded before, as that of `qcut.emitters.codebook.mma.CodebookMma`'s weights is. A token's result does not depend on the others; the same inputs give the same bits.
+    w|`` before the channel's scale. Weights with offsets in slots of 16 columns are rounded before, as those of
+    `qcut.emitters.codebook.mma.CodebookMma` are. A token's result does not depend on the others; the same inputs give
+    the same bits.
 
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``cp.async``, ``ldmatrix``, ``barrier.cluster``.
     """

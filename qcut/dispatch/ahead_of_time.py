@@ -171,9 +171,9 @@ def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
         if e.residual or (e.out is DType.F32 and problem.x is not DType.S8):  # of two passes of different widths
             plain = problem.slots == 1 and e.activation is Activation.NONE and problem.rotates is None
             return e.out is DType.F32 and plain and (e.residual or not e.bias)
-        if (problem.offsets or problem.slots == 8) and problem.bits != 4:
+        if problem.offsets and problem.bits != 4:
             return False
-        if problem.slots == 8 and (problem.pairs or problem.x is DType.S8):
+        if problem.slots == 8 and (problem.bits != 4 or problem.offsets or problem.pairs or problem.x is DType.S8):
             return False
         return (e.out is problem.x or problem.x is DType.S8) and (
             (problem.bits, problem.slots, problem.pairs) == (4, 1, False) or problem.rotates is None

@@ -153,7 +153,7 @@ def _codebook(target: Target) -> Iterator[KernelSource]:
             for alignment in (16, 1):
                 row = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment, rotates=out)
                 yield from _codebook_products(row, target)
-    for x, slots in product(HALVES, (1, 2, 4, 8)):
+    for x, slots in product(HALVES, (1, 2, 4)):
         yield from _codebook_products(codebook.problem_of(x, 4, slots, x, True, "none", False, 1, offsets=True), target)
     for (x, out), slots in product(types, (1, 2, 4)):
         yield from _codebook_products(codebook.problem_of(x, 4, slots, out, True, "none", False, 1, pairs=True), target)

@@ -23,8 +23,9 @@ from tests.gpu.support.oracles import DEVICE, assert_same
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 EXACT = ("codebook4_int8", "codebook3_g64_int8", "codebook4+4_int8", "int4_g32_int8", "codebook4_pairs_int8")
-EXACT += ("codebook4_pairs_g32_int8",)
+EXACT += ("codebook4_pairs_g32_int8", "int4_g16_int8")
 FLOAT = ("codebook4", "codebook2_g64", "codebook4+4", "codebook4+2", "codebook4_g32_qr", "int4", "codebook4_pairs")
+FLOAT += ("int4_g16", "int4_g12", "nvfp4")
 LIMIT = {HALF: 2.0**-10, BRAIN: 2.0**-7}
 """Of the whole error, relative: one rounding of each weight and one of the output, in the tokens' type."""
 
@@ -84,7 +85,7 @@ def test_16_bit_products_are_near_the_cpus(scheme: str, dtype: torch.dtype, monk
         assert (got.double() - explicit.double()).norm() <= 4 * LIMIT[dtype] * explicit.double().norm()
 
 
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_pairs"])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_pairs", "int4_g16"])
 def test_every_number_of_tokens_to_130(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dispatch, hence on every family and at the edges of every tile."""
     exact, near = layer(f"{scheme}_int8"), layer(scheme)

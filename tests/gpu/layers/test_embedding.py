@@ -18,6 +18,7 @@ SCHEMES = (
     "codebook4+4",
     "codebook4+2",
     "int4",
+    "int4_g16",
     "codebook4_qr",
     "codebook4_pairs",
 )

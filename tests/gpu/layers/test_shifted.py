@@ -21,6 +21,7 @@ from qcut.emitters.families import (
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,
+    family,
 )
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream.codebook import CodebookStreamTile
@@ -129,22 +130,20 @@ FAMILIES: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-@pytest.mark.parametrize("size", [128, 64, 32])
-@pytest.mark.parametrize(("family", "tile"), FAMILIES, ids=lambda value: getattr(value, "name", value))
-def test_every_family(family: str, tile: Any, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [128, 64, 32, 16])
+@pytest.mark.parametrize(("name", "tile"), FAMILIES, ids=lambda value: getattr(value, "name", value))
+def test_every_family(name: str, tile: Any, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the operator, on the tile that is asked for: one token, the tile's, and where prompts go on, more."""
-    if "wgmma" in family and not architecture(arch()).wgmma:
+    if "wgmma" in name and not architecture(arch()).wgmma:
         pytest.skip("wgmma is sm_90a's")
-    if family == CODEBOOK_WGMMA.name:
-        problem = CodebookProblem(slots=128 // size, offsets=True)
-        if tile.name not in {each.name for each in CODEBOOK_WGMMA.default_tiles(problem, "sm_90a")}:
-            pytest.skip("more norms than registers")
+    if not family(name).is_legal(CodebookProblem(slots=128 // size, offsets=True), tile, arch()):
+        pytest.skip("more norms than registers")
     layer = made(136, 448, size)
     gpu = copy.deepcopy(layer).to(DEVICE)
     most = tile.threadblock_shape[0] if isinstance(tile, TileConfig) else tile.tokens
-    several = (2 * most + 3,) if family in (CODEBOOK_MMA.name, CODEBOOK_WGMMA.name) else ()
+    several = (2 * most + 3,) if name in (CODEBOOK_MMA.name, CODEBOOK_WGMMA.name) else ()
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_codebook.dispatch, "select", lambda *_, **__: Choice(family, tile))
+        patch.setattr(cuda_codebook.dispatch, "select", lambda *_, **__: Choice(name, tile))
         forget_plans()
         for m in sorted({1, most, *several}):
             x = tokens(m, 448, dtype)
@@ -163,6 +162,9 @@ def test_every_family(family: str, tile: Any, size: int, dtype: torch.dtype, mon
         {"size": 128, "ordered": True, "activation": "relu"},
         {"size": None},
         {"size": 48},
+        {"size": 16},
+        {"size": 10, "ordered": True},
+        {"size": 16, "passes": 2, "activation": "relu"},
         {"size": 32, "passes": 2},
         {"size": 128, "passes": 2, "ordered": True},
     ],

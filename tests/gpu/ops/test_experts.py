@@ -16,8 +16,8 @@ from qcut.ops.experts import TILE_SIZES
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 OPS = torch.ops.qcut
-INT8 = ("codebook4_int8", "codebook3_g64_int8", "codebook4_pairs_int8")
-FLOATS = ("codebook4", "codebook3_g64", "codebook4_pairs", "codebook4_g32", "codebook4_none")
+INT8 = ("codebook4_int8", "codebook3_g64_int8", "codebook4_pairs_int8", "int4_g16_int8")
+FLOATS = ("codebook4", "codebook3_g64", "codebook4_pairs", "codebook4_g32", "codebook4_none", "int4_g16", "nvfp4")
 
 
 def stack(scheme: str, experts: int, n: int, k: int, *, bias: bool = True, dtype: Any = torch.float16) -> LinearStack:
@@ -118,7 +118,7 @@ SUMS = [(8, 768, 2048), (8, 1024, 2048), (4, 2880, 2880), (6, 1408, 2048), (2, 1
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "scheme", ["codebook4", "codebook4_int8", "codebook3_g64", "codebook4_pairs", "codebook4_none"]
+    "scheme", ["codebook4", "codebook4_int8", "codebook3_g64", "codebook4_pairs", "codebook4_none", "int4_g16"]
 )
 def test_sums_are_those_of_the_rows(scheme: str) -> None:
     for top_k, k, n in SUMS:

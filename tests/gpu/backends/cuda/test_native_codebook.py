@@ -26,7 +26,7 @@ SCHEMES = (
     *("codebook4", "codebook3", "codebook2_g64", "codebook4+4", "codebook4+2", "codebook4_g32_qr", "codebook4_none"),
     *("int4", "codebook4_pairs", "codebook4_pairs_g32", "codebook4_rows_qr"),
     *("codebook4_int8", "codebook3_g64_int8", "codebook4+4_int8", "codebook4+3_int8", "codebook4_g32_qr_int8"),
-    *("int4_g32_int8", "codebook4_pairs_int8", "codebook4_rows_qr_int8"),
+    *("int4_g32_int8", "codebook4_pairs_int8", "codebook4_rows_qr_int8", "int4_g16", "int4_g16_int8", "int4_g10"),
 )
 FEW = ("codebook4", "codebook4_int8", "codebook4+2", "codebook3_qr_int8")
 ROWS = (1, 8, 33, 300, 2048)

@@ -30,6 +30,7 @@ EXACT = (
     "codebook4_pairs_int8",
     "codebook4+4_int8",
     "int4_g32_int8",
+    "int4_g16_int8",
 )
 MANY = ("w8a8", "int16x8", "codebook4_int8", "codebook3_g64_int8")
 """Tried with many tokens as well."""
@@ -44,6 +45,8 @@ NEAR = (
     "codebook4+2",
     "codebook4_g64_qr",
     "int4",
+    "int4_g16",
+    "nvfp4",
 )
 LIMIT = {HALF: 2.0**-10, BRAIN: 2.0**-7}
 """Of the whole error, relative: one rounding of each weight and one of the output, in the tokens' type."""

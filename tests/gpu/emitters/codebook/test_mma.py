@@ -30,7 +30,7 @@ INT8_BIAS = replace(BIAS, row_scale="per_token")
 SMALL = TileConfig((16, 64, 128), (16, 16, 128), 6)
 MIDDLE = TileConfig((64, 64, 128), (64, 16, 128), 4)
 LARGE = TileConfig((128, 128, 128), (128, 32, 128), 2)
-GROUP = {1: 128, 2: 64, 4: 32}
+GROUP = {1: 128, 2: 64, 4: 32, 8: 16}
 """Group size that gives so many slots."""
 INT8_EPILOGUES = (
     INT8_BIAS,
@@ -68,7 +68,7 @@ class Weight:
         cls, n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, seed: int = 0, in_pairs: bool = False
     ) -> Weight:
         gen = torch.Generator().manual_seed(seed)
-        geometry = Geometry(k, group_size)
+        geometry = Geometry(k, group_size, "none")
         indices = torch.randint(0, 2**bits, (n, k), generator=gen).to(torch.uint8)
         norms = (torch.rand(n, geometry.groups, generator=gen) + 0.05).half()
         norms[n // 2] = 0
@@ -189,7 +189,7 @@ def test_tiles(tile: TileConfig, x: DType, in_pairs: bool) -> None:
             check(problem, tile, m, n, k, extra=8, pdl=m == 17)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("slots", [1, 2, 4, 8])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_widths_and_slots(bits: int, slots: int) -> None:
     for m, n, k in ((5, 80, 700), (65, 136, 256)):
@@ -197,7 +197,7 @@ def test_widths_and_slots(bits: int, slots: int) -> None:
         check_float(CodebookProblem(DType.F16, bits, slots, BIAS), MIDDLE, m, n, k)
 
 
-@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("slots", [2, 4, 8])
 def test_pairs_with_several_norms(slots: int) -> None:
     for m, n, k in ((5, 80, 700), (65, 136, 256)):
         check_int8(CodebookProblem(DType.S8, 4, slots, INT8_BIAS, pairs=True), MIDDLE, m, n, k)
@@ -205,7 +205,7 @@ def test_pairs_with_several_norms(slots: int) -> None:
 
 
 @pytest.mark.parametrize("in_pairs", [False, True], ids=["values", "pairs"])
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [1, 4, 8])
 def test_bfloat16(slots: int, in_pairs: bool) -> None:
     epilogue = Epilogue(DType.BF16, col_scale="per_channel", bias=True, residual=True)
     for tile in (SMALL, MIDDLE):
@@ -229,12 +229,12 @@ def test_ragged_n(x: DType) -> None:
 
 
 @pytest.mark.parametrize("x", [DType.F16, DType.BF16], ids=lambda x: x.value)
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_identity_gives_the_weights(bits: int, x: DType) -> None:
+@pytest.mark.parametrize(("bits", "slots"), [(2, 2), (3, 2), (4, 2), (4, 8)])
+def test_identity_gives_the_weights(bits: int, slots: int, x: DType) -> None:
     """Value times norm, rounded once (with bfloat16 the norm before), and D is exact."""
     dtype = TORCH_DTYPE[x]
-    weight = Weight.random(80, 256, bits, 64, dtype)
-    problem = CodebookProblem(x, bits, 2, Epilogue(DType.F32, col_scale="per_channel"))
+    weight = Weight.random(80, 256, bits, GROUP[slots], dtype)
+    problem = CodebookProblem(x, bits, slots, Epilogue(DType.F32, col_scale="per_channel"))
     got = run(problem, MIDDLE, weight, torch.eye(256, dtype=dtype), 80, {"col_scale": torch.ones(80)})
     norms = weight.norms.to(dtype) if x is DType.BF16 else weight.norms
     exact = codebook_layout.rotated_weight(weight.units, bits, norms, weight.values)[:80]

@@ -102,7 +102,7 @@ def run(
 def check(desc: RotateTokens, x: Tensor, group_size: int, *, offset: int = 0, pad: int = 0, pdl: bool = False) -> None:
     """Hold a kernel to the reference, bitwise."""
     seeds = SEEDS[: desc.passes]
-    geometry = Geometry(x.shape[1], group_size)
+    geometry = Geometry(x.shape[1], group_size, desc.kind)
     got, scale = run(desc, x, geometry, seeds, offset=offset, pad=pad, pdl=pdl)
     rows, expected_scale = rotate_tokens(x, desc.kind, group_size, seeds, TORCH_DTYPE[desc.out])
     assert_same(got, rows)
@@ -147,7 +147,9 @@ def test_every_layout(threads: int, rows: int, out: DType):
 
 
 @pytest.mark.parametrize(("x", "out"), CONVERSIONS)
-@pytest.mark.parametrize(("k", "group"), [(1, 128), (100, 128), (200, 96), (4096, 128), (130, 12), (4096, 4096)])
+@pytest.mark.parametrize(
+    ("k", "group"), [(1, 128), (100, 128), (200, 96), (4096, 128), (130, 12), (216, 16), (4096, 4096)]
+)
 def test_without_a_rotation(k: int, group: int, x: DType, out: DType):
     aligned = k * x.bits % 128 == 0
     for number, m in enumerate(ROWS):

@@ -108,7 +108,7 @@ class Case:
     def random(cls, problem: CodebookProblem, m: int, n: int, units_k: int, seed: int = 0) -> Case:
         """Random indices; norms of ordinary size, and rows of zeros, of one tiny norm, and of float16's largest."""
         gen = torch.Generator().manual_seed(seed + 7)
-        geometry = Geometry(128 * units_k, 128 // problem.slots)
+        geometry = Geometry(128 * units_k, 128 // problem.slots, "none")
         assert geometry.units == units_k
         indices = torch.randint(0, 2**problem.bits, (n, geometry.k), generator=gen, dtype=torch.uint8)
         norms = (torch.rand(n, geometry.groups, generator=gen) + 0.5).half()
@@ -268,6 +268,10 @@ def test_unaligned_channels(problem: CodebookProblem, tile: CodebookWgmmaTile) -
         (BRAIN, 4, 1),
         (BRAIN, 3, 4),
         (BRAIN, 2, 2),
+        (INT8, 4, 8),
+        (INT8, 3, 8),
+        (HALF, 4, 8),
+        (BRAIN, 3, 8),
     ],
     ids=lambda v: v.x.value if isinstance(v, CodebookProblem) else str(v),
 )
@@ -286,11 +290,15 @@ def test_pairs_with_several_norms(problem: CodebookProblem, slots: int) -> None:
         case.check(case.run(PAIRS[2]))
 
 
-@pytest.mark.parametrize("tile", [MIDDLE, WIDE, TILES[6]], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    ("tile", "slots"),
+    [(MIDDLE, 2), (WIDE, 2), (TILES[6], 2), (MIDDLE, 8), (TILES[6], 8)],
+    ids=lambda v: getattr(v, "name", v),
+)
 @pytest.mark.parametrize("problem", [HALF, BRAIN], ids=lambda p: p.x.value)
-def test_identity_gives_the_weights(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
+def test_identity_gives_the_weights(problem: CodebookProblem, tile: CodebookWgmmaTile, slots: int) -> None:
     """Each token picks one column: what comes out is the weight as the tensor core took it, bit by bit."""
-    problem = replace(problem, slots=2, epilogue=Epilogue(DType.F32, col_scale="per_channel"))
+    problem = replace(problem, slots=slots, epilogue=Epilogue(DType.F32, col_scale="per_channel"))
     case = Case.random(problem, 384, 200, 3)
     dtype = case.x.dtype
     case.x = torch.eye(384).to(dtype)
@@ -322,8 +330,10 @@ def test_ctas_go_from_tile_to_tile(problem: CodebookProblem, tile: CodebookWgmma
         assert_same(results[0], results[2])
 
 
+@pytest.mark.parametrize("slots", [1, 8])
 @pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
-def test_every_tile_of_the_menu(problem: CodebookProblem) -> None:
+def test_every_tile_of_the_menu(problem: CodebookProblem, slots: int) -> None:
+    problem = replace(problem, slots=slots)
     case = Case.random(problem, 300, 1544, 20)
     for tile in CODEBOOK_WGMMA.default_tiles(problem, "sm_90a"):
         case.check(case.run(tile))

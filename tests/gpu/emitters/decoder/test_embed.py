@@ -148,6 +148,8 @@ def test_rows_of_a_codebook_are_written_alone(places: bool) -> None:
         ("codebook4_rows", 64, torch.float16),
         ("int4", 160, torch.float16),
         ("codebook4+3_none", 224, torch.bfloat16),
+        ("int4_g16", 160, torch.float16),
+        ("codebook4+4_g16_none", 96, torch.float32),
     ],
 )
 def test_the_operator_is_the_modules_of_codebooks(scheme: str, columns: int, dtype: torch.dtype) -> None:

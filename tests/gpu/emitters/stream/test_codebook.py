@@ -17,6 +17,7 @@ from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import CODEBOOK_STREAM, CODEBOOK_STREAM_ROUNDS, CODEBOOK_STREAM_WGMMA
 from qcut.emitters.stream import codebook as codebook_stream
@@ -77,7 +78,7 @@ PROMPT_TILES = (
     CodebookStreamWgmmaTile(192, 2, 2, 3, 2),
 )
 """Tiles that a prompt is divided into."""
-FORMATS = ((2, 4), (3, 2), (4, 1))
+FORMATS = ((2, 4), (3, 2), (4, 1), (4, 8), (3, 8))
 """(bits, slots)."""
 DTYPES = (DType.F16, DType.BF16, DType.S8)
 EPILOGUES = (
@@ -99,20 +100,14 @@ def has_tile(tile: Tile) -> bool:
     return codebook_stream.smem_bytes(BASE, tile) <= architecture(arch()).smem_bytes
 
 
+def family_of(tile: Tile) -> Family[CodebookProblem, Any]:
+    if isinstance(tile, CodebookStreamWgmmaTile):
+        return CODEBOOK_STREAM_WGMMA
+    return CODEBOOK_STREAM_ROUNDS if isinstance(tile, CodebookRoundsTile) else CODEBOOK_STREAM
+
+
 def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
-    if isinstance(tile, CodebookStreamWgmmaTile):
-        return CODEBOOK_STREAM_WGMMA.emit(problem, tile, arch())
-    if isinstance(tile, CodebookRoundsTile):
-        return CODEBOOK_STREAM_ROUNDS.emit(problem, tile, arch())
-    return CODEBOOK_STREAM.emit(problem, tile, arch())
-
-
-def grid_of(tile: Tile, m: int, n: int) -> tuple[int, int, int]:
-    if isinstance(tile, CodebookStreamWgmmaTile):
-        return CODEBOOK_STREAM_WGMMA.grid(tile, n)(m)
-    if isinstance(tile, CodebookRoundsTile):
-        return CODEBOOK_STREAM_ROUNDS.grid(tile, n)(m)
-    return CODEBOOK_STREAM.grid(tile, n)(m)
+    return family_of(tile).emit(problem, tile, arch())
 
 
 def problem_of(
@@ -231,7 +226,7 @@ class Product:
         """Norms of every size: a row of zeros, one with the largest float16 beside ``2**-20`` of it, subnormal ones."""
         generator = torch.Generator().manual_seed(seed)
         k, bits, out = 128 * units, problem.bits, TORCH_DTYPE[problem.epilogue.out]
-        geometry = Geometry(k, 128 // problem.slots)
+        geometry = Geometry(k, 128 // problem.slots, "none")
         indices = torch.randint(0, 2**bits, (n, k), generator=generator).to(torch.uint8)
         norms = (torch.rand(n, geometry.groups, generator=generator) + 0.05).half()
         norms[n // 2] = 0
@@ -281,7 +276,7 @@ class Product:
             ``[M, N]`` on the CPU.
         """
         m, e = len(self.x), self.problem.epilogue
-        ctas = grid_of(tile, m, self.n)
+        ctas = family_of(tile).grid(tile, self.n)(m)
         ldd = -(-self.n // self.problem.alignment_n) * self.problem.alignment_n + extra
         fold = codebook_layout.fold_scales(self.norms, self.values)
         words = products.pack_book(self.values.float(), self.values.dtype)
@@ -366,6 +361,17 @@ def test_tiles(tile: Tile) -> None:
 
 
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
+def test_tiles_with_a_norm_for_each_sixteen_columns(x: DType) -> None:
+    problem = problem_of(x, slots=8)
+    tiles = [t for t in (*TILES, *EACH) if has_tile(t) and family_of(t).is_legal(problem, t, arch())]
+    assert len(tiles) > 6
+    for i, tile in enumerate(tiles):
+        units = min(tile.capacity, 12) if isinstance(tile, CodebookStreamTile) else 12
+        product = Product.random(problem, tile.tokens, (130, 657)[i % 2], units, seed=i)
+        product.check(product.run(tile, extra=i % 3, pdl=i % 2 == 0), tile)
+
+
+@pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
 @pytest.mark.parametrize("tile", PROMPT_TILES, ids=lambda t: t.name)
 def test_more_tokens_than_a_tile(tile: CodebookStreamWgmmaTile, x: DType) -> None:
     require(tile)
@@ -443,13 +449,13 @@ def test_tiles_that_other_gpus_take() -> None:
             product.check(product.run(tile, pdl=tokens == m), tile)
 
 
-@pytest.mark.parametrize("in_pairs", [False, True], ids=["values", "pairs"])
+@pytest.mark.parametrize(("slots", "in_pairs"), [(1, False), (1, True), (8, False)])
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
 @pytest.mark.parametrize("tile", EACH, ids=lambda t: t.name)
-def test_identity_tokens_give_the_weights(tile: Tile, x: DType, in_pairs: bool) -> None:
+def test_identity_tokens_give_the_weights(tile: Tile, x: DType, slots: int, in_pairs: bool) -> None:
     """Every column at its place: token i is column i alone, and D the weights, rounded as the family rounds them."""
     require(tile)
-    product = Product.random(problem_of(x, in_pairs=in_pairs), 16, 130, 2)
+    product = Product.random(problem_of(x, slots=slots, in_pairs=in_pairs), 16, 130, 2)
     product.args = {name: torch.ones_like(v) for name, v in product.args.items()}
     for first in range(0, 256, 16):
         product.x = torch.eye(256)[first : first + 16].to(product.x.dtype)
