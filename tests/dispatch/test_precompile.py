@@ -93,6 +93,9 @@ def layers(chance: random.Random) -> Iterator[tuple[str, object]]:
             options |= {"group_size": group, "bias": bias, "activation": activation, "rows": m, "n": n, "k": k}
             yield "codebook", CodebookLayer(dtype=half, int8=False, **options)
             yield "codebook", CodebookLayer(dtype=half if kind == "qr" else dtype, int8=True, **options)
+            if kind == "none" and k % 16 == 0:
+                options |= {"bits": 4, "group_size": 16}
+                yield "codebook", CodebookLayer(dtype=half, int8=False, **options)
             if kind != "none":
                 options |= {"bits": 4, "passes": 1, "pairs": True}
                 yield "codebook", CodebookLayer(dtype=half, int8=m % 2 == 0, **options)
