@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qcut.common import schema
 from qcut.errors import ConfigError
@@ -126,6 +127,49 @@ class Gating:
             ConfigError: something else (named).
         """
         return cls(**schema.conform(data, GATING, where, ConfigError))
+
+
+def clamped_silu_mul(
+    gate: Tensor, up: Tensor, alpha: float = 1.0, limit: float = 0.0, plus_one: bool = False
+) -> Tensor:
+    """``y = rne(rne(g * sigmoid(alpha * g)) * w)``, the gate of a decoder's MLP, rounded as the module is.
+
+    With a limit, rounded to the tensors' type, ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``; otherwise
+    g is gate and u is up. w is ``rne(u + 1)`` with ``plus_one``, and u otherwise; rne rounds to the nearest value of
+    the type. `Gating` of the same numbers computes in float32, and rounds once.
+
+    Args:
+        gate: floating ``[M, N]``.
+        up: as ``gate``.
+        alpha: positive.
+        limit: positive; 0 for none.
+        plus_one: see above.
+
+    Returns:
+        y ``[M, N]`` of gate's type.
+
+    Exactness: with alpha 1, bitwise ``F.silu(g) * w``; otherwise ``g / (1 + exp(-alpha * g))`` in float32.
+    """
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if alpha == 1.0:
+        silu = F.silu(gate)
+    else:
+        g = gate.float()
+        silu = (g / (torch.exp(g * -alpha) + 1.0)).to(gate.dtype)
+    return silu * (up + 1 if plus_one else up)
+
+
+def check_clamped_silu(where: str, alpha: float, limit: float) -> None:
+    """Check the numbers of `clamped_silu_mul`.
+
+    Raises:
+        ConfigError: alpha or limit is out of range.
+    """
+    if not 0 < alpha <= _LARGEST:
+        raise ConfigError(f"{where}: alpha is {alpha}; allowed: positive, and at most {_LARGEST:g}")
+    if not 0 <= limit <= _LARGEST:
+        raise ConfigError(f"{where}: limit is {limit}; allowed: positive, and at most {_LARGEST:g}, or 0 for none")
 
 
 class _Activation(torch.autograd.Function):

@@ -123,9 +123,15 @@ def route(
     return weights * scaling, experts.int()
 
 
-def logits_of(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits ``[M, E]`` of tokens ``[M, H]`` by a router's weight ``[E, H]``, all of one type."""
-    return F.linear(x.to(dtype), weight.to(dtype))
+def logits_of(x: Tensor, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Logits ``[M, E]`` of a dtype, of tokens ``[M, H]`` by a router's weight ``[E, H]``, both converted to the dtype.
+
+    A bias ``[E]``, of that dtype or float32, is added in float32 before logits are rounded: in torch's product if it is
+    of the dtype, else after a product of float32.
+    """
+    if bias is None or bias.dtype is dtype or dtype is torch.float32:
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    return F.linear(x.float(), weight.float(), bias).to(dtype)
 
 
 def _scores(logits: Tensor, kind: str) -> Tensor:

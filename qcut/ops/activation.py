@@ -7,10 +7,10 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from qcut.errors import ShapeError
+from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
+from qcut.numerics.gating import check_clamped_silu, clamped_silu_mul
 from qcut.ops.checks import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor
 from qcut.ops.codebook import RotateTokensOp, check_rotated
 from qcut.ops.registry import MUTATED, operator
@@ -26,16 +26,22 @@ def _check_rows(op: str, name: str, x: Tensor) -> None:
 class SiluMulOp(NamedTuple):
     """``y = rne(rne(silu(gate)) * up)``, rne rounding to the nearest value of the type.
 
+    The other arguments make it `qcut.numerics.gating.clamped_silu_mul`.
+
     Args:
         gate: float16, bfloat16 or float32 ``[M, N]``, of any strides.
         up: as ``gate``.
         absmax: float32 ``[M]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
+        alpha: multiplies the sigmoid's argument; positive, at most 1e6.
+        limit: gate is at most ``limit``, up within ``±limit``; at most 1e6, 0 for none.
+        plus_one: whether ``up + 1`` takes the place of up.
 
     Returns:
         y ``[M, N]``, contiguous, of ``gate``'s type.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument that is not as above.
+        ConfigError: another alpha or limit.
 
     Exactness: a kernel's ``silu`` is within 2 ulp of float32's, in float32, before it is rounded.
     """
@@ -43,9 +49,13 @@ class SiluMulOp(NamedTuple):
     gate: Tensor
     up: Tensor
     absmax: Annotated[Tensor | None, MUTATED] = None
+    alpha: float = 1.0
+    limit: float = 0.0
+    plus_one: bool = False
 
     def check(self) -> None:
         _check_rows("silu_mul", "gate", self.gate)
+        check_clamped_silu("qcut::silu_mul", self.alpha, self.limit)
         check_tensor("silu_mul", "up", self.up, (self.gate.dtype,), tuple(self.gate.shape), self.gate.device)
         check_absmax("silu_mul", "absmax", self.absmax, self.gate)
 
@@ -53,7 +63,7 @@ class SiluMulOp(NamedTuple):
         return self.gate.new_empty(self.gate.shape)
 
     def cpu(self) -> Tensor:
-        y = F.silu(self.gate.contiguous()) * self.up.contiguous()
+        y = clamped_silu_mul(self.gate.contiguous(), self.up.contiguous(), *self[3:])
         int8.raise_absmax(self.absmax, y)
         return y
 
@@ -104,13 +114,16 @@ class ActivateRotatedOp(NamedTuple):
         group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type.
+        alpha: as in `SiluMulOp`, like the two that follow; 1 without ``up``.
+        limit: 0 without ``up``.
+        plus_one: False without ``up``.
 
     Returns:
         Blocks and scales, as `RotateTokensOp` returns them.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: another group, or no seed.
+        ConfigError: another group, alpha or limit, no seed, or an option of `SiluMulOp` without ``up``.
 
     Exactness: bitwise `RotateTokensOp` of the activation's result on the same device.
     """
@@ -121,22 +134,28 @@ class ActivateRotatedOp(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
+    alpha: float = 1.0
+    limit: float = 0.0
+    plus_one: bool = False
     early_read: bool = False
 
     @property
     def unrotated(self) -> SiluMulOp | GeluTanhOp:
         """The activation without its rotation."""
-        return GeluTanhOp(self.x) if self.up is None else SiluMulOp(self.x, self.up)
+        return GeluTanhOp(self.x) if self.up is None else SiluMulOp(self.x, self.up, None, *self[6:9])
 
     def rotation(self, y: Tensor) -> RotateTokensOp:
         """The rotation of the activation's result y."""
-        return RotateTokensOp(y, self.operands, "hadamard", *self[3:])
+        return RotateTokensOp(y, self.operands, "hadamard", *self[3:6], self.early_read)
 
     def check(self) -> None:
         op, x = "activate_rotated", self.x
         _check_rows(op, "x", x)
         if self.up is not None:
             check_tensor(op, "up", self.up, (x.dtype,), tuple(x.shape), x.device)
+        check_clamped_silu(f"qcut::{op}", self.alpha, self.limit)
+        if self.up is None and self[6:9] != (1.0, 0.0, False):
+            raise ConfigError(f"qcut::{op}: alpha, limit and plus_one go with up")
         if not x.shape[1]:
             raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
         check_rotated(op, x, *self[2:6])

@@ -90,14 +90,15 @@ class RouteOp(NamedTuple):
 
 @operator("linear_route", returns="(Tensor, Tensor)")
 class LinearRouteOp(NamedTuple):
-    """A router: `RouteOp` of the logits ``x @ weight.T``.
+    """A router: `RouteOp` of the logits ``x @ weight.T + logits_bias``.
 
     Args:
         x: float16, bfloat16 or float32 ``[M, H]``, H at least 1, of any strides.
         weight: of the type of x, or float32, ``[E, H]``, E from 1 to 1024, of any strides.
         logits_dtype: float32, to which x and the weight are converted; or the type of x and the weight.
         bias: float32 ``[E]`` of scores, as in `RouteOp`; None: none is added.
-        scores: see `RouteOp`, as for the arguments that follow.
+        scores: see `RouteOp`, as for the arguments that follow it.
+        logits_bias: ``[E]``, float32 or of the weight's type, added to logits in float32; None: none is added.
 
     Returns:
         Weights float32 ``[M, k]`` and experts int32 ``[M, k]``, contiguous, by descending choice score.
@@ -107,7 +108,8 @@ class LinearRouteOp(NamedTuple):
         ConfigError: an option is not as above.
 
     Exactness: logits are float32 sums, rounded to ``logits_dtype``, in an order that depends on the device; tokens that
-    one kernel serves on a GPU have the same order whatever their number. For given logits, that of `RouteOp`.
+    one kernel serves on a GPU have the same order whatever their number. For given logits, that of `RouteOp`. Where
+    torch computes logits of 16 bits, for many tokens, a float32 ``logits_bias`` costs a product in float32.
     """
 
     x: Tensor
@@ -123,12 +125,14 @@ class LinearRouteOp(NamedTuple):
     eps: float = 0.0
     min_sum: float = 0.0
     scaling: float = 1.0
+    logits_bias: Tensor | None = None
     early_read: bool = False
 
     @property
     def route(self) -> RouteOp:
         """The choice by logits that torch computes."""
-        return RouteOp(routing.logits_of(self.x, self.weight, self.logits_dtype), *self[3:-1])
+        logits = routing.logits_of(self.x, self.weight, self.logits_dtype, self.logits_bias)
+        return RouteOp(logits, *self[3:-2])
 
     def check(self) -> None:
         op, x, weight = "linear_route", self.x, self.weight
@@ -141,6 +145,8 @@ class LinearRouteOp(NamedTuple):
         experts = weight.shape[0]
         check_tensor(op, "weight", weight, _or_float32(x.dtype), (experts, x.shape[1]), x.device)
         check_dtype(op, "logits_dtype", self.logits_dtype, _or_float32(weight.dtype))
+        if self.logits_bias is not None:
+            check_tensor(op, "logits_bias", self.logits_bias, _or_float32(weight.dtype), (experts,), x.device)
         _check_choice(op, self, experts, x.device)
 
     def fake(self) -> tuple[Tensor, Tensor]:

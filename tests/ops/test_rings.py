@@ -44,9 +44,13 @@ def int32(*values: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", KV_DTYPES)
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_chunks_and_steps_are_those_without(dtype: torch.dtype, kind: KVDtype, softcap: float) -> None:
+@pytest.mark.parametrize("sinks", [None, (1.0, -2.0, 5.0, 0.0)])
+def test_chunks_and_steps_are_those_without(
+    dtype: torch.dtype, kind: KVDtype, softcap: float, sinks: tuple[float, ...] | None
+) -> None:
     """Chunks of 8, as many as a ring of 16 has room for beside a window of 9, padded; then steps, past a full end."""
     whole, rung = caches(dtype, kind)
+    logits = None if sinks is None else torch.tensor(sinks)
     starts = [0, 0, 0]
     for turn, counts in enumerate(((8, 3, 0), (8, 8, 5), (1, 8, 8), (8, 0, 7), (8, 8, 8))):
         q, k, v = rows(dtype, 8 * SEQUENCES, turn)
@@ -58,7 +62,7 @@ def test_chunks_and_steps_are_those_without(dtype: torch.dtype, kind: KVDtype, s
         for cache, ring in ((whole, 0), (rung, PLACES)):
             mine = q.clone()
             OPS.append_kv(mine, k, v, *tables(dtype), positions, slots, *cache.layer(0), 8, False, None, ring)
-            chunk = (int32(*starts), int32(*counts), 0.2, 8, None, WINDOW, softcap, ring)
+            chunk = (int32(*starts), int32(*counts), 0.2, 8, None, WINDOW, softcap, ring, logits)
             results.append(OPS.prompt_attention(mine, *cache.layer(0), *chunk))
         assert torch.equal(*results)
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -70,7 +74,7 @@ def test_chunks_and_steps_are_those_without(dtype: torch.dtype, kind: KVDtype, s
         results = []
         for cache, ring in ((whole, 0), (rung, PLACES)):
             given = (q, k, v, *tables(dtype), positions, slots, *cache.layer(0), 0.2, None, None, None, WINDOW, softcap)
-            results.append(OPS.append_attention(*given, ring=ring))
+            results.append(OPS.append_attention(*given, ring=ring, sinks=logits))
         assert torch.equal(*results) if step < 17 else torch.equal(*(y[1:] for y in results))
 
 

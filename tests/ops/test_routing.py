@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
@@ -50,6 +52,8 @@ def test_opcheck_of_routers(scores: str, top_k: int, options: dict[str, Any], m:
         overloads = (OPS.linear_route.default, OPS.linear_route.early_read)
         for overload in overloads if bias is None else overloads[:1]:
             torch.library.opcheck(overload, (x, weight, dtype, bias, scores, top_k), options)
+            more = options | {"logits_bias": torch.randn(12).to(weight.dtype)}
+            torch.library.opcheck(overload, (x, weight, dtype, bias, scores, top_k), more)
 
 
 @pytest.mark.parametrize("x", FLOATS)
@@ -67,6 +71,32 @@ def test_routers_are_torchs_logits_and_their_route(x: torch.dtype, weight: torch
         for overload in (OPS.linear_route, OPS.linear_route.early_read):
             got = overload(tokens, matrix, dtype, *args, **options)
             assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_logits_biases_are_added_before_rounding(dtype: torch.dtype, in_float32: bool) -> None:
+    """Sums are exact: the bias is added to them, and the sum rounded once."""
+    tokens, matrix = (torch.randint(-8, 9, shape).to(dtype) for shape in ((50, 96), (12, 96)))
+    logits_dtype = torch.float32 if in_float32 else dtype
+    for bias in (torch.linspace(-90, 90, 12).to(dtype), torch.linspace(-90, 90, 12)):
+        logits = (tokens.double() @ matrix.double().t() + bias.double()).float().to(logits_dtype)
+        want = OPS.route(logits, None, "logits", 4)
+        for overload in (OPS.linear_route, OPS.linear_route.early_read):
+            got = overload(tokens, matrix, logits_dtype, None, "logits", 4, logits_bias=bias)
+            assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_routers_with_biases_are_those_of_gpt_oss() -> None:
+    config = GptOssConfig(hidden_size=48, num_local_experts=16, num_experts_per_tok=4)
+    router, x = GptOssTopKRouter(config), torch.randn(9, 48)
+    torch.nn.init.normal_(router.weight)
+    torch.nn.init.normal_(router.bias)
+    with torch.no_grad():
+        _, scores, indices = router(x)
+        weights, experts = OPS.linear_route(x, router.weight, torch.float32, None, "logits", 4, logits_bias=router.bias)
+    assert torch.equal(experts.long(), indices)
+    torch.testing.assert_close(weights, scores)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -101,8 +101,7 @@ def _in_torch(call: PromptAttentionOp) -> Tensor:
         torch.arange(length, device=q.device, dtype=torch.int64),
     )
     held = (places < (starts + lengths)[:, None])[:, None, :, None]
-    rotated = cache.has_rotated_keys or cache.has_rotated_values
-    dtype = torch.float32 if rotated else q.dtype  # rotated values are not rounded before they are rotated back
+    dtype = cache.reading(q.dtype, call.sinks)
     kept = []
     for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
         floats = dequantized(rows, scales, sequences, context, dtype)
@@ -110,7 +109,8 @@ def _in_torch(call: PromptAttentionOp) -> Tensor:
     keys, values = kept
     own = (starts[:, None] + tokens).clamp(max=context - 1)[:, None, :, None]  # a row sees one place at least
     queries = q.unflatten(0, (sequences, length)).transpose(1, 2).to(dtype)
-    mixed = mixed_values(queries, keys, values, seen(places, own, call.window), call.scale, call.softcap)
+    mask = seen(places, own, call.window)
+    mixed = mixed_values(queries, keys, values, mask, call.scale, call.softcap, call.sinks)
     if cache.has_rotated_values:
         mixed = int4.rotate_back(mixed)
     mixed = mixed.to(q.dtype)

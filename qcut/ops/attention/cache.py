@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int4
-from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
 
 SCALE_DTYPES = {torch.int8: torch.float32, torch.uint8: torch.int16}
 """Of scales, by the dtype of the rows that have them."""
@@ -47,6 +47,12 @@ class Cache(NamedTuple):
         """Whether values are of 4 bits, so that weighted values are to be rotated back."""
         return self.values.dtype is torch.uint8
 
+    def reading(self, dtype: torch.dtype, sinks: Tensor | None) -> torch.dtype:
+        """The dtype in which torch computes attention for queries of a dtype."""
+        # Hadamard-rotated values are not rounded before they are rotated back.
+        in_float32 = self.has_rotated_keys or self.has_rotated_values or sinks is not None
+        return torch.float32 if in_float32 else dtype
+
     @property
     def scales(self) -> tuple[Tensor, ...]:
         """Scales of keys and of values where they are int8 or of 4 bits."""
@@ -59,7 +65,7 @@ def dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int, 
     """The first tokens of the first sequences' keys or values, rounded to a dtype; 4-bit rows stay Hadamard-rotated."""
     rows = stored[:batch, :, :tokens]
     if scales is None:
-        return rows
+        return rows.to(dtype)
     mine = scales[:batch, :, :tokens]
     floats = int4.dequantize_rows_ref(rows, mine) if rows.dtype is torch.uint8 else rows.float() * mine[..., None]
     return floats.to(dtype)
@@ -93,7 +99,15 @@ def unrolled(cache: Cache, places: int) -> Cache:
 
 
 def attended(
-    q: Tensor, cache: Cache, first: int, batch: int, tokens: int, mask: Tensor, scale: float, softcap: float = 0.0
+    q: Tensor,
+    cache: Cache,
+    first: int,
+    batch: int,
+    tokens: int,
+    mask: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of queries ``[batch, heads, rows, head]`` to the first tokens of sequences, in plain torch.
 
@@ -106,22 +120,24 @@ def attended(
         mask: the places that each row sees, of a shape that broadcasts to ``[batch, heads, rows, tokens]``.
         scale: multiplies scores.
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        sinks: see `qcut.ops.attention.decode.DecodeAttentionOp`; with sinks, only the result is rounded to q's dtype.
 
     Returns:
         ``[batch, heads, rows, head]`` of q's dtype.
     """
-    # Hadamard-rotated values are not rounded before they are rotated back.
-    dtype = torch.float32 if cache.has_rotated_keys or cache.has_rotated_values else q.dtype
+    dtype = cache.reading(q.dtype, sinks)
     k, v = (
         dequantized(rows[first:], None if scales is None else scales[first:], batch, tokens, dtype)
         for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
     )
-    y = mixed_values(q.to(dtype), k, v, mask, scale, softcap)
+    y = mixed_values(q.to(dtype), k, v, mask, scale, softcap, sinks)
     return (int4.rotate_back(y) if cache.has_rotated_values else y).to(q.dtype)
 
 
-def mixed_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
-    """Values mixed by the softmax of scores, in torch: its own attention, or its parts where scores have a softcap.
+def mixed_values(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Values mixed by the softmax of scores, in torch: its own attention, or its parts with a softcap or sinks.
 
     Args:
         q: ``[batch, heads, rows, head]``.
@@ -130,12 +146,18 @@ def mixed_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, so
         mask: see `attended`.
         scale: multiplies scores.
         softcap: see `attended`.
+        sinks: see `attended`.
     """
-    if not softcap:
+    if not softcap and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], 1) for rows in (k, v))
-    scores = softcap * ((q @ k.transpose(2, 3)).float() * scale / softcap).tanh()
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), 3)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
     return weights.to(q.dtype) @ v
 
 
@@ -151,6 +173,12 @@ def check_scores(op: str, window: int, softcap: float) -> None:
         raise ConfigError(f"qcut::{op}: window is {window}; allowed: 1 and more, or 0 for all places")
     if not 0 <= softcap < float("inf"):
         raise ConfigError(f"qcut::{op}: softcap is {softcap}; allowed: above 0, or 0 for scores as they are")
+
+
+def check_sinks(op: str, sinks: Tensor | None, q: Tensor) -> None:
+    """Check logits of sinks, one for each head of queries."""
+    if sinks is not None:
+        check_tensor(op, "sinks", sinks, F32, (q.shape[1],), q.device)
 
 
 def check_queries(op: str, q: Tensor) -> tuple[int, int]:

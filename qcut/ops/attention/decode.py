@@ -17,6 +17,7 @@ from qcut.ops.attention.cache import (
     check_queries,
     check_ring,
     check_scores,
+    check_sinks,
     seen,
     unrolled,
 )
@@ -173,7 +174,8 @@ class DecodeAttentionOp(NamedTuple):
     ``y[b, h] = softmax_t(scale * q[b, h] . K[b, h // group, t]) . V[b, h // group, t]`` for t from 0 to
     ``positions[b]``, with ``group = heads / kv_heads``; K and V of an int8 cache are ``f32(keys) * key_scales`` and
     ``f32(values) * value_scales``. With a window, t is above ``positions[b] - window``; with a softcap, a score s is
-    ``softcap * tanh(s / softcap)``.
+    ``softcap * tanh(s / softcap)``. With sinks, the softmax of head h has one more term ``exp(sinks[h])`` in its sum,
+    which weighs no value: ``scale`` and softcap do not change sinks, and every window has its sink.
 
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
@@ -192,6 +194,7 @@ class DecodeAttentionOp(NamedTuple):
         ring: as in `AppendKvOp`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
         reach: most places of a sequence that this call is made fast for, its own last one included; 0: as many as the
             cache has. Sequences that are longer are read as well, as far as they go, in more time.
+        sinks: float32 ``[heads]``, finite or minus infinity, which is none; None: no head has one.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -205,8 +208,8 @@ class DecodeAttentionOp(NamedTuple):
     Exactness: that of float32 scores, softcaps within ``2**-20`` of themselves, and sums, in an order that the
     device, B and ``context``, or a window or reach below it, decide: results over a ring are bitwise those without, and
     results with a reach bitwise those over a cache of so many places, unless a window is as wide. Kernels for
-    16-bit queries round the weights to q's type, the CPU rounds K and V of an int8 cache to q's type. Each device gives
-    the same bits for the same sizes.
+    16-bit queries round the weights to q's type; the CPU rounds K and V of an int8 cache to q's type, and with sinks
+    only the result. Each device gives the same bits for the same sizes.
     """
 
     q: Tensor
@@ -221,6 +224,7 @@ class DecodeAttentionOp(NamedTuple):
     softcap: float = 0.0
     ring: int = 0
     reach: int = 0
+    sinks: Tensor | None = None
 
     @property
     def cache(self) -> Cache:
@@ -236,6 +240,7 @@ class DecodeAttentionOp(NamedTuple):
         check_scores(op, self.window, self.softcap)
         check_ring(op, self.ring, self.keys.shape[2], 1, self.window)
         _check_reach(op, self.reach, self.ring or self.keys.shape[2])
+        check_sinks(op, self.sinks, q)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
@@ -249,7 +254,7 @@ class DecodeAttentionOp(NamedTuple):
         mask = seen(torch.arange(longest, device=q.device, dtype=torch.int64), positions[:, None], self.window)[
             :, None, None
         ]
-        y = attended(q[:, :, None], cache, 0, len(q), longest, mask, self.scale, self.softcap)
+        y = attended(q[:, :, None], cache, 0, len(q), longest, mask, self.scale, self.softcap, self.sinks)
         return y[:, :, 0]
 
 
@@ -292,6 +297,7 @@ class AppendAttentionOp(NamedTuple):
         eps: of both norms.
         ring: as in `AppendKvOp` and `DecodeAttentionOp`.
         reach: as in `DecodeAttentionOp`, the new token's place included.
+        sinks: as in `DecodeAttentionOp`.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -327,6 +333,7 @@ class AppendAttentionOp(NamedTuple):
     eps: float = 0.0
     ring: int = 0
     reach: int = 0
+    sinks: Tensor | None = None
     early_read: bool = False
 
     @property
@@ -360,7 +367,7 @@ class AppendAttentionOp(NamedTuple):
         if tokens.rotary or cache.has_rotated_keys:
             tokens = tokens._replace(q=tokens.q.clone())
         read = (tokens.q, *cache, tokens.positions, self.scale, self.counters)
-        attention = DecodeAttentionOp(*read, self.window, self.softcap, self.ring, self.reach)
+        attention = DecodeAttentionOp(*read, self.window, self.softcap, self.ring, self.reach, self.sinks)
         return AppendKvOp(*tokens, *cache, guide=self.guide, ring=self.ring), attention
 
     def check(self) -> None:
@@ -372,6 +379,7 @@ class AppendAttentionOp(NamedTuple):
         check_scores(op, self.window, self.softcap)
         check_ring(op, self.ring, self.keys.shape[2], 1, self.window)
         _check_reach(op, self.reach, self.ring or self.keys.shape[2])
+        check_sinks(op, self.sinks, self.q)
         if (self.query_norm is None) != (self.key_norm is None):
             raise ConfigError(f"qcut::{op}: norms of queries and of keys go together")
         for name, weight in zip(("query_norm", "key_norm"), self.norms, strict=False):

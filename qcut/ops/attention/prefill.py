@@ -16,6 +16,7 @@ from qcut.ops.attention.cache import (
     check_queries,
     check_ring,
     check_scores,
+    check_sinks,
     seen,
     unrolled,
 )
@@ -34,6 +35,7 @@ class PromptAttentionOp(NamedTuple):
     for ``i < lengths[b]``, and 0 for the rest, with ``group = heads / kv_heads``. K and V of an int8 cache are
     ``f32(keys) * key_scales`` and ``f32(values) * value_scales``. The chunk's own keys and values are in the cache.
     With a window, p is above ``starts[b] + i - window``; with a softcap, a score s is ``softcap * tanh(s / softcap)``.
+    Sinks are as in `qcut.ops.attention.decode.DecodeAttentionOp`: rows past a chunk's tokens stay 0.
 
     Args:
         q: rotated queries, float16, bfloat16 or float32 ``[T, heads, head]``, heads of a token side by side, any stride
@@ -53,6 +55,7 @@ class PromptAttentionOp(NamedTuple):
         softcap: bound of scores; 0: none.
         ring: as in `qcut.ops.attention.decode.AppendKvOp`: ``starts + lengths`` is at most ``ring``, the window is 1 or
             more, and a chunk fits: ``window + length - 1`` is at most ``context``.
+        sinks: as in `qcut.ops.attention.decode.DecodeAttentionOp`.
 
     Returns:
         y ``[T, heads, head]`` of q's type, contiguous.
@@ -64,11 +67,12 @@ class PromptAttentionOp(NamedTuple):
         RangeError: a start or length out of range, on the CPU.
 
     Exactness: that of float32 scores and sums, in an order that the device and the sizes decide. Kernels for 16-bit
-    queries round the weights to q's type; elsewhere K and V of an int8 cache are rounded to q's type. A row does not
-    depend on other rows, nor on what the cache holds past its chunk, nor, where that is finite, on what it holds past
-    the row or before its window. On CUDA, starts and lengths are read only by the kernel: a CUDA graph may be replayed
-    with others. Results over a ring are bitwise those without, but on CUDA where ``context`` is no multiple of the keys
-    that a kernel reads at once, 128, 80 or a part of 128: that is torch's attention then.
+    queries round the weights to q's type; elsewhere K and V of an int8 cache are rounded to q's type, and with sinks
+    only the result is. A row does not depend on other rows, nor on what the cache holds past its chunk, nor, where that
+    is finite, on what it holds past the row or before its window. On CUDA, starts and lengths are read only by the
+    kernel: a CUDA graph may be replayed with others. Results over a ring are bitwise those without, but on CUDA where
+    ``context`` is no multiple of the keys that a kernel reads at once, 128, 80 or a part of 128: that is torch's
+    attention then.
     """
 
     q: Tensor
@@ -84,6 +88,7 @@ class PromptAttentionOp(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     ring: int = 0
+    sinks: Tensor | None = None
 
     @property
     def cache(self) -> Cache:
@@ -102,6 +107,7 @@ class PromptAttentionOp(NamedTuple):
         check_absmax(op, "absmax", self.absmax, q)
         check_scores(op, self.window, self.softcap)
         check_ring(op, self.ring, self.keys.shape[2], self.length, self.window)
+        check_sinks(op, self.sinks, q)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
@@ -124,7 +130,7 @@ class PromptAttentionOp(NamedTuple):
             places = torch.arange(end, device=q.device, dtype=torch.int64)
             mask = seen(places, places[start:, None], self.window)
             rows = q[first : first + tokens].transpose(0, 1)[None]
-            mixed = attended(rows, cache, b, 1, end, mask, self.scale, self.softcap)
+            mixed = attended(rows, cache, b, 1, end, mask, self.scale, self.softcap, self.sinks)
             y[first : first + tokens] = mixed[0].transpose(0, 1)
         int8.raise_absmax(self.absmax, y)
         return y

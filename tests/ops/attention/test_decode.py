@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotated
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -113,6 +115,53 @@ def test_attention_is_softmax_over_what_is_kept(dtype: torch.dtype, int8: bool, 
         assert (got[b].double() - want.view(4, 16)).abs().max() <= tolerance * values.abs().max()
 
 
+SINKS = torch.tensor([0.5, -3.0, 2.5, 9.0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 0.0), (1, 0.0), (4, 0.75)])
+def test_sinks_are_logits_without_values(dtype: torch.dtype, int8: bool, window: int, softcap: float) -> None:
+    """A sink as a row of the softmax in float64; one of minus infinity is none."""
+    given = attention(dtype, int8) | {"window": window, "softcap": softcap}
+    got = OPS.decode_attention(**given, sinks=SINKS)
+    assert got.dtype is dtype
+    for b, position in enumerate(given["positions"].tolist()):
+        kept, seen = [], slice(max(0, position + 1 - window) if window else 0, position + 1)
+        for name, scales in (("keys", "key_scales"), ("values", "value_scales")):
+            part = given[name][b, :, seen].double()
+            kept.append(part * given[scales][b, :, seen, None].double() if int8 else part)
+        keys, values = kept
+        scores = given["q"][b].double().view(2, 2, 16) @ keys.transpose(1, 2) * 0.25
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
+        weights = torch.cat((scores, SINKS.double().view(2, 2, 1)), 2).softmax(-1)[..., :-1]
+        unit = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}[dtype]
+        error = (got[b].double() - (weights @ values).view(4, 16)).abs()
+        assert error.max() <= (unit + 2.0**-18) * values.abs().max()
+    none = OPS.decode_attention(**given, sinks=torch.full((4,), -torch.inf))
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 1e-5}[dtype]
+    torch.testing.assert_close(none, OPS.decode_attention(**given), atol=tolerance, rtol=tolerance)
+
+
+def test_sinks_are_those_of_gpt_oss() -> None:
+    given = attention()
+    positions = given["positions"]
+    mask = torch.where(torch.arange(9) <= positions[:, None], 0.0, -torch.inf)[:, None, None]
+    module = SimpleNamespace(num_key_value_groups=2, sinks=SINKS, training=False)
+    keys, values = given["keys"][:3], given["values"][:3]
+    want, _ = eager_attention_forward(module, given["q"][:, :, None], keys, values, mask, 0.25)
+    torch.testing.assert_close(OPS.decode_attention(**given, sinks=SINKS), want[:, 0])
+
+
+@pytest.mark.parametrize("op", ["decode_attention", "append_attention"])
+def test_wrong_sinks_are_refused(op: str) -> None:
+    given = attention() if op == "decode_attention" else tokens() | {"scale": 0.25}
+    with pytest.raises(errors.DtypeError, match=f"{op}: sinks is float16; allowed: float32"):
+        getattr(OPS, op)(**given, sinks=SINKS.half())
+    with pytest.raises(errors.ShapeError, match=rf"{op}: sinks has shape \[3\]; allowed: \[4\]"):
+        getattr(OPS, op)(**given, sinks=SINKS[1:])
+
+
 # ── append_attention ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -127,6 +176,10 @@ def test_a_step_is_its_two_parts(dtype: torch.dtype, int8: bool, rotary: bool) -
     want = OPS.decode_attention(*(apart[name] for name in names), 0.25)
     counters, absmax = torch.zeros(12, dtype=torch.int32), torch.zeros(len(q))
     assert torch.equal(OPS.append_attention(**given, scale=0.25, counters=counters, absmax=absmax), want)
+    for overload in (OPS.append_attention, OPS.append_attention.early_read):
+        sunk = overload(**tokens(dtype, int8=int8, rotary=rotary), scale=0.25, sinks=SINKS)
+        assert torch.equal(sunk, OPS.decode_attention(*(apart[name] for name in names), 0.25, sinks=SINKS))
+        assert not torch.equal(sunk, want)
     assert torch.equal(absmax, want.flatten(1).float().abs().amax(1))
     assert torch.equal(given["q"], q)
     for name in names[1:5]:
@@ -203,12 +256,12 @@ def test_opcheck() -> None:
     for int8 in (False, True):
         step = (*tokens(int8=int8).values(), 0.25)
         norms = (None, None, None, 0, 0.0, torch.ones(16), torch.ones(16), 1e-6)
-        for more in ((), norms):
+        for more in ((), norms, (*norms, 0, 0, SINKS)):
             tests = ("test_schema", "test_faketensor")
             torch.library.opcheck(OPS.append_attention.default, (*step, *more), test_utils=tests)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
     counters = torch.zeros(12, dtype=torch.int32)
-    for more in ((), (counters,)):
+    for more in ((), (counters,), (counters, 0, 0.0, 0, 0, SINKS)):
         torch.library.opcheck(OPS.decode_attention.default, (*attention().values(), *more), test_utils=tests)
 
 

@@ -49,7 +49,9 @@ def wanted(given: dict[str, Any]) -> torch.Tensor:
                 k, v = (t[b, h // group, max(0, end - window) if window else 0 : end] for t in (keys, values))
                 scores = k @ q[b * length + i, h] * given["scale"]
                 scores = softcap * (scores / softcap).tanh() if softcap else scores
-                want[b * length + i, h] = scores.softmax(0) @ v
+                if given.get("sinks") is not None:
+                    scores = torch.cat((scores, given["sinks"][h : h + 1].double()))
+                want[b * length + i, h] = scores.softmax(0)[: len(v)] @ v
     return want
 
 
@@ -77,6 +79,20 @@ def test_windows_and_softcaps(dtype: torch.dtype, int8: bool, window: int, softc
         want = wanted(given)
         for got in (OP(**given), _in_torch(PromptAttentionOp(**given))):
             assert (got.double() - want).abs().max() <= 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (4, 0.0), (3, 0.75)])
+def test_sinks_take_a_share_of_weights(dtype: torch.dtype, int8: bool, window: int, softcap: float) -> None:
+    """On the CPU and in torch's form for CUDA; rows past a chunk stay zero."""
+    for seed in range(3):
+        given = chunks(dtype, int8, seed) | {"window": window, "softcap": softcap}
+        given["sinks"] = torch.tensor([0.5, -3.0, 2.5, 9.0])
+        want = wanted(given)
+        for got in (OP(**given), _in_torch(PromptAttentionOp(**given))):
+            assert (got.double() - want).abs().max() <= 2 * TOLERANCE[dtype]
+            assert not got[torch.arange(15) % 5 >= given["lengths"].repeat_interleave(5)].any()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +146,8 @@ def test_opcheck() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # starts and lengths are data
     for int8, absmax in ((False, None), (True, torch.zeros(15))):
         torch.library.opcheck(OP.default, (*chunks(int8=int8).values(), absmax), test_utils=tests)
+        more = (absmax, 0, 0.0, 0, torch.zeros(4))
+        torch.library.opcheck(OP.default, (*chunks(int8=int8).values(), *more), test_utils=tests)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +170,8 @@ def test_opcheck() -> None:
             errors.RangeError,
             "sequence 1 has 5 tokens after 9; allowed: 13 in all",
         ),
+        ({"sinks": torch.zeros(2)}, errors.ShapeError, r"sinks has shape \[2\]; allowed: \[4\]"),
+        ({"sinks": torch.zeros(4).double()}, errors.DtypeError, "sinks is float64; allowed: float32"),
         ({"absmax": torch.zeros(3)}, errors.ShapeError, r"absmax has shape \[3\]; allowed: \[15\]"),
     ],
 )
