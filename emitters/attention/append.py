@@ -93,14 +93,17 @@ class AttentionAppend(Kernel):
     @property
     def template(self) -> str:
         """Arguments of the device code's template."""
-        more = (self.norms, True) if self.settled else (True,) * self.norms
+        both = self.settled or self.attention.scores.sinks
+        more = (self.norms, self.settled) if both else (True,) * self.norms
         options = self.attention.scores.template(*more)
         return f"{self.attention.template}, {flag(self.rotary)}{options}"
 
     @property
     def options(self) -> str:
         """Optional arguments of the call, which follow the fixed ones."""
-        return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
+        scores = self.attention.scores
+        absent = ("nullptr", "nullptr", "0.0f") if scores.sinks else ()
+        return scores.arguments(*(("query_norm", "key_norm", "eps") if self.norms else absent))
 
     def emit(self) -> KernelSource:
         """Text of the kernel. Only settled operands are read before the previous kernel's end."""

@@ -65,7 +65,7 @@ def _smem_bytes(kernel: AttentionMma) -> int:
     records = 4 * kernel.warps * kernel.group * (kernel.head + 4)
     received = 4 * (kernel.group * kernel.head + 4 * kernel.cluster) if kernel.cluster > 1 else 16
     parts = 8 * kernel.group * (kernel.cluster if kernel.cluster > 1 else MAX_PARTS)
-    return records + received + parts + 24
+    return records + received + parts + 24 + 32 * kernel.scores.sinks
 
 
 CONSTRAINTS = (
@@ -112,7 +112,7 @@ class AttentionMma(Kernel):
         cluster: parts of the context, added up in the shared memory of a cluster; 1: any number of parts, added up in
             a workspace.
         values: type of values; None: that of keys.
-        scores: a window, a softcap.
+        scores: a window, a softcap, sinks.
 
     Exactness: scores and sums are float32, in an order that the length and the number of parts fix; exponentials have
     4 ulp. A weight ``2**(score - largest)``, with s8 or u4 times its value's scale and relative to the largest product

@@ -45,7 +45,7 @@ class PromptMma(Kernel):
         arch: real architecture.
         keys: keys of a block.
         values: type of values; None: that of keys.
-        scores: a window, a softcap.
+        scores: a window, a softcap, sinks.
     """
 
     x: DType

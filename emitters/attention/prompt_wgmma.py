@@ -88,7 +88,7 @@ class PromptWgmma(Kernel):
         keys: keys of a block.
         parts: CTAs of a cluster, which divide the positions of a tile.
         values: type of values; None: that of keys.
-        scores: a window, a softcap.
+        scores: a window, a softcap, sinks.
     """
 
     x: DType

@@ -84,7 +84,7 @@ class AttentionDecode(Kernel):
         arch: real architecture.
         warps: of a CTA.
         unroll: sets of keys that a warp has in flight.
-        scores: a window, a softcap.
+        scores: a window, a softcap, sinks.
 
     Exactness: float32, with exponentials of 2 ulp; sums in an order that the length and the number of parts fix. A
     sequence's result does not depend on the others. NaN in a key or value that is read, or in q, reaches its results.

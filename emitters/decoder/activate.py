@@ -1,4 +1,4 @@
-"""The activation between an MLP's projections: a gated SiLU, or GELU.
+"""The activation between an MLP's projections: a gated SiLU, also of clamped halves, or GELU.
 
 Device code: ``include/qcut/decoder/activate.cuh``.
 """
@@ -14,7 +14,7 @@ from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 
-ACTIVATIONS = ("silu_mul", "gelu_tanh")
+ACTIVATIONS = ("silu_mul", "gelu_tanh", "clamped_silu_mul")
 """Kinds of `ActivateRows`."""
 _THREADS = 128
 _MAX_VECTORS = 4
@@ -37,8 +37,12 @@ CONSTRAINTS = (
 class ActivateRows(Kernel):
     """The activation between an MLP's projections, of rows ``[m, columns]``, in float32 and rounded to x's type::
 
-        silu_mul   y = rne(rne(x / (1 + exp(-x))) * up)
-        gelu_tanh  y = rne(x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))))
+        silu_mul          y = rne(rne(x / (1 + exp(-x))) * up)
+        gelu_tanh         y = rne(x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))))
+        clamped_silu_mul  y = rne(rne(g / (1 + exp(-alpha g))) * w)
+
+    The last one is ``qcut.numerics.gating.clamped_silu_mul``, whose numbers are arguments: g is x, of at most the
+    limit, and w is up, within the limit, and rounded after 1 is added with ``plus_one``.
 
     Attributes:
         kind: see above.
@@ -50,7 +54,7 @@ class ActivateRows(Kernel):
         threads: threads of a CTA.
         vectors: vectors of 16 bytes of a thread.
 
-    Exactness: before they are rounded, silu and GELU are within ``2**-21 |x|``.
+    Exactness: before they are rounded, silu of any alpha and GELU are within ``2**-21 |x|``.
     """
 
     kind: str
@@ -100,13 +104,14 @@ class ActivateRows(Kernel):
         return (m, 1 if self.has_rows else -(-columns * self.x.bits // (128 * self.block)), 1)
 
     def params(self) -> tuple[Param, ...]:
-        """``x``; ``up`` (silu_mul only); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (silu_mul only); ``columns``.
+        """``x``; ``up`` (gated only); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (gated only); ``columns``.
 
-        Absmax is null or float32 ``[m]``, which is raised to the largest magnitude of each row of y. With a rotation,
-        ``scale`` takes its place, only for int8 blocks, and the rotation's arguments come last.
+        Of clamped_silu_mul, ``alpha``, ``limit``, infinite for none, and ``plus_one`` follow. Absmax is null or float32
+        ``[m]``, which is raised to the largest magnitude of each row of y. With a rotation, ``scale`` takes its place,
+        only for int8 blocks, and the rotation's arguments come last.
         """
         x = f"const {self.x.cpp}*"
-        gated = self.kind == "silu_mul"
+        gated, clamped = self.kind != "gelu_tanh", self.kind == "clamped_silu_mul"
         return (
             Param("x", "ptr", x),
             *(Param("up", "ptr", x),) * gated,
@@ -115,6 +120,7 @@ class ActivateRows(Kernel):
             Param("x_stride", "i64"),
             *(Param("up_stride", "i64"),) * gated,
             Param("columns", "i32"),
+            *(Param("alpha", "f32"), Param("limit", "f32"), Param("plus_one", "i32")) * clamped,
             *(self.rotation.params() if self.rotation else ()),
         )
 
@@ -123,16 +129,17 @@ class ActivateRows(Kernel):
         params, rotation = self.params(), self.rotation
         up = call_arguments(("up",), params)
         up_stride = call_arguments(("up_stride",), params, absent="0")
-        gated, aligned = flag(self.kind == "silu_mul"), flag(self.aligned)
+        gated, aligned = flag(self.kind != "gelu_tanh"), flag(self.aligned)
+        gate = ", qcut::ClampedGate{alpha, limit, plus_one}" if self.kind == "clamped_silu_mul" else ""
         statement = (
             f"qcut::activate_rows<{self.x.cpp}, {gated}, {self.block}, {aligned}>"
-            f"(x, {up}, y, absmax, x_stride, {up_stride}, columns);"
+            f"(x, {up}, y, absmax, x_stride, {up_stride}, columns{gate});"
         )
         if rotation:
             statement = (
                 f"qcut::activate_rotated<{self.x.cpp}, {gated}, {self.block}, {self.vectors}, {aligned}>"
                 f"(x, {up}, y, {call_arguments(('scale',), params)}, x_stride, {up_stride}, columns, "
-                f"{rotation.argument(self.x, self.vectors, self.threads)});"
+                f"{rotation.argument(self.x, self.vectors, self.threads)}{gate});"
             )
         return self._source(
             statement,

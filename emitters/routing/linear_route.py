@@ -29,6 +29,7 @@ CONSTRAINTS = (
     HALF_X,
     Constraint("weight", "is of the type of x, or f32", lambda k: k.weight in (k.x, DType.F32)),
     Constraint("logits", "are f32, or of the type of x and the weight", lambda k: k.logits in (k.weight, DType.F32)),
+    Constraint("bias", "of logits is f32 or of the weight's type", lambda k: k.bias in (None, k.weight, DType.F32)),
     Constraint("scores", f"are {', '.join(SCORES)}", lambda k: k.scores in SCORES),
     Constraint("count", f"is 1 to {_MAX_EXPERTS}", lambda k: 1 <= k.count <= _MAX_EXPERTS),
     Constraint(
@@ -61,6 +62,7 @@ class LinearRoute(Kernel):
         tokens: of a cluster; each has the same result whatever their number.
         arch: real architecture.
         early_read: whether the weight is read before the last kernel's end.
+        bias: element type of the logits' bias ``[count]``, which is read after the last kernel's end; or None.
 
     Exactness: logits are float32 sums in an order that depends on ``weight``, ``count`` and ``columns``. For given
     logits, that of `qcut.emitters.routing.route.RouteTokens`.
@@ -76,6 +78,7 @@ class LinearRoute(Kernel):
     tokens: int
     arch: str
     early_read: bool = False
+    bias: DType | None = None
 
     constraints = CONSTRAINTS
 
@@ -83,10 +86,10 @@ class LinearRoute(Kernel):
     def name(self) -> str:
         """``qcut_linear_route_{arch}_{x}_{weight}_{logits}_{scores}_{count}x{columns}_t{tokens}``.
 
-        ``_s`` if it compares scores, ``_early`` if it reads the weight early.
+        ``_s`` if it compares scores, ``_early`` if it reads the weight early, ``_b{bias}`` with a bias of logits.
         """
         types = f"{self.x.value}_{self.weight.value}_{self.logits.value}"
-        flags = "_s" * self.by_score + "_early" * self.early_read
+        flags = "_s" * self.by_score + "_early" * self.early_read + (f"_b{self.bias.value}" if self.bias else "")
         shape = f"{self.count}x{self.columns}_t{self.tokens}{flags}"
         return f"qcut_linear_route_{self.arch.replace('_', '')}_{types}_{self.scores}_{shape}"
 
@@ -119,7 +122,7 @@ class LinearRoute(Kernel):
         """``x``; ``weight``; ``bias``, float32 ``[count]`` or null; ``weights``, float32 ``[m, top_k]``; ``experts``.
 
         Then ``stride`` of the rows of x in elements, ``m``, and the options of `qcut.ops.routing.RouteOp`; ``top2`` is
-        1 if a group's score is the sum of its two largest.
+        1 if a group's score is the sum of its two largest. ``logits_bias`` comes last.
         """
         return (
             Param("x", "ptr", f"const {self.x.cpp}*"),
@@ -130,6 +133,7 @@ class LinearRoute(Kernel):
             Param("stride", "i64"),
             *(Param(name, "i32") for name in ("m", "top_k", "groups", "top_groups", "top2", "renormalize")),
             *(Param(name, "f32") for name in ("eps", "min_sum", "scaling")),
+            *((Param("logits_bias", "ptr", f"const {self.bias.cpp}*"),) if self.bias else ()),
         )
 
     def emit(self) -> KernelSource:
@@ -137,6 +141,7 @@ class LinearRoute(Kernel):
         types = f"{self.x.cpp}, {self.weight.cpp}, {self.logits.cpp}"
         choice = f"qcut::Scores::{KINDS[self.scores]}, {flag(self.by_score)}"
         tile = f"{self.tokens}, {self.experts}, {self.passes}, {self.block}, {flag(self.early_read)}"
+        tile += f", {self.bias.cpp}" if self.bias else ""
         arguments = ", ".join(param.name for param in self.params())
         return self._source(
             f"qcut::linear_route<{types}, {choice}, {self.count}, {self.columns}, {tile}>(\n      {arguments});",

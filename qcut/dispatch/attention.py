@@ -52,7 +52,7 @@ def select_attention(
         context: tokens that the cache has room for, or, if fewer, those that a window leaves or that
             sequences have at most.
         values: element type of values; None: that of keys.
-        scores: a window, a softcap.
+        scores: a window, a softcap, sinks.
 
     Raises:
         EmitError: neither form serves the shape.
@@ -126,7 +126,7 @@ def select_prompt_attention(
         group: query heads for each head of keys.
         context: tokens that the cache has room for, or, if fewer, those that a window leaves a chunk.
         values: element type of values; None: that of keys.
-        scores: a window, a softcap.
+        scores: a window, a softcap, sinks.
     """
     menu = prompt_attention_menu(x, cache, head, target.arch, values, scores)
     first = menu[0] if menu else None

@@ -29,7 +29,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
-from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows
+from qcut.emitters.decoder.activate import ActivateRows
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
 from qcut.emitters.decoder.cache import ROTATED_HEADS
@@ -218,7 +218,7 @@ def _rows(target: Target) -> Iterator[Kernel]:
                 with suppress(EmitError):
                     width = vectors * 128 // x.bits
                     yield NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags)
-        for kind in ACTIVATIONS:
+        for kind in ("silu_mul", "gelu_tanh"):
             yield ActivateRows(kind, x, arch, aligned)
         for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
             yield EmbedRows(x, table, arch, places, aligned, zeroes)

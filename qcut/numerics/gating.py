@@ -151,7 +151,8 @@ def clamped_silu_mul(
     Exactness: with alpha 1, bitwise ``F.silu(g) * w``; otherwise ``g / (1 + exp(-alpha * g))`` in float32.
     """
     if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        most = gate.new_tensor(limit)  # infinite where it is beyond the type
+        gate, up = torch.minimum(gate, most), up.clamp(-most, most)
     if alpha == 1.0:
         silu = F.silu(gate)
     else:

@@ -15,7 +15,7 @@ from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt import tiles
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PromptWgmma
-from qcut.emitters.attention.scores import FORMS
+from qcut.emitters.attention.scores import FORMS, SUNK
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType
@@ -184,6 +184,6 @@ def test_softmax_runs_beside_the_products_of_values() -> None:
 def test_forms_of_attention_take_the_same_arguments() -> None:
     for cache in (F16, S8):
         assert replace(PROMPT_WGMMA, cache=cache).params() == replace(PROMPT_MMA, cache=cache).params()
-    for form in FORMS:
+    for form in (*FORMS, *SUNK):
         for desc in (MMA, DECODE, PROMPT_MMA, PROMPT_WGMMA):
             assert replace(desc, scores=form).params() == (*desc.params(), *form.params())

@@ -13,6 +13,7 @@ from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.attention.scores import Scores
+from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.activate import ActivateRows
 from qcut.emitters.decoder.append import RotateAndAppend
@@ -32,6 +33,7 @@ from tests.support.binaries import build, listing
 from tests.support.fakes.launches import H200
 
 ARCH, F16 = H200.arch, DType.F16
+SINKS = Scores(sinks=True)
 WAIT, LAUNCH = "ACQBULK", "PREEXIT"  # griddepcontrol.wait and .launch_dependents
 READS = ("LDG", "LD.", "UTMALDG", "UBLKCP", "ATOM", "RED.")
 
@@ -63,16 +65,21 @@ def linear_route(early_read: bool) -> LinearRoute:
 def unpromised() -> list[KernelSource]:
     """Kernels that begin early whatever their caller promises."""
     attention = AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 4)
+    sunk = replace(attention, scores=SINKS)
     return [
         per_token_spec(F16, 1, 256, H200, aligned=True).source,
         per_tensor_spec(F16, 256, H200, aligned=True).source,
         stream("none").source,
         INT8_MMA.emit(replace(INT8, device_m=True), SMALL, ARCH),
-        ActivateRows("silu_mul", F16, ARCH, True).emit(),
+        *(ActivateRows(kind, F16, ARCH, True).emit() for kind in ("silu_mul", "clamped_silu_mul")),
         RotateAndAppend(F16, F16, 64, "half", ARCH, False, True).emit(),
         ArgmaxRows(F16, ARCH, True).emit(),
         attention.emit(),
         *(AttentionAppend(attention, True, norms).emit() for norms in (False, True)),
+        *(kind.emit() for kind in (sunk, AttentionAppend(sunk, True))),
+        *(kind.for_shape(F16, F16, 64, ARCH, scores=SINKS).emit() for kind in (PromptMma, PromptWgmma)),
+        AttentionDecode.for_shape(F16, F16, 64, 2, ARCH, SINKS).emit(),
+        LinearRoute(F16, F16, F16, "logits", False, 128, 2048, 1, ARCH, False, F16).emit(),
         PromptMma.for_shape(F16, DType.S8, 64, ARCH).emit(),
         *(PromptWgmma.for_shape(F16, cache, 128, ARCH).emit() for cache in (F16, DType.S8)),
         EmbedRows(F16, DType.S8, ARCH, True, True).emit(),
@@ -96,10 +103,10 @@ def test_routings_launch_their_dependents_after_the_wait() -> None:
 
 def test_routers_read_their_weight_before_they_wait() -> None:
     desc = linear_route(True)
-    (binary,) = build(desc.emit())
-    assert len(reads_early(binary.cubin)) == desc.experts * desc.passes, "the weight alone"
-    names = listing(binary.cubin)
-    assert names.index(WAIT) < names.index(LAUNCH)
+    for binary in build(desc.emit(), replace(desc, bias=F16).emit()):
+        assert len(reads_early(binary.cubin)) == desc.experts * desc.passes, "the weight alone"
+        names = listing(binary.cubin)
+        assert names.index(WAIT) < names.index(LAUNCH)
 
 
 def test_experts_launch_their_dependents_after_the_wait() -> None:
@@ -123,6 +130,7 @@ def test_stream_of_given_weights_does_not_wait() -> None:
 def test_settled_steps_read_the_cache_before_they_wait() -> None:
     forms = [AttentionMma.for_shape(F16, cache, 64, 2, ARCH, 4) for cache in (F16, DType.S8, DType.U4)]
     forms.append(AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 1, None, Scores(windowed=True, ring=True)))
+    forms.append(AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 4, None, SINKS))
     for form in forms:
         pair = [AttentionAppend(form, True, False, settled).emit() for settled in (False, True)]
         assert [source.name.removesuffix("_settled") for source in pair] == [pair[0].name] * 2

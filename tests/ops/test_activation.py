@@ -25,6 +25,7 @@ def test_activations_are_transformers(dtype: torch.dtype) -> None:
 
 
 GATES = (
+    (1.0, 1e6, False),
     (1.702, 7.0, True),
     (1.0, 3.3, False),
     (0.5, 0.0, True),
@@ -45,7 +46,7 @@ def test_clamped_gates_are_float64s_of_rounded_parts(
     g, u = gate.double().clamp(max=most), up.double().clamp(-most, most)
     want = (u + 1 if plus_one else u) * g * torch.sigmoid(alpha * g)
     unit = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}[dtype]
-    allowed = (3.1 * unit + (8 + alpha * g.abs()) * 2.0**-24) * want.abs()  # of float32, the exponent's too
+    allowed = (3.1 * unit + (8 + 2 * alpha * g.abs()) * 2.0**-24) * want.abs()  # of float32, the exponent's too
     finite = want.abs() < 0.99 * torch.finfo(dtype).max
     slack = torch.finfo(dtype).smallest_normal * (1 + g.abs()) * (1 + u.abs())  # exp overflows in float32
     assert ((got.double() - want).abs() <= allowed + slack)[finite].all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,24 +20,25 @@ from qcut.ops.registry import serves
 @serves(SiluMulOp)
 def silu_mul(call: SiluMulOp) -> Tensor:
     call.check()
-    return _launch("silu_mul", call.absmax, call.gate, call.up)
+    return _launch(*_gate(call), call.absmax, call.gate, call.up)
 
 
 @serves(GeluTanhOp)
 def gelu_tanh(call: GeluTanhOp) -> Tensor:
     call.check()
-    return _launch("gelu_tanh", call.absmax, call.x)
+    return _launch("gelu_tanh", (), call.absmax, call.x)
 
 
 @serves(ActivateRotatedOp)
 def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     call.check()
-    kind, columns, dtype = "gelu_tanh" if call.up is None else "silu_mul", call.x.shape[1], call.x.dtype
+    kind, gate = ("gelu_tanh", ()) if call.up is None else _gate(call)
+    columns, dtype = call.x.shape[1], call.x.dtype
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, columns), len(call.seeds))
     device = call.x.get_device()
     gpu = target(device)
     if not rotates_rows(gpu, ActivateRows.rotating, kind, DTYPES[dtype], gpu.arch, columns, rotation):
-        y = _launch(kind, None, call.x, *(() if call.up is None else (call.up,)))
+        y = _launch(kind, gate, None, call.x, *(() if call.up is None else (call.up,)))
         return rotate(call.rotation(y))
     blocks, scale = call.rotation(call.x).fake()
     if len(call.x) == 0:
@@ -47,9 +50,16 @@ def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     plan = _plans[key]
     scales = (scale.data_ptr(),) if rotation.quantized else ()
     rotation_args = (signs.data_ptr(), 32 * signs.shape[1])
-    args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *rotation_args)
+    args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *gate, *rotation_args)
     plan.launch(len(call.x), args, current_stream(device))
     return blocks, scale
+
+
+def _gate(call: SiluMulOp | ActivateRotatedOp) -> tuple[str, tuple[float, ...]]:
+    """The kind of kernel, and the numbers that it takes."""
+    if (call.alpha, call.limit, call.plus_one) == (1.0, 0.0, False):
+        return "silu_mul", ()
+    return "clamped_silu_mul", (call.alpha, call.limit or math.inf, int(call.plus_one))
 
 
 def _rows(*operands: Tensor) -> tuple[list[Tensor], list[int], bool]:
@@ -60,7 +70,7 @@ def _rows(*operands: Tensor) -> tuple[list[Tensor], list[int], bool]:
     return given, strides, is_aligned(*given) and all(n * size % 16 == 0 for n in (columns, *strides))
 
 
-def _launch(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
+def _launch(kind: str, gate: tuple[float, ...], absmax: Tensor | None, *operands: Tensor) -> Tensor:
     """Queue the kernel on rows of any strides."""
     given, strides, aligned = _rows(*operands)
     (m, columns), dtype = given[0].shape, given[0].dtype
@@ -71,7 +81,7 @@ def _launch(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
     key = (kind, dtype, aligned, columns, device)
     plan = _plans[key]
     largest = 0 if absmax is None else absmax.data_ptr()
-    args = (*(t.data_ptr() for t in given), y.data_ptr(), largest, *strides, columns)
+    args = (*(t.data_ptr() for t in given), y.data_ptr(), largest, *strides, columns, *gate)
     plan.launch(m, args, current_stream(device))
     return y
 

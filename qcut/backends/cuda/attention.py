@@ -154,10 +154,12 @@ def ring_arguments(call: AppendKvOp | DecodeAttentionOp | AppendAttentionOp | Pr
 
 def scores_arguments(call: DecodeAttentionOp | AppendAttentionOp | PromptAttentionOp) -> tuple[int | float, ...]:
     """``scale`` of kernels of attention, and what `Scores` adds: see `qcut.emitters.attention.scores`."""
-    window, ring = (call.window,) if seen_through(call) else (), ring_arguments(call)
+    window, rest = (call.window,) if seen_through(call) else (), ring_arguments(call)
+    if call.sinks is not None:
+        rest = (*rest, call.sinks.data_ptr())
     if call.softcap:
-        return (2 * _LOG2_E * call.scale / call.softcap, *window, call.softcap * _LOG2_E, *ring)
-    return (call.scale * _LOG2_E, *window, *ring)
+        return (2 * _LOG2_E * call.scale / call.softcap, *window, call.softcap * _LOG2_E, *rest)
+    return (call.scale * _LOG2_E, *window, *rest)
 
 
 class Counters:
@@ -290,7 +292,7 @@ def _plan_for(form: Form, call: DecodeAttentionOp | AppendAttentionOp) -> Attent
     q, keys = call.q, call.keys
     (_, kv_heads, context, _), window = keys.shape, seen_through(call)
     places = min(window or context, call.reach or context)
-    options = (window > 0, call.softcap > 0, call.ring > 0)
+    options = (window > 0, call.softcap > 0, call.ring > 0, call.sinks is not None)
     steps = (False, False) if isinstance(call, DecodeAttentionOp) else (len(call.norms) > 0, call.early_read)
     key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans[key]
@@ -305,7 +307,7 @@ def _attention_plans(
     q: torch.Size,
     kv_heads: int,
     places: int,
-    options: tuple[bool, bool, bool],
+    options: tuple[bool, bool, bool, bool],
     norms: bool,
     early_read: bool,
     device: int,

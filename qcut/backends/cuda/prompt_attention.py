@@ -39,6 +39,7 @@ def prompt_attention(call: PromptAttentionOp) -> Tensor:
         seen_through(call),
         call.softcap > 0,
         call.ring,
+        call.sinks is not None,
         q.get_device(),
     )
     plan = _plans[key]
@@ -75,13 +76,14 @@ def _plans(
     window: int,
     capped: bool,
     ring: int,
+    sunk: bool,
     device: int,
 ) -> LaunchPlan | str:
     gpu, sequences, group = target(device), count // length, heads // kv_heads
     shape = {"sequences": sequences, "length": length, "kv_heads": kv_heads, "group": group}
     value_dtype = None if values is keys else DTYPES[values]
     read = min(ring or context, window + length) if window else context
-    options = {"context": read, "values": value_dtype, "scores": Scores(window > 0, capped, ring > 0)}
+    options = {"context": read, "values": value_dtype, "scores": Scores(window > 0, capped, ring > 0, sunk)}
     desc = select_prompt_attention(DTYPES[dtype], DTYPES[keys], head, gpu, **shape, **options)  # type: ignore[arg-type]
     if desc is None or (ring and context % desc.keys):
         return _IN_TORCH

@@ -53,10 +53,13 @@ def linear_route(call: LinearRouteOp) -> tuple[Tensor, Tensor]:
         return weights, experts
     bias = None if call.bias is None else call.bias.contiguous()
     types, shape = (x.dtype, weight.dtype, call.logits_dtype), (count, columns, tokens)
-    plan = _router_plans[(*types, call.scores, compares_scores(call), *shape, call.early_read, device)]
+    logits_bias = None if call.logits_bias is None else call.logits_bias.contiguous()
+    added = None if logits_bias is None else logits_bias.dtype
+    plan = _router_plans[(*types, call.scores, compares_scores(call), *shape, call.early_read, added, device)]
     given = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())
     pointers = (*given, weights.data_ptr(), experts.data_ptr())
-    plan.launch(m, (*pointers, stride, m, *_options(call)), current_stream(device))
+    last = () if logits_bias is None else (logits_bias.data_ptr(),)
+    plan.launch(m, (*pointers, stride, m, *_options(call), *last), current_stream(device))
     return weights, experts
 
 
@@ -130,10 +133,12 @@ def _router_plans(
     columns: int,
     tokens: int,
     early_read: bool,
+    logits_bias: torch.dtype | None,
     device: int,
 ) -> LaunchPlan:
     types, arch = (DTYPES[x], DTYPES[weight], DTYPES[logits]), target(device).arch
-    desc = LinearRoute(*types, scores, by_score, count, columns, tokens, arch, early_read)
+    added = None if logits_bias is None else DTYPES[logits_bias]
+    desc = LinearRoute(*types, scores, by_score, count, columns, tokens, arch, early_read, added)
     return LaunchSpec(desc.emit(), desc.grid, pdl=pdl(device)).load(device)
 
 

@@ -179,6 +179,7 @@ def check_sinks(op: str, sinks: Tensor | None, q: Tensor) -> None:
     """Check logits of sinks, one for each head of queries."""
     if sinks is not None:
         check_tensor(op, "sinks", sinks, F32, (q.shape[1],), q.device)
+        _check_contiguous(op, "sinks", sinks)
 
 
 def check_queries(op: str, q: Tensor) -> tuple[int, int]:

@@ -194,7 +194,7 @@ class DecodeAttentionOp(NamedTuple):
         ring: as in `AppendKvOp`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
         reach: most places of a sequence that this call is made fast for, its own last one included; 0: as many as the
             cache has. Sequences that are longer are read as well, as far as they go, in more time.
-        sinks: float32 ``[heads]``, finite or minus infinity, which is none; None: no head has one.
+        sinks: float32 ``[heads]``, contiguous, finite or minus infinity, which is none; None: no head has one.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -265,9 +265,9 @@ class AppendAttentionOp(NamedTuple):
     With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNormOp` without a
     residual, a head a row. Queries are not written back.
 
-    The overload ``early_read`` promises that positions, slots, tables, norms and cache are ready: no kernel has written
-    them since the last kernel that was launched after all before it had ended, as the first of a CUDA graph is. On
-    CUDA, kernels for 16-bit queries then read the cache while their predecessor still runs.
+    The overload ``early_read`` promises that positions, slots, tables, norms, sinks and cache are ready: no kernel has
+    written them since the last kernel that was launched after all before it had ended, as the first of a CUDA graph is.
+    On CUDA, kernels for 16-bit queries then read the cache while their predecessor still runs.
 
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.

@@ -116,6 +116,34 @@ def test_rings_are_bounded_by_places(launches: Launches) -> None:
     assert launches[0]["grid"] == launches[-1]["grid"]
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"window": 5, "ring": 5000, "softcap": 2.0}], ids=str)
+def test_sinks_are_an_argument_of_a_kernel(launches: Launches, int8: bool, options: dict[str, Any]) -> None:
+    sinks = torch.randn(4)
+    for dtype in (torch.float16, torch.float32):
+        one = step(dtype, int8=int8)._replace(**options, sinks=sinks)
+        for call in (one, one._replace(sinks=None)):
+            attention_cuda.append_attention(call)
+            attention_cuda.decode_attention(call.parts[1])
+    attend = [launch for launch in launches if "_attention_" in launch["kernel"]]
+    assert len(attend) == 8
+    for sunk, plain in zip((*attend[:2], *attend[4:6]), (*attend[2:4], *attend[6:]), strict=True):
+        assert sunk["sinks"] == sinks.data_ptr()
+        assert "sinks" not in plain
+        assert sunk["kernel"].replace("_sink", "") == plain["kernel"]
+        assert sunk["grid"] == plain["grid"]
+        assert {sunk[name] == plain[name] for name in ("scale", *(set(options) & {"window", "ring"}))} == {True}
+
+
+def test_sinks_go_with_norms_of_heads(launches: Launches) -> None:
+    norms = {"query_norm": torch.ones(HEAD).half(), "key_norm": torch.ones(HEAD).half(), "eps": 0.25}
+    one = step()._replace(**norms, sinks=torch.randn(4))
+    attention_cuda.append_attention(one)
+    (launch,) = launches
+    same(launch, one, "query_norm", "key_norm", "sinks")
+    assert launch["eps"] == 0.25
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_reach_chooses_kernels_and_cache_gives_strides(launches: Launches, dtype: torch.dtype) -> None:
     long, short = step(dtype, batch=1), step(dtype, batch=1)

@@ -25,6 +25,7 @@ from qcut.ops.quantize import QuantizePerTokenOp
 from tests.support.fakes.launches import H200, Launches, note_launches
 
 HALF = torch.float16
+GATE = ("alpha", "limit", "plus_one")
 
 
 @pytest.fixture
@@ -74,6 +75,12 @@ def test_activations(noted: Callable[[Any], Launches]) -> None:
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True, False]
     activation.gelu_tanh(GeluTanhOp(up[:0]))
     assert len(launches) == 4
+    for numbers, given in (((1.5, 7.0, True), (1.5, 7.0, 1)), ((1.0, 0.0, True), (1.0, float("inf"), 1))):
+        activation.silu_mul(SiluMulOp(gate, up, absmax, *numbers))
+        has(launches[-1], x=gate, up=up, absmax=absmax, columns=72, **dict(zip(GATE, given, strict=True)))
+        assert launches[-1]["kernel"] == launches[0]["kernel"].replace("silu_mul", "clamped_silu_mul")
+    activation.silu_mul(SiluMulOp(gate, up, None, 1.0, 0.0, False))
+    assert launches[-1]["kernel"] == launches[0]["kernel"]
 
 
 @pytest.mark.parametrize(("to", "passes"), [(HALF, 2), (torch.int8, 1)])
@@ -90,21 +97,26 @@ def test_rotated_rows(
     scales = {"scale": scale} if to is torch.int8 else {}
     has(norms[-1], x=x, residual=residual, sum=total, weight=weight, y=blocks, x_stride=192, k=192, **scales)
     has(norms[-1], signs=signs, k_padded=256, eps=1e-6)
-    of_gate = ActivateRotatedOp(x, residual, *turned, True)
+    of_gate = ActivateRotatedOp(x, residual, *turned, early_read=True)
     blocks, scale = activation.activate_rotated(of_gate)
     scales = {"scale": scale} if to is torch.int8 else {}
     has(activations[-1], x=x, up=residual, y=blocks, columns=192, signs=signs, k_padded=256, **scales)
     assert activations[-1]["grid"] == (9, 1, 1)
-    activation.activate_rotated(ActivateRotatedOp(x, None, *turned, True))
+    activation.activate_rotated(ActivateRotatedOp(x, None, *turned, early_read=True))
     assert ("up" in activations[-1], len(norms), len(activations), len(rotations)) == (False, 1, 2, 0)
+    clamped = ActivateRotatedOp(x, residual, *turned, 1.5, 7.0, True)
+    blocks, _ = activation.activate_rotated(clamped)
+    has(activations[-1], x=x, up=residual, y=blocks, alpha=1.5, limit=7.0, plus_one=1, signs=signs, k_padded=256)
+    activations.pop()
     for module, serve, call in (
         (norm, norm.add_norm_rotated, of_norm),
-        (activation, activation.activate_rotated, of_gate),
+        (activation, activation.activate_rotated, clamped),
     ):
         monkeypatch.setattr(module, "rotates_rows", lambda *_, **__: False)
         serve(call)
     assert (len(norms), len(activations), len(rotations)) == (2, 3, 2)
     assert [launch["signs"] for launch in rotations] == [signs.data_ptr()] * 2
+    has(activations[-1], alpha=1.5, limit=7.0, plus_one=1)
 
 
 def plain_norms(x: Tensor, **options: Any) -> list[tuple[Callable[..., Any], Any]]:

@@ -107,6 +107,20 @@ def test_rings_hold_whole_blocks(launches: Launches) -> None:
     assert (y - ring._replace(**stored).cpu()).abs().max() <= 1e-2
 
 
+def test_sinks_are_an_argument_of_the_kernel(launches: Launches) -> None:
+    for options in ({}, {"window": 50}, {"window": 50, "softcap": 2.0, "ring": 5000}):
+        sunk = chunk(8)._replace(sinks=torch.randn(4), **options)
+        prompt_attention_cuda.prompt_attention(sunk)
+        prompt_attention_cuda.prompt_attention(sunk._replace(sinks=None))
+        same(launches[-2], sunk, "sinks")
+        assert launches[-2]["kernel"] == launches[-1]["kernel"] + "_sink"
+        assert launches[-2]["grid"] == launches[-1]["grid"]
+    other = chunk(8, dtype=torch.float32)._replace(sinks=torch.randn(4), absmax=None)
+    y = prompt_attention_cuda.prompt_attention(other)
+    assert len(launches) == 6
+    assert (y - other.cpu()).abs().max() <= 1e-4
+
+
 def test_nobody_launches_nothing(launches: Launches) -> None:
     call = chunk(8)
     nobody = call._replace(q=call.q[:0], starts=call.starts[:0], lengths=call.lengths[:0], absmax=None)

@@ -74,6 +74,18 @@ def test_routers(launches: Launches) -> None:
     assert len(launches) == 7
 
 
+def test_biases_of_logits_are_in_the_kernel(launches: Launches) -> None:
+    x, weight = torch.randn(5, 96).half(), torch.randn(60, 96).half()
+    for bias in (torch.randn(60).half(), torch.randn(60)):
+        call = LinearRouteOp(x, weight, torch.float16, None, "logits", 4, logits_bias=bias, early_read=True)
+        routing.linear_route(call)
+        has(launches[-1], weight=weight, logits_bias=bias, bias=0)
+        kind = "f16" if bias.dtype is torch.float16 else "f32"
+        assert launches[-1]["kernel"] == f"{ROUTER}f16_f16_f16_logits_60x96_t1_early_b{kind}"
+        routing.linear_route(call._replace(x=torch.randn(65, 96).half()))
+        assert launches[-1]["kernel"] == "qcut_route_sm90a_f16_logits_e64"
+
+
 def test_other_routers_are_a_product_and_a_choice(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(5, 96).half(), torch.randn(60, 96).half()
 

@@ -11,7 +11,7 @@ from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PromptWgmma
-from qcut.emitters.attention.scores import FORMS, PLAIN, Scores
+from qcut.emitters.attention.scores import FORMS, PLAIN, SUNK, Scores
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType, KernelSource
 from tests.emitters.conformance.row import Row
@@ -24,13 +24,15 @@ PROMPT_WGMMA = PromptWgmma(F16, F16, 128, ARCH)
 PROMPT_MMA = PromptMma(F16, F16, 128, "sm_80")
 CACHES: tuple[Any, ...] = ((F16, F16, None), (BF16, S8, None), (F16, U4, None), (BF16, S8, U4))
 """Types of queries, keys and values."""
+SCORED = (*FORMS[1:], *SUNK)
+"""Options of scores, each combination once."""
 
 
 def decode_sources(arch: str) -> Iterator[KernelSource]:
     heads = ((F16, F16, 128, 4), (F16, S8, 128, 4), (BF16, BF16, 64, 1), (F32, F32, 8, 2), (F32, F32, 256, 1))
     for head in (*heads, (F16, F16, 256, 8)):
         yield AttentionDecode.for_shape(*head, arch).emit()
-    for form in FORMS[1:]:
+    for form in SCORED:
         for x, cache, head in ((F32, F32, 64), (F32, S8, 128)):
             yield AttentionDecode.for_shape(x, cache, head, 2, arch, form).emit()
 
@@ -47,7 +49,7 @@ def mma_attention(arch: str) -> list[AttentionMma]:
 
 
 def scored(arch: str) -> Iterator[AttentionMma]:
-    for form in FORMS[1:]:
+    for form in SCORED:
         for x, cache, head, queries in ((F16, F16, 128, 4), (BF16, S8, 128, 8), (F16, U4, 64, 2), (F16, F16, 256, 2)):
             yield AttentionMma.for_shape(x, cache, head, queries, arch, scores=form)
         if arch == ARCH:
@@ -64,6 +66,11 @@ def append_sources(arch: str) -> Iterator[KernelSource]:
         yield AttentionAppend(desc, i % 4 != 3).emit()
     for desc in scored(arch):
         yield AttentionAppend(desc, True).emit()
+    for form in (SUNK[0], SUNK[4]):  # heads of GPT-OSS
+        for cluster in (1, 8) if arch == ARCH else (1,):
+            kernel = AttentionMma.for_shape(BF16, BF16, 64, 8, arch, cluster, None, form)
+            yield AttentionAppend(kernel, True, settled=True).emit()
+            yield AttentionAppend(kernel, False, True).emit()
     for form in (PLAIN, Scores(windowed=True)):
         for (x, keys, values), (head, queries) in ((c, h) for c in CACHES for h in ((128, 4), (128, 8), (256, 4))):
             cluster = 8 if arch == ARCH and queries == 4 and head == 128 else 1
@@ -101,7 +108,7 @@ SCORED_HEADS: Any = ((F16, F16, 128), (BF16, S8, 128), (F16, U4, 64), (F16, F16,
 
 def prompt_mma_sources(arch: str) -> Iterator[KernelSource]:
     yield from (desc.emit() for desc in mma_prompts(arch))
-    for form in FORMS[1:]:
+    for form in SCORED:
         for head in SCORED_HEADS:
             yield replace(PromptMma.for_shape(*head, arch), scores=form).emit()
 
@@ -109,14 +116,17 @@ def prompt_mma_sources(arch: str) -> Iterator[KernelSource]:
 def prompt_wgmma_sources(arch: str) -> Iterator[KernelSource]:
     if arch == ARCH:
         yield from (desc.emit() for desc in wgmma_prompts())
-        for form in FORMS[1:]:
+        for form in SCORED:
             for head in SCORED_HEADS:
                 yield replace(PromptWgmma.for_shape(*head, arch), scores=form).emit()
+        for form in (SUNK[0], SUNK[4]):
+            for parts in (1, 4):
+                yield PromptWgmma.for_shape(BF16, BF16, 64, arch, 1, parts, scores=form).emit()
 
 
 def spilt(source: KernelSource) -> int:
     """Two words: heads of 256 over an int8 cache with a window and a softcap, of Gemma 2."""
-    both = any(form.suffix in source.name for form in FORMS if form.windowed and form.capped)
+    both = any(form.suffix in source.name for form in SCORED if form.windowed and form.capped)
     return 8 if "s8_h256" in source.name and both else 0
 
 

@@ -64,7 +64,15 @@ def norms(arch: str) -> Iterator[KernelSource]:
 def activations(arch: str) -> Iterator[KernelSource]:
     for rotation in rotations():
         yield ActivateRows.rotating("silu_mul", F16, arch, 14336, rotation).emit()
-    for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
+    yield ActivateRows.rotating("clamped_silu_mul", BF16, arch, 2880, RowsRotation(BF16, 64)).emit()
+    yield ActivateRows.rotating("clamped_silu_mul", F16, arch, 14336, ROTATION).emit()
+    for x, kind, aligned in (
+        (F16, "silu_mul", True),
+        (BF16, "gelu_tanh", True),
+        (F32, "silu_mul", False),
+        (BF16, "clamped_silu_mul", True),
+        (F32, "clamped_silu_mul", False),
+    ):
         yield ActivateRows(kind, x, arch, aligned).emit()
 
 

@@ -36,6 +36,9 @@ def linear_routers(arch: str) -> Iterator[KernelSource]:
         yield LinearRoute(BF16, F32, F32, "softmax", True, 64, 2560, tokens, arch).emit()
         yield LinearRoute(BF16, F32, F32, "softmax", False, 64, 4096, tokens, arch, True).emit()
         yield LinearRoute(F16, F16, F32, "logits", True, 60, 8192, tokens, arch, True).emit()
+        yield LinearRoute(BF16, BF16, BF16, "logits", False, 128, 2880, tokens, arch, True, BF16).emit()
+        yield LinearRoute(BF16, F32, F32, "logits", tokens > 1, 32, 2880, tokens, arch, bias=F32).emit()
+    yield LinearRoute(F16, F16, F16, "sigmoid", True, 1000, 1000, 2, arch, bias=F32).emit()
     yield LinearRoute(F16, F16, F16, "logits", False, 8, 4096, 1, arch).emit()
     yield LinearRoute(BF16, BF16, BF16, "sigmoid", True, 1000, 1000, 4, arch).emit()
 
@@ -78,6 +81,7 @@ ROWS = {
             "x": [{"x": F32}],
             "weight": [{"weight": BF16}, {"weight": S8}],
             "logits": [{"logits": BF16}, {"weight": F32, "logits": F16}],
+            "bias": [{"bias": BF16}, {"bias": S8}],
             "scores": [{"scores": "relu"}],
             "count": [{"count": 0}, {"count": 1025}],
             "columns": [{"columns": 0}, {"columns": 100}, {"columns": MAX_COLUMNS + 8}],

@@ -18,9 +18,10 @@ namespace qcut {
 // may still run: the first keys and values are in flight before the kernel waits for those.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
           bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false,
-          bool kSettled = false>
+          bool kSettled = false, bool kSinks = false>
 struct AppendAttention {
-  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped, kRing>;
+  using Attention =
+      TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped, kRing, kSinks>;
   using Merge = typename Attention::Merge;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
@@ -151,7 +152,8 @@ struct AppendAttention {
                                              long long kv_stride, long long batch_stride, int kv_heads, int queries,
                                              int context, float scale, int window = 0, float softcap = 0.0f,
                                              int ring = 0, const T* query_weight = nullptr,
-                                             const T* key_weight = nullptr, float eps = 0.0f) {
+                                             const T* key_weight = nullptr, float eps = 0.0f,
+                                             const float* sinks = nullptr) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -160,6 +162,7 @@ struct AppendAttention {
     Merge::begin(shared.merge, place.mine);
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
     if constexpr (!kSettled) wait_for_dependencies();
+    Merge::fetch_sinks(shared.merge, sinks + place.head, place.mine);
 
     const int position = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1), slot = slots[place.batch];
     rows.length = position + 1;
@@ -220,6 +223,7 @@ struct AppendAttention {
     };
     Attention::attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, arrive, softcap);
     Attention::record(shared.merge.records[warp], state, g, t);
+    Merge::await_sinks();
     __syncthreads();
     Merge::run(shared.merge, out + place.first_out() * kHead, place.mine, workspace, counters,
                absmax == nullptr ? nullptr : absmax + place.batch);

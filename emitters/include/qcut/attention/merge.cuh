@@ -10,6 +10,7 @@
 #pragma once
 
 #include <qcut/core/barrier.cuh>
+#include <qcut/core/mma.cuh>
 #include <qcut/attention/softmax.cuh>
 #include <qcut/decoder/nibbles.cuh>
 
@@ -23,9 +24,18 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   return before;
 }
 
+// Sinks of a CTA's queries; empty without.
+template <bool kSinks, int kGroup>
+struct SinkRoom {};
+template <int kGroup>
+struct SinkRoom<true, kGroup> {
+  float sinks[kGroup];
+};
+
 // T is the type of results. With kTurned, values are rotated (nibbles.cuh) and results are rotated back. A
-// kernel calls begin() first and run() last.
-template <class T, int kHead, int kGroup, int kWarps, int kCluster, bool kTurned = false>
+// kernel calls begin() first and run() last. With kSinks, it calls fetch_sinks() early, and await_sinks() before the
+// barrier that precedes run(): sinks are added where results are divided, once.
+template <class T, int kHead, int kGroup, int kWarps, int kCluster, bool kTurned = false, bool kSinks = false>
 struct AttentionMerge {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRecord = kHead + 4;                            // weighted values, maximum, sum
@@ -34,7 +44,7 @@ struct AttentionMerge {
   static constexpr int kMaxParts = kCluster > 1 ? kCluster : 64;
   static_assert(kHead % 4 == 0, "heads are whole vectors");
 
-  struct Shared {
+  struct Shared : SinkRoom<kSinks, kGroup> {
     alignas(16) float records[kWarps][kGroup][kRecord];
     alignas(16) float4 received[kCluster > 1 ? kCluster * kShare : 1];
     float2 parts[kMaxParts][kGroup];  // maximum and sum
@@ -67,6 +77,23 @@ struct AttentionMerge {
       sum.value.w = fmaf(weight, v.w, sum.value.w);
     }
     return sum;
+  }
+
+  // Starts copying the sinks of the CTA's `mine` queries.
+  static __device__ __forceinline__ void fetch_sinks(Shared& shared, const float* sinks, int mine) {
+    if constexpr (kSinks) {
+      const int query = threadIdx.x;
+      if (query < mine) copy_async<4>(shared_address(&shared.sinks[query]), sinks + query, false);
+    }
+  }
+  static __device__ __forceinline__ void await_sinks() {
+    if constexpr (kSinks) copy_async_wait_all();
+  }
+
+  // Adds the sink of a query to a sum of all its weights.
+  static __device__ __forceinline__ void add_sink(Combined& sum, [[maybe_unused]] const Shared& shared,
+                                                  [[maybe_unused]] int query) {
+    if constexpr (kSinks) sum.weights += sink_weight(shared.sinks[query], sum.peak);
   }
 
   // Stores four columns and returns the bits of their largest magnitude.
@@ -177,16 +204,20 @@ struct AttentionMerge {
       barrier_wait_cluster(barrier);
       for (int i = threadIdx.x; i * kCluster + part < vectors; i += kThreads) {
         const int v = i * kCluster + part;
-        const Combined sum = combined(
+        Combined sum = combined(
             kCluster, [&](int p) { return shared.parts[p][v / (kHead / 4)]; },
             [&](int p) { return shared.received[p * kShare + i]; });
+        add_sink(sum, shared, v / (kHead / 4));
         peak = max(peak, store(out + 4 * v, sum));
       }
       note();
       return;
     }
     if (parts == 1) {
-      for_vectors(mine, of_warps, [&](int v, const Combined& sum) { peak = max(peak, store(out + 4 * v, sum)); });
+      for_vectors(mine, of_warps, [&](int v, Combined sum) {
+        add_sink(sum, shared, v / (kHead / 4));
+        peak = max(peak, store(out + 4 * v, sum));
+      });
       note();
       return;
     }
@@ -210,11 +241,12 @@ struct AttentionMerge {
     __syncthreads();
     for (int v = threadIdx.x; v < vectors; v += kThreads) {
       const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
-      const Combined sum = combined(
+      Combined sum = combined(
           parts, [&](int p) { return shared.parts[p][query]; },
           [&](int p) {
             return __ldcg(reinterpret_cast<const float4*>(records + (p * kGroup + query) * kRecord + column));
           });
+      add_sink(sum, shared, query);
       peak = max(peak, store(out + 4 * v, sum));
     }
     note();

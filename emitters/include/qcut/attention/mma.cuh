@@ -158,9 +158,9 @@ struct RowPieces {
 // Queries are rotated like 4-bit keys. AttentionMma in emitters/attention/mma.py describes the sizes.
 // With kWindowed, a query sees the last `window` keys up to its own: the others are not loaded. With kCapped, scores are
 // softcap * tanh(q K / softcap): `scale` then has capped()'s factor. With kRing, positions are below `ring`, and
-// position p is row p % context.
+// position p is row p % context. With kSinks, each head of queries has a sink.
 template <class T, class C, class V, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_,
-          bool kWindowed_ = false, bool kCapped_ = false, bool kRing_ = false>
+          bool kWindowed_ = false, bool kCapped_ = false, bool kRing_ = false, bool kSinks = false>
 struct TensorAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kTiles = kTiles_, kCluster = kCluster_;
   static constexpr int kThreads = 32 * kWarps;
@@ -174,7 +174,7 @@ struct TensorAttention {
   using Codes = MaskedNibbles<T>;
   static constexpr int kSteps = KeyPieces::kOwn * KeyPieces::kSize / 4;    // products of S: 16 columns each
   static constexpr int kRows = ValuePieces::kOwn * ValuePieces::kSize / 2;  // products of O: 16 columns each
-  using Merge = AttentionMerge<T, kHead, kGroup, kWarps, kCluster, kTurnedValues>;
+  using Merge = AttentionMerge<T, kHead, kGroup, kWarps, kCluster, kTurnedValues, kSinks>;
   static constexpr unsigned kAll = 0xffffffffu;
   static_assert(kScaled == CacheType<V>::kScaled, "keys and values have scales, or neither");
   static_assert(1 <= kGroup && kGroup <= 8, "queries are the columns of a product");
@@ -573,7 +573,8 @@ struct TensorAttention {
                                              const ValueScale* value_scales, const int* positions, T* out,
                                              float* workspace, unsigned* counters, long long q_stride,
                                              long long batch_stride, int kv_heads, int queries, int context,
-                                             float scale, int window = 0, float softcap = 0.0f, int ring = 0) {
+                                             float scale, int window = 0, float softcap = 0.0f, int ring = 0,
+                                             const float* sinks = nullptr) {
     __shared__ typename Merge::Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -582,6 +583,7 @@ struct TensorAttention {
     Merge::begin(shared, place.mine);
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
     wait_for_dependencies();
+    Merge::fetch_sinks(shared, sinks + place.head, place.mine);
 
     rows.length = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1) + 1;
     if constexpr (kRing) {
@@ -599,6 +601,7 @@ struct TensorAttention {
     fetch(tiles, tile, rows, blockIdx.x + parts * warp, parts * kWarps, g, t);
     attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, [](Tile&, int) {}, softcap);
     record(shared.records[warp], state, g, t);
+    Merge::await_sinks();
     __syncthreads();
     Merge::run(shared, out + place.first_out() * kHead, place.mine, workspace, counters);
   }

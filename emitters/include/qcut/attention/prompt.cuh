@@ -12,7 +12,7 @@ namespace qcut {
 
 template <class T, class Keys, class Values>
 struct PromptArgs {
-  static constexpr bool kWindowed = false, kCapped = false, kRing = false;
+  static constexpr bool kWindowed = false, kCapped = false, kRing = false, kSinks = false;
 
   const T* q;
   const Keys* keys;
@@ -34,22 +34,23 @@ struct PromptArgs {
 
 // With kWindowed, a token sees `window` positions, 1 or more, up to its own. With kCapped, scores are softcap *
 // tanh(q K / softcap), times log2(e): `scale` then has capped()'s factor. With kRing, positions are below `ring`, and
-// position p is row p % context; the keys of a block divide the context.
-template <class T, class Keys, class Values, bool kWindowed_, bool kCapped_, bool kRing_>
+// position p is row p % context; the keys of a block divide the context. With kSinks, each head of queries has a sink.
+template <class T, class Keys, class Values, bool kWindowed_, bool kCapped_, bool kRing_, bool kSinks_>
 struct MaskedPromptArgs : PromptArgs<T, Keys, Values> {
-  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_, kRing = kRing_;
+  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_, kRing = kRing_, kSinks = kSinks_;
 
   int window;
   float softcap;
   int ring;
+  const float* sinks;
 };
 
-template <class T, class Keys, class Values, bool kWindowed, bool kCapped, bool kRing>
+template <class T, class Keys, class Values, bool kWindowed, bool kCapped, bool kRing, bool kSinks>
 struct PromptArgsOf {
-  using Type = MaskedPromptArgs<T, Keys, Values, kWindowed, kCapped, kRing>;
+  using Type = MaskedPromptArgs<T, Keys, Values, kWindowed, kCapped, kRing, kSinks>;
 };
 template <class T, class Keys, class Values>
-struct PromptArgsOf<T, Keys, Values, false, false, false> {
+struct PromptArgsOf<T, Keys, Values, false, false, false, false> {
   using Type = PromptArgs<T, Keys, Values>;
 };
 
@@ -108,6 +109,12 @@ struct PromptRows {
     return own < args.length;
   }
 
+  // Sinks of the rows `i` and i + 8.
+  template <class Args>
+  __device__ __forceinline__ float2 sinks(const Args& args, int i) const {
+    const float* const mine = args.sinks + kv_head * group;
+    return make_float2(mine[(row + i) % group], mine[(row + i + 8) % group]);
+  }
   __device__ __forceinline__ bool is_real(int i) const { return (row + i) / group < tokens; }
   __device__ __forceinline__ int last_place(int i) const { return start + (row + i) / group; }
 
@@ -167,6 +174,13 @@ struct PromptSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum[r] = fmaf(sum[r], factor[r], part[r][0] + part[r][1]);
     return make_float2(factor[0], factor[1]);
+  }
+
+  // Adds sinks of the two rows to the sums of all their weights.
+  __device__ __forceinline__ void add_sinks(float2 sinks, float scale) {
+    if (threadIdx.x % 4 != 0) return;
+    sum[0] += sink_weight(sinks.x, largest[0] * scale);
+    sum[1] += sink_weight(sinks.y, largest[1] * scale);
   }
 
   // The sum of a row's weights.

@@ -224,6 +224,12 @@ struct PromptCopy {
   }
 };
 
+// By what scores are multiplied when they become powers of two: once scaled or capped, by 1.
+template <bool kScaled, class Args>
+__device__ __forceinline__ float weight_scale(const Args& args) {
+  return kScaled || Args::kCapped ? 1.0f : args.scale;
+}
+
 // Turns a block's scores, which start at position `at`, into weights, and returns the factor of earlier sums.
 // Scores of a compressed cache become s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative
 // to the largest such product of a row; the sum that divides takes weights without it. `scales` is the shared address

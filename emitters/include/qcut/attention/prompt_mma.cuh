@@ -11,12 +11,12 @@
 namespace qcut {
 
 template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kKeys_, bool kWindowed = false,
-          bool kCapped = false, bool kRing = false>
+          bool kCapped = false, bool kRing = false, bool kSinks = false>
 struct PromptMmaTile {
   using T = T_;
   using Keys = Keys_;
   using Values = Values_;
-  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped, kRing>::Type;
+  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped, kRing, kSinks>::Type;
   using Copy = PromptCopy<T, Keys, Values, kHead_, kColumns_, kKeys_, false>;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of products: kHead and zeros
@@ -157,6 +157,9 @@ __device__ __forceinline__ void prompt_attention_mma(const typename Tile::Args& 
       if (at > 0) fetch(at - Tile::kKeys, stage(i + 1));
       warp.attend(args, rows, at, stage(i), last, last8);
       settle(stage(i + 1));
+    }
+    if constexpr (Tile::Args::kSinks) {
+      warp.softmax.add_sinks(rows.sinks(args, row), weight_scale<Tile::kScaled>(args));
     }
     factor[0] = 1.0f / warp.softmax.total(0);
     factor[1] = 1.0f / warp.softmax.total(1);

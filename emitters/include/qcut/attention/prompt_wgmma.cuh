@@ -18,12 +18,12 @@
 namespace qcut {
 
 template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_,
-          int kParts_, bool kWindowed = false, bool kCapped = false, bool kCacheRing = false>
+          int kParts_, bool kWindowed = false, bool kCapped = false, bool kCacheRing = false, bool kSinks = false>
 struct PromptTile {
   using T = T_;
   using Keys = Keys_;
   using Values = Values_;
-  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped, kCacheRing>::Type;
+  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped, kCacheRing, kSinks>::Type;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of a product: kHead and zeros
   static constexpr int kGroups = kGroups_;    // warpgroups that multiply
@@ -338,12 +338,18 @@ struct PromptGroup {
           }
         }
         if (threadIdx.x % 32 == 0) barrier_arrive(base + Tile::kQueryEmpty);
+        [[maybe_unused]] float2 sinks;
+        if constexpr (Args::kSinks) sinks = rows.sinks(args, row);
         await<1>();
         multiply_values();
         wgmma_wait<0>();
         pin_values();
         release(place.slot);
         place.advance();
+        // Of a tile in several parts, merge_parts adds them.
+        if constexpr (Args::kSinks) {
+          if (part.alone) softmax.add_sinks(sinks, weight_scale<Tile::kScaled>(args));
+        }
       }
       if constexpr (CacheType<typename Tile::Values>::kTurned) turn_rows_back<Tile::kHead>(o);
       if (part.alone) {
@@ -386,6 +392,8 @@ __device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& 
     long long token;
     int query;
     if (!rows.find(args, row, token, query)) continue;
+    [[maybe_unused]] float sink;
+    if constexpr (Args::kSinks) sink = args.sinks[query];
     const uint32_t from = base + Tile::kLeft + Tile::kLeftPitch * row;
     float largest[Tile::kParts], sums[Tile::kParts], most = QCUT_HIDDEN;
 #pragma unroll
@@ -410,6 +418,7 @@ __device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& 
     }
     uint32_t packed[2] = {};
     if (rows.is_real(row)) {
+      if constexpr (Args::kSinks) all += sink_weight(sink, most * scale);
       const float inverse = 1.0f / all;
       packed[0] = pack_pair<T>(v[0] * inverse, v[1] * inverse);
       packed[1] = pack_pair<T>(v[2] * inverse, v[3] * inverse);

@@ -51,9 +51,9 @@ __device__ constexpr int next_power_of_two(int v) { return v <= 1 ? 1 : 2 * next
 // emitters/attention/simt.py describes the sizes.
 // With kWindowed, a query sees the last `window` keys up to its own. With kCapped, scores are softcap *
 // tanh(q K / softcap): `scale` then has capped()'s factor. With kRing, positions are below `ring`, and position p is
-// row p % context.
+// row p % context. With kSinks, each head of queries has a sink.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_, bool kWindowed = false,
-          bool kCapped = false, bool kRing = false>
+          bool kCapped = false, bool kRing = false, bool kSinks = false>
 struct DecodeAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kThreads = 32 * kWarps;
@@ -111,6 +111,14 @@ struct DecodeAttention {
     return sum;
   }
 
+  // A column of the result of query g, of those whose sinks begin at `sinks`.
+  static __device__ __forceinline__ T divided(const Combined& sum, [[maybe_unused]] const float* sinks,
+                                              [[maybe_unused]] int g) {
+    float weights = sum.weights;
+    if constexpr (kSinks) weights += sink_weight(sinks[g], sum.peak);
+    return from_float<T>(__fdiv_rn(sum.value, weights));
+  }
+
   // The kernel. `queries` counts the queries of a head of keys. Strides are in elements; each token and head of an int8
   // cache has a scale. The workspace holds a record for every part and query; counters are 0 before the first launch
   // and after every launch.
@@ -118,7 +126,7 @@ struct DecodeAttention {
                                              const float* value_scales, const int* positions, T* out, float* workspace,
                                              unsigned* counters, long long q_stride, long long batch_stride,
                                              int kv_heads, int queries, int context, float scale, int window = 0,
-                                             float softcap = 0.0f, int ring = 0) {
+                                             float softcap = 0.0f, int ring = 0, const float* sinks = nullptr) {
     __shared__ float records[kWarps][kGroup][kRecord];
     __shared__ bool last;
     const int warp = threadIdx.x / 32;
@@ -284,7 +292,7 @@ struct DecodeAttention {
       const Combined sum = combined(kWarps, column, [&](int w, int j) { return records[w][g][j]; });
       if (parts == 1) {
         out[(batch * static_cast<long long>(kv_heads) * queries + head0 + g) * kHead + column] =
-            from_float<T>(__fdiv_rn(sum.value, sum.weights));
+            divided(sum, sinks + head0, g);
       } else {
         float* at = mine0 + (blockIdx.x * kGroup + g) * kRecord;
         at[column] = sum.value;
@@ -308,7 +316,7 @@ struct DecodeAttention {
       const auto word = [&](int p, int j) { return __ldcg(mine0 + (p * kGroup + g) * kRecord + j); };
       const Combined sum = combined(parts, column, word);
       out[(batch * static_cast<long long>(kv_heads) * queries + head0 + g) * kHead + column] =
-          from_float<T>(__fdiv_rn(sum.value, sum.weights));
+          divided(sum, sinks + head0, g);
     }
   }
 };

@@ -1,4 +1,5 @@
-// Tools of all attention kernels: powers of two, the initial maximum of a running softmax, windows, rings and softcaps.
+// Tools of all attention kernels: powers of two, the initial maximum of a running softmax, windows, rings, softcaps and
+// sinks.
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -21,6 +22,12 @@ __device__ __forceinline__ float capped(float y, float cap) {
   float d;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(power(y) + 1.0f));
   return fmaf(-2.0f * cap, d, cap);
+}
+
+// The weight of a sink relative to 2^peak. A sink adds to the sum of weights, and has no value: where its weight is
+// infinite, 2^128 times the largest one, results are 0.
+__device__ __forceinline__ float sink_weight(float sink, float peak) {
+  return power(fmaf(sink, 1.4426950408889634f, -peak));
 }
 
 // The first position that the last of `length` tokens sees through a window.

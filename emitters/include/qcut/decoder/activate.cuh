@@ -9,18 +9,35 @@
 
 namespace qcut {
 
-// One element before it is rounded to T.
-template <class T, bool kGated>
-__device__ __forceinline__ float activated(float x, float up) {
-  return kGated ? to_float(from_float<T>(silu(x))) * up : gelu_tanh(x);
-}
+// One element before it is rounded to T, of rne(silu(x)) * up with kGated, else of GELU.
+struct PlainGate {
+  template <class T, bool kGated>
+  __device__ __forceinline__ float activated(float x, float up) const {
+    return kGated ? to_float(from_float<T>(silu(x))) * up : gelu_tanh(x);
+  }
+};
 
-// The kernel: y = rne(rne(silu(x)) * up) with kGated, y = rne(gelu_tanh(x)) without. CTA (row, part) has kThreads
-// vectors of a row. Rows of x and up are x_stride and up_stride elements apart; y is contiguous. If absmax [m] is not
-// null, each of its elements is raised to the largest magnitude of the row of y.
-template <class T, bool kGated, int kThreads, bool kAligned>
+// rne(g * sigmoid(alpha * g)) * rne(u + 1), u without plus_one, of x and up within a limit that is rounded to T:
+// g = min(x, limit), u = clamp(up, -limit, limit). NaN stays; an infinite limit is none.
+struct ClampedGate {
+  float alpha, limit;
+  int plus_one;
+
+  template <class T, bool kGated>
+  __device__ __forceinline__ float activated(float x, float up) const {
+    const float most = to_float(from_float<T>(limit));
+    const float g = x > most ? most : x;
+    const float u = up > most ? most : up < -most ? -most : up;
+    return to_float(from_float<T>(silu(g, alpha))) * (plus_one ? to_float(from_float<T>(u + 1.0f)) : u);
+  }
+};
+
+// The kernel: y = rne(activated(x, up)). CTA (row, part) has kThreads vectors of a row. Rows of x and up are x_stride
+// and up_stride elements apart; y is contiguous. If absmax [m] is not null, each of its elements is raised to the
+// largest magnitude of the row of y.
+template <class T, bool kGated, int kThreads, bool kAligned, class Gate = PlainGate>
 __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, float* absmax, long long x_stride,
-                                              long long up_stride, int columns) {
+                                              long long up_stride, int columns, Gate gate = {}) {
   constexpr int kSize = Vector<T>::kSize;
   launch_dependents();
   wait_for_dependencies();
@@ -33,7 +50,7 @@ __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, flo
   loaded[0].to_float(f);
   if constexpr (kGated) factor[0].to_float(g);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) f[i] = activated<T, kGated>(f[i], g[i]);
+  for (int i = 0; i < kSize; ++i) f[i] = gate.template activated<T, kGated>(f[i], g[i]);
   store_vector<T, kAligned>(y + row * columns, first, columns, f);
   if (absmax == nullptr) return;
   Vector<T> stored{};
@@ -45,9 +62,9 @@ __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, flo
 
 // The kernel with a rotation (codebook/rotate_rows.cuh), which stores rows, rounded to T, as blocks of tokens. Each of
 // kThreads threads has kVecs vectors of a row; rotations that need a row's largest magnitude have one CTA for each row.
-template <class T, bool kGated, int kThreads, int kVecs, bool kAligned, class Rotation>
+template <class T, bool kGated, int kThreads, int kVecs, bool kAligned, class Rotation, class Gate = PlainGate>
 __device__ __forceinline__ void activate_rotated(const T* x, const T* up, void* y, float* scale, long long x_stride,
-                                                 long long up_stride, int columns, Rotation rotation) {
+                                                 long long up_stride, int columns, Rotation rotation, Gate gate = {}) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kStep = kThreads * kSize;
   const long long row = blockIdx.x;
@@ -65,7 +82,9 @@ __device__ __forceinline__ void activate_rotated(const T* x, const T* up, void* 
     loaded[i].to_float(f[i]);
     if constexpr (kGated) factor[i].to_float(g);
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) f[i][j] = to_float(from_float<T>(activated<T, kGated>(f[i][j], g[j])));
+    for (int j = 0; j < kSize; ++j) {
+      f[i][j] = to_float(from_float<T>(gate.template activated<T, kGated>(f[i][j], g[j])));
+    }
   }
   rotation.store(f, row, gridDim.x, first, kStep, y, scale);
 }

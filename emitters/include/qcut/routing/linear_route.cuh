@@ -60,20 +60,27 @@ __device__ __forceinline__ void warp_sums(float (&v)[kHeld]) {
   if constexpr (kOffset > 1) warp_sums<kCount == 1 ? 1 : kHalf, kOffset / 2>(v);
 }
 
+template <class B>
+constexpr bool kHasBias = true;
+template <>
+constexpr bool kHasBias<void> = false;
+
 // The kernel, of a grid (kRouteCtas, clusters). Rows of x are `stride` elements apart, weight [kCount, kColumns] is
 // contiguous, and rows of both start at multiples of 16 bytes. A cluster has kTokens tokens; a CTA computes the logits
 // of kExperts experts at once, whose weights its threads hold in kPasses vectors each. With kEarly, weights are loaded
-// before the previous kernel has ended. route_token describes all other arguments.
+// before the previous kernel has ended. If B is a type, logits_bias [kCount] is added to logits before they are rounded.
+// route_token describes all other arguments.
 template <class T, class W, class L, Scores kScores, bool kByScore, int kCount, int kColumns, int kTokens, int kExperts,
-          int kPasses, int kThreads, bool kEarly>
+          int kPasses, int kThreads, bool kEarly, class B = void>
 __device__ __forceinline__ void linear_route(const T* x, const W* weight, const float* bias, float* weights,
                                              int* experts, long long stride, int m, int top_k, int groups,
                                              int top_groups, int top2, int renormalize, float eps, float min_sum,
-                                             float scaling) {
+                                             float scaling, [[maybe_unused]] const B* logits_bias = nullptr) {
   constexpr int kSize = Vector<W>::kSize;
   constexpr int kShare = (kCount + kRouteCtas - 1) / kRouteCtas;
   constexpr int kHeld = kShare < kExperts ? kShare : kExperts;
   constexpr int kGroups = (kShare + kHeld - 1) / kHeld;
+  constexpr bool kBiased = kHasBias<B>;
   constexpr bool kWhole = kPasses * kThreads * kSize == kColumns;  // every thread has columns
   constexpr int kWarps = kThreads / 32;
   constexpr int kSums = kTokens * kExperts;
@@ -123,6 +130,10 @@ __device__ __forceinline__ void linear_route(const T* x, const W* weight, const 
   for (int group = 0;; ++group) {
     const int begin = first + group * kHeld;
     const bool last = group == kGroups - 1;
+    [[maybe_unused]] float to_add = 0.0f;
+    if constexpr (kBiased) {
+      if (threadIdx.x < kSums) to_add = to_float(logits_bias[min(begin + static_cast<int>(threadIdx.x) / kTokens, kCount - 1)]);
+    }
     float sum[kSums] = {};
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -173,6 +184,7 @@ __device__ __forceinline__ void linear_route(const T* x, const W* weight, const 
 #pragma unroll
       for (int i = 1; i < kWarps; ++i) total += partial[i][threadIdx.x];
       const int e = threadIdx.x / kTokens;
+      if constexpr (kBiased) total += to_add;
       const float logit = to_float(from_float<L>(total));
       const uint32_t to = shared_address(&logits[begin + e]);
       if (e < kHeld && begin + e < end) store_async(to, barrier, threadIdx.x % kTokens, logit);
