@@ -125,9 +125,9 @@ def prompt_wgmma_sources(arch: str) -> Iterator[KernelSource]:
 
 
 def spilt(source: KernelSource) -> int:
-    """Two words: heads of 256 over an int8 cache with a window and a softcap, of Gemma 2."""
-    both = any(form.suffix in source.name for form in SCORED if form.windowed and form.capped)
-    return 8 if "s8_h256" in source.name and both else 0
+    """Two words: heads of 256 over an int8 cache with a window and a softcap, of Gemma 2; softcaps with sinks."""
+    both = "_win_cap" in source.name
+    return 8 if ("s8_h256" in source.name and both) or ("_cap" in source.name and "_sink" in source.name) else 0
 
 
 DECODE_REFUSALS: dict[str, list[Any]] = {
@@ -192,6 +192,7 @@ ROWS = {
         PROMPT_MMA_REFUSALS,
         legal=PROMPT_MMA,
         instructions=lambda source: (r"HMMA\.16816\.F32", "LDSM", "LDGSTS"),
+        spill=spilt,
     ),
     "prompt_wgmma": Row(
         PromptWgmma.emit,

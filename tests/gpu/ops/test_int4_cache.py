@@ -146,7 +146,7 @@ def test_rows_that_start_anywhere_are_bitwise_the_cpus() -> None:
         assert torch.equal(got.cpu(), want)
 
 
-def bound(q: Tensor, cache: Cache, places: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def bound(q: Tensor, cache: Cache, places: Tensor, scale: float, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What attention of ``[B, heads, head]`` is in float64, and how far a kernel may be.
 
     A score's terms are as large as what fragments hold and zero points take away: 15 and 10 steps of a 4-bit key, and
@@ -164,7 +164,10 @@ def bound(q: Tensor, cache: Cache, places: Tensor, scale: float) -> tuple[Tensor
     )
     seen = (torch.arange(k.shape[2]) <= places[:, None])[:, None]
     mine = q.double()[:, :, None]
-    weights = ((mine @ k.transpose(2, 3))[:, :, 0] * scale).masked_fill(~seen, -torch.inf).softmax(-1)[:, :, None]
+    scores = ((mine @ k.transpose(2, 3))[:, :, 0] * scale).masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # of a magnitude of at most 9, whose terms err by less than exponentials
+        scores = torch.cat((scores, sinks.double()[:, None].expand(batch, heads, 1)), 2)
+    weights = scores.softmax(-1)[:, :, None, : k.shape[2]]
     terms = (held * steps_of(cache.key_scales, group))[..., None].expand_as(k) if cache.has_rotated_keys else k.abs()
     sizes = (mine.abs() @ terms.transpose(2, 3))[:, :, 0].masked_fill(~seen, 0.0).amax(-1) * scale
     share = (1.25 * head + 8) * 2.0**-23 * sizes + 2.0**-19 + 2 * half
@@ -190,7 +193,8 @@ def steps_of(words: Tensor | None, group: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("guided", [False, True])
-def test_a_step_is_within_the_bound_and_the_same_every_time(shape: Shape, guided: bool) -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+def test_a_step_is_within_the_bound_and_the_same_every_time(shape: Shape, guided: bool, sunk: bool) -> None:
     generator = torch.Generator().manual_seed(shape.context)
     rows, cache = new_rows(shape, shape.batch, generator), random_cache(shape, generator)
     places = torch.randint(shape.context // 2, shape.context, (shape.batch,), generator=generator).int()
@@ -198,26 +202,28 @@ def test_a_step_is_within_the_bound_and_the_same_every_time(shape: Shape, guided
     given = [*rows, *tables, places, places, *cache]
     device = on_gpu(given)
     absmax = torch.zeros(shape.batch, device=DEVICE)
-    (guide,) = on_gpu([random_guide(shape) if guided else None])
-    got = OPS.append_attention(*device, scale, None, absmax, guide)
+    sinks = torch.linspace(-4, 9, shape.kv_heads * shape.group) if sunk else None
+    guide, there = on_gpu([random_guide(shape) if guided else None, sinks])
+    got = OPS.append_attention(*device, scale, None, absmax, guide, sinks=there)
     assert_same(absmax, got.float().abs().amax((1, 2)))
     again = on_gpu(given)
-    assert_same(OPS.append_attention(*again, scale, None, None, guide), got)
+    assert_same(OPS.append_attention(*again, scale, None, None, guide, sinks=there), got)
     # Bitwise the two operators, whose rows are the CPU's.
     apart = on_gpu(given)
     OPS.append_kv(*apart, 1, False, guide)
     for one, other in zip(device[7:], apart[7:], strict=True):
         assert torch.equal(one, other)
-    read = OPS.decode_attention(apart[0], *apart[7:], apart[5], scale)
+    read = OPS.decode_attention(apart[0], *apart[7:], apart[5], scale, sinks=there)
     assert_same(read, got)
-    want, within = bound(apart[0].cpu(), Cache(*(t.cpu() for t in apart[7:])), places, scale)
+    want, within = bound(apart[0].cpu(), Cache(*(t.cpu() for t in apart[7:])), places, scale, sinks)
     error = (got.cpu().double() - want).abs()
     assert (error <= within).all(), float((error / within).max())
 
 
 @pytest.mark.parametrize("shape", SHAPES[:7])
 @pytest.mark.parametrize("length", [32, 150])
-def test_prompts_are_within_the_bound_and_the_same_every_time(shape: Shape, length: int) -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+def test_prompts_are_within_the_bound_and_the_same_every_time(shape: Shape, length: int, sunk: bool) -> None:
     shape = shape._replace(batch=min(shape.batch, 2), context=max(shape.context % 1000, length + 1) | 1)
     generator = torch.Generator().manual_seed(length)
     cache, scale = random_cache(shape, generator), shape.head**-0.5
@@ -226,16 +232,17 @@ def test_prompts_are_within_the_bound_and_the_same_every_time(shape: Shape, leng
     starts = torch.randint(0, shape.context - length + 1, (shape.batch,), generator=generator).int()
     lengths = torch.full((shape.batch,), length, dtype=torch.int32)
     lengths[-1] -= 7
-    given = on_gpu((q, *cache, starts, lengths, scale, length))
+    sinks = torch.linspace(-4, 9, shape.kv_heads * shape.group) if sunk else None
+    *given, there = on_gpu((q, *cache, starts, lengths, scale, length, sinks))
     absmax = torch.zeros(count, device=DEVICE)
-    got = OPS.prompt_attention(*given, absmax)
-    assert_same(OPS.prompt_attention(*given), got)
+    got = OPS.prompt_attention(*given, absmax, sinks=there)
+    assert_same(OPS.prompt_attention(*given, sinks=there), got)
     assert_same(absmax, got.float().abs().amax((1, 2)))
     for b in range(shape.batch):
         real = int(lengths[b])
         mine = Cache(*(t[b : b + 1].expand(real, *t.shape[1:]) for t in cache))  # type: ignore[union-attr]
         rows = q[b * length : b * length + real]
-        want, within = bound(rows, mine, int(starts[b]) + torch.arange(real), scale)
+        want, within = bound(rows, mine, int(starts[b]) + torch.arange(real), scale, sinks)
         error = (got[b * length : b * length + real].cpu().double() - want).abs()
         assert (error <= within).all(), float((error / within).max())
         assert not got[b * length + real : (b + 1) * length].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -72,6 +73,10 @@ def ring_of(whole: Memory, ends: Tensor, rows: int, other: float) -> Memory:
     return tuple(found)  # type: ignore[return-value]
 
 
+def sinks_of(queries: int) -> Tensor:
+    return torch.linspace(-3, 5, KV_HEADS * queries, device=DEVICE)
+
+
 def copied(memory: Memory) -> list[Tensor | None]:
     return [None if part is None else part.clone() for part in memory]
 
@@ -95,8 +100,9 @@ def test_steps_are_those_without(dtype: torch.dtype, kind: KVDtype, head: int, q
     whole = whole_cache(dtype, kind, head, len(positions))
     rung = ring_of(whole, positions, rows, float("nan"))  # the step's own token is still to come
     step = (*random_rows(dtype, len(positions), head, queries), *rotary, positions, positions.clone())
-    for window, softcap in ((1, 0.0), (16, 0.0), (17, 3.0), (333, 0.0), (rows - 1, 0.0), (rows, 0.0), (rows, 3.0)):
-        options: dict[str, Any] = {"scale": head**-0.5, "window": window, "softcap": softcap}
+    seen = ((1, 0.0), (16, 0.0), (17, 3.0), (333, 0.0), (rows - 1, 0.0), (rows, 0.0), (rows, 3.0))
+    for (window, softcap), sinks in product(seen, (None, sinks_of(queries))):
+        options: dict[str, Any] = {"scale": head**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
         mine, theirs = copied(rung), copied(whole)
         want = OPS.append_attention(*step, *theirs, **options)
         assert not want.isnan().any()
@@ -107,8 +113,8 @@ def test_steps_are_those_without(dtype: torch.dtype, kind: KVDtype, head: int, q
                     assert_same(got[b, :, position % rows], expected[b, :, position])
         read = (step[0], *mine, positions, head**-0.5, None, window, softcap)
         assert_same(
-            OPS.decode_attention(*read, PLACES),
-            OPS.decode_attention(step[0], *theirs, positions, head**-0.5, None, window, softcap),
+            OPS.decode_attention(*read, PLACES, sinks=sinks),
+            OPS.decode_attention(step[0], *theirs, positions, head**-0.5, None, window, softcap, sinks=sinks),
         )
 
 
@@ -125,8 +131,9 @@ def test_parts_of_a_window_are_those_without(
     whole = tuple(None if part is None else part[torch.arange(batch) % 3].contiguous() for part in whole)  # type: ignore
     rung = ring_of(whole, positions + 1, rows, float("nan"))
     q = random_rows(dtype, batch, head, queries)[0]
-    want = OPS.decode_attention(q, *whole, positions, 0.1, None, 1200)
-    assert_same(OPS.decode_attention(q, *rung, positions, 0.1, None, 1200, 0.0, PLACES), want)
+    for sinks in (None, sinks_of(queries)):
+        want = OPS.decode_attention(q, *whole, positions, 0.1, None, 1200, sinks=sinks)
+        assert_same(OPS.decode_attention(q, *rung, positions, 0.1, None, 1200, 0.0, PLACES, sinks=sinks), want)
 
 
 @pytest.mark.parametrize(("dtype", "kind", "head", "queries"), FORMS)
@@ -195,11 +202,12 @@ def test_chunks_are_those_without(
                 own = torch.arange(start, end, device=DEVICE)
                 assert_same(part[b][:, own % rows], expected[b][:, own])
     first, tokens = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (starts, counts))
-    for window, softcap in ((1, 0.0), (128, 0.0), (250, 2.0), (rows - length + 1, 0.0)):
+    seen = ((1, 0.0), (128, 0.0), (250, 2.0), (rows - length + 1, 0.0))
+    for (window, softcap), sinks in product(seen, (None, sinks_of(queries))):
         results = []
         for memory, ring in ((whole, 0), (rung, PLACES)):
             absmax = torch.zeros(len(q), device=DEVICE)
-            chunk = (first, tokens, head**-0.5, length, absmax, window, softcap, ring)
+            chunk = (first, tokens, head**-0.5, length, absmax, window, softcap, ring, sinks)
             results += [OPS.prompt_attention(turned[0], *memory, *chunk), absmax]
         want, largest, got, mine = results
         assert not want.isnan().any()

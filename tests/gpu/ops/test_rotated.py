@@ -30,6 +30,10 @@ CASES = (
 )
 
 
+GATES: tuple[tuple[float, ...], ...] = ((), (1.702, 7.0, True), (1.0, 3.3, False))
+"""Alpha, limit and plus_one."""
+
+
 def rows(count: int, m: int, k: int, dtype: torch.dtype) -> list[Tensor]:
     """Rows with all kinds of values: ordinary, zeros, outliers, NaN."""
     found = [torch.randn(m, k, device=DEVICE, dtype=dtype) for _ in range(count)]
@@ -69,9 +73,11 @@ def test_rotated_rows_are_those_of_two_kernels(
                 assert_same(plain, y)
         stacked = torch.cat((x, other), 1)
         for gate, up in ((x, None), (x, other), stacked.chunk(2, 1)):
-            y = OPS.gelu_tanh(gate) if up is None else OPS.silu_mul(gate, up)
-            want = OPS.rotate_tokens(y, signs, "hadamard", *turned[1:])
-            same(OPS.activate_rotated(gate, up, *turned), want, m)
+            for numbers in GATES if up is not None else ((),):
+                y = OPS.gelu_tanh(gate) if up is None else OPS.silu_mul(gate, up, None, *numbers)
+                want = OPS.rotate_tokens(y, signs, "hadamard", *turned[1:])
+                for op in (OPS.activate_rotated.default, OPS.activate_rotated.early_read):
+                    same(op(gate, up, *turned, *numbers), want, m)
     for end in ("_t", "_p_t") if not ahead_of_time else ():
         assert any(f"_h{group}p{passes}{'s8' * (to is torch.int8)}{end}" in name for name in loaded)
 
@@ -132,8 +138,9 @@ def test_unaligned_rows() -> None:
         for plain in (None, torch.zeros(m * k + 1, device=DEVICE).half()[1:].view(m, k)):
             same(OPS.add_norm_rotated(x, other, weight, None, False, 1e-5, signs, 128, [1], to, plain), want, m)
             assert plain is None or torch.equal(plain, y)
-        want = OPS.rotate_tokens(OPS.silu_mul(x, other), signs, "hadamard", 128, [1], to)
-        same(OPS.activate_rotated(x, other, signs, 128, [1], to), want, m)
+        for numbers in GATES:
+            want = OPS.rotate_tokens(OPS.silu_mul(x, other, None, *numbers), signs, "hadamard", 128, [1], to)
+            same(OPS.activate_rotated(x, other, signs, 128, [1], to, *numbers), want, m)
 
 
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8"])

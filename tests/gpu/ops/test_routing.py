@@ -155,6 +155,25 @@ def test_exact_logits_choose_as_the_cpu(
             assert_near(got, want, e)
 
 
+@pytest.mark.parametrize(("x", "weight", "logits"), TYPES)
+@pytest.mark.parametrize(("e", "h", "k"), [*ROUTERS, (128, 2880, 4), (32, 2880, 4)])
+def test_biases_are_added_to_exact_logits(
+    x: torch.dtype, weight: torch.dtype, logits: torch.dtype, e: int, h: int, k: int
+) -> None:
+    """Before they are rounded, of both types."""
+    for m in (1, 17, 64):
+        tokens, matrix = small_integers(m, e, h)
+        for kind in dict.fromkeys((weight, torch.float32)):
+            bias = (torch.randn(e) * 8).to(kind)
+            exact = (tokens.double() @ matrix.double().t() + bias.double()).float().to(logits)
+            for added in (None, torch.randint(-2, 3, (e,)).float()):
+                args = (tokens.to(x), matrix.to(weight), logits, added, "logits", k)
+                got, experts = routed_tokens(*args, logits_bias=bias.to(DEVICE))
+                want, chosen = routing.route(exact, added, "logits", k)
+                assert_same(experts, chosen)
+                assert_near(got, want, e)
+
+
 @pytest.mark.parametrize(("e", "k", "groups", "top_groups"), GROUPS)
 def test_groups_of_exact_logits_are_the_cpus(e: int, k: int, groups: int, top_groups: int) -> None:
     bias = torch.randint(-2, 3, (e,)).float()
@@ -221,19 +240,27 @@ def test_nan_and_infinity_stay_with_their_tokens() -> None:
 
 def test_other_routers_are_torchs_product_and_a_choice() -> None:
     x, weight = torch.randn(9, 96, device=DEVICE).half(), torch.randn(60, 96, device=DEVICE).half()
-    wide = torch.randn(9, 97, device=DEVICE).half()
+    apart = torch.randn(9, 97, device=DEVICE).half()
     for tokens, matrix in (
         (torch.randn(200, 96, device=DEVICE).half(), weight),
         (x.float(), weight.float()),
         (x[:, :95], weight[:, :95]),
-        (wide[:, :96], weight),
-        (wide[:, 1:], weight),
+        (apart[:, :96], weight),
+        (apart[:, 1:], weight),
         (x, weight.t().contiguous().t()),
         (torch.randn(3, 8192, device=DEVICE).half(), torch.randn(256, 8192, device=DEVICE).half()),
     ):
-        want = OPS.route(F.linear(tokens, matrix), None, "softmax", 6)
-        for got, other in zip(OPS.linear_route(tokens, matrix, matrix.dtype, None, "softmax", 6), want, strict=True):
-            assert_same(got, other)
+        bias = torch.randn(len(matrix), device=DEVICE)
+        wide = F.linear(tokens.float(), matrix.float(), bias).to(matrix.dtype)
+        for logits_bias, logits in (
+            (None, F.linear(tokens, matrix)),
+            (bias.to(matrix.dtype), F.linear(tokens, matrix, bias.to(matrix.dtype))),
+            (bias, wide),
+        ):
+            want = OPS.route(logits, None, "softmax", 6)
+            found = OPS.linear_route(tokens, matrix, matrix.dtype, None, "softmax", 6, logits_bias=logits_bias)
+            for got, other in zip(found, want, strict=True):
+                assert_same(got, other)
     assert OPS.linear_route(x[:0], weight, torch.float16, None, "softmax", 6)[1].shape == (0, 6)
 
 

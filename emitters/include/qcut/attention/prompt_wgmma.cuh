@@ -338,8 +338,6 @@ struct PromptGroup {
           }
         }
         if (threadIdx.x % 32 == 0) barrier_arrive(base + Tile::kQueryEmpty);
-        [[maybe_unused]] float2 sinks;
-        if constexpr (Args::kSinks) sinks = rows.sinks(args, row);
         await<1>();
         multiply_values();
         wgmma_wait<0>();
@@ -348,7 +346,7 @@ struct PromptGroup {
         place.advance();
         // Of a tile in several parts, merge_parts adds them.
         if constexpr (Args::kSinks) {
-          if (part.alone) softmax.add_sinks(sinks, weight_scale<Tile::kScaled>(args));
+          if (part.alone) softmax.add_sinks(rows.sinks(args, row), weight_scale<Tile::kScaled>(args));
         }
       }
       if constexpr (CacheType<typename Tile::Values>::kTurned) turn_rows_back<Tile::kHead>(o);

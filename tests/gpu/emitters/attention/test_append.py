@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.scores import PLAIN, Scores
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.numerics import int8 as numerics
@@ -52,8 +53,9 @@ def append(
     cluster: int,
     tokens: int = 1 << 20,
     settled: bool = False,
+    scores: Scores = PLAIN,
 ) -> None:
-    attention = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster).shortened(tokens)
+    attention = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster, scores=scores).shortened(tokens)
     fused, rotate = (
         AttentionAppend(attention, rotary, settled=settled),
         RotateAndAppend(x, cache, head, "half" if rotary else "none", arch(), aligned=False),
@@ -67,6 +69,7 @@ def append(
     counters = torch.zeros(batch * KV_HEADS * -(-queries // attention.group), dtype=torch.int32, device=DEVICE)
     grid, scale = attention.grid(batch, KV_HEADS, queries, parts), 1.5 * head**-0.5
     strides, sizes = (q.stride(0), k.stride(0)), (KV_HEADS, queries, CONTEXT)
+    sinks = [torch.linspace(-4, 9, KV_HEADS * queries, device=DEVICE)] * scores.sinks
 
     out, kept, rotated = Guarded(batch, width, dtype), caches(x, cache, head), q.clone()
     where = [*tables, positions, slots] if rotary else [slots]
@@ -77,7 +80,7 @@ def append(
         *(rotated, k, v, *where, *kept, *strides, *heads),
     )
     given = (rotated, *kept, positions, out.tensor, workspace, counters)
-    launch(attention.emit(), grid, *given, strides[0], KV_HEADS * CONTEXT * head, *sizes, scale)
+    launch(attention.emit(), grid, *given, strides[0], KV_HEADS * CONTEXT * head, *sizes, scale, *sinks)
     want = out.take(width)
     assert not want.isnan().any()
 
@@ -87,7 +90,7 @@ def append(
         out, new, untouched = Guarded(batch, width, dtype), caches(x, cache, head), q.clone()
         given = (untouched, k, v, *tables, positions, slots, *new, out.tensor, workspace.fill_(math.nan), counters)
         where = 0 if absmax is None else absmax
-        launch(fused.emit(), grid, *given, where, *strides, KV_HEADS * CONTEXT * head, *sizes, scale)
+        launch(fused.emit(), grid, *given, where, *strides, KV_HEADS * CONTEXT * head, *sizes, scale, *sinks)
         if absmax is not None:
             assert_same(absmax.cpu(), largest)
         assert_same(out.take(width), want)
@@ -105,6 +108,15 @@ def test_one_launch_is_two(x: DType, cache: DType, head: int, queries: int, part
 
 
 @pytest.mark.parametrize(("x", "cache", "head", "queries"), HEADS)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("settled", [False, True])
+def test_one_launch_with_sinks_is_two(
+    x: DType, cache: DType, head: int, queries: int, parts: int, settled: bool
+) -> None:
+    append(x, cache, head, queries, True, parts, 1, settled=settled, scores=Scores(sinks=True))
+
+
+@pytest.mark.parametrize(("x", "cache", "head", "queries"), HEADS)
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_one_launch_is_two_of_few_tiles(x: DType, cache: DType, head: int, queries: int, tokens: int) -> None:
     append(x, cache, head, queries, True, 1, 1, tokens)
@@ -115,4 +127,5 @@ def test_one_launch_is_two_of_few_tiles(x: DType, cache: DType, head: int, queri
 @pytest.mark.parametrize("settled", [False, True])
 def test_one_launch_is_two_where_parts_meet_in_a_cluster(cache: DType, cluster: int, settled: bool) -> None:
     for queries in (4, 12):
-        append(F16, cache, 128, queries, True, cluster, cluster, settled=settled)
+        for scores in (PLAIN, Scores(sinks=True)):
+            append(F16, cache, 128, queries, True, cluster, cluster, settled=settled, scores=scores)

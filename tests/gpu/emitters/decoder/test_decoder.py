@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from qcut.dispatch.attention import Attention, select_attention
 from qcut.dispatch.gpus import Target, target_named
 from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.scores import Scores
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows
@@ -60,6 +61,8 @@ def attend(
     of the others', and zero in its first head. Queries start ``q_offset`` elements off a multiple of 16 bytes.
     """
     x, cache, head, mma = desc.x, desc.cache, desc.head, isinstance(desc, AttentionMma)
+    sinks = torch.linspace(-4, 9, kv_heads * queries)
+    given = [sinks.to(DEVICE)] if desc.scores.sinks else []
     generator = torch.Generator().manual_seed(head + context)
     batch, dtype, width = len(positions), TORCH_DTYPE[x], kv_heads * queries * head
     q = torch.randn(batch, width + 24 + q_offset, generator=generator).to(dtype)
@@ -101,6 +104,7 @@ def attend(
             queries,
             context,
             head**-0.5 * math.log2(math.e),
+            *given,
         )
         results.append(out.take(width))
         assert not counters.any()
@@ -109,14 +113,16 @@ def attend(
         mine = q[b, q_offset : q_offset + width].view(kv_heads, queries, head).double()
         keys, values = exact[:, b, :, : position + 1]
         scores = mine @ keys.transpose(1, 2) * head**-0.5
-        weights = scores.softmax(-1)
+        if given:
+            scores = torch.cat((scores, sinks.double().view(kv_heads, queries, 1)), 2)
+        weights = scores.softmax(-1)[..., : position + 1]
         want = weights @ values
         # A score errs by head 2**-23 of its terms' sizes, an exponential by 2**-21, a sum of T terms by T 2**-23 of its
         # size; an error of a score is the same share of its weight, and weights add up to 1. A tensor core rounds every
         # eight products once more.
         sizes = (mine.abs() @ keys.abs().transpose(1, 2)) * head**-0.5
         share = (1.25 * head + 8) * 2.0**-23 * sizes.amax(-1, keepdim=True)
-        share = share + 2.0**-20 + 1.25 * (position + 64) * 2.0**-23
+        share = share + 2.0**-20 + 2.0**-18 * len(given) + 1.25 * (position + 64) * 2.0**-23
         slack = 2 * share * (weights @ values.abs())
         if mma:
             # It takes weights in 16 bits: each errs by a share of itself, and below 2**-14 of the largest by half a
@@ -172,6 +178,22 @@ def test_attention_on_tensor_cores_of_few_tiles(x: DType, cache: DType, head: in
     for tokens in (64, 100):
         desc = AttentionMma.for_shape(x, cache, head, queries, arch()).shortened(tokens)
         attend(desc, queries, [n - 1 for n in (1, 17, 64, 65, 100, 300)], context=301, kv_heads=2, parts=1)
+
+
+@pytest.mark.parametrize(("x", "cache", "head", "queries"), HEADS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_sinks(x: DType, cache: DType, head: int, queries: int, parts: int) -> None:
+    desc = AttentionDecode.for_shape(x, cache, head, queries, arch(), Scores(sinks=True))
+    attend(desc, queries, [0, 37, 299, 128], context=300, kv_heads=2, parts=parts)
+
+
+@pytest.mark.parametrize(("x", "cache", "head", "queries"), MMA_HEADS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_sinks_on_tensor_cores(x: DType, cache: DType, head: int, queries: int, parts: int) -> None:
+    """Once, whether parts meet in a cluster, in a workspace, or not at all."""
+    for cluster in {1, *([parts] if parts in CLUSTERED else [])}:
+        desc = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster, scores=Scores(sinks=True))
+        attend(desc, queries, [0, 499, 19, 128], context=501, kv_heads=2, parts=parts, q_offset=parts % 3)
 
 
 @pytest.mark.parametrize("x", [F16, BF16])
@@ -300,23 +322,25 @@ def test_activations(x: DType, kind: str, columns: int, aligned: bool) -> None:
     dtype, m, extra = TORCH_DTYPE[x], 7, 8 if aligned else 3
     rows, up = (torch.randn(m, columns + extra).mul(s).to(dtype) for s in (4, 1))
     rows[0, 0], rows[1, 0], rows[2, 0] = 80.0, -80.0, math.nan
-    gated = kind == "silu_mul"
+    gated = kind != "gelu_tanh"
+    alpha, limit, plus_one = numbers = (1.702, 7.0, 1) if kind == "clamped_silu_mul" else (1.0, math.inf, 0)
     desc = ActivateRows(kind, x, arch(), aligned)
     out = Guarded(m, columns, dtype)
     given = [rows.to(DEVICE), *([up.to(DEVICE)] if gated else [])]
     strides = [columns + extra] * len(given)
     absmax = torch.zeros(m, device=DEVICE)
-    launch(desc.emit(), desc.grid(m, columns), *given, out.tensor, absmax, *strides, columns)
+    more = numbers if kind == "clamped_silu_mul" else ()
+    launch(desc.emit(), desc.grid(m, columns), *given, out.tensor, absmax, *strides, columns, *more)
     largest = torch.zeros(m)
     numerics.raise_absmax(largest, out.take(columns))
     assert_same(absmax.cpu(), largest)
-    exact = rows[:, :columns].double()
-    logit = exact if gated else 2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
+    exact = rows[:, :columns].double().clamp(max=limit)
+    logit = alpha * exact if gated else 2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
     want = exact * logit.sigmoid()
     slack = exact.abs() * 2.0**-21  # what ActivateRows states
     slack = slack + (half_ulp(want.abs() + slack, dtype) if gated else 0)
     if gated:
-        factor = up[:, :columns].double()
+        factor = (up[:, :columns].clamp(-limit, limit) + plus_one).double()  # rounded to the type, as the kernel does
         want, slack = want * factor, slack * factor.abs()
     error = (out.take(columns).double() - want).abs()
     near = error <= slack + half_ulp(want.abs() + slack, dtype)

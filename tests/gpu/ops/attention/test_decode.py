@@ -45,8 +45,9 @@ def test_every_form_is_near_the_cpu(dtype: torch.dtype, batch: int, context: int
 @pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
 @pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (37, 0.0), (1000, 0.0), (0, 1.5), (50, 0.75)])
 @pytest.mark.parametrize("head", [64, 256])
-def test_windows_and_softcaps_are_the_cpus(
-    dtype: torch.dtype, batch: int, context: int, window: int, softcap: float, head: int
+@pytest.mark.parametrize("sunk", [False, True])
+def test_windows_softcaps_and_sinks_are_the_cpus(
+    dtype: torch.dtype, batch: int, context: int, window: int, softcap: float, head: int, sunk: bool
 ) -> None:
     """Alone and in a step, whose new row lies in the window, before it and behind it."""
     generator = torch.Generator().manual_seed(context)
@@ -55,19 +56,65 @@ def test_windows_and_softcaps_are_the_cpus(
     cache = torch.randn(2, batch, 2, context, head, generator=generator).to(dtype)
     positions = torch.randint(context // 2, context, (batch,), generator=generator, dtype=torch.int32)
     options = {"scale": head**-0.5, "window": window, "softcap": softcap}
+    sinks = (torch.tensor([0.5, -3.0, 4.0, 9.0]), torch.tensor([0.5, -3.0, 4.0, 9.0], device=DEVICE))
+    of_cpu, of_gpu = ({"sinks": logits} if sunk else {} for logits in sinks)
     least = {2: 35, 4: 90}[dtype.itemsize]
-    want = OP(q, *cache, None, None, positions, **options)
-    got = OP(*on_gpu((q, *cache, None, None, positions)), **options)
+    want = OP(q, *cache, None, None, positions, **options, **of_cpu)
+    got = OP(*on_gpu((q, *cache, None, None, positions)), **options, **of_gpu)
     assert sqnr_db(want.double(), got.cpu().double()) > least
     for back in (0, 3, 40):
         slots = (positions - back).clamp(min=0)
         given = (q, k, v, None, None, positions, slots, *cache.clone(), None, None)
         there = on_gpu(given)
-        want = torch.ops.qcut.append_attention(*given, **options)
-        got = torch.ops.qcut.append_attention(*there, **options)
+        want = torch.ops.qcut.append_attention(*given, **options, **of_cpu)
+        got = torch.ops.qcut.append_attention(*there, **options, **of_gpu)
         assert sqnr_db(want.double(), got.cpu().double()) > least
         for mine, theirs in zip(given[7:9], there[7:9], strict=True):
             assert torch.equal(mine, theirs.cpu())
+
+
+@pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
+def test_sinks_far_below_and_above_all_scores(dtype: torch.dtype, batch: int, context: int) -> None:
+    """Minus infinity is no sink, bit by bit; a sink beyond all scores leaves zeros, and no NaN."""
+    given = on_gpu(problem(dtype, batch, context))
+    for low in (float("-inf"), -1e4):
+        assert_same(OP(*given, sinks=torch.full((4,), low, device=DEVICE)), OP(*given))
+    for high in (300.0, 1e4):
+        got = OP(*given, sinks=torch.tensor([0.0, high, high, 0.0], device=DEVICE))
+        assert not got[:, 1:3].any()
+        assert_same(got[:, [0, 3]], OP(*given, sinks=torch.zeros(4, device=DEVICE))[:, [0, 3]])
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+@pytest.mark.parametrize("head", [64, 128])
+def test_sinks_go_with_rotary_positions_and_norms(batch: int, head: int) -> None:
+    """Bitwise the step's parts: heads of eight queries, as GPT-OSS has them."""
+    context, dtype = 1024, torch.bfloat16
+    generator = torch.Generator(DEVICE).manual_seed(batch)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+    q, k, v = random(batch, 16, head), random(batch, 2, head), random(batch, 2, head)
+    tables, cache = (random(context, head), random(context, head)), random(2, batch, 2, context, head)
+    places = torch.randint(0, context, (batch,), generator=generator, device=DEVICE, dtype=torch.int32)
+    sinks = 3 * torch.randn(16, generator=generator, device=DEVICE)
+    for window in (0, 128):
+        for norms in ({}, {"query_norm": random(head), "key_norm": random(head), "eps": 1e-5}):
+            theirs, turned, keys = cache.clone(), q.clone(), k
+            if norms:
+                turned, keys = (
+                    torch.ops.qcut.add_norm(x.reshape(-1, head), None, norms[name], None, False, 1e-5)[1].view(x.shape)
+                    for x, name in ((q, "query_norm"), (k, "key_norm"))
+                )
+            torch.ops.qcut.append_kv(turned, keys, v, *tables, places, places, *theirs, None, None)
+            want = OP(turned, *theirs, None, None, places, 0.125, window=window, sinks=sinks)
+            for attend in (torch.ops.qcut.append_attention.default, torch.ops.qcut.append_attention.early_read):
+                mine = cache.clone()
+                torch.cuda.synchronize()  # the promise of early_read
+                step = (q, k, v, *tables, places, places, *mine, None, None, 0.125)
+                assert_same(attend(*step, window=window, sinks=sinks, **norms), want)
+                assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
@@ -145,13 +192,15 @@ def test_a_reach_is_a_cache_that_ends_there(dtype: torch.dtype, kind: KVDtype, b
     assert sqnr_db(want.double(), got.double()) > {2: 45, 4: 100}[dtype.itemsize]
 
 
-def grown(early_read: bool, kind: KVDtype, batch: int, ring: int) -> list[Tensor]:
+def grown(early_read: bool, kind: KVDtype, batch: int, ring: int, sunk: bool) -> list[Tensor]:
     """Results of steps of growing sequences, one graph after another, and the cache after them."""
     places, device = 700, torch.device(DEVICE)
     torch.manual_seed(batch)
     given = torch.randn(60, batch, 8 * 64, device=device, dtype=torch.float16)
     tables = torch.randn(2, places, 64, device=device, dtype=torch.float16)
-    options = {"window": 100, "ring": places} if ring else {}
+    options: dict[str, Any] = {"window": 100, "ring": places} if ring else {}
+    if sunk:
+        options["sinks"] = torch.tensor([0.5, -3.0, 4.0, 9.0], device=device)
     cache = KVCache(1, batch, 2, ring or places, 64, dtype=torch.float16, device=device, kv_dtype=kind)
     x, logits = torch.zeros_like(given[0]), torch.zeros(batch, 8, device=device)
     start = torch.arange(batch, dtype=torch.int32, device=device) * 37 % 300 + 350
@@ -183,6 +232,7 @@ def grown(early_read: bool, kind: KVDtype, batch: int, ring: int) -> list[Tensor
 
 @pytest.mark.parametrize("kind", KV_DTYPES)
 @pytest.mark.parametrize(("batch", "ring"), [(1, 0), (16, 0), (2, 384)])
-def test_early_reads_change_no_step(kind: KVDtype, batch: int, ring: int) -> None:
-    for got, want in zip(*(grown(early, kind, batch, ring) for early in (True, False)), strict=True):
+@pytest.mark.parametrize("sunk", [False, True])
+def test_early_reads_change_no_step(kind: KVDtype, batch: int, ring: int, sunk: bool) -> None:
+    for got, want in zip(*(grown(early, kind, batch, ring, sunk) for early in (True, False)), strict=True):
         assert_same(got, want)

@@ -68,8 +68,9 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
 
     Weights are off by their rounding to q's type, by that of scores, whose float32 sums lose at most 2**-22 of the
     magnitudes for each product, and by 2**-18 for exponentials, logarithms and scales. float16 weights, at most 1, are
-    off by 2**-25 where they are subnormal. Softcaps are off by 2**-20 of themselves. Sums of n products lose 2**-22 n
-    of their magnitudes. Results are rounded, and ``rounds_cache`` says that keys and values are, too.
+    off by 2**-25 where they are subnormal. Sinks, of at most 9, are off by 2**-18 in the sum. Softcaps are off by
+    2**-20 of themselves. Sums of n products lose 2**-22 n of their magnitudes. Results are rounded, and
+    ``rounds_cache`` says that keys and values are, too.
     """
     q, length, scale = given["q"], given["length"], given["scale"]
     heads, head, kv_heads = q.shape[1], q.shape[2], given["keys"].shape[1]
@@ -97,7 +98,10 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
         seen = (places <= own) & (places > own - window) if window else places <= own
         scores = rows @ keys.transpose(1, 2) * scale
         scores = softcap * (scores / softcap).tanh() if softcap else scores
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if (sinks := given.get("sinks")) is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, tokens, 1)), 2)
+        weights = scores.softmax(-1)[..., :end]
         magnitudes = (rows.abs() @ keys.abs().transpose(1, 2) * scale * seen).amax(-1, keepdim=True)
         want, mean = weights @ values, weights @ values.abs()
         relative = unit + 2 * head * 2.0**-22 * magnitudes + 2.0**-18 + end * 2.0**-22 + 2 * 2.0**-20 * softcap
@@ -160,16 +164,36 @@ def test_is_the_softmax_of_what_came_before(head: int, dtype: torch.dtype, cache
     ("head", "dtype", "cache"),
     [(64, F16, F16), (128, BF16, BF16), (256, F16, F16), (128, F16, S8), (256, BF16, S8), (64, F32, F32)],
 )
-def test_windows_and_softcaps(
-    head: int, dtype: torch.dtype, cache: torch.dtype, window: int, softcap: float, form: str
+@pytest.mark.parametrize("sunk", [False, True])
+def test_windows_softcaps_and_sinks(
+    head: int, dtype: torch.dtype, cache: torch.dtype, window: int, softcap: float, sunk: bool, form: str
 ) -> None:
     for (chunks, length), (kv_heads, group) in zip(CHUNKS, ((2, 4), (3, 1), (1, 7), (2, 8), (8, 4)), strict=True):
         given = problem(dtype, cache, head, kv_heads, group, chunks, length, 1280)
         given |= {"window": window, "softcap": softcap}
+        if sunk:
+            given["sinks"] = torch.linspace(-4, 9, kv_heads * group, device=DEVICE)
         with watched_loads() as loaded:
             got = OP(**given)
         check(given, got, rounds_cache=cache is S8 and not loaded)
         assert_same(OP(**given), got)
+
+
+@pytest.mark.parametrize(("head", "dtype", "cache"), [(64, BF16, BF16), (128, F16, S8), (64, F32, F32)])
+def test_sinks_far_below_and_above_all_scores(head: int, dtype: torch.dtype, cache: torch.dtype, form: str) -> None:
+    """In tiles of many rows, in clusters, and where a chunk has no tokens."""
+    for chunks, length in (([(17, 33), (0, 0), (511, 1)], 77), ([(1300, 3), (0, 2)], 4), ([(0, 600)], 600)):
+        given = problem(dtype, cache, head, 2, 4, chunks, length, 1400)
+        plain = OP(**given)
+        low = OP(**given, sinks=torch.full((8,), float("-inf"), device=DEVICE))
+        if dtype is F32:
+            assert (low - plain).abs().max() <= 1e-5
+        else:
+            assert_same(low, plain)
+        sinks = torch.tensor([300.0, 0.0] * 4, device=DEVICE)
+        got = OP(**given, sinks=sinks)
+        assert not got[:, ::2].any()
+        assert_same(got[:, 1::2], OP(**given, sinks=torch.zeros_like(sinks))[:, 1::2])
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -185,7 +209,8 @@ def test_every_length_from_the_start(length: int, form: str) -> None:
 
 @pytest.mark.parametrize("head", [64, 128, 256])
 @pytest.mark.parametrize(("dtype", "cache"), [(F16, F16), (BF16, S8)])
-def test_few_queries_see_a_long_cache(head: int, dtype: torch.dtype, cache: torch.dtype, form: str) -> None:
+@pytest.mark.parametrize("sunk", [False, True])
+def test_few_queries_see_a_long_cache(head: int, dtype: torch.dtype, cache: torch.dtype, sunk: bool, form: str) -> None:
     """Places that clusters share, and too few to share."""
     for chunks, length in (
         ([(2000, 3)], 4),
@@ -194,6 +219,8 @@ def test_few_queries_see_a_long_cache(head: int, dtype: torch.dtype, cache: torc
         ([(2047, 1)], 1),
     ):
         given = problem(dtype, cache, head, 2, 4, chunks, length, 2048)
+        if sunk:
+            given["sinks"] = torch.linspace(-4, 9, 8, device=DEVICE)
         absmax = torch.full((len(given["q"]),), 0.01, device=DEVICE)
         with watched_loads() as loaded:
             got = OP(**given, absmax=absmax)
