@@ -54,8 +54,8 @@ class PromptAttention:
         where = (*tables, self.positions, self.slots)
         calibration, ring = self.cache.calibration(layer), self.cache.ring(layer)
         torch.ops.qcut.append_kv(q, k, v, *where, *memory, rows, False, calibration, ring)
-        chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, *scores[1:], ring)
-        mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk)
+        chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, scores.window, scores.softcap, ring)
+        mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk, sinks=scores.sinks)
         return mixed.flatten(1)
 
 
@@ -102,10 +102,11 @@ class StepAttention:
         if norms is not None and within is None:
             q, k, tables = norms.at_positions(q, k, tables, self.positions)
         step = (q, k, v, *tables, self.positions, self.slots, *self.cache.layer(layer))
-        options = (self.cache.calibration(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
+        normed, ring = within or (None, None, 0.0), self.cache.ring(layer)
+        options = (self.cache.calibration(layer), scores.window, scores.softcap, *normed, ring)
         attend = torch.ops.qcut.append_attention
         overload = attend.early_read if self.early_read else attend.default
-        run = partial(overload, *step, scores.scaling, self.counters)
+        run = partial(overload, *step, scores.scaling, self.counters, sinks=scores.sinks)
         for reach in self.others:
             run(None, *options, reach)
         mixed: Tensor = run(absmax, *options, self.reach)

@@ -179,11 +179,13 @@ class Scores(NamedTuple):
         scaling: factor of the products of queries and keys.
         window: positions that a query attends to, its own the last; 0: all up to its own.
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        sinks: float32 ``[queries]``, a further score of each head's softmax, which has no value; None: there is none.
     """
 
     scaling: float
     window: int = 0
     softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
 class HeadWeights(NamedTuple):
@@ -263,6 +265,7 @@ class SelfAttention:
             None: they are in that order.
         window: see `Scores`.
         softcap: see `Scores`.
+        sinks: see `Scores`.
         clip: largest magnitude of queries, keys and values before rotary positions; larger ones become it. None: all
             stay.
     """
@@ -276,6 +279,7 @@ class SelfAttention:
     order: Tensor | None = None
     window: int = 0
     softcap: float = 0.0
+    sinks: Tensor | None = None
     clip: float | None = None
 
     def stacked(self, stacker: Stacker) -> SelfAttention:
@@ -292,7 +296,8 @@ class SelfAttention:
             if norms is not None:
                 (q, k), norms = norms(q, k), None
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
-        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), norms, absmax)
+        scores = Scores(self.scaling, self.window, self.softcap, self.sinks)
+        mixed = attend(q, k, v, scores, norms, absmax)
         return project(self.output, mixed if absmax is None else TokensWithAbsmax(mixed, absmax))
 
 

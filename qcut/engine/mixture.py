@@ -38,6 +38,7 @@ class Router:
         gate: has the weight ``[E, H]`` that makes logits of tokens.
         routing: how experts are chosen.
         bias: ``[1, E]``, added to the scores that choose, and not to weights; or None.
+        logits_bias: ``[E]``, added to the logits; or None, as with ``by_layer``, whose layer adds its own.
         in_float32: whether logits are computed in float32, instead of in the type of the weight.
         by_layer: whether ``gate`` is called for logits, a linear layer that is quantized or has an adapter.
     """
@@ -47,6 +48,7 @@ class Router:
     bias: Tensor | None = None
     in_float32: bool = False
     by_layer: bool = False
+    logits_bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 ``[M, k]`` and experts int32 ``[M, k]`` of tokens ``[M, H]``.
@@ -59,7 +61,9 @@ class Router:
         if self.by_layer:
             chosen = torch.ops.qcut.route(self.gate(x.float() if dtype is torch.float32 else x), bias, **options)
         else:
-            chosen = torch.ops.qcut.linear_route.early_read(x, weight, dtype, bias, **options)
+            chosen = torch.ops.qcut.linear_route.early_read(
+                x, weight, dtype, bias, **options, logits_bias=self.logits_bias
+            )
         return cast(tuple[Tensor, Tensor], chosen)
 
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.numerics.gating import GatedSilu
 
 _GEMM = torch.ops.qcut.codebook_gemm.early_read
 _GEMV = torch.ops.qcut.codebook_gemv.early_read
@@ -386,7 +387,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         tiles: RouteTiles,
         per_row: int,
         *,
-        gated: bool = False,
+        gate: GatedSilu | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
@@ -397,7 +398,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         if books is None or (tiles.ordered and one.kind == "qr"):
             return None
         if isinstance(x, Tensor):
-            rotated = one._rotated_routes(x, tiles, per_row, gated)
+            rotated = one._rotated_routes(x, tiles, per_row, gate)
             # What wrote the routes has ended when the rotation begins, or the kernel before the activation.
             early = one.kind != "qr"
         else:
@@ -409,15 +410,15 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         )  # fmt: skip
         return y
 
-    def _rotated_routes(self, x: Tensor, tiles: RouteTiles, per_row: int, gated: bool) -> RotatedTokens:
+    def _rotated_routes(self, x: Tensor, tiles: RouteTiles, per_row: int, gate: GatedSilu | None) -> RotatedTokens:
         """The tokens of routes, rotated, in the order of tiles if they are ``ordered``; see `Linear.routed`."""
         operands, dtype = self._rotation.operands_for(x), x.dtype
         groups = self.group_size, self.scheme.seeds, torch.int8 if self.int8 else dtype
         rotates = not tiles.ordered and dtype in _HALVES and can_rotate(self.kind, self.group_size, self.in_features)
-        if gated and rotates:
-            blocks, scale = _ACTIVATE(*x.chunk(2, -1), operands, *groups)
+        if gate is not None and rotates:
+            blocks, scale = _ACTIVATE(*x.chunk(2, -1), operands, *groups, *gate)
         else:
-            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+            x = x if gate is None else torch.ops.qcut.silu_mul(*x.chunk(2, -1), None, *gate)
             if self.kind == "qr":
                 blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, operands, self.kind, *groups)
             else:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from qcut.backends.cuda.launch.prebuild import LayerCall
     from qcut.layers.tokens import Prepared
+    from qcut.numerics.gating import GatedSilu
     from qcut.numerics.routing import RouteTiles
 
 _W8A8 = torch.ops.qcut.w8a8_linear.early_read
@@ -170,7 +171,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         tiles: RouteTiles,
         per_row: int,
         *,
-        gated: bool = False,
+        gate: GatedSilu | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
@@ -179,7 +180,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         if not isinstance(x, Tensor):
             q, scale = x[:2]
         else:
-            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+            x = x if gate is None else torch.ops.qcut.silu_mul(*x.chunk(2, -1), None, *gate)
             if tiles.ordered:
                 q, scale = _in_order(x, tiles, per_row, torch.int8)
             else:
@@ -391,13 +392,13 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
         tiles: RouteTiles,
         per_row: int,
         *,
-        gated: bool = False,
+        gate: GatedSilu | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`: tokens of 16 bits."""
         if not isinstance(x, Tensor) or x.dtype is torch.float32:
             return None
-        b, x = stack.tensors, torch.ops.qcut.silu_mul(*x.chunk(2, -1)) if gated else x
+        b, x = stack.tensors, x if gate is None else torch.ops.qcut.silu_mul(*x.chunk(2, -1), None, *gate)
         weight = b["qweight"], b["weight_scale"], b["bias"]
         tokens = _in_order(x, tiles, per_row, x.dtype)[0] if tiles.ordered else x
         y: Tensor = torch.ops.qcut.w8a16_experts(

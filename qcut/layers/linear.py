@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from qcut.backends.cuda.launch.prebuild import LayerCall
     from qcut.layers.tokens import Prepared
     from qcut.numerics.codebook.fitting.curvature import Curvature
+    from qcut.numerics.gating import GatedSilu
 
 V = TypeVar("V")
 
@@ -350,18 +351,19 @@ class Linear(QuantizedLayer):
         tiles: RouteTiles,
         per_row: int,
         *,
-        gated: bool = False,
+        gate: GatedSilu | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """The products of routes with the layers of a stack, without a look at the routes on the host.
 
         Args:
             stack: layers of this class.
-            x: ``[M, K]`` on a GPU; gated, ``[M, 2 K]``, of which `torch.ops.qcut.silu_mul` makes the tokens. With tiles
-                that are not ``ordered``, also M tokens that an earlier kernel has prepared for the layers, not gated.
+            x: ``[M, K]`` on a GPU; with ``gate``, ``[M, 2 K]``, of which `torch.ops.qcut.silu_mul` makes the tokens.
+                With tiles that are not ``ordered``, also M tokens that an earlier kernel has prepared for the layers,
+                without ``gate``.
             tiles: the routes, ``M * per_row`` in all.
             per_row: routes of each token.
-            gated: see ``x``.
+            gate: see ``x``.
             weights: float32 ``[T, k]`` of the routes of T tokens, in tiles of one route; None: routes are not summed.
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ GATING = schema.record(
         "up_cap": (schema.nothing_or(schema.number(0.0)), None),
     },
 )
+
+
+class GatedSilu(NamedTuple):
+    """Options of `torch.ops.qcut.silu_mul`; see there."""
+
+    alpha: float = 1.0
+    limit: float = 0.0
+    plus_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,14 @@ class Gating:
         if self.limit_after:
             g = g.clamp(max=self.limit)
         return (g * (u + 1 if self.plus_one else u)).to(y.dtype)
+
+    @property
+    def gated_silu(self) -> GatedSilu | None:
+        """Options with which `torch.ops.qcut.silu_mul` computes this function, rounded twice; None: none do."""
+        others = self.limit_after, self.gate_cap, self.up_cap
+        if self.kind != "silu" or not self.gated or others != (False, None, None):
+            return None
+        return GatedSilu(self.alpha, self.limit or 0.0, self.plus_one)
 
     def _apply(self, g: Tensor) -> Tensor:
         wants_gradient = self.kind != "none" and torch.is_grad_enabled() and g.requires_grad

@@ -108,6 +108,25 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", **_THETA, "factor": 1.0, "alpha": 1000.0},
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
 }
 """By kind, the model's type in transformers, and what differs from `sizes`."""
 _SINCE = {
@@ -157,6 +176,8 @@ def small(kind: str, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.uniform_(-0.5, 0.5)
+            elif name.endswith("sinks"):
+                parameter.uniform_(-2, 3)
             elif parameter.dim() > 1:
                 parameter.mul_(6)
             elif name.endswith("norm.weight"):

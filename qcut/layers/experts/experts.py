@@ -190,7 +190,7 @@ class Experts(ExpertsModule):
         size: int,
     ) -> Tensor | RoutedResults | None:
         """The experts' results, added where tiles have one route; None where no kernels compute the layers."""
-        (up, down), gated = stacks, self.gating == Gating("silu")
+        (up, down), gate = stacks, self.gating.gated_silu
         tiles = RouteTiles(experts.flatten(), None, experts.numel())
         if size > 1:
             tile_experts, tile_routes = torch.ops.qcut.sort_routes(experts, self.num_experts, size)
@@ -199,10 +199,10 @@ class Experts(ExpertsModule):
         hidden = up.routed(x if prepared is None or tiles.ordered else prepared, tiles, experts.shape[1])
         if hidden is None:
             return None
-        tokens = hidden if gated else self.gating(hidden)
+        tokens = self.gating(hidden) if gate is None else hidden
         if size == 1:
-            return down.routed(tokens, tiles, 1, gated=gated, weights=weights)
-        results = down.routed(tokens, tiles, 1, gated=gated)
+            return down.routed(tokens, tiles, 1, gate=gate, weights=weights)
+        results = down.routed(tokens, tiles, 1, gate=gate)
         return None if results is None else RoutedResults(results, weights, experts, self.num_experts)
 
     def _expert(self, e: int, x: Tensor) -> Tensor:
