@@ -112,8 +112,6 @@ def build(family: Family, device: str) -> Any:
     qcut.quantize(model, "codebook4", embeddings=embeddings, prebuild=rows, progress=sys.stderr.isatty())
     (layers,) = (m for m in model.base_model.children() if isinstance(m, nn.ModuleList))
     repeat(model, layers, family.layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1] * family.layers
     return model
 
 

@@ -65,6 +65,8 @@ class Case:
         prefill: tokens/s to reach, by batch and prompt.
         first: milliseconds to the first token to reach, by batch and prompt.
         experts: of a mixture: number, those of a token, and their width; Qwen3's shape then, ``hidden`` is unused.
+        gpt_oss: GPT-OSS's shape instead: windows in every second layer.
+        skip: globs of layers that stay in float.
     """
 
     gpt2: bool
@@ -80,6 +82,13 @@ class Case:
     prefill: dict[tuple[int, int], float]
     first: dict[tuple[int, int], float] = field(default_factory=dict)
     experts: tuple[int, int, int] | None = None
+    gpt_oss: bool = False
+    skip: tuple[str, ...] = ()
+
+    @property
+    def head(self) -> int:
+        """Columns of a head of a mixture."""
+        return min(64 if self.gpt_oss else 128, self.width // 2)
 
 
 def _llama3(scheme: str, decode: dict[int, float], first: dict[int, float], embeddings: str = "w8a16") -> Case:
@@ -97,6 +106,13 @@ def _qwen3_moe(scheme: str, embeddings: str = "w8a16") -> Case:
     first = {(1, 256): 12.0, (1, 4096): 110.0}
     sizes = 2048, 768, 48, 32, 4, 151936
     return Case(False, *sizes, scheme, embeddings, decode, {}, first, (128, 8, 768))
+
+
+def _gpt_oss(scheme: str, embeddings: str | None = "w8a16", skip: tuple[str, ...] = ()) -> Case:
+    decode = {batch: 0.0 for batch in (1, 2, 4, 8, 16, 32, 64)}
+    first = {(1, 256): 0.0, (1, 4096): 0.0}
+    sizes = 2880, 2880, 24, 64, 8, 201088
+    return Case(False, *sizes, scheme, embeddings, decode, {}, first, (32, 4, 2880), gpt_oss=True, skip=skip)
 
 
 _GPT2_MARKS: dict[str, Any] = {"decode": {1: 2000, 8: 10600}, "prefill": {(8, 1024): 450_000}}
@@ -118,9 +134,17 @@ CASES = {
     "olmoe-1b-7b-codebook4": Case(
         False, 2048, 1024, 16, 16, 16, 50304, "codebook4", "w8a16", {1: 1800}, {}, experts=(64, 8, 1024)
     ),
+    "gpt-oss-20b-codebook4": _gpt_oss("codebook4"),
+    "gpt-oss-20b-codebook4-g64": _gpt_oss("codebook4_g64"),
+    "gpt-oss-20b-codebook4-g64-head": _gpt_oss("codebook4_g64", "codebook4_g64"),
+    # As published: only the experts have 4 bits.
+    "gpt-oss-20b-mxfp4": _gpt_oss("mxfp4", None, ("*.self_attn.*", "lm_head")),
     "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}, {(2, 32): 0}),
     "tiny-mixture": Case(
         False, 128, 64, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}, experts=(8, 2, 64)
+    ),
+    "tiny-gpt-oss": Case(
+        False, 128, 64, 4, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}, {}, (8, 2, 64), gpt_oss=True
     ),
     "tiny-llama": Case(False, 128, 256, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
 }
@@ -130,11 +154,13 @@ CASES = {
 def build(case: Case, device: str, context: int = 8192) -> Any:
     """Build the model: one layer is quantized and copied, so that a large model takes no longer than a small one.
 
-    A Llama is one that was made for ``context`` tokens.
+    Of GPT-OSS it is two, one with a window and one without. A Llama is one that was made for ``context`` tokens.
     """
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
+        GptOssConfig,
+        GptOssForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Qwen3MoeConfig,
@@ -159,10 +185,16 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
                 llama |= {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
                 if case.experts is None:
                     model = LlamaForCausalLM(LlamaConfig(**sizes, **llama))
+                elif case.gpt_oss:
+                    names = ("num_local_experts", "num_experts_per_tok", "intermediate_size")
+                    llama |= {**dict(zip(names, case.experts, strict=True)), "head_dim": case.head}
+                    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "original_max_position_embeddings": 4096}
+                    llama["rope_parameters"] = {**rope, "factor": max(1.0, context / 4096), "truncate": False}
+                    model = GptOssForCausalLM(GptOssConfig(**sizes | llama | {"num_hidden_layers": 2}))
                 else:
                     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
                     llama |= {**dict(zip(names, case.experts, strict=True)), "norm_topk_prob": True}
-                    llama["head_dim"] = min(128, case.width // 2)
+                    llama["head_dim"] = case.head
                     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **llama))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -171,21 +203,25 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
     if case.scheme is not None:
         check = (CHECKED, CHECKED - 1)
         rows = sorted({*case.decode, *(batch * length for batch, length in (*case.prefill, *case.first)), *check})
-        qcut.quantize(model, case.scheme, embeddings=case.embeddings, prebuild=rows, progress=sys.stderr.isatty())
+        options = {"embeddings": case.embeddings, "prebuild": rows, "progress": sys.stderr.isatty()}
+        qcut.quantize(model, case.scheme, **options, **({"skip": case.skip} if case.skip else {}))
     repeat(model, layers_of(model), case.layers)
     return model
 
 
 def repeat(model: Any, layers: nn.ModuleList, count: int) -> None:
-    """Copy a model's only layer until there are so many."""
-    for index in range(1, count):
-        layers.append(copy.deepcopy(layers[0]))
+    """Copy a model's layers in turn until there are so many."""
+    first, types = len(layers), getattr(model.config, "layer_types", None)
+    for index in range(first, count):
+        layers.append(copy.deepcopy(layers[index % first]))
         for module in layers[index].modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = index  # type: ignore[assignment]
             if hasattr(module, "config"):
                 module.config = model.config  # the copies have copies of it
     model.config.num_hidden_layers = count
+    if types:
+        model.config.layer_types = [types[index % first] for index in range(count)]
 
 
 def layers_of(model: Any) -> nn.ModuleList:
@@ -208,8 +244,7 @@ def read_bytes(model: Any, batch: int = 1) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     read = sum(t.nbytes for key, t in tensors.items() if key not in skipped)
     if stacks:
-        experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
-        missed = (1 - top_k / experts) ** batch
+        missed = (1 - model.config.num_experts_per_tok / stacks[0].experts) ** batch
         read -= round(missed * sum(t.nbytes for m in stacks for t in _tensors(m) if id(t) not in skipped))
     return read
 
@@ -230,7 +265,9 @@ def check(engine: qcut.Engine, model: Any, prompts: list[list[int]]) -> None:
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     engine.prefill(ids[:, :-1])
     for got, length in ((engine.prefill(ids[:, :-1]), -1), (engine.decode(ids[:, -1]), ids.shape[1])):
-        want, again = (theirs(model, ids[:, :length], kind) for kind in ("sdpa", "eager"))
+        # transformers has no other attention with sinks, which needs no compiler.
+        kinds = ("sdpa", "eager") if model._supports_sdpa else ("eager", "eager")
+        want, again = (theirs(model, ids[:, :length], kind) for kind in kinds)
         noise = 1 - cosine(want, again)
         least = 1 - max(1 - MIN_COSINE, NOISE * noise)
         found = cosine(got, want)
@@ -240,11 +277,12 @@ def check(engine: qcut.Engine, model: Any, prompts: list[list[int]]) -> None:
 
 def theirs(model: Any, ids: torch.Tensor, attention: str) -> torch.Tensor:
     """transformers' logits of the last token, with its attention of that name."""
+    before = model.config._attn_implementation
     model.set_attn_implementation(attention)
     try:
         logits: torch.Tensor = model(ids, use_cache=False).logits[:, -1]
     finally:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(before)
     return logits
 
 

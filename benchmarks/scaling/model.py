@@ -60,8 +60,7 @@ class Shape:
         if case.experts is None:
             return cls(name, *sizes, case.hidden, case.vocabulary, gated=not case.gpt2)
         number, top_k, width = case.experts
-        head = min(128, case.width // 2)
-        return cls(name, *sizes, width, case.vocabulary, experts=(number, top_k), head_size=head)
+        return cls(name, *sizes, width, case.vocabulary, experts=(number, top_k), head_size=case.head)
 
     @property
     def head(self) -> int:
