@@ -109,7 +109,7 @@ def _qwen3_moe(scheme: str, embeddings: str = "w8a16") -> Case:
 
 
 def _gpt_oss(scheme: str, embeddings: str | None = "w8a16", skip: tuple[str, ...] = ()) -> Case:
-    decode = {batch: 0.0 for batch in (1, 2, 4, 8, 16, 32, 64)}
+    decode = dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 0.0)
     first = {(1, 256): 0.0, (1, 4096): 0.0}
     sizes = 2880, 2880, 24, 64, 8, 201088
     return Case(False, *sizes, scheme, embeddings, decode, {}, first, (32, 4, 2880), gpt_oss=True, skip=skip)

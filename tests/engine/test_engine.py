@@ -80,7 +80,7 @@ def test_a_quantized_table_and_classifier() -> None:
     "kind",
     [
         *("gpt2", "qwen2", "qwen3", "olmo2", "phi3_partial", "smollm3", "starcoder2", "gpt_neox", "gemma2"),
-        *("qwen3_moe", "granitemoe", "ernie4_5_moe"),
+        *("qwen3_moe", "granitemoe", "ernie4_5_moe", "gpt_oss"),
     ],
 )
 def test_ragged_prompts_are_the_single_ones(kind: str) -> None:

@@ -64,6 +64,8 @@ def finished(scheduler: Scheduler, most: int = 1000) -> int:
         ("wide", "codebook4_g32_int8", "int4"),
         ("qwen3_moe", "w8a8", "int8"),
         ("qwen2_moe", "codebook4_g32", "auto"),
+        ("gpt_oss", "w8a8", "int8"),
+        ("gpt_oss", "mxfp4", "auto"),
     ],
 )
 def test_admitted_and_retired_sequences_change_no_tokens(kind: str, scheme: str | None, kv_cache: KVDtype) -> None:

@@ -114,7 +114,6 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 6,
             "num_experts_per_tok": 2,
             "head_dim": 16,
-            "num_hidden_layers": 3,
             "sliding_window": 9,
             "rope_parameters": {
                 "rope_type": "yarn",

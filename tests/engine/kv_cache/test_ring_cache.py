@@ -22,7 +22,7 @@ from tests.support.decoders import VOCABULARY, prompts_of, small
 
 CONTEXT, BLOCK = 320, 128
 """Of the models here, and the least that a ring of theirs has."""
-LOCAL = ("mistral_window", "qwen2_window", "gemma2", "gemma3")
+LOCAL = ("mistral_window", "qwen2_window", "gemma2", "gemma3", "gpt_oss")
 
 
 def model_of(kind: str) -> Any:
@@ -128,7 +128,7 @@ def test_no_such_ring(ring: Any) -> None:
         Engine(small("mistral_window"), ring=ring)
 
 
-@pytest.mark.parametrize("kind", ["mistral_window", "gemma3"])
+@pytest.mark.parametrize("kind", ["mistral_window", "gemma3", "gpt_oss"])
 def test_sequences_go_back_as_far_as_windows_are_there(kind: str) -> None:
     rung, whole = engines(model_of(kind))
     (prompt,), (more,) = prompts_of(VOCABULARY, 250), prompts_of(VOCABULARY, 6)
@@ -224,7 +224,7 @@ def test_prefix_lost_by_longer_sequence_is_not_evicted() -> None:
 # ── batching ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["mistral_window", "gemma3"])
+@pytest.mark.parametrize("kind", ["mistral_window", "gemma3", "gpt_oss"])
 def test_schedulers_give_the_tokens_of_engines_without(kind: str) -> None:
     """Prompts with common beginnings, samples of one, cancelled ones, in a batch that is too small for them."""
     model = model_of(kind)
