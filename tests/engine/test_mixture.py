@@ -24,6 +24,7 @@ from qcut.layers.experts import experts
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.tokens import Int8Tokens
+from qcut.numerics.gating import Gating
 from tests.support.decoders import MIXTURES, VOCABULARY, last_logits, prompts_of, small, theirs
 
 ROUTER = torch.ops.qcut.linear_route.early_read
@@ -111,14 +112,15 @@ def test_steps_route_in_one_operator(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_routers_compute_what_transformers_does(dtype: torch.dtype) -> None:
     """Logits of 16 bits are rounded, except those of Ernie; Hunyuan's follow the weight."""
-    for kind in ("qwen3_moe", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe"):
+    for kind in ("qwen3_moe", "ernie4_5_moe", "hunyuan_v1_moe", "granitemoe", "gpt_oss"):
         model = quantized(kind, "w8a8").to(dtype)
         router, x = mixtures_of(model)[-1].router, torch.randn(7, 48).to(dtype)
         for weight in {dtype, torch.float32} if kind in ("ernie4_5_moe", "hunyuan_v1_moe") else {dtype}:
             router.gate.to(weight)
             matrix = cast(Tensor, router.gate.weight)
             wide = torch.float32 if kind == "ernie4_5_moe" else weight
-            logits = F.linear(x.to(wide), matrix.to(wide))
+            logits = F.linear(x.to(wide), matrix.to(wide), router.logits_bias)
+            assert (router.logits_bias is None) is (kind != "gpt_oss")
             bias = None if router.bias is None else router.bias.flatten().float()
             want = torch.ops.qcut.route(logits, bias, **asdict(router.routing))
             assert all(torch.equal(one, other) for one, other in zip(router(x), want, strict=True))
@@ -189,7 +191,7 @@ def counted_steps(model: Any, batch: int) -> tuple[list[Tensor], Counter[str]]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "hunyuan_v1_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "hunyuan_v1_moe", "gpt_oss"])
 @pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8"])
 def test_norms_of_steps_prepare_tokens_of_experts(
     scheme: str, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +246,41 @@ def test_results_are_added_by_the_next_norm(scheme: str, monkeypatch: pytest.Mon
     assert (apart["routed"], apart["sum_routes"]) == (0, layers)
     shared = counted_steps(quantized("qwen2_moe", scheme, **WIDE, moe_intermediate_size=64).half(), 3)[1]
     assert shared["routed"] == 0
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("scheme", "activated", "rotated"),
+    [
+        ("w8a8", ("silu_mul",), ()),
+        ("codebook4_g64", ("activate_rotated",), ("add_norm_rotated",)),
+        ("codebook4", ("silu_mul", "rotate_routes"), ("rotate_routes",)),
+        ("mxfp4", ("silu_mul", "rotate_routes"), ("rotate_routes",)),
+    ],
+)
+def test_clamped_gates_are_computed_by_kernels(
+    scheme: str, activated: tuple[str, ...], rotated: tuple[str, ...], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of 192 columns, which end in a part of a group of 128 as the 2,880 of GPT-OSS do."""
+    model = quantized("gpt_oss", scheme, **(WIDE | {"hidden_size": 192, "intermediate_size": 192})).half()
+    layers = len(mixtures_of(model))
+    as_on_gpus(8 if batch > 1 else 1, monkeypatch)
+    monkeypatch.setattr(Gating, "__call__", None)
+    _, calls = counted_steps(model, batch)
+    wanted = Counter((*activated, *rotated) * layers)
+    names = ("silu_mul", "activate_rotated", "rotate_routes", "add_norm_rotated")
+    attention = layers if rotated == ("add_norm_rotated",) and batch > 1 else 0  # whose norms rotate, too
+    wanted["add_norm_rotated"] += attention
+    assert {name: calls[name] for name in names} == {name: wanted[name] for name in names}
+
+
+def test_kernels_of_clamped_gates_are_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32 gates, rounded twice or once, before int8 tokens: a code in a thousand may be the next one."""
+    model, prompts = quantized("gpt_oss", "w8a8"), prompts_of(VOCABULARY, 19, 4)
+    want = Engine(model, batch=2).prefill(prompts)
+    as_on_gpus(8, monkeypatch)
+    got = Engine(model, batch=2).prefill(prompts)
+    assert (got - want).abs().max() <= 1e-2 * want.abs().max()
 
 
 def test_shared_experts_are_stacked_and_take_absmax() -> None:
