@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import qcut
 from qcut.checkpoints.formats.experts.layers import expert_layers
 from qcut.checkpoints.formats.experts.whole import whole_stacks
 from qcut.checkpoints.formats.floats.mxfp4 import Mxfp4
@@ -25,6 +26,7 @@ from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
 from tests.checkpoints.formats import samples
 from tests.support.architectures import tiny_model
+from tests.support.decoders import prompts_of, theirs
 
 EXPERTS = "model.layers.0.mlp.experts"
 SCHEME = "mxfp4"
@@ -90,6 +92,17 @@ def test_weights_and_biases_are_transformers(tmp_path: Path) -> None:
             bias = torch.cat([bias[:, 0::2], bias[:, 1::2]], 1) if turns else bias
             assert torch.equal(stack.bias.double(), bias)
     samples.assert_serves(model, expected, tmp_path / "saved")
+
+
+@samples.newer_experts
+def test_engines_serve_the_loaded_model(tmp_path: Path) -> None:
+    """Prompts and steps beyond the window, with the tokens of transformers on the same modules."""
+    write(tmp_path, sliding_window=8)
+    model = qcut.load(tmp_path, dtype=torch.float32, progress=False)
+    prompts = prompts_of(SIZES["vocab_size"], 5, 21)
+    engine = qcut.Engine(model, batch=2)
+    assert [block.attention.window for block in engine.decoder.blocks] == [8, 0]
+    assert [made.tokens for made in engine.generate(prompts, 9)] == [theirs(model, prompt, 9) for prompt in prompts]
 
 
 @samples.newer_experts
