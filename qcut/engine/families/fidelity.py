@@ -130,7 +130,7 @@ def _check_attention(config: Any) -> None:
     name = getattr(config, "_attn_implementation", None) or "eager"
     function = ALL_ATTENTION_FUNCTIONS.get(name) if name != "eager" else None
     if name not in _IMPLEMENTATIONS or not (function is None or _package(function) in ("torch", "transformers")):
-        raise UnsupportedError(f"attention is computed by {shown(name)}{_INSTEAD}, or set_attn_implementation('sdpa')")
+        raise UnsupportedError(f"attention is computed by {shown(name)}{_INSTEAD}, or set_attn_implementation('eager')")
 
 
 def _check_experts_function(config: Any) -> None:
