@@ -265,9 +265,9 @@ def check(engine: qcut.Engine, model: Any, prompts: list[list[int]]) -> None:
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     engine.prefill(ids[:, :-1])
     for got, length in ((engine.prefill(ids[:, :-1]), -1), (engine.decode(ids[:, -1]), ids.shape[1])):
-        want = theirs(model, ids[:, :length], "eager")
-        # Of attention with sinks, transformers has no other that needs no compiler.
-        again = theirs(model, ids[:, :length], "sdpa") if model._supports_sdpa else want
+        # torch's kernel has no sinks: of models with these, transformers has no other attention without a compiler.
+        kinds = ("sdpa" if model._supports_sdpa else "eager", "eager")
+        want, again = (theirs(model, ids[:, :length], kind) for kind in kinds)
         noise = 1 - cosine(want, again)
         least = 1 - max(1 - MIN_COSINE, NOISE * noise)
         found = cosine(got, want)

@@ -43,6 +43,8 @@ class _Cast(nn.Module):
 def decoder(model: Any) -> Decoder:
     """The parts of a ``GptOssForCausalLM``; see `llama_like` and `experts_of`.
 
+    Norms of 16 bits are rounded once more than in transformers, as Llama's are there.
+
     Raises:
         UnsupportedError: sinks of another number than heads, or rotary positions of a part of a head.
     """
