@@ -66,7 +66,7 @@ class Case:
         first: milliseconds to the first token to reach, by batch and prompt.
         experts: of a mixture: number, those of a token, and their width; Qwen3's shape then, ``hidden`` is unused.
         gpt_oss: GPT-OSS's shape instead: windows in every second layer.
-        skip: globs of layers that stay in float.
+        skip: globs of layers that stay in float; None: those of `qcut.quantize`.
     """
 
     gpt2: bool
@@ -83,7 +83,7 @@ class Case:
     first: dict[tuple[int, int], float] = field(default_factory=dict)
     experts: tuple[int, int, int] | None = None
     gpt_oss: bool = False
-    skip: tuple[str, ...] = ()
+    skip: tuple[str, ...] | None = None
 
     @property
     def head(self) -> int:
@@ -108,7 +108,7 @@ def _qwen3_moe(scheme: str, embeddings: str = "w8a16") -> Case:
     return Case(False, *sizes, scheme, embeddings, decode, {}, first, (128, 8, 768))
 
 
-def _gpt_oss(scheme: str, embeddings: str | None = "w8a16", skip: tuple[str, ...] = ()) -> Case:
+def _gpt_oss(scheme: str, embeddings: str | None = "w8a16", skip: tuple[str, ...] | None = None) -> Case:
     decode = dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 0.0)
     first = {(1, 256): 0.0, (1, 4096): 0.0}
     sizes = 2880, 2880, 24, 64, 8, 201088
@@ -203,8 +203,8 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
     if case.scheme is not None:
         check = (CHECKED, CHECKED - 1)
         rows = sorted({*case.decode, *(batch * length for batch, length in (*case.prefill, *case.first)), *check})
-        options = {"embeddings": case.embeddings, "prebuild": rows, "progress": sys.stderr.isatty()}
-        qcut.quantize(model, case.scheme, **options, **({"skip": case.skip} if case.skip else {}))
+        shown = sys.stderr.isatty()
+        qcut.quantize(model, case.scheme, skip=case.skip, embeddings=case.embeddings, prebuild=rows, progress=shown)
     repeat(model, layers_of(model), case.layers)
     return model
 

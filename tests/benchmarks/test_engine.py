@@ -69,6 +69,18 @@ def test_a_wrong_engine_is_caught() -> None:
             steps.check(engine, other, prompts)
 
 
+@pytest.mark.parametrize(("scheme", "skip"), [("codebook4_g64", None), ("mxfp4", ("*.self_attn.*", "lm_head"))])
+def test_layers_of_gpt_oss_are_copied_in_turn(scheme: str, skip: tuple[str, ...] | None) -> None:
+    case = replace(steps.CASES["tiny-gpt-oss"], scheme=scheme, embeddings=None, skip=skip)
+    model: Any = steps.build(case, "cpu")
+    engine = qcut.Engine(model, context=40)
+    assert [block.attention.window for block in engine.decoder.blocks] == [128, 0, 128, 0]
+    assert isinstance(model.model.layers[3].self_attn.q_proj, qcut.Linear) == (skip is None)
+    assert 0 < steps.read_bytes(model) < steps.read_bytes(model, 4)
+    with torch.no_grad():
+        steps.check(engine, model, steps.prompts_of(96, 1, 12))
+
+
 def test_steps_of_tiny_models_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--families", "tiny-llama,tiny-gpt_neox", "--batches", "1,2", "--quick", "--out", str(tmp_path)]
     assert families.main(words) == 0
