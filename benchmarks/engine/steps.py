@@ -177,7 +177,7 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
                 heads = {"n_embd": case.width, "n_inner": case.hidden, "n_head": case.heads}
                 model = GPT2LMHeadModel(GPT2Config(**sizes, **heads))
             else:
-                llama = {
+                llama: dict[str, Any] = {
                     "hidden_size": case.width,
                     "intermediate_size": case.hidden,
                     "max_position_embeddings": context,

@@ -170,6 +170,16 @@ OTHERWISE: dict[str, tuple[str, Change, tuple[str, ...]]] = {
         lambda m: as_own(m.model.layers[1].mlp.gate, forward=double),
         (f"{LAYER}.mlp.gate", "OwnMixtralTopKRouter"),
     ),
+    "router with a bias": (
+        "gpt_oss",
+        lambda m: as_own(m.model.layers[1].mlp.router, forward=double),
+        (f"{LAYER}.mlp.router", "OwnGptOssTopKRouter"),
+    ),
+    "window next to sinks": (
+        "gpt_oss",
+        lambda m: setattr(m.model.layers[0].self_attn, "sliding_window", None),
+        ("sliding_window None", "sliding_window is 9"),
+    ),
     "mixture": ("qwen2_moe", lambda m: as_own(m.model.layers[1].mlp, forward=double), (f"{LAYER}.mlp: its class",)),
     "hook on experts": (
         "qwen3_moe",
@@ -366,7 +376,7 @@ def adapted(kind: str = "llama", model: Any = None, **options: Any) -> Any:
     return get_peft_model(model or small(kind), LoraConfig(task_type="CAUSAL_LM", **options))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi3", "gpt_neox", "gemma3", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "phi3", "gpt_neox", "gemma3", "olmo2", "qwen3_moe", "gpt_oss"])
 def test_adapters_are_served(kind: str) -> None:
     served(adapted(kind))
 
