@@ -160,7 +160,7 @@ def test_engines_give_the_logits_of_rotations_apart(scheme: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
 @pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8"])
 def test_mixtures_give_the_logits_of_tokens_prepared_apart(
     scheme: str, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch

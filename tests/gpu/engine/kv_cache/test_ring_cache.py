@@ -15,7 +15,12 @@ from tests.gpu.support.oracles import DEVICE, assert_same
 from tests.support.decoders import VOCABULARY, WIDE, prompts_of, small
 
 CONTEXT = 600
-HEADS: dict[str, dict[str, int]] = {"mistral_window": {}, "gemma2": {"head_dim": 32}, "gemma3": {"head_dim": 64}}
+HEADS: dict[str, dict[str, int]] = {
+    "mistral_window": {},
+    "gemma2": {"head_dim": 32},
+    "gemma3": {"head_dim": 64},
+    "gpt_oss": {"head_dim": 64},
+}
 
 
 def engines(
