@@ -432,7 +432,7 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
         tiles: RouteTiles,
         per_row: int,
         *,
-        gated: bool = False,
+        gate: GatedSilu | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
@@ -440,11 +440,11 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
             return None
         b = stack.tensors
         weight = b["qweight"], b["weight_scale"], b["bias"]
-        if gated:
-            absmax = x.new_zeros(len(x), dtype=torch.float32)
-            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1), absmax)
-        else:
+        if gate is None:
             absmax = x.abs().amax(1).float()
+        else:
+            absmax = x.new_zeros(len(x), dtype=torch.float32)
+            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1), absmax, *gate)
         y: Tensor = torch.ops.qcut.int16x8_experts(
             x, absmax, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
         )

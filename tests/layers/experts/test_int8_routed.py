@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qcut.layers.tokens import Int8Tokens
+from qcut.numerics.gating import GatedSilu
 from tests.layers.experts.stacks import stack_of
 from tests.support.oracles import FLOATS, normal
 from tests.support.routes import in_tiles, random_experts, tiles_of
@@ -44,7 +45,7 @@ def test_routes_are_those_of_single_layers(scheme: str, dtype: torch.dtype, size
 def test_gated_int16_tokens_are_those_of_their_gating() -> None:
     chosen, x = random_experts(9, 2, E), normal(9, 2 * K).half()
     stack, tiles = stack_of("int16x8", E, N, K), tiles_of(chosen, E, 8)
-    got = stack.routed(x, tiles, 2, gated=True)
+    got = stack.routed(x, tiles, 2, gate=GatedSilu())
     want = stack.routed(torch.ops.qcut.silu_mul(*x.chunk(2, -1), None), tiles, 2)
     assert got is not None
     assert want is not None
