@@ -441,7 +441,7 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
         b = stack.tensors
         weight = b["qweight"], b["weight_scale"], b["bias"]
         if gate is None:
-            absmax = x.abs().amax(1).float()
+            absmax = torch.linalg.vector_norm(x, math.inf, 1, dtype=torch.float32)
         else:
             absmax = x.new_zeros(len(x), dtype=torch.float32)
             x = torch.ops.qcut.silu_mul(*x.chunk(2, -1), absmax, *gate)
