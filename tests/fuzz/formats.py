@@ -332,11 +332,11 @@ CHECKPOINTS = {
         lambda folder: samples.write_mixture(folder, "qwen3_moe", samples.AWQ, lambda _, w: samples.awq(w, 32))
     ),
 }
-"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, a mixture of one of them, and NVFP4 of one."""
+"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, a mixture, and NVFP4."""
 
 
 def checkpoint_formats() -> Iterator[Format]:
-    """Two formats for each reader, for a mixture and for NVFP4: its JSON files and its tensors; GGUF files are both in one."""
+    """Two formats for each reader, a mixture and NVFP4: its JSON files and its tensors; GGUF files are both in one."""
     for name in (*READERS, MIXTURE, NVFP4):
         one = CHECKPOINTS[name]
         kinds = {"json": {one.json: "json"}, "tensors": {"*.safetensors": "safetensors"}}
