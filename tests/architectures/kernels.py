@@ -150,7 +150,7 @@ def codebooks(arch: str) -> list[KernelSource]:
     gpu = target_named(arch)
     wide = CodebookProblem(BF16, 3, 4, Epilogue(BF16, col_scale="per_channel", bias=True, residual=True))
     half, integer = CodebookProblem(epilogue=_GELU), CodebookProblem(S8, 4, 1, _TOKENS)
-    two = CodebookProblem(S8, 2, 2, _TOKENS)
+    two, narrow = CodebookProblem(S8, 2, 2, _TOKENS), replace(half, slots=8)
     rotations = [
         *codebook.select_rotation("hadamard", F16, F16, 1, 4096, 128, 1, gpu),
         *codebook.select_rotation("hadamard", F16, S8, 64, 14336, 128, 2, gpu),
@@ -163,6 +163,7 @@ def codebooks(arch: str) -> list[KernelSource]:
         (replace(integer, rotates=F16), 1, 4096, 32),
         (wide, 8, 1280, 10),
         (two, 16, 1280, 10),
+        (narrow, 8, 1280, 10),
     ):
         found.append(CODEBOOK_STREAM.emit(problem, best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, gpu), arch))
     pairs, integer_pairs = replace(half, pairs=True), replace(integer, pairs=True)
@@ -170,17 +171,19 @@ def codebooks(arch: str) -> list[KernelSource]:
         found.append(CODEBOOK_STREAM.emit(problem, best_tile(CODEBOOK_STREAM, problem, m, n, 128 * units, gpu), arch))
     for problem, m, n, units in (
         *((half, 1, 4096, 112), (wide, 16, 4096, 32), (integer, 8, 14336, 112)),
-        *((pairs, 8, 4096, 112), (integer_pairs, 16, 4096, 112)),
+        *((pairs, 8, 4096, 112), (integer_pairs, 16, 4096, 112), (narrow, 16, 4096, 112)),
     ):
         found.append(
             CODEBOOK_STREAM_ROUNDS.emit(
                 problem, best_tile(CODEBOOK_STREAM_ROUNDS, problem, m, n, 128 * units, gpu), arch
             )
         )
-    for problem, m in ((half, 64), (wide, 4096), (integer, 4096), (two, 4096), (pairs, 64), (integer_pairs, 4096)):
+    many = ((half, 64), (wide, 4096), (integer, 4096), (two, 4096), (pairs, 64), (integer_pairs, 4096), (narrow, 4096))
+    for problem, m in many:
         found.append(CODEBOOK_MMA.emit(problem, best_tile(CODEBOOK_MMA, problem, m, 4096, 128, gpu), arch))
     if architecture(arch).wgmma:
-        for problem, m in ((half, 64), (wide, 1024), (integer, 32), (two, 4096), (pairs, 512), (integer_pairs, 4096)):
+        some = ((half, 64), (wide, 1024), (integer, 32), (two, 4096), (pairs, 512), (integer_pairs, 4096))
+        for problem, m in (*some, (narrow, 64), (narrow, 1024)):
             found.append(codebook.emit(codebook.select(problem, m, 4096, 32, gpu), problem, arch))
         found.append(
             CODEBOOK_STREAM_WGMMA.emit(half, best_tile(CODEBOOK_STREAM_WGMMA, half, 16, 4096, 14336, gpu), arch)
