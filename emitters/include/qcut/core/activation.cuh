@@ -40,9 +40,6 @@ QCUT_HD float gelu_tanh(float v) {
 
 QCUT_HD float silu(float v) { return sigmoid_times(v, v); }
 
-// v * sigmoid(alpha * v)
-QCUT_HD float silu(float v, float alpha) { return sigmoid_times(v, alpha * v); }
-
 // Returns rne(v * inv_scale) + zero_point as a float that holds an integer. The conversion to int8 that
 // follows saturates to -128 .. 127 and turns NaN into 0. The fused addition of kRoundingBias rounds the
 // exact product v * inv_scale once, to an integer, ties to even; rintf would take a slower unit. Beyond

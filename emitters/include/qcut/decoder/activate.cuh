@@ -28,7 +28,7 @@ struct ClampedGate {
     const float most = to_float(from_float<T>(limit));
     const float g = x > most ? most : x;
     const float u = up > most ? most : up < -most ? -most : up;
-    return to_float(from_float<T>(silu(g, alpha))) * (plus_one ? to_float(from_float<T>(u + 1.0f)) : u);
+    return to_float(from_float<T>(sigmoid_times(g, alpha * g))) * (plus_one ? to_float(from_float<T>(u + 1.0f)) : u);
   }
 };
 
