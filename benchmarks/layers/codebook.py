@@ -32,6 +32,8 @@ from qcut.dispatch.buckets import m_bucket
 from qcut.emitters.core.source import DType
 from qcut.layers.rotations import RotationSpec, rotation_for
 from qcut.numerics.codebook import products as codebook_numerics
+from qcut.numerics.codebook.layout import Geometry
+from qcut.schemes import Codebook, parse_scheme
 from qcut.tuning.timing import CudaClock
 
 NK = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280))
@@ -42,9 +44,6 @@ SETTLE_US = 300_000.0
 FEW_TOKENS = 16
 MAX_CACHED = 5
 """Layers kept with their copies, for the next number of tokens."""
-NORM_BYTES = 2 / 128
-"""Of norms for each weight: float16, one to 128 columns."""
-
 KERNEL_TARGETS = {
     ("codebook4", 1, 14336, 4096): (10.3, 9.2),
     ("codebook4", 16, 14336, 4096): (14.5, 13.0),
@@ -94,8 +93,11 @@ def target_us(part: str, variant: str, shape: Shape) -> float:
 
 
 def weight_bytes(scheme: str, n: int, k: int) -> float:
-    """Bytes of a layer's weights and norms."""
-    return n * k * (1.0 if scheme == "w8a16" else 0.5 + NORM_BYTES)
+    """Bytes of a layer's weights and norms as kernels read them: float16, one to a slot."""
+    one = parse_scheme(scheme)
+    if not isinstance(one, Codebook):
+        return one.weight_bytes(n, k)
+    return n * k * (one.bits / 8 + 2 / Geometry(k, one.group_columns(k), one.rotation).slot)
 
 
 def float_layer(n: int, k: int) -> nn.Linear:
