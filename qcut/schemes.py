@@ -178,26 +178,49 @@ class W8A16(Scheme):
 
 @dataclass(frozen=True)
 class FP8(Scheme):
-    """Weights of 8-bit floats (e4m3), made 16-bit floats in registers; activations keep their floating-point type.
+    """Weights of 8-bit floats (e4m3), and activations in their own floating-point type or in 8-bit floats too.
 
     Attributes:
         blocks: whether blocks of `FP8_BLOCK` rows and columns have a scale each, and not rows.
+        tokens: ``float`` multiplies the weights, as 16-bit floats, with activations of their own type; ``dynamic``
+            quantizes each token to e4m3 by its own largest magnitude; ``static`` quantizes all tokens with one scale,
+            from the larger bound of one calibrated `StaticRange` per layer.
+
+    Raises:
+        ConfigError: ``blocks`` with quantized tokens, or a value that is not allowed.
     """
 
     blocks: bool = False
+    tokens: Literal["float", "dynamic", "static"] = "float"
 
     kind: ClassVar[str] = "fp8"
-    usual: ClassVar[tuple[str, ...]] = ("fp8", "fp8_blocks")
+    usual: ClassVar[tuple[str, ...]] = ("fp8", "fp8_blocks", "fp8_dynamic", "fp8_static")
+
+    def __post_init__(self) -> None:
+        if type(self.blocks) is not bool:
+            raise ConfigError(f"FP8 blocks is {self.blocks!r}; allowed: true, false")
+        if self.tokens not in ("float", "dynamic", "static"):
+            raise ConfigError(f"FP8 tokens is {self.tokens!r}; allowed: 'float', 'dynamic', 'static'")
+        if self.blocks and self.tokens != "float":
+            raise ConfigError(f"FP8 of blocks: tokens is {self.tokens!r}; allowed: 'float'")
 
     @classmethod
     def from_name(cls, name: str) -> Self | None:
         """See `Scheme`."""
-        return cls(name.endswith("_blocks")) if name in cls.usual else None
+        schemes = (cls(), cls(True), cls(tokens="dynamic"), cls(tokens="static"))
+        return next((scheme for scheme in schemes if scheme.name == name), None)
 
     @property
     def name(self) -> str:
-        """See `Scheme`."""
-        return "fp8_blocks" if self.blocks else "fp8"
+        """The kind, with ``_blocks``, ``_dynamic`` or ``_static``."""
+        if self.blocks:
+            return f"{self.kind}_blocks"
+        return self.kind if self.tokens == "float" else f"{self.kind}_{self.tokens}"
+
+    @property
+    def needs_range(self) -> bool:
+        """Whether tokens are ``static``."""
+        return self.tokens == "static"
 
     def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
         """Shape of the scales of a weight ``[N, K]``."""
@@ -516,7 +539,7 @@ _NEAR = {
     "int8_dynamic": "w8a8",
     "int8_static": "w8a8_static",
     "smoothquant": "w8a8 with smooth=0.5 and a calibration",
-    "w8a8_fp8": "fp8 (weights in 8-bit floats, activations as they are) or w8a8 (both in int8)",
+    "w8a8_fp8": "fp8_dynamic (weights and activations in 8-bit floats) or fp8 (weights alone)",
     "4bit": "codebook4 (the more exact) or int4 (equal steps)",
     "w4a16": "int4 (equal steps, groups of 128) or codebook4 (the more exact)",
     "w4a8": "codebook4_int8 (4-bit weights, int8 products)",

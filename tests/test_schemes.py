@@ -12,8 +12,10 @@ from qcut.emitters.core import epilogue
 from qcut.emitters.gemm import problem as gemm
 from qcut.schemes import FP8, W8A8, W8A16, Codebook, Float, Int16x8, StaticRange, parse_scheme, scheme_from_json
 
-PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_blocks", "int16x8", "int16x8_static", "fp16")
-PLAIN = (W8A8(), W8A8("static"), W8A16(), FP8(), FP8(blocks=True), Int16x8(), Int16x8("static"), Float())
+FP8_NAMES = ("fp8", "fp8_blocks", "fp8_dynamic", "fp8_static")
+PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", *FP8_NAMES, "int16x8", "int16x8_static", "fp16")
+FP8S = (FP8(), FP8(blocks=True), FP8(tokens="dynamic"), FP8(tokens="static"))
+PLAIN = (W8A8(), W8A8("static"), W8A16(), *FP8S, Int16x8(), Int16x8("static"), Float())
 CODEBOOKS = {
     "codebook4": Codebook(),
     "codebook3": Codebook(3),
@@ -57,10 +59,10 @@ def test_padded_k():
 
 
 def test_scheme_names():
-    assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[:8])
+    assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[: len(PLAIN)])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
-    assert list(schemes.SCHEME_NAMES[8:]) == list(CODEBOOKS)[:11]
-    assert [s.int8_products for s in PLAIN] == [True, True, False, False, False, True, True, False]
+    assert list(schemes.SCHEME_NAMES[len(PLAIN) :]) == list(CODEBOOKS)[:11]
+    assert [s.name for s in PLAIN if s.int8_products] == ["w8a8", "w8a8_static", "int16x8", "int16x8_static"]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
 
@@ -76,6 +78,8 @@ def test_schemes_say_what_they_need():
         "w8a16": (False, False, False, False, 1),
         "fp8": (False, False, False, False, 1),
         "fp8_blocks": (False, False, False, False, 1),
+        "fp8_dynamic": (False, False, False, False, 1),
+        "fp8_static": (False, False, True, False, 1),
         "int16x8": (True, False, False, False, 2),
         "int16x8_static": (True, False, True, False, 2),
         "fp16": (False, True, False, False, 1),
@@ -84,6 +88,18 @@ def test_schemes_say_what_they_need():
         "int4": (False, False, False, False, 1),
     }
     assert [parse_scheme(name).weight_bytes(10, 256) for name in ("fp16", "w8a8", "codebook3")] == [5120, 2560, 1000]
+
+
+def test_fp8_has_tokens_of_three_kinds():
+    assert scheme_from_json({"kind": "fp8", "blocks": True}) == FP8(blocks=True)  # as older files have it
+    assert FP8(tokens="static").to_json() == {"kind": "fp8", "blocks": False, "tokens": "static"}
+    for tokens in ("dynamic", "static"):
+        with pytest.raises(errors.ConfigError, match=f"FP8 of blocks: tokens is '{tokens}'; allowed: 'float'"):
+            FP8(blocks=True, tokens=tokens)
+    with pytest.raises(errors.ConfigError, match="FP8 tokens is 'int8'; allowed: 'float', 'dynamic', 'static'"):
+        scheme_from_json({"kind": "fp8", "tokens": "int8"})
+    with pytest.raises(errors.ConfigError, match="FP8 blocks is 1; allowed: true, false"):
+        FP8(blocks=1)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
@@ -134,7 +150,7 @@ def test_other_spellings_of_the_same_scheme(alias, name):
         ("NF4", r"codebook4 .*another format"),
         ("4bit", "codebook4"),
         ("gptq", "codebook4 with second_moments"),
-        ("w8a8_fp8", "fp8"),
+        ("w8a8_fp8", "fp8_dynamic"),
         ("fp4", r"nvfp4 .*, mxfp4 .*, or codebook4"),
         ("codbook4", "codebook4"),
         ("w8a8_statik", "w8a8_static"),

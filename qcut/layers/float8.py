@@ -1,18 +1,26 @@
-"""`Float8Linear`: the `qcut.Linear` of weights in 8-bit floats."""
+"""Linear layers with weights in 8-bit floats, and tokens of 16 bits or in 8-bit floats too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from qcut.layers.int8 import MOST_SCALE, W8A16Linear
-from qcut.layers.linear import Known, Linear
+from qcut.errors import QuantizationError
+from qcut.layers.int8 import MOST_SCALE, CalibratedLinear, W8A16Linear
+from qcut.layers.linear import Known, Linear, Stacked
 from qcut.numerics import float8
 from qcut.numerics.checks import out_of_range
-from qcut.schemes import FP8, FP8_BLOCK, FP8_UNIT_ROWS, padded_k
+from qcut.schemes import FP8, FP8_BLOCK, FP8_UNIT_ROWS, StaticRange, padded_k
+
+if TYPE_CHECKING:
+    from qcut.layers.tokens import Prepared
+    from qcut.numerics.routing import RouteTiles
+
+_DYNAMIC = torch.ops.qcut.fp8_dynamic_linear.early_read
+_STATIC = torch.ops.qcut.fp8_static_linear.early_read
 
 
 class Float8Linear(W8A16Linear, schemes=[FP8]):
@@ -68,3 +76,63 @@ class Float8Linear(W8A16Linear, schemes=[FP8]):
             q, self.weight_scale = float8.quantize_weight(weight, row_absmax=known.row_absmax, layer=self.name)
         self.qweight = q.new_zeros(self.qweight.shape)
         self.qweight[:, : self.in_features] = q
+
+
+class Float8TokensLinear(Float8Linear, schemes=[FP8(tokens="dynamic")]):
+    """A layer that quantizes each token to e4m3 by the token's own largest magnitude; sums are float32.
+
+    Exactness: that of `qcut.numerics.float8.dynamic_linear_ref` on the CPU, of ``qcut::fp8_dynamic_linear`` on CUDA.
+    """
+
+    @classmethod
+    def routed(
+        cls,
+        stack: Stacked,
+        x: Tensor | Prepared,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gated: bool = False,
+        weights: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `Linear.routed`: no kernel."""
+        return None
+
+    def quantized_tokens(self, x: Tensor) -> Tensor:
+        """See `Linear.quantized_tokens`."""
+        q, scale = float8.quantize_tokens_ref(x, x.shape[1])
+        return q.float() * scale[:, None]
+
+    def _product(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        return _DYNAMIC(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+
+class Float8StaticLinear(CalibratedLinear, Float8TokensLinear, schemes=[FP8(tokens="static")]):
+    """A layer that quantizes all tokens to e4m3 with one calibrated scale; sums are float32.
+
+    Attributes:
+        col_scale: float32 ``[N]``, ``input_scale * weight_scale`` rounded.
+        input_scale: float32 ``[1]``, from 2**-126 on.
+
+    Exactness: that of `qcut.numerics.float8.static_linear_ref` on the CPU, of ``qcut::fp8_static_linear`` on CUDA.
+    """
+
+    def _read_qparams(self) -> float:
+        scale: float = super()._read_qparams()
+        if scale < float8.SMALLEST_SCALE:
+            raise QuantizationError(f"input_scale is {scale}; allowed: {float8.SMALLEST_SCALE} and more", self.name)
+        return scale
+
+    def _set_range(self, static_range: StaticRange, device: torch.device) -> float:
+        scale = float8.static_scale(static_range.lo, static_range.hi)
+        self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=device)
+        return scale
+
+    def quantized_tokens(self, x: Tensor) -> Tensor:
+        """See `Linear.quantized_tokens`."""
+        return float8.quantize_tensor_ref(x, self.input_qparams, x.shape[1]).float() * self.input_qparams
+
+    def _product(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        return _STATIC(x, b["qweight"], b["col_scale"], b["bias"], self.input_qparams, self.activation)

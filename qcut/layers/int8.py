@@ -223,7 +223,7 @@ def _summed(results: Tensor, tiles: RouteTiles, experts: int, weights: Tensor | 
     return y
 
 
-class _CalibratedLinear(Int8Linear):
+class CalibratedLinear(Int8Linear):
     """A layer that quantizes all tokens with one calibrated scale.
 
     Attributes:
@@ -240,7 +240,7 @@ class _CalibratedLinear(Int8Linear):
     def input_qparams(self) -> Any:
         """What quantizes the tokens, read from the device once, and again when a tensor has changed.
 
-        Scale and zero point of the scheme ``w8a8_static``, the scale of ``int16x8_static``.
+        Scale and zero point of the scheme ``w8a8_static``, the scale of ``int16x8_static`` and ``fp8_static``.
 
         Raises:
             QuantizationError: a scale that is not positive and finite, or a zero point out of range.
@@ -313,7 +313,7 @@ class _CalibratedLinear(Int8Linear):
         return self
 
 
-class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
+class W8A8StaticLinear(CalibratedLinear, schemes=[W8A8("static")]):
     """A W8A8 layer that quantizes all tokens with one calibrated scale and zero point; sums are int32.
 
     Attributes:
@@ -455,7 +455,7 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
         return _INT16X8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
 
-class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
+class Int16x8StaticLinear(CalibratedLinear, schemes=[Int16x8("static")]):
     """A layer that quantizes all tokens to int16 with one calibrated scale; sums are int64.
 
     Attributes:

@@ -11,7 +11,8 @@ from qcut.errors import ConfigError, DeviceError, DtypeError, QuantizationError,
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 S8, S32, F32 = (torch.int8,), (torch.int32,), (torch.float32,)
-BYTES = (torch.int8, torch.float8_e4m3fn)
+E4M3 = (torch.float8_e4m3fn,)
+BYTES = (*S8, *E4M3)
 """Weights that become 16-bit floats in registers."""
 
 _F32_TINY, _F32_MAX = 2.0**-149, (2 - 2.0**-23) * 2.0**127

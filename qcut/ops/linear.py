@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ShapeError
+from qcut.numerics import float8, int16
 from qcut.numerics import int8 as numerics
-from qcut.numerics import int16
 from qcut.ops.checks import (
     BYTES,
+    E4M3,
     F32,
     FLOAT_DTYPES,
     S8,
@@ -48,7 +49,10 @@ def _check_layer(
     bias: Tensor | None,
     activation: str,
     weights: tuple[torch.dtype, ...] = S8,
+    *,
+    blocks: bool = True,
 ) -> None:
+    """Checks of all layers; ``blocks`` allows e4m3 weights that have scales of blocks."""
     check_tokens(op, x)
     check_matrix(op, "qweight", qweight, 1, weights)
     n, k = qweight.shape[0], x.shape[-1]
@@ -56,7 +60,7 @@ def _check_layer(
         sizes = f"x has K = {k}, qweight has shape {list(qweight.shape)}"
         raise ShapeError(f"qcut::{op}: {sizes}; allowed: [N, {padded_k(k)}], K rounded up to {K_ALIGNMENT}")
     check_tensor(op, "qweight", qweight, weights, (n, padded_k(k)), x.device)
-    blocks = qweight.dtype is torch.float8_e4m3fn and scale[1].dim() == 2
+    blocks = blocks and qweight.dtype is torch.float8_e4m3fn and scale[1].dim() == 2
     check_tensor(op, scale[0], scale[1], F32, FP8(blocks).scale_shape(n, k), x.device)
     if bias is not None:
         check_tensor(op, "bias", bias, F32, (n,), x.device)
@@ -200,6 +204,90 @@ class W8A16LinearOp(NamedTuple):
 
     def cpu(self) -> Tensor:
         return _by_rows(numerics.w8a16_linear_ref, *self[:-1])
+
+
+@operator("fp8_dynamic_linear", returns="Tensor", layers=True)
+class FP8DynamicLinearOp(NamedTuple):
+    """``y = act(sum_k(q[m, k] * qweight[n, k]) * s_x[m] * s_w[n] + b[n])`` on e4m3 tokens q with a scale each.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[..., K]``, K >= 1, any strides.
+        qweight: finite float8_e4m3fn ``[N, padded_k(K)]``, N >= 1, zero padded.
+        weight_scale: float32 ``[N]``.
+        bias: float32 ``[N]``; None: zeros.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+
+    Exactness: tokens bitwise `qcut.numerics.float8.quantize_tokens_ref`, on every device. Products are exact. Sums are
+    float32, in an order of the kernel's or of the BLAS library's own: before the scales, an error of at most
+    ``K * 2**-23 * sum_k |q * qweight|`` on the CPU and of kernels that multiply 16-bit floats. Tensor cores that
+    multiply e4m3 add with 14 bits: see `qcut.emitters.gemm.cutlass.fp8.FP8Cutlass`. A token's result does not depend on
+    the other tokens' values.
+    """
+
+    x: Tensor
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+    early_read: bool = False
+
+    def check(self) -> None:
+        op, weight_scale = "fp8_dynamic_linear", ("weight_scale", self.weight_scale)
+        _check_layer(op, self.x, self.qweight, weight_scale, self.bias, self.activation, E4M3, blocks=False)
+
+    def fake(self) -> Tensor:
+        return _like_tokens(self.x, self.qweight)
+
+    def cpu(self) -> Tensor:
+        return _by_rows(float8.dynamic_linear_ref, *self[:-1])
+
+
+@operator("fp8_static_linear", returns="Tensor", layers=True)
+class FP8StaticLinearOp(NamedTuple):
+    """``y = act(sum_k(q[m, k] * qweight[n, k]) * col_scale[n] + b[n])`` on e4m3 tokens q with one scale.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[..., K]``, K >= 1, any strides.
+        qweight: finite float8_e4m3fn ``[N, padded_k(K)]``, N >= 1, zero padded.
+        col_scale: float32 ``[N]``, the rounded product ``x_scale * weight_scale[n]``.
+        bias: float32 ``[N]``; None: zeros.
+        x_scale: scale of the tokens, a float32 from 2**-126 on.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+
+    Exactness: tokens bitwise `qcut.numerics.float8.quantize_tensor_ref`, on every device; sums as of
+    ``fp8_dynamic_linear``.
+    """
+
+    x: Tensor
+    qweight: Tensor
+    col_scale: Tensor
+    bias: Tensor | None
+    x_scale: float
+    activation: str
+    early_read: bool = False
+
+    def check(self) -> None:
+        op, col_scale = "fp8_static_linear", ("col_scale", self.col_scale)
+        _check_layer(op, self.x, self.qweight, col_scale, self.bias, self.activation, E4M3, blocks=False)
+        check_scale(op, "x_scale", self.x_scale)
+
+    def fake(self) -> Tensor:
+        return _like_tokens(self.x, self.qweight)
+
+    def cpu(self) -> Tensor:
+        return _by_rows(float8.static_linear_ref, *self[:-1])
 
 
 @operator("int16x8_linear", returns="Tensor", layers=True)
