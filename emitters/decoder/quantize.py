@@ -1,13 +1,15 @@
 """Raw kernels that quantize, dequantize and sum: HBM-bound, one pass, bitwise equal to `qcut.numerics`.
 
-Device code: ``include/qcut/decoder/quantize.cuh``. Rows are spread over ``threads`` threads and ``max(1, 128 //
-threads)`` rows share a CTA, so that short rows neither waste threads nor cross a barrier.
+Device code: ``include/qcut/decoder/quantize.cuh``, ``quantize_halves.cuh`` and ``quantize_float8.cuh``. Rows are spread
+over ``threads`` threads and ``max(1, 128 // threads)`` rows share a CTA, so that short rows neither waste threads nor
+cross a barrier.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qcut.emitters.core.arch import E4M3_ARCHITECTURES
 from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import flag
@@ -97,7 +99,44 @@ class _RowKernel(Kernel):
 
 
 @dataclass(frozen=True)
-class QuantizePerToken(_RowKernel):
+class _Quantize(_RowKernel):
+    """A kernel that quantizes.
+
+    Attributes:
+        halves: tokens become int16.
+        q: type that tokens are stored in: s8, e4m3, or f16 for e4m3 in 16 bits each.
+    """
+
+    halves: bool = False
+    q: DType = DType.S8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.q not in (DType.S8, DType.E4M3, DType.F16) or (self.halves and self.q is not DType.S8):
+            halves = "halves of " * self.halves
+            raise EmitError(f"{self._kind}: {halves}{self.q.value}; allowed are s8, e4m3, f16 and halves of s8")
+        if self.q is DType.E4M3 and self.arch not in E4M3_ARCHITECTURES:
+            raise EmitError(f"{self._kind}: e4m3 on {self.arch}; allowed are {', '.join(E4M3_ARCHITECTURES)}")
+
+    @property
+    def name(self) -> str:
+        """The name of all row kernels, with ``_halves``, ``_e4m3`` or ``_e4m3f16``."""
+        stored = {DType.S8: "_halves" * self.halves, DType.E4M3: "_e4m3", DType.F16: "_e4m3f16"}
+        return super().name + stored[self.q]
+
+    @property
+    def template(self) -> str:
+        """See `_RowKernel`; e4m3 has the stored type before."""
+        return super().template if self.q is DType.S8 else f"{self.q.cpp}, {super().template}"
+
+    @property
+    def stem(self) -> str:
+        """Of the header, and of the device code's functions."""
+        return "quantize_halves" if self.halves else "quantize" if self.q is DType.S8 else "quantize_float8"
+
+
+@dataclass(frozen=True)
+class QuantizePerToken(_Quantize):
     """``scale[m] = max_k |x[m,k]| / 127`` (1 where that is 0), ``q = clamp(rne(x / scale), -127, 127)``.
 
     x ``[m, k]`` f16, bf16 or f32 with a row stride in elements; q ``[m, k_padded]`` int8, contiguous, zero beyond k;
@@ -108,20 +147,14 @@ class QuantizePerToken(_RowKernel):
     Attributes:
         halves: tokens become int16, whose scale is ``max |x| / 32639``; q has their halves in blocks of 16 rows, as
             `qcut.numerics.int16.in_blocks` describes. Rows of tokens past m are not written.
+        q: of e4m3 and f16, tokens become e4m3, whose scale is ``max |x| / 448``, at least 2**-126.
 
-    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_token_ref`` (IEEE division, ties to even), and with
-    halves to ``qcut.numerics.int16.quantize_tokens_ref``.
+    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_token_ref`` (IEEE division, ties to even), with
+    halves to ``qcut.numerics.int16.quantize_tokens_ref``, of e4m3 to ``qcut.numerics.float8.quantize_tokens_ref``.
     """
-
-    halves: bool = False
 
     _kind = "quantize_per_token"
     _min_vectors = 0
-
-    @property
-    def name(self) -> str:
-        """The name of all row kernels, and ``_halves``."""
-        return super().name + "_halves" * self.halves
 
     @classmethod
     def for_shape(
@@ -134,6 +167,7 @@ class QuantizePerToken(_RowKernel):
         aligned: bool = True,
         sm_count: int = 132,
         halves: bool = False,
+        q: DType = DType.S8,
     ) -> QuantizePerToken:
         """The layout for m rows of k_padded columns.
 
@@ -146,7 +180,7 @@ class QuantizePerToken(_RowKernel):
         per_thread = 1 if m < 4 * sm_count else 5 if busy else 3
         threads = next((t for t in THREADS if t * per_thread >= vectors), THREADS[-1])
         held = _ceil_div(vectors, threads)
-        return cls(x, arch, threads, held if held <= _max_vectors(threads) else 0, aligned, halves)
+        return cls(x, arch, threads, held if held <= _max_vectors(threads) else 0, aligned, halves, q)
 
     def grid(self, m: int, k: int) -> tuple[int, int, int]:
         """CTAs for m rows; k_padded must fit in the registers of a row's threads.
@@ -170,12 +204,12 @@ class QuantizePerToken(_RowKernel):
 
     def emit(self) -> KernelSource:
         """Text of the kernel."""
-        function, header = ("quantize_halves",) * 2 if self.halves else ("quantize_per_token", "quantize")
-        return self._call(f"{function}<{self.template}>", f"decoder/{header}.cuh")
+        function = "quantize_per_token" if self.stem == "quantize" else self.stem
+        return self._call(f"{function}<{self.template}>", f"decoder/{self.stem}.cuh")
 
 
 @dataclass(frozen=True)
-class QuantizePerTensor(_RowKernel):
+class QuantizePerTensor(_Quantize):
     """``q = clamp(rne(x / scale) + zero_point, -128, 127)`` with one scale for the tensor.
 
     x and q as in `QuantizePerToken`; columns beyond k are 0 (not zero_point: padded weights and their colsum hold no
@@ -183,27 +217,29 @@ class QuantizePerTensor(_RowKernel):
 
     Attributes:
         halves: tokens become int16, without a zero point; q is as that of `QuantizePerToken` with halves.
+        q: of e4m3 and f16, tokens become e4m3, without a zero point; NaN stays NaN.
 
-    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_tensor_ref``, and with halves to
-    ``qcut.numerics.int16.quantize_tensor_ref``.
+    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_tensor_ref``, with halves to
+    ``qcut.numerics.int16.quantize_tensor_ref``, of e4m3 to ``qcut.numerics.float8.quantize_tensor_ref``.
     """
-
-    halves: bool = False
 
     _kind = "quantize_per_tensor"
 
     @classmethod
     def for_shape(
-        cls, x: DType, arch: str, m: int, k_padded: int, *, aligned: bool = True, halves: bool = False
+        cls,
+        x: DType,
+        arch: str,
+        m: int,
+        k_padded: int,
+        *,
+        aligned: bool = True,
+        halves: bool = False,
+        q: DType = DType.S8,
     ) -> QuantizePerTensor:
         """The layout for rows of k_padded columns: two vectors per thread, up to 256 threads along a row."""
         del m
-        return cls(x, arch, *_elementwise(x, k_padded), aligned, halves)
-
-    @property
-    def name(self) -> str:
-        """The name of all row kernels, and ``_halves``."""
-        return super().name + "_halves" * self.halves
+        return cls(x, arch, *_elementwise(x, k_padded), aligned, halves, q)
 
     def params(self) -> tuple[Param, ...]:
         """``x, q, x_stride, m, k, k_padded, scale``, and ``zero_point`` for int8."""
@@ -213,13 +249,12 @@ class QuantizePerTensor(_RowKernel):
             Param("x_stride", "i64"),
             *(Param(size, "i32") for size in ("m", "k", "k_padded")),
             Param("scale", "f32"),
-            *(Param("zero_point", "i32"),) * (not self.halves),
+            *(Param("zero_point", "i32"),) * (self.stem == "quantize"),
         )
 
     def emit(self) -> KernelSource:
         """Text of the kernel."""
-        header = "quantize_halves" if self.halves else "quantize"
-        return self._call(f"{header}_per_tensor<{self.template}>", f"decoder/{header}.cuh")
+        return self._call(f"{self.stem}_per_tensor<{self.template}>", f"decoder/{self.stem}.cuh")
 
 
 @dataclass(frozen=True)

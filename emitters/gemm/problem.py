@@ -29,8 +29,8 @@ class GemmProblem:
     """Types and epilogue of one GEMM; sizes are known at launch.
 
     Attributes:
-        a: activation type, s8, f16 or bf16.
-        b: weight type, s8; or e4m3 with 16-bit activations.
+        a: activation type, s8, f16 or bf16; or e4m3 with weights of e4m3.
+        b: weight type, s8; or e4m3 with 16-bit activations or those of e4m3.
         epilogue: see `qcut.emitters.core.epilogue`.
         alignment_k: addresses, leading dimensions and contiguous sizes of A and B (K, where both are contiguous
             along it) are multiples of this many elements.
@@ -62,7 +62,9 @@ class GemmProblem:
         if self.epilogue.halves and self.device_m:
             raise EmitError(f"{self.name}: M of halves is known on the host")
         if self.b is DType.E4M3 and self.a is DType.S8:
-            raise EmitError(f"{self.name}: e4m3 weights are multiplied with activations of 16 bits")
+            raise EmitError(f"{self.name}: e4m3 weights are multiplied with activations of 16 bits or e4m3")
+        if self.a is DType.E4M3 and self.b is not DType.E4M3:
+            raise EmitError(f"{self.name}: e4m3 activations are multiplied with e4m3 weights")
         if self.epilogue.col_scale == "per_unit" and self.b is not DType.E4M3:
             raise EmitError(f"{self.name}: units with scales are of e4m3 weights")
         if self.experts and (self.layouts != "tnt" or self.epilogue.residual):
@@ -121,6 +123,8 @@ class TileConfig:
         schedule: main loop and work distribution.
         epilogue_tile: (m, n) of one epilogue step on SM90; (0, 0) takes CUTLASS's choice.
         splits: CTAs, one cluster, that share a tile of D, each with its part of K (raw families, sm_90 and later).
+        fast: whether the tensor core adds all products of e4m3 with its own 14 bits; otherwise the sums of 128 columns
+            are added in float32 (``fp8_cutlass``).
     """
 
     threadblock_shape: tuple[int, int, int]
@@ -130,6 +134,7 @@ class TileConfig:
     schedule: Schedule = "multistage"
     epilogue_tile: tuple[int, int] = (0, 0)
     splits: int = 1
+    fast: bool = False
 
     @property
     def threads(self) -> int:
@@ -155,4 +160,4 @@ class TileConfig:
         parts.append(
             {"warp_specialized": "ws", "cooperative": "coop", "stream_k": "sk"}.get(self.schedule, self.schedule)
         )
-        return "_".join(parts)
+        return "_".join(parts) + "_fast" * self.fast

@@ -79,7 +79,7 @@ def estimate(
     """Estimate a kernel of any family.
 
     Args:
-        name: one of `qcut.emitters.families.TUNED_FAMILIES`.
+        name: one of `qcut.emitters.families.TUNED_FAMILIES`, or ``fp8_mma``.
         problem: types, layouts and epilogue.
         tile: the family's tile.
         m: rows of A and D.

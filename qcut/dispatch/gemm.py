@@ -16,12 +16,15 @@ from qcut.dispatch.heuristics import Choice as Choice
 from qcut.dispatch.heuristics import best, choose
 from qcut.dispatch.heuristics import emit as emit
 from qcut.dispatch.heuristics import grid as grid
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType
 from qcut.emitters.families import (
     CUTLASS_FAMILIES,
     FAMILIES,
+    FP8_CUTLASS,
+    FP8_MMA,
     INT8_CUTLASS,
     INT8_DP4A,
     INT8_MMA,
@@ -41,7 +44,8 @@ from qcut.errors import ConfigError
 from qcut.jit.debug import logs_choice
 
 W8A16_CUTLASS_WALK = (4, 1)
-"""Swizzle and raster if none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
+"""Swizzle and raster if none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled.
+``fp8_cutlass`` has them too, unmeasured."""
 _MOST_TOKENS = 16
 """Int8 tokens up to which streaming is faster than the tiled kernels with weights of any size."""
 _SMALL_WEIGHTS = 2 << 20
@@ -171,6 +175,40 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
         sizes = ahead_of_time.bounded(n, k, target, known=ahead_of_time.is_usual(problem))
         return best(W8A16_STREAM, problem, m, *sizes)
     return best(W8A16_MMA, problem, m, n, k, target)
+
+
+@logs_choice
+def select_fp8(
+    problem: GemmProblem, m: int, n: int, k: int, target: Target, *, nvcc: bool = True
+) -> tuple[GemmProblem, Choice]:
+    """Choose the kernel of a GEMM with activations and weights of e4m3.
+
+    Every e4m3 is a float16. Few tokens, and GPUs without products of e4m3, are served by kernels of 16-bit activations
+    and weights of a byte, as dispatch chooses them.
+
+    Args:
+        problem: types, alignments and epilogue.
+        m: rows of A and D.
+        n: columns of B and D.
+        k: summed over, a multiple of 16.
+        target: the GPU.
+        nvcc: whether nvcc and g++ are there, which ``fp8_cutlass`` and ``w8a16_wgmma`` need.
+
+    Returns:
+        The problem, whose activations are e4m3 or f16, and the choice.
+    """
+    floats = replace(problem, a=DType.F16, alignment_k=8)
+    if m <= w8a16_stream.MAX_TOKENS or not architecture(target.arch).e4m3:
+        return floats, select_w8a16(floats, m, n, k, target, nvcc=nvcc)
+    if nvcc and not target.ahead_of_time:
+        found = choose((FP8_CUTLASS.name,), problem, m, n, k, target)
+        of_floats = choose((W8A16_WGMMA.name,), floats, m, n, k, target)
+        if of_floats is not None and (found is None or of_floats.cost < found.cost):
+            return floats, of_floats
+        if found is not None:
+            swizzle, raster = W8A16_CUTLASS_WALK
+            return problem, replace(found, swizzle=swizzle, raster=raster)
+    return problem, best(FP8_MMA, problem, m, n, k, target)
 
 
 def few_tokens(

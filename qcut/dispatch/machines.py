@@ -37,8 +37,9 @@ class Multiprocessor:
 
 
 # wgmma reads operands from shared memory; mma.sync spends issue slots on ldmatrix; wmma takes 16 columns of K a time.
-_HOPPER = {"int8_cutlass": 1.0, "int8_mma": 0.8, "int8_wmma": 0.27}
-_AMPERE = {"int8_cutlass": 0.9, "int8_mma": 0.85, "int8_wmma": 0.6}
+# On Hopper mma.sync converts e4m3 to 16 bits first.
+_HOPPER = {"int8_cutlass": 1.0, "int8_mma": 0.8, "int8_wmma": 0.27, "fp8_mma": 0.3}
+_AMPERE = {"int8_cutlass": 0.9, "int8_mma": 0.85, "int8_wmma": 0.6, "fp8_mma": 0.85}
 MULTIPROCESSORS = {
     "sm_80": Multiprocessor(2048, _AMPERE, 2048, 32),
     "sm_86": Multiprocessor(1024, _AMPERE, 1536, 16),

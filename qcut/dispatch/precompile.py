@@ -207,7 +207,7 @@ def _rows(target: Target) -> Iterator[Kernel]:
     for x, aligned in product(FLOATS, _BOOLS):
         for k, m in product(_widths(), (1, 4 * sms, 1 << 24)):  # few rows, many, and many for every SM
             for halves in _BOOLS:
-                options = {"aligned": aligned, "halves": halves}
+                options: dict[str, Any] = {"aligned": aligned, "halves": halves}
                 yield QuantizePerToken.for_shape(x, arch, m, k, sm_count=sms, **options)
                 yield QuantizePerTensor.for_shape(x, arch, m, k, **options)
             yield Dequantize.for_shape(x, arch, m, k, aligned=aligned)

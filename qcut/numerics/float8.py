@@ -1,5 +1,6 @@
-"""8-bit floats with 4 bits of exponent and 3 of fraction (e4m3): weights with a scale for each row or each block, tokens
-with a scale each or one for all, and products of both.
+"""8-bit floats with 4 bits of exponent and 3 of fraction (e4m3), as weights and as tokens.
+
+Weights have a scale for each row or each block, tokens have a scale each or one for all.
 
 Float arithmetic is float32, one rounded operation at a time, in the order the formulas are written; ``e4m3`` rounds to
 the nearest value, of two as near to that with an even fraction, and magnitudes beyond 448 to 448.
@@ -172,7 +173,9 @@ def _rounded(v: Tensor, k_padded: int) -> Tensor:
     return q
 
 
-def dynamic_linear_ref(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def dynamic_linear_ref(
+    x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
     """``y = act(sum_k(q[m, k] * qweight[n, k]) * s_x[m] * s_w[n] + b[n])`` on e4m3 tokens with a scale each.
 
     Args:
@@ -216,5 +219,4 @@ def _product(
     dtype: torch.dtype,
 ) -> Tensor:
     v = q.float() @ qweight.float().t()
-    scales = {"row_scale": row_scale, "col_scale": col_scale}
-    return epilogue_ref(v, **scales, bias=bias, activation=activation, out_dtype=dtype)
+    return epilogue_ref(v, row_scale=row_scale, col_scale=col_scale, bias=bias, activation=activation, out_dtype=dtype)

@@ -149,8 +149,9 @@ def _device_text(
     if sm90:
         suffix = {"warp_specialized": "", "pingpong": "Pingpong"}.get(tile.schedule, "Cooperative")
         epilogue_suffix = "Cooperative" if suffix == "Cooperative" else ""
+        fast = "FP8FastAccum" if tile.fast else ""
         schedules = (
-            library.KernelScheduleType[f"TmaWarpSpecialized{suffix}"],
+            library.KernelScheduleType[f"TmaWarpSpecialized{suffix}{fast}"],
             library.EpilogueScheduleType[f"TmaWarpSpecialized{epilogue_suffix}"],
             library.TileSchedulerType.StreamK if tile.schedule == "stream_k" else None,
         )

@@ -19,8 +19,10 @@ from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.source import DType
 from qcut.emitters.families import (
     CUTLASS_FAMILIES,
+    FP8_CUTLASS,
     INT8_CUTLASS,
     W8A16_CUTLASS,
     W8A16_MMA,
@@ -128,13 +130,33 @@ def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, 
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
     nvcc = architecture(gpu.arch).wgmma and ahead_of_time.serves_cutlass(problem, gpu, has_cutlass)
     choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
+    return _spec_of_bytes(choice, problem, rows, n, k, gpu, pdl)
+
+
+def fp8_spec(
+    problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True
+) -> tuple[DType, LaunchSpec]:
+    """The type that tokens of e4m3 have, which is e4m3 or f16, and the launch of their product with e4m3 weights."""
+    nvcc = architecture(gpu.arch).wgmma and ahead_of_time.serves_cutlass(problem, gpu, has_cutlass)
+    problem, choice = dispatch.select_fp8(problem, rows, n, k, gpu, nvcc=nvcc)
+    return problem.a, _spec_of_bytes(choice, problem, rows, n, k, gpu, pdl)
+
+
+def _spec_of_bytes(
+    choice: Choice, problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, pdl: bool
+) -> LaunchSpec:
+    """The launch of a choice; that of another kernel for the same operands serves while nvcc builds the chosen one."""
     spec = chosen_spec(choice, problem, n, gpu, pdl=pdl)
-    if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
+    if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name, FP8_CUTLASS.name):
         return spec
 
     def fallback() -> LaunchSpec:
-        few = next((bound for bound in FALLBACK_ROWS if rows <= bound), FALLBACK_ROWS[-1])
-        return chosen_spec(dispatch.select_w8a16(problem, few, n, k, gpu, nvcc=False), problem, n, gpu, pdl=pdl)
+        sizes = (next((bound for bound in FALLBACK_ROWS if rows <= bound), FALLBACK_ROWS[-1]), n, k)
+        if problem.a is DType.E4M3:
+            _, other = dispatch.select_fp8(problem, *sizes, gpu, nvcc=False)
+        else:
+            other = dispatch.select_w8a16(problem, *sizes, gpu, nvcc=False)
+        return chosen_spec(other, problem, n, gpu, pdl=pdl)
 
     return replace(spec, fallback=fallback)
 

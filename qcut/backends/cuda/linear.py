@@ -1,4 +1,4 @@
-"""`qcut.ops.linear` on CUDA: linear layers with int8 weights.
+"""`qcut.ops.linear` on CUDA: linear layers with weights of a byte.
 
 A call is a look-up in a dictionary, one allocation for the result (and one for quantized tokens), and one or two
 launches on the current stream. The first call of a layer makes a plan and hands it to
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.gemm import TMA_ROWS, Product, w8a16_spec
+from qcut.backends.cuda.gemm import TMA_ROWS, Product, fp8_spec, w8a16_spec
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.backends.cuda.operands import dense, parameters, row_major
@@ -31,6 +31,8 @@ from qcut.numerics import int16
 from qcut.ops.checks import check_scale, check_zero_point
 from qcut.ops.linear import (
     FEW_ELEMENTS,
+    FP8DynamicLinearOp,
+    FP8StaticLinearOp,
     Int8LinearOp,
     Int16x8LinearOp,
     Int16x8StaticLinearOp,
@@ -47,6 +49,8 @@ from qcut.schemes import padded_k
 
 FLOAT_TOKENS = frozenset(("w8a16", "fp8", "fp8_blocks"))
 """Schemes of tokens of 16 bits."""
+FP8_TOKENS = frozenset(("fp8_dynamic", "fp8_static"))
+"""Schemes of tokens in 8-bit floats."""
 
 
 def float_token_scheme(qweight: Tensor, weight_scale: Tensor) -> str:
@@ -67,12 +71,12 @@ def linear_problem(
         k: columns of the tokens.
         bias: whether a bias is added.
         activation: activation after the bias.
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``fp8_blocks``, ``int16x8`` or ``int16x8_static``.
+        scheme: name of a scheme of weights of a byte.
         aligned: whether rows of tokens start at multiples of 16 bytes.
     """
     epilogue = Epilogue(
         out=dtype,
-        row_scale="per_token" if scheme in ("w8a8", "int16x8") else "none",
+        row_scale="per_token" if scheme in ("w8a8", "int16x8", "fp8_dynamic") else "none",
         col_scale="per_unit" if scheme == "fp8_blocks" else "per_channel",
         zero_point="per_tensor" if scheme == "w8a8_static" else "none",
         bias=bias,
@@ -83,14 +87,15 @@ def linear_problem(
     if scheme in FLOAT_TOKENS:
         b, alignment_k = DType.S8 if scheme == "w8a16" else DType.E4M3, 8 if aligned and k % 8 == 0 else 1
         return GemmProblem(dtype, b, epilogue, alignment_k, alignment_n)
-    return GemmProblem(epilogue=epilogue, alignment_n=alignment_n)
+    bits8 = DType.E4M3 if scheme in FP8_TOKENS else DType.S8
+    return GemmProblem(bits8, bits8, epilogue, alignment_n=alignment_n)
 
 
 class LinearLayer(NamedTuple):
     """A layer with weights of a byte at up to ``rows`` tokens: all that chooses its kernels.
 
     Attributes:
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``fp8_blocks``, ``int16x8`` or ``int16x8_static``.
+        scheme: name of a scheme of weights of a byte.
         dtype: dtype of tokens and result.
         rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
         n: number of output channels.
@@ -118,10 +123,19 @@ class LinearLayer(NamedTuple):
 
     def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
         """The launches of a call: the kernel that quantizes tokens, or None where none is needed, and the product."""
+        return self.typed_specs(device)[1:]
+
+    def typed_specs(self, device: int) -> tuple[DType, LaunchSpec | None, LaunchSpec]:
+        """The type of the product's tokens, and `specs`."""
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
         problem = self.problem()
         if self.scheme in FLOAT_TOKENS:
-            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.early_read)
+            return dtype, None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.early_read)
+        if self.scheme in FP8_TOKENS:
+            tokens, product = fp8_spec(problem, self.rows, self.n, k, gpu, pdl=self.early_read)
+            if self.scheme == "fp8_static":
+                return tokens, per_tensor_spec(dtype, k, gpu, aligned=self.aligned, q=tokens), product
+            return tokens, per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, q=tokens), product
         halves = problem.epilogue.halves
         many = Product(problem, max(self.rows, TMA_ROWS // (1 + halves)), self.n, k)
         if self.scheme.endswith("_static"):
@@ -129,10 +143,10 @@ class LinearLayer(NamedTuple):
         else:
             whole = self._quantizing_spec(gpu)
             if whole is not None:
-                return None, whole
+                return dtype, None, whole
             quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, halves=halves)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, early_read=self.early_read)
-        return quantize, few or many.spec(gpu)
+        return DType.S8, quantize, few or many.spec(gpu)
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
         """The launch of a product that quantizes its token itself; for more than one a kernel of its own is faster."""
@@ -168,15 +182,17 @@ class LinearPlan(NamedTuple):
 
     Attributes:
         quantize: launch that quantizes tokens; None where the product takes floating-point tokens.
-        product: launch of the product; int8 tokens and the result have its ``rows_for`` rows.
+        product: launch of the product; quantized tokens and the result have its ``rows_for`` rows.
         n: number of output channels.
         k_padded: columns of the weight.
+        token_bytes: bytes of an element of the product's tokens.
     """
 
     quantize: LaunchPlan | None
     product: LaunchPlan
     n: int
     k_padded: int
+    token_bytes: int = 1
 
 
 _called: PlanCache[LinearPlan] = PlanCache(on_clear=functools.partial(native.clear, *native.LINEAR_OPS))
@@ -192,9 +208,9 @@ def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
 @PlanCache
 def _plans(layer: LinearLayer, device: int) -> LinearPlan:
     """Layers of the same description share a plan."""
-    quantize, product = layer.specs(device)
+    tokens, quantize, product = layer.typed_specs(device)
     first = None if quantize is None else quantize.load(device)
-    return LinearPlan(first, product.load(device), layer.n, padded_k(layer.k))
+    return LinearPlan(first, product.load(device), layer.n, padded_k(layer.k), tokens.bits // 8)
 
 
 # ── the operators of float tokens ────────────────────────────────────────────────────────────────
@@ -225,6 +241,16 @@ def int16x8_static_linear(call: Int16x8StaticLinearOp) -> Tensor:
     return _linear("int16x8_static", call, (call.qweight, call.col_scale, call.bias), (call.x_scale,))
 
 
+@serves(FP8DynamicLinearOp)
+def fp8_dynamic_linear(call: FP8DynamicLinearOp) -> Tensor:
+    return _linear("fp8_dynamic", call, (call.qweight, call.weight_scale, call.bias))
+
+
+@serves(FP8StaticLinearOp)
+def fp8_static_linear(call: FP8StaticLinearOp) -> Tensor:
+    return _linear("fp8_static", call, (call.qweight, call.col_scale, call.bias), (call.x_scale,))
+
+
 @serves(W8A16LinearOp)
 def w8a16_linear(call: W8A16LinearOp) -> Tensor:
     scheme = float_token_scheme(call.qweight, call.weight_scale)
@@ -233,17 +259,23 @@ def w8a16_linear(call: W8A16LinearOp) -> Tensor:
 
 def _linear(
     scheme: str,
-    call: W8A8LinearOp | W8A8StaticLinearOp | W8A16LinearOp | Int16x8LinearOp | Int16x8StaticLinearOp,
+    call: W8A8LinearOp
+    | W8A8StaticLinearOp
+    | W8A16LinearOp
+    | FP8DynamicLinearOp
+    | FP8StaticLinearOp
+    | Int16x8LinearOp
+    | Int16x8StaticLinearOp,
     weights: Sequence[Tensor | None],
     x_range: tuple[float] | tuple[float, int] | None = None,
 ) -> Tensor:
-    """One of the five operators.
+    """One of the operators of float tokens.
 
     Args:
-        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``fp8``, ``fp8_blocks``, ``int16x8`` or ``int16x8_static``.
+        scheme: name of a scheme of weights of a byte.
         call: the operator's arguments.
         weights: weight, its scale, its sums along K (only w8a8_static) and the bias, or dense copies of them.
-        x_range: scale and zero point of the tokens (w8a8_static), or only the scale (int16x8_static).
+        x_range: scale and zero point of the tokens (w8a8_static), or only the scale (int16x8_static, fp8_static).
     """
     x, halves = call.x, scheme.startswith("int16x8")
     if x.dim() == 0 or x.shape[-1] == 0:
@@ -282,14 +314,15 @@ def _linear(
         operands, sizes = (address, weight), (m, n, k, stride, k_padded, n)
         epilogue: tuple[int, ...] = (m, scale) if halves else (scale,)
     else:
-        # One allocation for all, in x's dtype, which spares a conversion of arguments: int8 rows are multiples of
+        # One allocation for all, in x's dtype, which spares a conversion of arguments: quantized rows are multiples of
         # 16 bytes, so the scales behind them are aligned.
         q_rows = int16.rows_of_blocks(rows) if halves else rows
-        scratch = x.new_empty((q_rows * k_padded + 4 * rows * (x_range is None)) // x.element_size())
+        q_bytes = q_rows * k_padded * plan.token_bytes
+        scratch = x.new_empty((q_bytes + 4 * rows * (x_range is None)) // x.element_size())
         q = scratch.data_ptr()
         operands, sizes = (q, weight), (q_rows, n, k_padded, k_padded, k_padded, n)
         if x_range is None:
-            token_scale = q + q_rows * k_padded
+            token_scale = q + q_bytes
             epilogue = (rows, token_scale, scale) if halves else (token_scale, scale)
             plan.quantize.run(m, (address, q, token_scale, stride, m, k, k_padded), device)
         else:

@@ -16,7 +16,7 @@ from qcut.ops.registry import serves
 
 
 def per_token_spec(
-    dtype: DType, rows: int, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False
+    dtype: DType, rows: int, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False, q: DType = DType.S8
 ) -> LaunchSpec:
     """The launch of the kernel that quantizes up to ``rows`` tokens with a scale each.
 
@@ -27,17 +27,20 @@ def per_token_spec(
         gpu: the GPU.
         aligned: whether rows, of tokens and of the result, start at multiples of 16 bytes.
         halves: whether tokens become int16, in halves, in place of int8.
+        q: type that tokens are stored in: s8, or for e4m3 e4m3 or f16.
     """
     kernel = kernels.QuantizePerToken.for_shape(
-        dtype, gpu.arch, rows, k_padded, aligned=aligned, sm_count=gpu.sm_count, halves=halves
+        dtype, gpu.arch, rows, k_padded, aligned=aligned, sm_count=gpu.sm_count, halves=halves, q=q
     )
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
     return LaunchSpec(kernel.emit(), grid, pdl=has_pdl(gpu))
 
 
-def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False) -> LaunchSpec:
+def per_tensor_spec(
+    dtype: DType, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False, q: DType = DType.S8
+) -> LaunchSpec:
     """The launch of the kernel that quantizes all tokens with one scale and zero point. Args: see `per_token_spec`."""
-    kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned, halves=halves)
+    kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned, halves=halves, q=q)
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
     return LaunchSpec(kernel.emit(), grid, pdl=has_pdl(gpu))
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.heuristics import int8_stream, tiled, w8a16_cutlass, w8a16_stream, w8a16_wgmma
+from qcut.dispatch.heuristics import fp8, int8_stream, tiled, w8a16_cutlass, w8a16_stream, w8a16_wgmma
 from qcut.dispatch.heuristics.codebook import mma, stream, wgmma
 from qcut.emitters import families
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -30,6 +30,8 @@ _CANDIDATES: dict[str, Callable[[Any, int, int, int, Target], Iterable[tuple[Any
     families.W8A16_STREAM.name: w8a16_stream.candidates,
     families.W8A16_WGMMA.name: w8a16_wgmma.candidates,
     families.W8A16_CUTLASS.name: w8a16_cutlass.candidates,
+    families.FP8_CUTLASS.name: fp8.cutlass,
+    families.FP8_MMA.name: fp8.mma,
     families.CODEBOOK_MMA.name: mma.candidates,
     families.CODEBOOK_STREAM.name: stream.candidates,
     families.CODEBOOK_STREAM_ROUNDS.name: stream.rounds_candidates,
