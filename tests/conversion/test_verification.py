@@ -19,6 +19,7 @@ SCHEMES = (
     "w8a16",
     "fp8",
     "fp8_blocks",
+    "fp8_dynamic",
     "int16x8",
     "codebook4",
     "codebook2",

@@ -19,7 +19,7 @@ from qcut.layers.experts.linear_stack import LinearStack
 from qcut.layers.linear import Linear
 from tests.layers import test_codebook, test_embedding, test_integers, test_shifted
 from tests.layers.experts import stacks
-from tests.layers.test_linear import SCHEMES, conv1d, quantized, same_state
+from tests.layers.test_linear import FLOAT8, SCHEMES, conv1d, quantized, same_state
 from tests.support.oracles import INF, NAN
 
 
@@ -82,18 +82,22 @@ def stacked(scheme: str) -> Kind:
     return Kind(lambda: stacks.Routed(stacks.experts_of(scheme)), empty, lambda: torch.randn(2, 3, 64), 64)
 
 
+BYTES = (*SCHEMES, *FLOAT8)
 LINEAR = {
-    **{scheme: linear(quantized, scheme, 33, 21) for scheme in SCHEMES},
-    **{f"{scheme} without bias": linear(quantized, scheme, 33, 21, False) for scheme in SCHEMES},
+    **{scheme: linear(quantized, scheme, 33, 21) for scheme in BYTES},
+    **{f"{scheme} without bias": linear(quantized, scheme, 33, 21, False) for scheme in BYTES},
     **{s: linear(test_codebook.quantized, s, 77, 320) for s in (*test_codebook.SCHEMES, *test_codebook.INT8)},
     **{f"shifted {case}": shifted(case) for case in test_shifted.CASES},
 }
 CHAINS = {f"chain of int{bits}": chain(bits) for bits in (8, 16)}
-STACKED = ("w8a8", "w8a8_static", "w8a16", "int16x8", "codebook4", "codebook2", "codebook4+4_int8", "int4", "nvfp4")
+STACKED = (
+    *("w8a8", "w8a8_static", "w8a16", "fp8_static", "int16x8"),
+    *("codebook4", "codebook2", "codebook4+4_int8", "int4", "nvfp4"),
+)
 STACKS = {f"experts of {scheme}": stacked(scheme) for scheme in STACKED}
 EMBEDDINGS = {f"embedding of {scheme}": embedding(scheme) for scheme in ("w8a16", "codebook4", "codebook4+4")}
 KINDS = LINEAR | CHAINS | STACKS | EMBEDDINGS
-COMPILED = (*SCHEMES, f"shifted {test_shifted.CASES[0]}", *CHAINS)
+COMPILED = (*BYTES, f"shifted {test_shifted.CASES[0]}", *CHAINS)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -199,7 +203,7 @@ def from_float(module: nn.Module, scheme: str, name: str = "") -> Linear:
     return Linear.from_float(module, scheme, static_range=static_range, name=name)
 
 
-FROM_FLOAT = (*SCHEMES, "codebook4", "int4", "nvfp4")
+FROM_FLOAT = (*BYTES, "codebook4", "int4", "nvfp4")
 
 
 @pytest.mark.parametrize("scheme", FROM_FLOAT)
@@ -221,7 +225,7 @@ def test_bad_weights_and_biases_name_the_layer(scheme: str) -> None:
             from_float(module, scheme, "h.0")
         assert info.value.layer == "h.0"
         module.weight.data[2, 1] = bad
-        found = "weight holds NaN or Inf" + " in 1 of 3 rows" * (scheme in SCHEMES)
+        found = "weight holds NaN or Inf" + " in 1 of 3 rows" * (scheme in BYTES)
         with pytest.raises(errors.QuantizationError, match=rf"layer 'h\.0': {found}"):
             from_float(module, scheme, "h.0")
 
@@ -252,6 +256,6 @@ def test_wrong_inputs_are_refused(scheme: str) -> None:
         layer(torch.tensor(1.0))
     with pytest.raises(errors.DtypeError, match="x is int64; allowed: float16, bfloat16, float32"):
         layer(torch.zeros(2, 64, dtype=torch.int64))
-    tensor = "qweight" if scheme in SCHEMES else "norms"
+    tensor = "qweight" if scheme in BYTES else "norms"
     with pytest.raises(errors.DeviceError, match=f"{tensor} is on meta; the first argument is on cpu"):
         layer.to("meta")(torch.randn(2, 64))

@@ -15,6 +15,8 @@ SCHEMES = (
     "w8a8",
     "w8a8_static",
     "w8a16",
+    "fp8_dynamic",
+    "fp8_static",
     "int16x8_static",
     "codebook4_g32",
     "codebook4+4_g32",
@@ -88,7 +90,7 @@ def test_float32_norms_keep_small_rows() -> None:
 
 
 @pytest.mark.parametrize(("lo", "hi"), [(-1e-44, 1e-44), (0.0, 1e-30), (-1e30, 1e30), (-3e38, 3e38)])
-@pytest.mark.parametrize("scheme", ["w8a8_static", "int16x8_static"])
+@pytest.mark.parametrize("scheme", ["w8a8_static", "int16x8_static", "fp8_static"])
 def test_ranges_give_finite_results_or_errors(scheme: str, lo: float, hi: float) -> None:
     layer = nn.Linear(32, 8)
     try:

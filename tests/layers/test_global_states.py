@@ -14,16 +14,9 @@ import qcut
 
 SCHEMES = (
     *("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static", "codebook4", "codebook3", "codebook2"),
-    *(
-        "codebook4+4",
-        "codebook4+2",
-        "codebook4_int8",
-        "codebook4_pairs",
-        "codebook4_g64_qr",
-        "int4",
-        "codebook3_none",
-        "nvfp4",
-    ),
+    *("fp8_dynamic", "fp8_static"),
+    *("codebook4+4", "codebook4+2", "codebook4_int8", "codebook4_pairs", "codebook4_g64_qr", "int4", "codebook3_none"),
+    "nvfp4",
 )
 
 

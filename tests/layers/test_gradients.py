@@ -27,7 +27,7 @@ from tests.support.zoo import tiny_lm, token_batches
 
 SCHEMES = (
     *("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook3_g16", "codebook4_qr", "codebook2_none"),
-    *("codebook4+4", "codebook4+3_int8", "codebook4_g16_int8", "int4", "nvfp4"),
+    *("codebook4+4", "codebook4+3_int8", "codebook4_g16_int8", "int4", "nvfp4", "fp8_dynamic", "fp8_static"),
 )
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 CURVATURE = 1.2
@@ -43,7 +43,7 @@ ACTIVATE = {
 
 def layer_of(scheme: str, n: int = 48, k: int = 64, activation: str = "none", bias: bool = True) -> Linear:
     torch.manual_seed(n + k)
-    static_range = StaticRange(-3.0, 3.5) if scheme == "w8a8_static" else None
+    static_range = StaticRange(-3.0, 3.5) if scheme.endswith("_static") else None
     module = nn.Linear(k, n, bias)
     layer = Linear.from_float(module, scheme, activation=activation, static_range=static_range, name="mid")
     qcut.enable_input_gradients(layer)

@@ -14,12 +14,13 @@ import qcut
 from qcut import errors
 from qcut.layers.int8 import W8A8Linear, W8A8StaticLinear, W8A16Linear
 from qcut.layers.linear import Linear
+from qcut.numerics import float8, int16
 from qcut.numerics import int8 as numerics
-from qcut.numerics import int16
 from qcut.schemes import ACTIVATIONS, K_MAX, K_MAX_ZERO_POINT, W8A8, Float, StaticRange, padded_k
-from tests.support.oracles import FLOATS, NAN, tokens
+from tests.support.oracles import FLOATS, INF, NAN, tokens
 
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static")
+FLOAT8 = ("fp8", "fp8_dynamic", "fp8_static")
 RANGE = StaticRange(-3.0, 4.0)
 
 
@@ -77,7 +78,29 @@ def test_forward_is_the_scheme_on_quantized_weights(scheme):
         assert torch.equal(got.reshape(6, n), want)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", FLOAT8)
+def test_forward_multiplies_floats_of_8_bits(scheme):
+    for dtype, (n, k), bias in product(FLOATS, [(1, 1), (33, 21), (16, 64)], [True, False]):
+        module, layer = quantized(scheme, n, k, bias, activation="relu")
+        q, scale = float8.quantize_weight(module.weight.detach())
+        assert layer.qweight.shape == (n, padded_k(k))
+        assert torch.equal(layer.codes.view(torch.int8), q.view(torch.int8))
+        assert torch.equal(layer.weight_scale, scale)
+        x = tokens(2, 3, k, dtype=dtype)
+        flat, b = x.reshape(6, k), None if module.bias is None else module.bias.detach()
+        if scheme == "fp8":
+            want = numerics.w8a16_linear_ref(flat, layer.qweight, scale, b, "relu")
+        elif scheme == "fp8_dynamic":
+            want = float8.dynamic_linear_ref(flat, layer.qweight, scale, b, "relu")
+        else:
+            x_scale = float8.static_scale(RANGE.lo, RANGE.hi)
+            want = float8.static_linear_ref(flat, layer.qweight, scale * torch.tensor(x_scale), b, x_scale, "relu")
+        got = layer(x)
+        assert (got.shape, got.dtype) == ((2, 3, n), dtype)
+        assert torch.equal(got.reshape(6, n), want)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *FLOAT8])
 def test_close_to_the_float_layer(scheme):
     for activation in ACTIVATIONS:
         module, layer = quantized(scheme, 128, 256, activation=activation)
@@ -90,7 +113,7 @@ def test_close_to_the_float_layer(scheme):
             "silu": nn.functional.silu,
         }
         want = functions[activation](module(x)).detach()
-        assert numerics.sqnr_db(want, layer(x)) > 38
+        assert numerics.sqnr_db(want, layer(x)) > (28 if scheme in FLOAT8 else 38)
 
 
 def test_keyword_is_that_of_the_float_layer():
@@ -140,10 +163,14 @@ def test_dequantized_weight_and_view():
 
 
 def test_bad_token_stays_in_its_row():
-    _, layer = quantized("w8a8")
-    x = torch.randn(3, 21)
-    x[1, 0] = NAN
-    assert layer(x).isnan().any(1).tolist() == [False, True, False]
+    for scheme in ("w8a8", "fp8_dynamic", "fp8_static"):
+        _, layer = quantized(scheme)
+        x = torch.randn(3, 21)
+        x[1, 0] = NAN
+        assert layer(x).isnan().any(1).tolist() == [False, True, False]
+    x[1, 0] = INF
+    assert layer(x).isfinite().all()  # one scale saturates
+    assert quantized("fp8_dynamic")[1](x).isnan().any(1).tolist() == [False, True, False]
 
 
 def test_a_scheme_finds_the_class_that_names_it():

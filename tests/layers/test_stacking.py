@@ -20,7 +20,10 @@ from qcut.schemes import Codebook, StaticRange
 from tests.support.zoo import same, snapshot
 
 EXACT = ("w8a8", "codebook4_int8", "codebook4+4_g64_int8", "codebook4+2_int8", "int4_g32_int8", "nvfp4_int8")
-FLOAT = (None, "w8a16", "codebook4", "codebook3_g64", "codebook2+2_g32_qr", "codebook4+2", "int4", "nvfp4")
+FLOAT = (
+    *(None, "w8a16", "fp8_dynamic"),
+    *("codebook4", "codebook3_g64", "codebook2+2_g32_qr", "codebook4+2", "int4", "nvfp4"),
+)
 ROWS = (128, 64, 80)
 """Of the siblings: blocks of 64, but for the last."""
 K = 160
@@ -203,6 +206,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "some_biases": lambda: replaced("w8a8", "w8a8", 64, bias=False),
     "activations": lambda: replaced("w8a8", "w8a8", 64, activation="silu"),
     "static": lambda: siblings_of("w8a8_static", **STATIC),
+    "static_fp8": lambda: siblings_of("fp8_static", **STATIC),
     "dtypes": lambda: changed(None, lambda m: m[2].half()),
     "meta": lambda: siblings_of(None).to("meta"),
     "class": lambda: changed(None, lambda m: m.append(OwnForward(K, 64))),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from qcut.emitters.codebook.rotate_rows import RowsRotation
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder import activate, append, argmax, embed, embed_codebook, norm
 from qcut.emitters.decoder.activate import ActivateRows
@@ -139,16 +140,26 @@ def codebook_embed_instructions(source: KernelSource) -> Iterator[str]:
         yield r"!STG(?!.*128)"
 
 
+def float8_types(arch: str) -> tuple[DType, ...]:
+    """How tokens of e4m3 are stored."""
+    return (DType.F16, DType.E4M3) if architecture(arch).e4m3 else (DType.F16,)
+
+
 def token_quantizers(arch: str) -> Iterator[KernelSource]:
     descs = [QuantizePerToken(x, arch, *layout) for x in FLOATS for layout in ((32, 6), (1024, 4))]
     descs += [QuantizePerToken(F16, arch, 256, 0), QuantizePerToken(BF16, arch, 256, 2, aligned=False)]
     descs.append(QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True))
     descs.append(QuantizePerToken(F32, arch, 256, 0, aligned=False, halves=True))
+    for q in float8_types(arch):
+        descs += [QuantizePerToken(x, arch, 512, 2, q=q) for x in FLOATS]
+        descs += [QuantizePerToken(BF16, arch, 1024, 4, q=q), QuantizePerToken(F32, arch, 256, 0, False, q=q)]
     yield from (desc.emit() for desc in descs)
 
 
 def tensor_quantizers(arch: str) -> Iterator[KernelSource]:
     descs = [*(QuantizePerTensor(x, arch) for x in FLOATS), QuantizePerTensor(F32, arch, aligned=False)]
+    for q in float8_types(arch):
+        descs += [*(QuantizePerTensor(x, arch, q=q) for x in FLOATS), QuantizePerTensor(F16, arch, 64, 2, False, q=q)]
     yield from (desc.emit() for desc in descs)
 
 
@@ -196,6 +207,9 @@ PER_TOKEN_REFUSALS: dict[str, list[Any]] = {
     "48 threads per row; allowed are": [{"threads": 48}],
     "7 vectors per thread; allowed are 0 to 6": [{"vectors": 7}],
     "5 vectors per thread; allowed are 0 to 4": [{"threads": 1024, "vectors": 5}],
+    "quantize_per_token: bf16; allowed are s8, e4m3, f16": [{"q": BF16}],
+    "quantize_per_token: halves of f16; allowed are s8, e4m3, f16": [{"q": F16, "halves": True}],
+    "quantize_per_token: e4m3 on sm_80; allowed are sm_89, sm_90a": [{"q": DType.E4M3}],
 }
 
 ROWS = {

@@ -14,6 +14,8 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import (
+    FP8_CUTLASS,
+    FP8_MMA,
     INT8_CUTLASS,
     INT8_DP4A,
     INT8_MMA,
@@ -23,7 +25,8 @@ from qcut.emitters.families import (
     W8A16_MMA,
     W8A16_WGMMA,
 )
-from qcut.emitters.gemm import dp4a, int8_wgmma, mma, w8a16, w8a16_wgmma
+from qcut.emitters.gemm import dp4a, fp8, int8_wgmma, mma, w8a16, w8a16_wgmma
+from qcut.emitters.gemm.cutlass import fp8 as fp8_cutlass
 from qcut.emitters.gemm.cutlass import w8a16 as w8a16_cutlass
 from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
@@ -294,12 +297,47 @@ WGMMA_REFUSALS = {
     "shared_memory": [(VECTORS, replace(GROUPS, stages=32), ARCH)],
 }
 
+# ── e4m3 tokens ──────────────────────────────────────────────────────────────────────────────────
+
+FP8 = GemmProblem(DType.E4M3, DType.E4M3, DYNAMIC)
+FP8_TILE = TileConfig((64, 128, 128), (32, 32, 128), 3)
+
+
+def fp8_mma_sources(arch: str) -> Iterator[KernelSource]:
+    if not architecture(arch).e4m3:
+        return
+    yield from (FP8_MMA.emit(FP8, tile, arch) for tile in FP8_MMA.default_tiles(FP8, arch))
+    static = Epilogue(BF16, col_scale="per_channel", activation=Activation.GELU_TANH)
+    yield FP8_MMA.emit(replace(FP8, epilogue=static, alignment_k=1, alignment_n=1), FP8_TILE, arch)
+    yield FP8_MMA.emit(replace(FP8, epilogue=replace(DYNAMIC, out=F32, residual=True)), FP8_TILE, arch)
+
+
+FP8_MMA_REFUSALS: dict[str, list[Any]] = {
+    name: [(replace(FP8, epilogue=problem.epilogue), tile, arch) for problem, tile, arch in cases if problem == INT8]
+    for name, cases in TENSOR_CORE_REFUSALS.items()
+    if name not in ("operands", "copy_runs", "alignments", "shared_memory")
+} | {
+    "operands": [(replace(HALF, b=DType.E4M3), FP8_TILE, ARCH), (INT8, FP8_TILE, ARCH)],
+    "layouts": [(replace(FP8, layout_a="column"), FP8_TILE, ARCH)],
+    "device_m": [(replace(FP8, device_m=True), FP8_TILE, ARCH)],
+    "experts": [(replace(FP8, experts=True), FP8_TILE, ARCH)],
+    "alignments": [(replace(FP8, alignment_n=0), FP8_TILE, ARCH)],
+    "e4m3": [(FP8, FP8_TILE, "sm_80"), (FP8, FP8_TILE, "sm_86")],
+    "scales": [
+        (replace(FP8, epilogue=epilogue), FP8_TILE, ARCH)
+        for epilogue in (Epilogue(S32), Epilogue(zero_point="per_token"), Epilogue(col_scale="per_unit"))
+    ],
+    "two_sums": [(FP8, LARGE, ARCH), (FP8, TileConfig((128, 128, 128), (32, 64, 128), 3), ARCH)],
+    "shared_memory": [(FP8, TileConfig((128, 128, 128), (32, 64, 128), 4), "sm_89")],
+}
+
 # ── CUTLASS ──────────────────────────────────────────────────────────────────────────────────────
 
 FULL = Epilogue(F16, "per_token", "per_channel", "per_token", bias=True)
 MULTISTAGE = TileConfig((128, 128, 64), (64, 64, 64), stages=4)
 PINGPONG = TileConfig((128, 128, 128), cluster_shape=(2, 1), schedule="pingpong")
 MIXED = w8a16_cutlass.MENU[-1]
+FP8_PROMPT = fp8_cutlass.MENU[-1]
 
 
 def cutlass_sources(arch: str) -> Iterator[KernelSource]:
@@ -394,6 +432,43 @@ def transposed_refusals(problem: Any, tile: TileConfig, k: int) -> dict[str, lis
     cases = {name: [(problem, replace(tile, **change), ARCH) for change in each] for name, each in changes.items()}
     return {"architecture": [(problem, tile, "sm_75")], "wgmma": [(problem, tile, "sm_80")], **cases}
 
+
+def fp8_cutlass_sources(arch: str) -> Iterator[KernelSource]:
+    if architecture(arch).wgmma:
+        yield FP8_CUTLASS.emit(FP8, FP8_PROMPT, arch)
+
+
+def fp8_cutlass_texts(arch: str) -> Iterator[KernelSource]:
+    if architecture(arch).wgmma:
+        static = Epilogue(BF16, col_scale="per_channel", activation=Activation.SILU)
+        yield FP8_CUTLASS.emit(replace(FP8, epilogue=static), FP8_PROMPT, arch)
+        yield FP8_CUTLASS.emit(replace(FP8, epilogue=replace(DYNAMIC, out=F32)), FP8_PROMPT, arch)
+        tiles = {*fp8_cutlass.MENU, *FP8_CUTLASS.search_space(FP8, arch), *FP8_CUTLASS.fast_space(FP8, arch)}
+        yield from (FP8_CUTLASS.emit(FP8, tile, arch) for tile in sorted(tiles - {FP8_PROMPT}, key=str))
+
+
+FP8_CUTLASS_REFUSALS = {
+    **transposed_refusals(FP8, FP8_PROMPT, 128),
+    "operands": [(VECTORS, FP8_PROMPT, ARCH), (INT8, FP8_PROMPT, ARCH)],
+    "layouts": [(replace(FP8, layout_a="column"), FP8_PROMPT, ARCH)],
+    "device_m": [(replace(FP8, device_m=True), FP8_PROMPT, ARCH)],
+    "experts": [(replace(FP8, experts=True), FP8_PROMPT, ARCH)],
+    "alignment_k": [(replace(FP8, alignment_k=8), FP8_PROMPT, ARCH)],
+    "alignment_n": [(replace(FP8, alignment_n=4), FP8_PROMPT, ARCH)],
+    "epilogue": [
+        (replace(FP8, epilogue=epilogue), FP8_PROMPT, ARCH)
+        for epilogue in (
+            Epilogue(col_scale="per_channel", residual=True),
+            Epilogue(zero_point="per_token"),
+            Epilogue(S8, col_scale="per_channel"),
+        )
+    ],
+    "sums": [
+        (FP8, replace(FP8_PROMPT, threadblock_shape=(256, 128, 128)), ARCH),
+        (FP8, replace(FP8_PROMPT, threadblock_shape=(256, 256, 128), fast=True), ARCH),
+    ],
+}
+del FP8_CUTLASS_REFUSALS["registers"]
 
 W8A16_CUTLASS_REFUSALS = {
     **transposed_refusals(VECTORS, MIXED, 64),
@@ -533,5 +608,24 @@ ROWS = {
         implied=("shared_memory",),
         instructions=lambda source: mixed_instructions(r"HGMMA\.64x256x16\.F32"),
         texts=w8a16_cutlass_texts,
+    ),
+    "fp8_mma": Row(
+        FP8_MMA.emit,
+        fp8_mma_sources,
+        fp8.CONSTRAINTS,
+        FP8_MMA_REFUSALS,
+        legal=(FP8, FP8_TILE, ARCH),
+        implied=("copy_runs",),
+        instructions=lambda source: (r"HMMA\.16816\.F32$", r"F2FP\.F16\.E4M3"),  # of mma.sync on sm_90a
+    ),
+    "fp8_cutlass": Row(
+        FP8_CUTLASS.emit,
+        fp8_cutlass_sources,
+        fp8_cutlass.CONSTRAINTS,
+        FP8_CUTLASS_REFUSALS,
+        legal=(FP8, FP8_PROMPT, ARCH),
+        implied=("shared_memory",),
+        instructions=lambda source: (r"QGMMA\.64x192x32\.F32\.E4M3\.E4M3", "UTMALDG", "UTMASTG", "ACQBULK", "!FFMA"),
+        texts=fp8_cutlass_texts,
     ),
 }

@@ -21,7 +21,7 @@ from tests.support.oracles import FLOATS, INF, NAN
 
 E, H = 6, 64
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
-SCHEMES = (None, "w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8")
+SCHEMES = (None, "w8a8", "w8a8_static", "w8a16", "fp8_dynamic", "fp8_static", "codebook4", "codebook4_int8")
 
 
 def tokens(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -131,7 +131,7 @@ def test_bad_tokens_change_no_others(scheme: str | None) -> None:
         x[4, 7] = value
         got = experts(x, index, weights)
         others = torch.arange(9) != 4
-        assert scheme == "w8a8_static" or not got[4].isfinite().all()  # a static range clips
+        assert scheme in ("w8a8_static", "fp8_static") or not got[4].isfinite().all()  # a static range clips
         torch.testing.assert_close(got[others], want[others], rtol=1e-5, atol=1e-5)
 
 

@@ -81,7 +81,7 @@ def test_tokens_may_be_quantized_before() -> None:
     ("scheme", "dtype"),
     [
         ("w8a16", torch.float32),
-        *((scheme, torch.float16) for scheme in ("w8a8_static", "int16x8_static")),
+        *((scheme, torch.float16) for scheme in ("w8a8_static", "int16x8_static", "fp8_dynamic", "fp8_static")),
     ],
 )
 def test_other_layers_have_no_kernel_of_experts(scheme: str, dtype: torch.dtype) -> None:
