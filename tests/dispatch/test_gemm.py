@@ -23,7 +23,7 @@ from qcut.dispatch.tables import Row, Table
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.families import W8A16_WGMMA, family
+from qcut.emitters.families import FP8_MMA, W8A16_WGMMA, family
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import ctas
@@ -433,3 +433,35 @@ def test_architectures(capability: tuple[int, int], arch: str):
 def test_gpus_without_kernels_are_refused_by_name(capability: tuple[int, int]):
     with pytest.raises(UnsupportedError, match=rf"GPU Old One has compute capability {capability[0]}\.{capability[1]}"):
         target_for(capability, 100, "Old One")
+
+
+# ── e4m3 tokens ──────────────────────────────────────────────────────────────────────────────────
+
+FLOAT8 = GemmProblem(DType.E4M3, DType.E4M3, Epilogue(DType.BF16, "per_token", "per_channel"))
+
+
+def test_few_e4m3_tokens_are_multiplied_as_float16():
+    for gpu in (H200, A100, target_named("NVIDIA L40S")):
+        for m in (1, 8, 32):
+            problem, choice = dispatch.select_fp8(FLOAT8, m, 4096, 4096, gpu)
+            assert (problem, choice.family) == (replace(FLOAT8, a=DType.F16, alignment_k=8), "w8a16_stream")
+            assert dispatch.emit(choice, problem, gpu.arch).params == problem.params()
+
+
+def test_many_e4m3_tokens_are_multiplied_as_bytes():
+    for m in (128, 512, 4096):
+        assert dispatch.select_fp8(FLOAT8, m, 4096, 4096, H200)[1].family == "fp8_cutlass"
+        assert dispatch.select_fp8(FLOAT8, m, 4096, 4096, H200, nvcc=False)[1].family == "fp8_mma"
+        for name in ("NVIDIA L40S", "NVIDIA B200", "NVIDIA GeForce RTX 5090"):
+            gpu = target_named(name)
+            problem, choice = dispatch.select_fp8(FLOAT8, m, 4096, 4096, gpu)
+            assert (problem, choice.family) == (FLOAT8, "fp8_mma")
+            assert FP8_MMA.is_legal(problem, choice.tile, gpu.arch)
+        problem, choice = dispatch.select_fp8(FLOAT8, m, 4096, 4096, A100)
+        assert (problem.a, choice.family) == (DType.F16, "w8a16_mma")
+
+
+def test_e4m3_products_of_odd_widths_leave_cutlass():
+    odd = replace(FLOAT8, alignment_n=1)
+    assert dispatch.select_fp8(odd, 512, 4095, 4096, H200)[1].family == "w8a16_wgmma"
+    assert dispatch.select_fp8(odd, 512, 4095, 4096, H200, nvcc=False)[1].family == "fp8_mma"

@@ -7,13 +7,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from qcut.errors import QuantizationError
+from qcut.errors import ConfigError, QuantizationError
 from qcut.layers.float8 import Float8Linear
 from qcut.layers.linear import Linear
 from qcut.numerics import float8
 from qcut.numerics.int8 import w8a16_linear_ref
+from qcut.schemes import padded_k
+from tests.support.oracles import FLOATS
 
 
 def value(code: int) -> Fraction:
@@ -119,3 +121,77 @@ def test_a_layer_of_blocks_computes_with_its_floats(n: int, k: int) -> None:
     x = torch.randn(3, k).half()
     exact = x.double() @ weight.double().t() + linear.bias.double()
     torch.testing.assert_close(layer(x).double(), exact, rtol=2.0**-10, atol=2.0**-10)
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def hard_tokens(dtype: torch.dtype) -> Tensor:
+    """Rows of every size, of zeros, and with what is not finite."""
+    x = torch.randn(9, 300, generator=torch.Generator().manual_seed(3))
+    for row, factor in enumerate((1.0, 1e-30, 1e-42, 0.0, 1e36, 1e-3)):
+        x[row] *= factor
+    x[4] = x[4].clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    x[6, 7], x[7, 0], x[8, 299] = float("nan"), float("inf"), -float("inf")
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tokens_are_the_nearest_of_the_scaled(dtype: torch.dtype) -> None:
+    x = hard_tokens(dtype)
+    q, scale = float8.quantize_tokens_ref(x, 304)
+    assert (q.dtype, q.shape, scale.dtype) == (float8.E4M3, (9, 304), torch.float32)
+    assert scale.isnan().tolist() == [False] * 6 + [True] * 3
+    assert not q.float()[6:].any()
+    assert not q.float()[:, 300:].any()
+    for row, one, codes in zip(x[:6].float(), scale[:6], q[:6, :300].view(torch.uint8), strict=True):
+        assert one == max(row.abs().max() / torch.tensor(448.0), torch.tensor(2.0**-126))
+        scaled = (row * (torch.tensor(1.0) / one)).clamp(-448, 448)
+        assert [code & 127 for code in codes.tolist()] == [nearest(Fraction(float(v))) & 127 for v in scaled]
+
+
+def test_tokens_of_one_scale_saturate() -> None:
+    scale = float8.static_scale(-2.0, 4.48)
+    assert scale == float(torch.tensor(4.48) / torch.tensor(448.0))
+    x = torch.tensor([[4.48, -9.0, 0.0, float("inf"), -float("inf"), 1e-9, 0.01]])
+    q = float8.quantize_tensor_ref(x, scale, 16).float()[0]
+    assert q[:5].tolist() == [448.0, -448.0, 0.0, 448.0, -448.0]
+    assert (q[5], q[6], q[7:].any()) == (0.0, 1.0, False)
+    assert float8.quantize_tensor_ref(torch.tensor([[1.0, float("nan")]]), scale, 2).float()[0].isnan().tolist() == [
+        False,
+        True,
+    ]
+
+
+def test_scales_of_ranges() -> None:
+    assert float8.static_scale(0.0, 0.0) == 1.0
+    assert float8.static_scale(-448.0, 3.0) == 1.0
+    assert float8.static_scale(0.0, 1e-44) == 2.0**-126
+    with pytest.raises(ConfigError, match="too wide for float32"):
+        float8.static_scale(-1e39, 0.0)
+    with pytest.raises(ConfigError, match="not finite with lo <= 0 <= hi"):
+        float8.static_scale(1.0, 2.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("k", [16, 130, 4096])
+def test_products_of_floats_keep_their_bound(k: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(k)
+    x, bias = torch.randn(5, k, generator=generator).to(dtype), torch.randn(9, generator=generator)
+    weight, s_w = float8.quantize_weight(torch.randn(9, k, generator=generator))
+    qweight = torch.zeros(9, padded_k(k), dtype=torch.int8).view(float8.E4M3)
+    qweight[:, :k] = weight
+    q, s_x = float8.quantize_tokens_ref(x, padded_k(k))
+    one = float8.static_scale(-4.0, 3.0)
+    static = float8.quantize_tensor_ref(x, one, padded_k(k))
+    for tokens, row, col, got in (
+        (q, s_x, s_w, float8.dynamic_linear_ref(x, qweight, s_w, bias, "none")),
+        (static, torch.ones(5), s_w * one, float8.static_linear_ref(x, qweight, s_w * one, bias, one, "none")),
+    ):
+        factor = row.double()[:, None] * col.double()
+        exact = tokens.double() @ qweight.double().t() * factor + bias.double()
+        size = tokens.double().abs() @ qweight.double().abs().t() * factor
+        unit = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}[dtype]
+        allowed = (k * 2.0**-23 + 2.0**-22) * size + (unit + 2.0**-23) * exact.abs() + 1e-7
+        assert bool(((got.double() - exact).abs() <= allowed).all())
+        assert got.dtype is dtype

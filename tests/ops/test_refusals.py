@@ -11,7 +11,7 @@ from torch import Tensor
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import ConfigError, DeviceError, DtypeError, QcutError, QuantizationError, ShapeError
 from qcut.schemes import K_MAX, K_MAX_ZERO_POINT, padded_k
-from tests.support.oracles import NAN, layer, s8, tokens
+from tests.support.oracles import NAN, layer, layer_fp8, s8, tokens
 
 OPS = torch.ops.qcut
 S8, S32 = torch.int8, torch.int32
@@ -22,11 +22,15 @@ def called(op: str, device: str = "cpu", **changes: Any) -> Any:
     w, x = layer(), tokens(3, 21)
     linear = {"qweight": w["qweight"], "weight_scale": w["scale"], "bias": w["bias"], "activation": "none"}
     static = {"qweight": w["qweight"], "col_scale": w["scale"], "colsum": w["colsum"], "bias": w["bias"]}
+    f8 = layer_fp8()
+    fp8_static = {"qweight": f8["qweight"], "col_scale": f8["scale"], "bias": f8["bias"]}
     int8 = {"q": s8(3, 32), "q_scale": torch.rand(3), "dtype": torch.float32, "absmax": torch.zeros(3)}
     given: dict[str, Any] = {
         "w8a8_linear": {"x": x, **linear},
         "w8a8_static_linear": {"x": x, **static, "x_scale": 0.1, "x_zero_point": 0, "activation": "none"},
         "w8a16_linear": {"x": x, **linear},
+        "fp8_dynamic_linear": {"x": x, **linear, "qweight": f8["qweight"]},
+        "fp8_static_linear": {"x": x, **fp8_static, "x_scale": 0.1, "activation": "none"},
         "int8_linear": {**int8, **linear},
         "noted_linear": {"x": x, "x_absmax": x.abs().amax(1), **linear},
         "quantize_per_token": {"x": tokens(3, 17), "k_padded": 32},
@@ -94,6 +98,15 @@ REFUSALS: dict[str, tuple[tuple[dict[str, Any], type[QcutError], str], ...]] = {
         ({"x_zero_point": 128}, ConfigError, "x_zero_point is 128; allowed: -128 to 127"),
     ),
     "w8a16_linear": (({"x": tokens(1, 9)}, ShapeError, "x has K = 9"),),
+    "fp8_dynamic_linear": (
+        ({"x": tokens(1, 9)}, ShapeError, "x has K = 9"),
+        ({"qweight": s8(7, 32)}, DtypeError, "qweight is int8; allowed: float8_e4m3fn"),
+        ({"weight_scale": torch.ones(1, 1)}, ShapeError, r"weight_scale has shape \[1, 1\]; allowed: \[7\]"),
+    ),
+    "fp8_static_linear": (
+        ({"col_scale": torch.ones(6)}, ShapeError, r"col_scale has shape \[6\]; allowed: \[7\]"),
+        ({"x_scale": 0.0}, ConfigError, r"x_scale is 0.0; allowed: 1.4e-45 to 3.4028235e\+38"),
+    ),
     "int8_linear": (
         *OF_LINEARS,
         ({"q": torch.zeros(3, 32)}, DtypeError, "q is float32; allowed: int8"),

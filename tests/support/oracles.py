@@ -94,3 +94,11 @@ def layer(n: int = 7, k: int = 21) -> dict[str, torch.Tensor]:
     qweight[:, :k] = torch.randint(-127, 128, (n, k))
     scale = torch.rand(n) * 0.01 + 0.001
     return {"qweight": qweight, "scale": scale, "colsum": qweight.sum(1, dtype=torch.int32), "bias": torch.randn(n)}
+
+
+def layer_fp8(n: int = 7, k: int = 21) -> dict[str, torch.Tensor]:
+    """Tensors of a layer with weights of e4m3, every finite one, padded to 16 columns."""
+    codes = torch.zeros(n, -(-k // 16) * 16, dtype=torch.uint8)
+    codes[:, :k] = torch.randint(0, 127, (n, k)) + 128 * torch.randint(0, 2, (n, k))
+    scale = torch.rand(n) * 1e-3 + 1e-4
+    return {"qweight": codes.view(torch.float8_e4m3fn), "scale": scale, "bias": torch.randn(n)}

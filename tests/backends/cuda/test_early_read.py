@@ -43,7 +43,7 @@ def linear(scheme: str, m: int, early_read: bool) -> tuple[LaunchSpec | None, La
 
 
 def test_product_of_few_tokens_begins_early_if_promised() -> None:
-    for scheme, m in (("w8a8", 1), ("w8a8", 8), ("w8a16", 1), ("w8a16", 8)):
+    for scheme, m in (("w8a8", 1), ("w8a8", 8), ("w8a16", 1), ("w8a16", 8), ("fp8_dynamic", 8)):
         for early_read in (True, False):
             quantize, product = linear(scheme, m, early_read)
             assert product.pdl is early_read, (scheme, m)

@@ -12,7 +12,7 @@ import torch
 from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.backends.cuda import linear as linear_cuda
 from qcut.backends.cuda.codebook import gemm_spec
-from qcut.backends.cuda.gemm import FALLBACK_ROWS, Product, w8a16_spec
+from qcut.backends.cuda.gemm import FALLBACK_ROWS, Product, fp8_spec, w8a16_spec
 from qcut.backends.cuda.launch import native, plans
 from qcut.backends.cuda.launch.plans import LaunchSpec, PlanCache
 from qcut.backends.cuda.launch.prebuild import prebuild
@@ -131,6 +131,23 @@ def test_w8a16_has_fallbacks_too(monkeypatch: pytest.MonkeyPatch) -> None:
         names.add(quick.source.name)
         waited.add(spec.source.name)
     assert len(waited) > len(FALLBACK_ROWS) >= len(names)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_dynamic", "fp8_static"])
+def test_fallbacks_of_fp8_take_the_same_tokens(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcut.backends.cuda.gemm.has_cutlass", lambda: True)
+    problem, names, waited = linear_problem(DType.BF16, 5120, 1280, True, "none", scheme), set(), set()
+    for rows in sorted({plans.m_bucket(m) for m in range(1, 10_000, 7)}):
+        tokens, spec = fp8_spec(problem, rows, 5120, 1280, H200)
+        assert f"_{tokens.value}xe4m3_" in spec.source.name
+        if (quick := fallback_of(spec)) is None:
+            continue
+        assert quick.source.params == spec.source.params[: len(quick.source.params)]
+        assert f"_{tokens.value}xe4m3_" in quick.source.name
+        names.add(quick.source.name)
+        waited.add(spec.source.name)
+    assert len(waited) >= len(names) > 0
+    assert len(names) <= len(FALLBACK_ROWS)
 
 
 def test_codebook_of_one_norm_a_row_has_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

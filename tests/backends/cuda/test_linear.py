@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.backends.cuda import linear as linear_cuda
-from qcut.backends.cuda.launch.plans import m_bucket
-from qcut.backends.cuda.linear import Int8Layer, LinearLayer, linear_problem, w8a16_linear
+from qcut.backends.cuda.launch.plans import LaunchSpec, PlanCache, m_bucket
+from qcut.backends.cuda.linear import Int8Layer, LinearLayer, LinearPlan, linear_problem, w8a16_linear
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.errors import DtypeError
 from qcut.layers.linear import Linear
-from qcut.ops.linear import W8A16LinearOp
+from qcut.numerics import float8
+from qcut.ops.linear import FP8DynamicLinearOp, FP8StaticLinearOp, W8A16LinearOp
 from qcut.schemes import parse_scheme
 from tests.support.fakes.launches import A100, H200
 
@@ -32,7 +35,7 @@ def layer(scheme: str, m: int, *, k: int = 640, aligned: bool = True) -> LinearL
 
 
 def test_the_class_of_a_layer_describes_its_calls() -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_dynamic", "fp8_static", "int16x8"):
         describe, call = Linear.subclass_for(scheme).cuda_calls, layer(scheme, 63)
         wanted = {"dtype": torch.float16, "rows": 63, "n": 1280, "bias": True, "activation": "none"}
         assert describe(parse_scheme(scheme), k=640, **wanted) == [call]
@@ -86,6 +89,60 @@ def test_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
         assert product.name == dispatch.emit(choice, problem, gpu.arch).name
 
 
+def test_fp8_quantizes_to_what_the_product_takes(gpu: Target) -> None:
+    for scheme, quantizes in (("fp8_dynamic", "per_token"), ("fp8_static", "per_tensor")):
+        for m in (1, 32, 33, 512, 4096):
+            tokens, quantize, product = layer(scheme, m).typed_specs(0)
+            assert quantize is not None
+            bytes_of_tokens = gpu is H200 and m > 32
+            assert tokens is (DType.E4M3 if bytes_of_tokens else DType.F16)
+            assert f"quantize_{quantizes}_" in quantize.source.name
+            assert quantize.source.name.endswith("_e4m3" if bytes_of_tokens else "_e4m3f16")
+            assert f"_{tokens.value}xe4m3_f16_{'sm_' * (scheme == 'fp8_dynamic')}sn_b_" in product.source.name
+
+
+class Recorded:
+    """A launch plan that records the arguments of its launches."""
+
+    row_multiple, rows_for = 1, staticmethod(lambda m: m)
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self.params, self.calls = spec.source.params, list[dict[str, Any]]()
+
+    def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:
+        self.calls.append(dict(zip((param.name for param in self.params), args, strict=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_fp8_launches_share_memory_and_scales(gpu: Target, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cuda, "_called", PlanCache())
+    n, k, made = 48, 40, list[Recorded]()
+    qweight, scale, bias = torch.zeros(n, 48, dtype=torch.int8).view(float8.E4M3), torch.ones(n), torch.ones(n)
+
+    def plan_for(call: LinearLayer, device: int) -> LinearPlan:
+        tokens, *specs = call.typed_specs(0)
+        made[:] = (Recorded(spec) for spec in specs if spec is not None)
+        return LinearPlan(*made, call.n, 48, tokens.bits // 8)  # type: ignore[misc, arg-type]
+
+    monkeypatch.setattr(linear_cuda, "plan_for", plan_for)
+    for m in (1, 7, 64):
+        x = torch.zeros(m, k, dtype=dtype)
+        y = linear_cuda.fp8_dynamic_linear(FP8DynamicLinearOp(x, qweight, scale, bias, "relu"))
+        assert (y.shape, y.dtype) == ((m, n), dtype)
+        (quantize,), (product,) = (plan.calls for plan in made)
+        size = 1 if gpu is H200 and m > 32 else 2
+        assert quantize["scale"] == quantize["q"] + m * 48 * size == product["row_scale"]
+        assert (quantize["x"], quantize["m"], quantize["k"], quantize["k_padded"]) == (x.data_ptr(), m, k, 48)
+        assert (product["a"], product["k"], product["lda"], product["ldb"]) == (quantize["q"], 48, 48, 48)
+        assert (product["col_scale"], product["bias"]) == (scale.data_ptr(), bias.data_ptr())
+
+        linear_cuda.fp8_static_linear(FP8StaticLinearOp(x, qweight, scale, None, 0.25, "none"))
+        (quantize,), (product,) = (plan.calls for plan in made)
+        assert quantize["scale"] == 0.25
+        assert (product["a"], product["col_scale"]) == (quantize["q"], scale.data_ptr())
+        assert "row_scale" not in product
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e5m2])
 def test_weights_of_other_types_are_refused(dtype: torch.dtype) -> None:
     weight = torch.zeros(8, 64, dtype=dtype)
@@ -94,13 +151,13 @@ def test_weights_of_other_types_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_unaligned_tokens_are_read_by_other_kernels(gpu: Target) -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_dynamic", "fp8_static", "int16x8"):
         first, other = layer(scheme, 32).sources(0)[0], layer(scheme, 32, aligned=False).sources(0)[0]
         assert first.name != other.name
 
 
 def test_launches_are_data_that_cpp_can_repeat(gpu: Target) -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "int16x8"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_dynamic", "fp8_static", "int16x8"):
         for m in (1, 64, 4096):
             for spec in layer(scheme, m).specs(0):
                 assert spec is None or (isinstance(spec.grid, Grid) and spec.grid.one[2] == 1)
