@@ -15,6 +15,8 @@ SCHEMES = (
     "w8a8",
     "w8a8_static",
     "w8a16",
+    "fp8_dynamic",
+    "fp8_static",
     "fp8",
     "fp8_blocks",
     "int16x8",
@@ -32,7 +34,7 @@ K, N = 320, 208
 
 def fresh_layer(scheme: str) -> qcut.Linear:
     torch.manual_seed(0)
-    static_range = qcut.StaticRange(-4.0, 4.0) if scheme == "w8a8_static" else None
+    static_range = qcut.StaticRange(-4.0, 4.0) if scheme.endswith("_static") else None
     linear = nn.Linear(K, N, dtype=torch.float16)
     return qcut.Linear.from_float(linear, scheme, static_range=static_range).to(DEVICE)
 

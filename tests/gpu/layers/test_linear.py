@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("prebuilt")
 
 EXACT = ("w8a8", "w8a8_static")
 FLOAT_TOKENS = ("w8a16", "fp8", "fp8_blocks")
-SCHEMES = (*EXACT, *FLOAT_TOKENS)
+FLOAT8 = ("fp8_dynamic", "fp8_static")
+SCHEMES = (*EXACT, *FLOAT_TOKENS, *FLOAT8)
 SIZES = ((272, 336), (37, 33), (1280, 1280))
 """(K, N): a CUTLASS kernel, a raw one, a whole layer."""
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -33,6 +34,8 @@ CASES = [
     ),
     *((scheme, size, dtype) for scheme in FLOAT_TOKENS for size in SIZES for dtype in (HALF, BRAIN)),
     ("fp8_blocks", (301, 80), HALF),  # several units of rows that start anywhere
+    *((scheme, size, dtype) for scheme in FLOAT8 for size in SIZES for dtype in (HALF, BRAIN)),
+    *((scheme, (37, 33), SINGLE) for scheme in FLOAT8),
 ]
 
 
@@ -43,7 +46,7 @@ def layer(scheme: str, k: int, n: int, *, bias: bool = True, activation: str = "
     with torch.no_grad():
         linear.weight[0] = 0
         linear.weight[n // 2, k // 2] = 9.0
-    static_range = StaticRange(-3.0, 5.0) if scheme == "w8a8_static" else None
+    static_range = StaticRange(-3.0, 5.0) if scheme.endswith("_static") else None
     return qcut.Linear.from_float(linear, scheme, activation=activation, static_range=static_range)
 
 
@@ -65,6 +68,20 @@ def check_w8a16(cpu: qcut.Linear, x: Tensor, got: Tensor) -> None:
     assert (got.double() - exact).norm() < limit * exact.norm()
 
 
+def check_fp8(cpu: qcut.Linear, x: Tensor, got: Tensor) -> None:
+    """Quantized tokens are bitwise the CPU's; tensor cores add e4m3 products of 128 columns with 14 bits."""
+    tokens = cpu.quantized_tokens(x)
+    assert tokens is not None
+    w = cpu.dequantized_weight().double()
+    exact = tokens.double() @ w.t()
+    slack = (tokens.double().abs() @ w.abs().t()) * (2.0**-5 + 2.0**-23 * (cpu.in_features + 4))
+    if cpu.bias is not None:
+        exact = exact + cpu.bias.double()
+    assert bool(((got.double() - exact).abs() <= slack + exact.abs() * 2.0**-22 + half_ulp(exact, got.dtype)).all())
+    limit = 2.0**-6 if len(x) > 32 else {HALF: 2.0**-10, BRAIN: 2.0**-8, SINGLE: 2.0**-18}[got.dtype]
+    assert (got.double() - exact).norm() < limit * exact.norm()
+
+
 @pytest.mark.parametrize(("scheme", "size", "dtype"), CASES, ids=name)
 def test_agrees_with_the_cpu(scheme: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     cpu = layer(scheme, *size)
@@ -77,14 +94,14 @@ def test_agrees_with_the_cpu(scheme: str, size: tuple[int, int], dtype: torch.dt
         if scheme in EXACT:
             assert_same(got, cpu(x))
         else:
-            check_w8a16(cpu, x, got)
+            (check_fp8 if scheme in FLOAT8 else check_w8a16)(cpu, x, got)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_from_float_on_the_gpu_gives_the_same_buffers(scheme: str) -> None:
     torch.manual_seed(3)
     linear = nn.Linear(1280, 336)
-    static_range = StaticRange(-3.0, 5.0) if scheme == "w8a8_static" else None
+    static_range = StaticRange(-3.0, 5.0) if scheme.endswith("_static") else None
     cpu = qcut.Linear.from_float(linear, scheme, static_range=static_range)
     gpu = qcut.Linear.from_float(linear.to(DEVICE), scheme, static_range=static_range)
     assert gpu.qweight.device.type == torch.device(DEVICE).type
@@ -100,7 +117,7 @@ def test_without_bias(scheme: str) -> None:
     if scheme in EXACT:
         assert_same(got, cpu(x))
     else:
-        check_w8a16(cpu, x, got)
+        (check_fp8 if scheme in FLOAT8 else check_w8a16)(cpu, x, got)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_erf", "gelu_tanh", "silu"])
@@ -158,6 +175,15 @@ def test_extreme_tokens_and_nan() -> None:
     got = copy.deepcopy(cpu).to(DEVICE)(x.to(DEVICE)).cpu()
     assert_same(got, cpu(x))
     assert got.isnan().any(1).nonzero().flatten().tolist() == [9]
+
+
+def test_bad_tokens_of_fp8_stay_in_their_rows() -> None:
+    for scheme, bad in (("fp8_dynamic", [9, 11]), ("fp8_static", [9])):
+        gpu = layer(scheme, 272, 336).to(DEVICE)
+        for m in (17, 129):
+            x = tokens(m, 272, torch.float16)
+            x[9, 7], x[11, 3] = float("nan"), float("inf")
+            assert gpu(x.to(DEVICE)).isnan().any(1).nonzero().flatten().tolist() == bad
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -29,9 +29,9 @@ def mixed_products() -> list[KernelSource]:
     if arch() != "sm_90a":
         return []
     from tests.gpu.emitters.codebook import test_cutlass as codebook
-    from tests.gpu.emitters.gemm import test_w8a16_cutlass, test_w8a16_wgmma
+    from tests.gpu.emitters.gemm import test_fp8, test_w8a16_cutlass, test_w8a16_wgmma
 
-    return [*test_w8a16_cutlass.cases(), *codebook.cases(), *test_w8a16_wgmma.cases()]
+    return [*test_w8a16_cutlass.cases(), *codebook.cases(), *test_w8a16_wgmma.cases(), *test_fp8.cases()]
 
 
 if __name__ == "__main__":

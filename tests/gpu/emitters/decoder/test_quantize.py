@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.quantize import ColSum, Dequantize, QuantizePerTensor, QuantizePerToken
+from qcut.numerics import float8
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import TORCH_DTYPE, assert_same, full_range
@@ -39,6 +43,10 @@ def tokens(m: int, k: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+STORED = {DType.S8: torch.int8, DType.E4M3: torch.float8_e4m3fn, DType.F16: torch.float16}
+"""By the stored type of a description."""
+
+
 def per_token(
     desc: QuantizePerToken, x: Tensor, k_padded: int, *, offset: int = 0, pad: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -47,7 +55,7 @@ def per_token(
     x = strided(x, k + pad, offset)
     results = []
     for _ in range(2):
-        q, scale = Guarded(m, k_padded, torch.int8), Guarded(1, m, torch.float32)
+        q, scale = Guarded(m, k_padded, STORED[desc.q]), Guarded(1, m, torch.float32)
         launch(source, desc.grid(m, k_padded), x, q.tensor, scale.tensor, x.stride(0), m, k, k_padded)
         results.append((q.take(k_padded), scale.take(m)[0]))
     for first, second in zip(*results, strict=True):
@@ -127,6 +135,80 @@ def test_per_tensor(scale: float, zero_point: int, aligned: bool, x: DType) -> N
         sizes = (device.stride(0), m, k, k_padded)
         launch(desc.emit(), desc.grid(m, k_padded), device, q.tensor, *sizes, scale, zero_point)
         assert_same(q.take(k_padded), numerics.quantize_per_tensor_ref(data, scale, zero_point, k_padded))
+
+
+def float8_types() -> list[DType]:
+    """How the GPU at hand stores tokens of e4m3."""
+    return [DType.F16, DType.E4M3] if architecture(arch()).e4m3 else [DType.F16]
+
+
+def stored(q: Tensor, dtype: DType) -> Tensor:
+    """e4m3 as a kernel stores them."""
+    return q if dtype is DType.E4M3 else q.to(torch.float16)
+
+
+@pytest.mark.parametrize("x", FLOATS, ids=lambda x: x.value)
+@pytest.mark.parametrize(("threads", "vectors"), LAYOUTS)
+def test_float8_per_token(threads: int, vectors: int, x: DType) -> None:
+    for q in float8_types():
+        desc = QuantizePerToken(x, arch(), threads, vectors, q=q)
+        size = 128 // x.bits
+        full = desc.row_elements if vectors else 2 * threads * size + size
+        for m in ROWS:
+            data = tokens(m, full, TORCH_DTYPE[x])
+            for k in (full, full - 1, full // 2 + 3):
+                k_padded = -(-k // 16) * 16
+                if vectors and k_padded > full:
+                    continue
+                got = per_token(desc, data[:, :k], k_padded, pad=-k % size + size)
+                want, scale = float8.quantize_tokens_ref(data[:, :k], k_padded)
+                for g, e in zip(got, (stored(want, q), scale), strict=True):
+                    assert_same(g, e)
+
+
+@pytest.mark.parametrize("x", FLOATS, ids=lambda x: x.value)
+@pytest.mark.parametrize("vectors", [0, 2])
+def test_float8_unaligned(vectors: int, x: DType) -> None:
+    for q in float8_types():
+        desc = QuantizePerToken(x, arch(), 64, vectors, aligned=False, q=q)
+        for m, k, k_padded, offset, pad in ((1, 1, 1, 0, 0), (17, 37, 41, 1, 0), (129, 100, 117, 0, 5)):
+            data = tokens(m, k, TORCH_DTYPE[x])
+            got = per_token(desc, data, k_padded, offset=offset, pad=pad)
+            want, scale = float8.quantize_tokens_ref(data, k_padded)
+            for g, e in zip(got, (stored(want, q), scale), strict=True):
+                assert_same(g, e)
+
+
+def test_float8_values_next_to_ties() -> None:
+    """Every e4m3, the middles between neighbours and the floats next to them, of rows whose scale is 1."""
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (values[1:] + values[:-1]) / 2
+    near = [torch.nextafter(middles, middles.new_tensor(limit)) for limit in (0.0, 448.0)]
+    data = torch.cat([values, middles, *near]).repeat(2, 1)
+    data[1] *= -1
+    k_padded = -(-data.shape[1] // 16) * 16
+    for q in float8_types():
+        desc = QuantizePerToken.for_shape(DType.F32, arch(), 2, k_padded, q=q)
+        got = per_token(desc, data, k_padded, pad=k_padded - data.shape[1])
+        want, scale = float8.quantize_tokens_ref(data, k_padded)
+        assert scale.tolist() == [1.0, 1.0]
+        for g, e in zip(got, (stored(want, q), scale), strict=True):
+            assert_same(g, e)
+
+
+@pytest.mark.parametrize("x", FLOATS, ids=lambda x: x.value)
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("scale", [0.037, 1.0, 3e4, 1e-6, 2.0**-126, 1e37])
+def test_float8_per_tensor(scale: float, aligned: bool, x: DType) -> None:
+    for q, (m, k) in product(float8_types(), ((1, 1), (15, 37), (17, 4099), (129, 1280))):
+        k_padded = -(-k // 16) * 16
+        desc = QuantizePerTensor.for_shape(x, arch(), m, k_padded, aligned=aligned, q=q)
+        data = tokens(m, k, TORCH_DTYPE[x])
+        device = strided(data, k_padded) if aligned else strided(data, k, 1)
+        out = Guarded(m, k_padded, STORED[q])
+        launch(desc.emit(), desc.grid(m, k_padded), device, out.tensor, device.stride(0), m, k, k_padded, scale)
+        got, want = out.take(k_padded).float(), float8.quantize_tensor_ref(data, scale, k_padded).float()
+        assert_same(got, want)
 
 
 @pytest.mark.parametrize("x", FLOATS, ids=lambda x: x.value)
