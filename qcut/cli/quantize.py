@@ -62,7 +62,8 @@ options:
     fail, and write nothing, where less than the share S of the parameters outside of embeddings, norms and what --skip
     and --include leave out is quantized, such as 0.95 (default: warn below 0.9)
 --format qcut|compressed-tensors = qcut
-    format of the folder; compressed-tensors, read by others, has w8a8, w8a16, fp8, int4, mxfp4, nvfp4 (default: qcut)
+    format of the folder; compressed-tensors, for other readers, has w8a8, w8a16, fp8, fp8_dynamic,
+    fp8_static, int4, mxfp4 and nvfp4 (default: qcut)
 """
 _CONVERSION = conversion_options("DIR", "the folder to write", window_options(8, 32))
 COMMAND = Command(

@@ -15,10 +15,13 @@ from torch import Tensor
 import qcut
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.experts.linear_stack import LinearStack
+from qcut.schemes import FP8
 from tests.checkpoints.formats import samples
 from tests.support.decoders import small
 from tests.support.mixtures import tiny_mixture
 
+FLOAT8 = ("fp8_dynamic", "fp8_static")
+"""Read as fp8."""
 SCHEMES = ("w8a8", "w8a16", "fp8", "int4", "int4_g16", "mxfp4", "nvfp4")
 EVEN = {"hidden_size": 96, "intermediate_size": 64}
 """Sizes of a small model that groups of 16 and 32 divide."""
@@ -26,7 +29,8 @@ EVEN = {"hidden_size": 96, "intermediate_size": 64}
 
 def quantized(kind: str = "llama", scheme: str = "w8a8", **changes: Any) -> torch.nn.Module:
     model = small(kind, **changes)
-    qcut.quantize(model, scheme, allow_growth=True, progress=False)
+    calibration = qcut.calibrate(model, [samples.IDS], progress=False) if scheme.endswith("_static") else None
+    qcut.quantize(model, scheme, calibration=calibration, allow_growth=True, progress=False)
     return model
 
 
@@ -81,7 +85,7 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path: Path, kind: str, scheme: 
         qcut.save_compressed_tensors(model, tmp_path, max_shard_bytes=40_000)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *FLOAT8])
 def test_the_librarys_own_decompression(tmp_path: Path, scheme: str) -> None:
     model = quantized("llama", scheme, **EVEN, attention_bias=True)
     qcut.save_compressed_tensors(model, tmp_path)
@@ -94,8 +98,29 @@ def test_the_librarys_own_decompression(tmp_path: Path, scheme: str) -> None:
     for name, layer in layers.items():
         assert_same(found[name], layer.dequantized_weight(), name)
     again = qcut.load(tmp_path, progress=False)
+    if scheme in FLOAT8:
+        read = {name: m for name, m in again.named_modules() if isinstance(m, qcut.Linear)}
+        assert {layer.scheme for layer in read.values()} == {FP8()}
+        assert all(torch.equal(read[name].dequantized_weight(), m.dequantized_weight()) for name, m in layers.items())
+        return
     with torch.no_grad():
         assert torch.equal(again(samples.IDS).logits, model(samples.IDS).logits)
+
+
+@pytest.mark.parametrize("scheme", FLOAT8)
+def test_transformers_quantizes_tokens_to_floats_too(tmp_path: Path, scheme: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    model = quantized("llama", scheme, **EVEN)
+    qcut.save_compressed_tensors(model, tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = model(samples.IDS).logits, read(samples.IDS).logits
+    assert float((theirs - ours).norm() / ours.norm()) < 0.1
+    for name, layer in model.named_modules():
+        if isinstance(layer, qcut.Linear) and scheme == "fp8_static":
+            assert float(read.get_submodule(name).input_scale) == float(layer.input_scale)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -206,11 +231,11 @@ def with_a_quantized_table() -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: quantized(scheme="codebook4_g16"), r"layer 'model.* is .*; only w8a8, w8a16, fp8, int4"),
+        (lambda: quantized(scheme="codebook4_g16"), r"layer 'model.* is .*; only w8a8, w8a16, fp8, fp8_dynamic"),
         (lambda: quantized(scheme="int4_g16"), r"down_proj' is int4_g16 with 76 columns; only .* that divide"),
         (lambda: quantized(scheme="int4_int8"), r"layer 'model.* is int4_int8 .*; only w8a8"),
         (lambda: quantized("gpt2"), r"layer 'transformer.h.0.attn.c_attn' is a Conv1D"),
-        (lambda: small("llama"), "no layer is quantized; w8a8, w8a16, fp8, int4"),
+        (lambda: small("llama"), "no layer is quantized; w8a8, w8a16, fp8, fp8_dynamic"),
         (
             lambda: mixture("GptOss", "mxfp4"),
             "experts 'model.* checkpoints of GptOssForCausalLM have no layer for each",

@@ -34,13 +34,13 @@ def save_compressed_tensors(
 ) -> None:
     """Write a quantized model as a compressed-tensors checkpoint, which vLLM and others read.
 
-    Layers of ``w8a8`` are written as ``int-quantized``, those of ``w8a16`` and ``int4`` as ``pack-quantized`` integers
-    of 8 and 4 bits, and those of ``mxfp4`` and ``nvfp4`` as ``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``; a
-    model may have several of them. Experts of a mixture are written one by one, under the names that checkpoints of the
-    family have. The directory gets ``model.safetensors`` (or several files and their index), ``config.json`` with a
-    ``quantization_config``, and ``generation_config.json``. Layers in float go in float, and are named under
-    ``ignore``. Activations that qcut fused into layers are not written: the model's class has them. All files are put
-    in force together.
+    Layers of ``w8a8`` are written as ``int-quantized``, those of ``fp8``, ``fp8_dynamic`` and ``fp8_static`` as
+    ``float-quantized``, those of ``w8a16`` and ``int4`` as ``pack-quantized`` integers of 8 and 4 bits, and those of
+    ``mxfp4`` and ``nvfp4`` as ``mxfp4-pack-quantized`` and ``nvfp4-pack-quantized``; a model may have several of them.
+    Experts of a mixture are written one by one, under the names that checkpoints of the family have. The directory gets
+    ``model.safetensors`` (or several files and their index), ``config.json`` with a ``quantization_config``, and
+    ``generation_config.json``. Layers in float go in float, and are named under ``ignore``. Activations that qcut fused
+    into layers are not written: the model's class has them. All files are put in force together.
 
     Args:
         model: of a class of transformers, at least one layer of it quantized.
@@ -56,7 +56,8 @@ def save_compressed_tensors(
         CheckpointError: weights of another checkpoint are in the directory, a tensor is on the meta device or holds NaN
             or Inf, or the directory cannot be written.
 
-    Exactness: integers, floats of 4 bits and scales bit by bit; `qcut.load` gives back the same logits.
+    Exactness: integers, floats and scales bit by bit; `qcut.load` gives back the same logits, except that it reads
+    ``fp8_dynamic`` and ``fp8_static`` as ``fp8``, whose tokens keep 16 bits.
 
     Source: docs/foreign-checkpoints.md.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,15 @@ from qcut.schemes import E2M1_GROUP, FP8, NVFP4_GROUP, W8A8, W8A16, Codebook, Sc
 Stored = Mapping[str, StateEntry]
 """Tensors of a layer's state dict."""
 
-SERVED = "w8a8, w8a16, fp8, int4 in groups that divide the columns, mxfp4 and nvfp4 are written"
-_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+SERVED = (
+    "w8a8, w8a16, fp8, fp8_dynamic, fp8_static, int4 in groups that divide the columns, mxfp4 and nvfp4 are written"
+)
+_BYTES = {"num_bits": 8, "symmetric": True, "group_size": None}
+_TOKENS = {
+    "int": {**_BYTES, "type": "int", "strategy": "token", "dynamic": True},
+    "float": {**_BYTES, "type": "float", "strategy": "token", "dynamic": True},
+    "static": {**_BYTES, "type": "float", "strategy": "tensor", "dynamic": False},
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,8 @@ class Written:
         bits: of a weight.
         group_size: columns that have a scale; None: whole rows.
         type: ``int`` or ``float``.
-        quantizes_tokens: to int8, each by its largest magnitude.
+        tokens: stay as they are (``none``), become int8 (``int``) or e4m3 (``float``) each by its largest magnitude, or
+            e4m3 with one scale for all (``static``).
         tensors: of a layer's state, N and K. Raises `UnsupportedError` of values that have no place in the format.
         global_scale: whether the layer has a scale that divides those of groups, which are e4m3.
     """
@@ -45,7 +53,7 @@ class Written:
     tensors: Callable[[Stored, int, int], dict[str, StateEntry]]
     group_size: int | None = None
     type: str = "int"
-    quantizes_tokens: bool = False
+    tokens: Literal["none", "int", "float", "static"] = "none"
     global_scale: bool = False
 
     def group(self, targets: list[str]) -> dict[str, Any]:
@@ -61,7 +69,7 @@ class Written:
         }
         if self.global_scale:
             weights |= dict.fromkeys(("scale_dtype", "zp_dtype"), "torch.float8_e4m3fn")
-        tokens = _TOKENS if self.quantizes_tokens else None
+        tokens = _TOKENS.get(self.tokens)
         described = {"weights": weights, "input_activations": tokens, "output_activations": None}
         return {"format": self.format, "targets": targets, **described}
 
@@ -73,11 +81,12 @@ def written_as(scheme: Scheme, k: int, name: str) -> Written:
         UnsupportedError: its scheme has no place in the format (named).
     """
     if scheme == W8A8():
-        return Written("int-quantized", 8, _bytes, quantizes_tokens=True)
+        return Written("int-quantized", 8, _bytes, tokens="int")
     if scheme == W8A16():
         return Written("pack-quantized", 8, _packed_bytes)
-    if scheme == FP8():
-        return Written("float-quantized", 8, _bytes, type="float")
+    if isinstance(scheme, FP8) and not scheme.blocks:
+        kinds: dict[str, Literal["none", "float", "static"]] = {"float": "none", "dynamic": "float", "static": "static"}
+        return Written("float-quantized", 8, _bytes, type="float", tokens=kinds[scheme.tokens])
     if type(scheme) is Codebook and scheme.activation == "fp16":
         size = min(scheme.group_columns(k), k)
         if scheme.levels == "steps" and scheme.bits == 4 and k % size == 0:
@@ -99,7 +108,8 @@ def _made(
 
 def _bytes(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
     weight = _made(stored, "qweight", (n, k), stored["qweight"].dtype, lambda q: q[:, :k])
-    return {"weight": weight, "weight_scale": _row_scale(stored, n)}
+    given = {"input_scale": stored["input_scale"]} if "input_scale" in stored else {}
+    return {"weight": weight, "weight_scale": _row_scale(stored, n), **given}
 
 
 def _packed_bytes(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
