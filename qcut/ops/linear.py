@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ShapeError
-from qcut.numerics import float8, int16
 from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
 from qcut.ops.checks import (
     BYTES,
     E4M3,
@@ -245,6 +245,8 @@ class FP8DynamicLinearOp(NamedTuple):
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
+        from qcut.numerics import float8  # here, as below: other schemes need none of it
+
         return _by_rows(float8.dynamic_linear_ref, *self[:-1])
 
 
@@ -287,6 +289,8 @@ class FP8StaticLinearOp(NamedTuple):
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
+        from qcut.numerics import float8
+
         return _by_rows(float8.static_linear_ref, *self[:-1])
 
 
