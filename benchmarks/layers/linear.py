@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import qcut
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant
-from benchmarks.layers import device_kernels, peers
+from benchmarks.layers import device_kernels, float8, peers
 from benchmarks.layers.gemm import require_close
 from benchmarks.layers.shapes import GPT2_LARGE_NK, GPT2_LARGE_TOKENS, Shape, linear_shapes
 from benchmarks.publish import plots
@@ -27,7 +27,7 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 
 BASELINE = "fp16"
-SCHEMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_blocks", "int16x8")
+SCHEMES = ("w8a8", "w8a8_static", "w8a16", "fp8", "fp8_blocks", "fp8_dynamic", "fp8_static", "int16x8")
 KEY = ("m", "n", "k", "variant")
 EPILOGUES = {
     "w8a8": Epilogue(row_scale="per_token", col_scale="per_channel", bias=True),
@@ -46,13 +46,15 @@ def tolerance(name: str) -> float:
     For Gaussian data the largest of K values is about 4.5 standard deviations, so a step is 4.5/127 of
     one and its rounding error 1.0 % on each side; NF4 loses about 10 %, weights of 8-bit floats up to 6 %.
     """
-    return {"fp16": 2e-3, "bitsandbytes_nf4": 0.15, "qcut_fp8": 0.06, "qcut_fp8_blocks": 0.06}.get(name, 0.03)
+    if name.startswith("qcut_fp8"):
+        return float8.TOLERANCE
+    return {"fp16": 2e-3, "bitsandbytes_nf4": 0.15}.get(name, 0.03)
 
 
 def qcut_layer(linear: nn.Linear, scheme: str, x: Tensor) -> qcut.Linear:
     """Quantize a layer; the static range is that of the tokens it will see."""
     lo, hi = x.aminmax()
-    static_range = qcut.StaticRange.including_zero(float(lo), float(hi)) if scheme == "w8a8_static" else None
+    static_range = qcut.StaticRange.including_zero(float(lo), float(hi)) if scheme.endswith("_static") else None
     return qcut.Linear.from_float(linear, scheme, static_range=static_range)
 
 
@@ -88,6 +90,8 @@ def variants_of(
         layer = qcut_layer(linear, scheme, x)
         layers = [layer, *(copy.deepcopy(layer) for _ in range(copies(8) - 1))]
         out.append(variant(f"qcut_{scheme}", [*layers], x, reference))
+        if scheme == "fp8_dynamic" and torch.cuda.get_device_capability() >= (8, 9) and n % 16 == k % 16 == 0:
+            out += float8.products(layers, x, reference)
     for name, (build, bias) in built.items():
         try:
             # No peer needs more copies than evict the L2: building them is slow.
@@ -104,7 +108,8 @@ def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing],
     """One CSV row per variant."""
     for name, timing in timings.items():
         moved = shape.bytes_moved(16, WEIGHT_BITS.get(name, 8), 16)
-        bits = 8 if "w8a8" in name or name == "bitsandbytes_int8" else 16
+        in_bytes = ("w8a8", "fp8_dynamic", "fp8_static", "fp8_product", "scaled_mm", "bitsandbytes_int8")
+        bits = 8 if any(part in name for part in in_bytes) else 16
         x_fp16 = round(timings[BASELINE].median_us / timing.median_us, 4) if BASELINE in timings else math.nan
         results.add_gemm(timing, shape, name, moved, bits, x_fp16=x_fp16, kernel=names.get(name, ""))
 
@@ -186,7 +191,8 @@ def main(options: argparse.Namespace) -> int:
             names["qcut_w8a16"] = chosen[W8A16_EPILOGUE, shape.m, shape.n, shape.k]
         add_rows(results, shape, timings, names)
         measured[shape] = timings
-    columns = [BASELINE, *(f"qcut_{s}" for s in schemes), *built]
+    products = [name for name in float8.NAMES if any(name in timings for timings in measured.values())]
+    columns = [BASELINE, *(f"qcut_{s}" for s in schemes), *built, *products]
     rows = []
     for shape, timings in measured.items():
         times = [timings[c].median_us if c in timings else math.nan for c in columns]
