@@ -19,6 +19,7 @@ from tests.support import files
 from tests.support.zoo import TinyLM, tiny_hf, tiny_lm, token_batches
 
 INTEGERS = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static")
+FLOAT8 = ("fp8_dynamic", "fp8_static")
 CODEBOOKS = ("codebook4_g16", "codebook3+2_qr_int8", "codebook4+4_g16_fp32norms_int8", "int4", "nvfp4")
 
 
@@ -46,7 +47,7 @@ def embeddings(model: nn.Module) -> nn.Module:
     return model.embed if isinstance(model, TinyLM) else model.get_input_embeddings()
 
 
-@pytest.mark.parametrize("scheme", [*INTEGERS, *CODEBOOKS])
+@pytest.mark.parametrize("scheme", [*INTEGERS, *FLOAT8, *CODEBOOKS])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
 def test_round_trip(tmp_path: Path, kind: str, scheme: str) -> None:
     model = quantized(kind, scheme)

@@ -28,6 +28,7 @@ SCHEMES = (
     "w8a16",
     "fp8",
     "fp8_blocks",
+    "fp8_dynamic",
     "codebook4",
     "codebook2+3_g16",
     "codebook4_int8",
