@@ -10,6 +10,7 @@ from qcut.dispatch.gpus import target_named
 from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.scores import Scores
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
@@ -54,7 +55,12 @@ def attention(arch: str) -> list[KernelSource]:
     parts = [AttentionMma.for_shape(F16, F16, 128, 4, arch), AttentionMma.for_shape(BF16, S8, 64, 1, arch)]
     if architecture(arch).clusters:
         parts += [AttentionMma.for_shape(F16, F16, 128, 4, arch, 8), AttentionMma.for_shape(BF16, BF16, 64, 1, arch, 2)]
-    steps = [AttentionAppend(parts[0], True), AttentionAppend(parts[-1], False, settled=True)]
+    sunk = AttentionMma.for_shape(BF16, BF16, 64, 8, arch, scores=Scores(windowed=True, ring=True, sinks=True))
+    steps = [
+        AttentionAppend(parts[0], True),
+        AttentionAppend(parts[-1], False, settled=True),
+        AttentionAppend(sunk, True),
+    ]
     return [*(desc.emit() for desc in (*simt, *parts)), *(desc.emit() for desc in steps)]
 
 
@@ -71,7 +77,7 @@ def prompts(arch: str) -> list[KernelSource]:
         kernel = select_prompt_attention(x, cache, head, target_named(arch), **shape)
         assert kernel is not None
         found.append(kernel.emit())
-    return found
+    return [*found, replace(kernel, x=BF16, cache=BF16, scores=Scores(sinks=True)).emit()]
 
 
 def rows(arch: str) -> list[KernelSource]:
@@ -86,7 +92,7 @@ def rows(arch: str) -> list[KernelSource]:
         *(desc.emit() for desc in norms),
         EmbedRows(F16, S8, arch, places=True).emit(),
         EmbedCodebook(F16, F16, (4,), 128, arch, places=True).emit(),
-        ActivateRows("silu_mul", F16, arch).emit(),
+        *(ActivateRows(kind, F16, arch).emit() for kind in ("silu_mul", "clamped_silu_mul")),
         ArgmaxRows(F16, arch, True).emit(),
         quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096).emit(),
         quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True).emit(),
@@ -107,6 +113,7 @@ def routing(arch: str) -> list[KernelSource]:
     linear = []
     if architecture(arch).clusters:
         linear.append(LinearRoute(BF16, F32, F32, "softmax", True, 60, 2048, 2, arch, True))
+        linear.append(LinearRoute(BF16, BF16, BF16, "logits", False, 128, 2880, 1, arch, True, BF16))
     sums = (SumRoutes(F16, arch), SumRoutes(BF16, arch, True, False))
     return [desc.emit() for desc in (*routers, *linear, *sorts, *sums)]
 
