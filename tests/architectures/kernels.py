@@ -10,11 +10,13 @@ from qcut.dispatch.gpus import target_named
 from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.scores import Scores
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder import quantize
 from qcut.emitters.decoder.activate import ActivateRows
@@ -55,12 +57,7 @@ def attention(arch: str) -> list[KernelSource]:
     parts = [AttentionMma.for_shape(F16, F16, 128, 4, arch), AttentionMma.for_shape(BF16, S8, 64, 1, arch)]
     if architecture(arch).clusters:
         parts += [AttentionMma.for_shape(F16, F16, 128, 4, arch, 8), AttentionMma.for_shape(BF16, BF16, 64, 1, arch, 2)]
-    sunk = AttentionMma.for_shape(BF16, BF16, 64, 8, arch, scores=Scores(windowed=True, ring=True, sinks=True))
-    steps = [
-        AttentionAppend(parts[0], True),
-        AttentionAppend(parts[-1], False, settled=True),
-        AttentionAppend(sunk, True),
-    ]
+    steps = [AttentionAppend(parts[0], True), AttentionAppend(parts[-1], False, settled=True)]
     return [*(desc.emit() for desc in (*simt, *parts)), *(desc.emit() for desc in steps)]
 
 
@@ -77,7 +74,7 @@ def prompts(arch: str) -> list[KernelSource]:
         kernel = select_prompt_attention(x, cache, head, target_named(arch), **shape)
         assert kernel is not None
         found.append(kernel.emit())
-    return [*found, replace(kernel, x=BF16, cache=BF16, scores=Scores(sinks=True)).emit()]
+    return found
 
 
 def rows(arch: str) -> list[KernelSource]:
@@ -92,7 +89,7 @@ def rows(arch: str) -> list[KernelSource]:
         *(desc.emit() for desc in norms),
         EmbedRows(F16, S8, arch, places=True).emit(),
         EmbedCodebook(F16, F16, (4,), 128, arch, places=True).emit(),
-        *(ActivateRows(kind, F16, arch).emit() for kind in ("silu_mul", "clamped_silu_mul")),
+        ActivateRows("silu_mul", F16, arch).emit(),
         ArgmaxRows(F16, arch, True).emit(),
         quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096).emit(),
         quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True).emit(),
@@ -113,7 +110,6 @@ def routing(arch: str) -> list[KernelSource]:
     linear = []
     if architecture(arch).clusters:
         linear.append(LinearRoute(BF16, F32, F32, "softmax", True, 60, 2048, 2, arch, True))
-        linear.append(LinearRoute(BF16, BF16, BF16, "logits", False, 128, 2880, 1, arch, True, BF16))
     sums = (SumRoutes(F16, arch), SumRoutes(BF16, arch, True, False))
     return [desc.emit() for desc in (*routers, *linear, *sorts, *sums)]
 
@@ -207,7 +203,19 @@ def cutlass(arch: str) -> list[KernelSource]:
     return [INT8_CUTLASS.emit(problem, tile, arch)]
 
 
+def gpt_oss(arch: str) -> list[KernelSource]:
+    """Sinks, also with windows over rings, a clamped gate, and a bias of logits."""
+    sinks, ring = Scores(sinks=True), Scores(windowed=True, ring=True, sinks=True)
+    step = AttentionMma.for_shape(BF16, BF16, 64, 8, arch, scores=ring)
+    found: list[Kernel] = [PromptMma.for_shape(BF16, BF16, 64, arch, scores=sinks), AttentionAppend(step, True)]
+    found += [ActivateRows("clamped_silu_mul", BF16, arch), AttentionDecode.for_shape(F32, F32, 64, 8, arch, sinks)]
+    if architecture(arch).clusters:
+        found.append(LinearRoute(BF16, BF16, BF16, "logits", False, 128, 2880, 1, arch, True, BF16))
+    return [desc.emit() for desc in found]
+
+
 def raw_kernels(arch: str) -> list[KernelSource]:
     """All but CUTLASS's, each once."""
     found = [*attention(arch), *prompts(arch), *rows(arch), *int8(arch), *codebooks(arch), *routing(arch)]
+    found += gpt_oss(arch)
     return list({source.name: source for source in found}.values())

@@ -583,7 +583,6 @@ struct TensorAttention {
     Merge::begin(shared, place.mine);
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
     wait_for_dependencies();
-    Merge::fetch_sinks(shared, sinks + place.head, place.mine);
 
     rows.length = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1) + 1;
     if constexpr (kRing) {
@@ -599,6 +598,7 @@ struct TensorAttention {
     Tile tiles[kTiles] = {};
     int tile[kTiles];
     fetch(tiles, tile, rows, blockIdx.x + parts * warp, parts * kWarps, g, t);
+    Merge::fetch_sinks(shared, sinks + place.head, place.mine);
     attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, [](Tile&, int) {}, softcap);
     record(shared.records[warp], state, g, t);
     Merge::await_sinks();
