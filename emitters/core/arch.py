@@ -16,7 +16,7 @@ class Architecture:
         smem_bytes: dynamic shared memory that one CTA may use.
         sm_smem_bytes: shared memory of a multiprocessor; each CTA takes 1 KiB in addition to its own.
         clusters: whether there are thread-block clusters.
-        e4m3: whether there are conversions to e4m3 and products of e4m3.
+        e4m3: whether an instruction that qcut emits, ``mma.sync`` or ``wgmma``, multiplies e4m3 on tensor cores.
         wgmma: whether there are ``wgmma`` and ``setmaxnreg``.
         pdl: whether kernels are launched before their predecessors end (programmatic dependent launch).
         registers: 32-bit registers of a multiprocessor.
@@ -39,7 +39,7 @@ _TABLE = (
     Architecture("sm_86", 99 << 10, 100 << 10),
     Architecture("sm_89", 99 << 10, 100 << 10, e4m3=True),
     Architecture("sm_90a", 227 << 10, 228 << 10, clusters=True, e4m3=True, wgmma=True, pdl=True),
-    Architecture("sm_100", 227 << 10, 228 << 10, clusters=True, e4m3=True, pdl=True),
+    Architecture("sm_100", 227 << 10, 228 << 10, clusters=True, pdl=True),
     Architecture("sm_120", 99 << 10, 100 << 10, clusters=True, e4m3=True, pdl=True),
 )
 _BY_NAME = {architecture.name: architecture for architecture in _TABLE}
@@ -47,7 +47,7 @@ _BY_NAME = {architecture.name: architecture for architecture in _TABLE}
 ARCHITECTURES = tuple(_BY_NAME)
 """Names of the architectures, the oldest first."""
 E4M3_ARCHITECTURES = tuple(architecture.name for architecture in _TABLE if architecture.e4m3)
-"""Names of those that convert to e4m3 and multiply it."""
+"""Names of those that multiply e4m3."""
 CLUSTER_ARCHITECTURES = tuple(architecture.name for architecture in _TABLE if architecture.clusters)
 """Names of those with thread-block clusters."""
 SMEM_LIMITS = ", ".join(f"{architecture.smem_bytes} bytes on {architecture.name}" for architecture in _TABLE)

@@ -1,8 +1,8 @@
-"""Products of e4m3 tokens and e4m3 weights on ``mma.sync.m16n8k32``, for sm_89 and later. The kernels need only NVRTC.
+"""Products of e4m3 tokens and e4m3 weights on ``mma.sync.m16n8k32``, which need only NVRTC.
 
 ``D = act((sum_k a[m, k] * b[n, k]) * s_a[m] * s_w[n] + bias[n]) (+ residual)``. Device code:
-``include/qcut/gemm/fp8.cuh``. On sm_90a the family serves machines without nvcc, and while nvcc builds
-`qcut.emitters.gemm.cutlass.fp8`.
+``include/qcut/gemm/fp8.cuh``. The family is for sm_89 and sm_120. On sm_90a it serves machines without nvcc, and while
+nvcc builds `qcut.emitters.gemm.cutlass.fp8`; there, as on sm_100, ``mma.sync`` converts e4m3 to 16 bits first.
 """
 
 from __future__ import annotations

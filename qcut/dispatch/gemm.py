@@ -183,8 +183,8 @@ def select_fp8(
 ) -> tuple[GemmProblem, Choice]:
     """Choose the kernel of a GEMM with activations and weights of e4m3.
 
-    Every e4m3 is a float16. Few tokens, and GPUs without products of e4m3, are served by kernels of 16-bit activations
-    and weights of a byte, as dispatch chooses them.
+    Every e4m3 is a float16. Kernels of 16-bit activations and weights of a byte serve few tokens, and GPUs for which
+    qcut has no products of e4m3.
 
     Args:
         problem: types, alignments and epilogue.

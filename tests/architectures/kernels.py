@@ -31,6 +31,7 @@ from qcut.emitters.families import (
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,
+    FP8_MMA,
     INT8_CUTLASS,
     INT8_DP4A,
     INT8_MMA,
@@ -148,6 +149,21 @@ def int8(arch: str) -> list[KernelSource]:
     return [*found, *(W8A16_MMA.emit(half, tile, arch) for tile in (tiles[0], tiles[-1]))]
 
 
+def float8(arch: str) -> list[KernelSource]:
+    """Tokens of e4m3: their quantization, products of few, and of many where there are products of e4m3."""
+    gpu, epilogue = target_named(arch), replace(_TOKENS, out=BF16)
+    problem = GemmProblem(DType.E4M3, DType.E4M3, epilogue)
+    floats, few = gemm.select_fp8(problem, 16, 4096, 4096, gpu)
+    found = [gemm.emit(few, floats, arch)]
+    found += [quantize.QuantizePerToken.for_shape(x, arch, 8, 4096, q=F16).emit() for x in (F16, F32)]
+    found.append(quantize.QuantizePerTensor.for_shape(BF16, arch, 8, 4096, q=F16).emit())
+    if architecture(arch).e4m3:
+        found.append(quantize.QuantizePerToken.for_shape(BF16, arch, 4096, 4096, q=DType.E4M3).emit())
+        found.append(quantize.QuantizePerTensor.for_shape(F32, arch, 4096, 4096, q=DType.E4M3).emit())
+        found += [FP8_MMA.emit(problem, tile, arch) for tile in FP8_MMA.menu(problem, arch)[::2]]
+    return found
+
+
 def codebooks(arch: str) -> list[KernelSource]:
     """Rotations and products with codebook weights."""
     gpu = target_named(arch)
@@ -218,4 +234,5 @@ def raw_kernels(arch: str) -> list[KernelSource]:
     """All but CUTLASS's, each once."""
     found = [*attention(arch), *prompts(arch), *rows(arch), *int8(arch), *codebooks(arch), *routing(arch)]
     found += gpt_oss(arch)
+    found += float8(arch)
     return list({source.name: source for source in found}.values())

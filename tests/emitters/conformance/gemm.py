@@ -322,7 +322,7 @@ FP8_MMA_REFUSALS: dict[str, list[Any]] = {
     "device_m": [(replace(FP8, device_m=True), FP8_TILE, ARCH)],
     "experts": [(replace(FP8, experts=True), FP8_TILE, ARCH)],
     "alignments": [(replace(FP8, alignment_n=0), FP8_TILE, ARCH)],
-    "e4m3": [(FP8, FP8_TILE, "sm_80"), (FP8, FP8_TILE, "sm_86")],
+    "e4m3": [(FP8, FP8_TILE, "sm_80"), (FP8, FP8_TILE, "sm_100")],
     "scales": [
         (replace(FP8, epilogue=epilogue), FP8_TILE, ARCH)
         for epilogue in (Epilogue(S32), Epilogue(zero_point="per_token"), Epilogue(col_scale="per_unit"))

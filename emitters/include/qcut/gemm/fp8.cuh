@@ -1,5 +1,5 @@
-// D = epilogue(A B^T) with e4m3 operands and float32 sums on mma.sync.m16n8k32 (sm_89 and later), on the skeleton of
-// gemm.cuh; any m, n and k. Fragments are those of int8 (mma.cuh).
+// D = epilogue(A B^T) with e4m3 operands and float32 sums on mma.sync.m16n8k32 (sm_89, sm_90a, sm_120), on the skeleton
+// of gemm.cuh; any m, n and k. Fragments are those of int8 (mma.cuh).
 //
 // Tensor cores add products of e4m3 with about 14 bits. The products of 128 columns are therefore a sum of their own,
 // which is added to the whole sum in float32.
