@@ -20,20 +20,15 @@ __device__ __forceinline__ float nearest_e4m3(float v) {
   return v == v ? copysignf(magnitude, v) : v;
 }
 
-#if __CUDA_ARCH__ >= 890
-// Two values in the low half of a word, `low` in its low byte.
-__device__ __forceinline__ uint32_t pack_e4m3(float low, float high) {
-  unsigned short d;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
-  return d;
-}
-#endif
-
 // Rounds four values to e4m3 and stores them as Q: one word of E4M3, two of __half.
 template <class Q>
 __device__ __forceinline__ void round_e4m3(const float (&v)[4], uint32_t (&words)[sizeof(Q)]) {
 #if __CUDA_ARCH__ >= 890
-  const uint32_t packed = __byte_perm(pack_e4m3(v[0], v[1]), pack_e4m3(v[2], v[3]), 0x5410);
+  uint32_t packed;
+  asm("{.reg .b16 l, h;\n cvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\n cvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\n"
+      " mov.b32 %0, {l, h};}"
+      : "=r"(packed)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]));
   if constexpr (kIsE4M3<Q>) {
     words[0] = packed;
   } else {
