@@ -77,7 +77,8 @@ class TimeCost:
     Bytes are those of the weight (int8, 2 a value, or a codebook's indices and norms), of the input (int8 products:
     one byte a value, and 8 a token for dynamic scales) and of the output (2 a value); a second pass of a codebook
     reads and multiplies the input again. Launches, and separate passes that quantize or rotate the
-    input, are not counted, since fusion and CUDA graphs remove them. The defaults are rates that an H200 sustains;
+    input, are not counted, since fusion and CUDA graphs remove them. Products of e4m3 tokens, whose rate nobody has
+    measured here, count as those of 16-bit tokens. The defaults are rates that an H200 sustains;
     only the ratios between schemes matter to a plan. An expert computes its share of the tokens.
 
     Attributes:

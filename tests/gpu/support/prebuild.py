@@ -13,6 +13,7 @@ from qcut.backends.cuda.launch.prebuild import prebuild as prebuild_layers
 from qcut.backends.cuda.linear import LinearLayer
 from qcut.emitters.core.source import KernelSource
 from tests.gpu.emitters.gemm.test_cutlass import cases
+from tests.gpu.layers.test_linear import FLOAT8
 from tests.gpu.layers.test_stacking import ROWS, K
 from tests.gpu.support.launching import arch
 from tests.gpu.support.problems import gpu_test_calls
@@ -22,6 +23,12 @@ def stacked_layers() -> list[LinearLayer]:
     """The int8 layers of `tests.gpu.layers.test_stacking`, alone and stacked, at numbers of tokens for CUTLASS."""
     options = product((torch.float16, torch.float32), map(m_bucket, (9, 130)), (*ROWS, sum(ROWS)), (False, True))
     return [LinearLayer("w8a8", dtype, rows, n, K, bias, "none", True) for dtype, rows, n, bias in options]
+
+
+def float8_layers() -> list[LinearLayer]:
+    """The layers with e4m3 tokens of `tests.gpu.layers.test_linear`, at a number of tokens for CUTLASS."""
+    options = product(FLOAT8, (torch.float16, torch.bfloat16), ((272, 336), (1280, 1280)))
+    return [LinearLayer(scheme, dtype, m_bucket(129), n, k, True, "none", True) for scheme, dtype, (k, n) in options]
 
 
 def mixed_products() -> list[KernelSource]:
@@ -37,4 +44,5 @@ def mixed_products() -> list[KernelSource]:
 if __name__ == "__main__":
     prebuild_layers(stacked_layers(), torch.cuda.current_device(), progress=False)  # the tests that run first
     prebuild(gpu_test_calls())
+    prebuild_layers(float8_layers(), torch.cuda.current_device(), progress=False)
     jit.build_many([*cases(), *mixed_products()], progress=False)

@@ -102,6 +102,22 @@ def test_a_better_kernel_takes_over(scheme: str, nothing_built: None, monkeypatc
         assert_same(y, provisional)
 
 
+def test_a_better_kernel_of_e4m3_tokens_takes_over(nothing_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("fp8_cutlass exists on sm_90a alone")
+    linear = layer("fp8_dynamic", K, N).to(DEVICE)
+    x = tokens(M, K, torch.float16).to(DEVICE)
+    with plans.watched_loads() as first:
+        provisional = linear(x)
+    monkeypatch.undo()  # as after the build
+    assert qcut.wait_for_kernels(240)
+    with plans.watched_loads() as second:
+        final = linear(x)
+    assert [loaded for loaded in first if "fp8_mma" in loaded]
+    assert [loaded for loaded in second if "fp8_cutlass" in loaded]
+    assert float((final - provisional).double().norm()) < 2.0**-6 * float(provisional.double().norm())
+
+
 def test_graph_captured_early_keeps_no_fallback(
     nothing_built: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
