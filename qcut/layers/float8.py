@@ -17,6 +17,7 @@ from qcut.schemes import FP8, FP8_BLOCK, FP8_UNIT_ROWS, StaticRange, padded_k
 
 if TYPE_CHECKING:
     from qcut.layers.tokens import Prepared
+    from qcut.numerics.gating import GatedSilu
     from qcut.numerics.routing import RouteTiles
 
 _DYNAMIC = torch.ops.qcut.fp8_dynamic_linear.early_read
@@ -92,7 +93,7 @@ class Float8TokensLinear(Float8Linear, schemes=[FP8(tokens="dynamic")]):
         tiles: RouteTiles,
         per_row: int,
         *,
-        gated: bool = False,
+        gate: GatedSilu | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`: no kernel."""
