@@ -44,6 +44,7 @@ SCHEMES = {
     "w8a16": "int8 weights",
     "fp8": "8-bit floats (e4m3), a scale for each row",
     "fp8_blocks": "8-bit floats (e4m3), a scale for 128 rows and 128 columns",
+    "fp8_dynamic": "8-bit floats (e4m3) for weights and tokens",
     "codebook4": "4 bits, rounded",
     "codebook4_fit": "4 bits, fitted",
     "codebook4+4": "two passes of 4 bits, rounded",
