@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.models.modules import Quantized, tensor_key
-from qcut.numerics.checks import out_of_range
+from qcut.numerics.checks import out_of_range, same_values
 from qcut.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -131,9 +131,7 @@ class QuantizedLayer(Quantized):
         """Hold the owner's tensors wherever this layer's have the same values."""
         for name, buffer in owner._buffers.items():
             mine = self._buffers.get(name)
-            # torch compares no tensor of 8-bit floats with itself.
-            same = mine is not None and buffer is not None and tensor_key(buffer) == tensor_key(mine)
-            if buffer is not None and mine is not None and (same or torch.equal(buffer, mine)):
+            if buffer is not None and mine is not None and same_values(buffer, mine):
                 self._buffers[name] = buffer
         self._parameters["weight"] = owner._parameters["weight"]
 

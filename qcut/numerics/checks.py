@@ -34,6 +34,17 @@ def out_of_range(t: Tensor, least: float = -math.inf, most: float = math.inf, *,
     return f"{t[tuple(place)].item()} at {place}"
 
 
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same values.
+
+    Of 8-bit floats, which torch does not compare on the CPU, bits are compared.
+    """
+    if a.dtype is not b.dtype:
+        return False
+    eight = a.is_floating_point() and a.element_size() == 1
+    return torch.equal(a.view(torch.int8), b.view(torch.int8)) if eight else torch.equal(a, b)
+
+
 def first_difference(found: Tensor, expected: Tensor) -> str | None:
     """The first place where two tensors of one shape differ, such as ``3 at [7], 5 is needed``; None where none is."""
     if torch.equal(found, expected):

@@ -249,7 +249,7 @@ def test_what_cannot_be_one_is_left_alone(case: str) -> None:
     assert [(id(t), t.untyped_storage()._cdata, t._version) for t in (*model.parameters(), *model.buffers())] == before
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", "fp8_dynamic"])
 def test_a_weight_that_others_hold_stays_tied(scheme: str | None) -> None:
     modules = siblings_of(scheme)
     head = copy.deepcopy(modules[1])

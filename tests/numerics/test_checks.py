@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcut.numerics.checks import first_difference, out_of_range
+from qcut.numerics.checks import first_difference, out_of_range, same_values
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 
@@ -39,3 +39,14 @@ def test_differences() -> None:
     assert first_difference(a, b) is None
     b[1, 1] = 9
     assert first_difference(a, b) == "4 at [1, 1], 9 is needed"
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.int32])
+def test_tensors_of_the_same_values(dtype: torch.dtype) -> None:
+    a = torch.arange(6).view(2, 3).to(dtype)
+    b = a.clone()
+    assert same_values(a, b)
+    assert not same_values(a, b.view(3, 2))
+    assert not same_values(a, b.to(torch.int16))
+    b[1, 2] = 7
+    assert not same_values(a, b)

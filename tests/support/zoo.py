@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qcut.numerics.checks import same_values
 from tests.support import ROOT
 
 
@@ -128,7 +129,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two snapshots are equal."""
-    values = all(torch.equal(x, y) for x, y in zip(a["values"], b["values"], strict=True))
+    values = all(same_values(x, y) for x, y in zip(a["values"], b["values"], strict=True))
     return values and all(a[key] == b[key] for key in ("modules", "modes", "tensors", "hooks"))
 
 

@@ -333,6 +333,13 @@ def test_costs_of_codebooks() -> None:
     assert many(size, "codebook4") == pytest.approx(many(size, "w8a16"), rel=0.05)
 
 
+def test_8_bit_floats_are_candidates_of_one_layer() -> None:
+    model, batches = tiny_lm(), token_batches()
+    made = plan(model, batches, budget=0.05, candidates=("fp8_static", "fp8", "w8a16", "fp16"), progress=False)
+    assert set(made.schemes.values()) <= {"fp8_static", "fp8", "w8a16", "fp16"}
+    assert {layer.static_range is not None for layer in made.layers.values()} == {True}
+
+
 def test_plan_moves_outlier_layer_to_int16() -> None:
     model, batches = outlier_lm(), token_batches()
     candidates = ("w8a8_static", "int16x8_static", "int16x8")

@@ -16,17 +16,13 @@ import qcut
 from qcut.errors import QuantizationError, ShapeError, UnsupportedError
 from qcut.layers.experts.linear_stack import MOST_EXPERTS, LinearStack
 from qcut.layers.linear import Linear
+from qcut.numerics.checks import same_values
 from qcut.schemes import ACTIVATIONS
 from tests.layers.experts.stacks import SCHEMES, layers_of, stack_of
 from tests.support.oracles import FLOATS
 
 SIZES = {True: (77, 320), False: (64, 128)}
 """Rows and columns of one expert, uneven and even."""
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Also of 8-bit floats, which torch does not compare on the CPU."""
-    return a.dtype is b.dtype and torch.equal(*(t.view(torch.int8) if t.element_size() == 1 else t for t in (a, b)))
 
 
 def held(layer: nn.Module) -> dict[str, Tensor]:
@@ -61,11 +57,11 @@ def test_state_is_the_layers_states_stacked(scheme: str) -> None:
     stack = LinearStack.of(layers)
     state = stack.state_dict()
     for key, tensor in state.items():
-        assert equal(tensor, torch.stack([layer.state_dict()[key] for layer in layers]))
+        assert same_values(tensor, torch.stack([layer.state_dict()[key] for layer in layers]))
     assert {key: (tuple(t.shape), t.dtype) for key, t in state.items()} == {
         key: (entry.shape, entry.dtype) for key, entry in stack.stored().items()
     }
-    assert all(equal(entry.read(), state[key]) for key, entry in stack.stored().items())
+    assert all(same_values(entry.read(), state[key]) for key, entry in stack.stored().items())
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -75,7 +71,7 @@ def test_state_is_the_layers_states_stacked(scheme: str) -> None:
         other = LinearStack.from_json(spec, "x")
         other = other if device == "meta" else other.to_empty(device=device)
         other.load_state_dict(read, assign=assign)
-        assert all(equal(a, b) for a, b in zip(held(other).values(), held(stack).values(), strict=True))
+        assert all(same_values(a, b) for a, b in zip(held(other).values(), held(stack).values(), strict=True))
         assert other.state_problem(read) is None
 
 
