@@ -167,6 +167,20 @@ def codebook_kernel(rows: Rows) -> str:
     return markdown(header, lines)
 
 
+def codebook_scales(rows: Rows) -> str:
+    """The product with a scale for 128, 32 and 16 columns, with dependent launch: microseconds and GB/s."""
+    measured = {(row["variant"], shape_of(row)): row for row in rows.of("bench_codebook", part="kernel")}
+    shapes = sorted(shape for variant, shape in measured if variant == "nvfp4:pdl")
+
+    def cell(scheme: str, shape: Shape) -> str:
+        row = measured[f"{scheme}:pdl", shape]
+        return f"{figures(float(row['median_us']))}, {float(row['gb_s']):.0f}"
+
+    names = ("codebook4", "mxfp4", "nvfp4")
+    lines = [[name_of(shape), *(cell(name, shape) for name in names)] for shape in shapes]
+    return markdown(["M × N × K", *(f"{name}, µs, GB/s" for name in names)], lines)
+
+
 def codebook_layer(rows: Rows) -> str:
     """Whole layers, float16, and the fastest layer of another library at that shape; means below."""
     measured = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
@@ -586,6 +600,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "linear": linear,
     "peers": peers,
     "codebook kernel": codebook_kernel,
+    "codebook scales": codebook_scales,
     "codebook layer": codebook_layer,
     "crossover": crossover_cells,
     "triton": triton_layers,
