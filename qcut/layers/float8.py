@@ -10,15 +10,13 @@ from torch import Tensor
 
 from qcut.errors import QuantizationError
 from qcut.layers.int8 import MOST_SCALE, CalibratedLinear, W8A16Linear
-from qcut.layers.linear import Known, Linear, Stacked
-from qcut.numerics import float8
+from qcut.layers.linear import Known, Linear
+from qcut.numerics import float8, int16
 from qcut.numerics.checks import out_of_range
 from qcut.schemes import FP8, FP8_BLOCK, FP8_UNIT_ROWS, StaticRange, padded_k
 
 if TYPE_CHECKING:
-    from qcut.layers.tokens import Prepared
-    from qcut.numerics.gating import GatedSilu
-    from qcut.numerics.routing import RouteTiles
+    pass
 
 _DYNAMIC = torch.ops.qcut.fp8_dynamic_linear.early_read
 _STATIC = torch.ops.qcut.fp8_static_linear.early_read
@@ -85,19 +83,7 @@ class Float8TokensLinear(Float8Linear, schemes=[FP8(tokens="dynamic")]):
     Exactness: that of `qcut.numerics.float8.dynamic_linear_ref` on the CPU, of ``qcut::fp8_dynamic_linear`` on CUDA.
     """
 
-    @classmethod
-    def routed(
-        cls,
-        stack: Stacked,
-        x: Tensor | Prepared,
-        tiles: RouteTiles,
-        per_row: int,
-        *,
-        gate: GatedSilu | None = None,
-        weights: Tensor | None = None,
-    ) -> Tensor | None:
-        """See `Linear.routed`: no kernel."""
-        return None
+    routed = Linear.routed  # no kernel of experts takes e4m3 tokens
 
     def quantized_tokens(self, x: Tensor) -> Tensor:
         """See `Linear.quantized_tokens`."""
@@ -121,8 +107,8 @@ class Float8StaticLinear(CalibratedLinear, Float8TokensLinear, schemes=[FP8(toke
 
     def _read_qparams(self) -> float:
         scale: float = super()._read_qparams()
-        if scale < float8.SMALLEST_SCALE:
-            raise QuantizationError(f"input_scale is {scale}; allowed: {float8.SMALLEST_SCALE} and more", self.name)
+        if scale < int16.SMALLEST_SCALE:
+            raise QuantizationError(f"input_scale is {scale}; allowed: {int16.SMALLEST_SCALE} and more", self.name)
         return scale
 
     def _set_range(self, static_range: StaticRange, device: torch.device) -> float:

@@ -15,15 +15,13 @@ import math
 import torch
 from torch import Tensor
 
-from qcut.errors import ConfigError
+from qcut.numerics import int16
 from qcut.numerics.int8 import epilogue_ref, weight_qparams
-from qcut.schemes import FP8_BLOCK, FP8_UNIT_ROWS, StaticRange
+from qcut.schemes import FP8_BLOCK, FP8_UNIT_ROWS
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 """The largest finite value; there is no infinity."""
-SMALLEST_SCALE = 2.0**-126
-"""The least scale of tokens, the smallest normal float32: the reciprocal of a smaller one may be infinite."""
 _CHUNK_ELEMENTS = 1 << 24
 
 
@@ -117,7 +115,7 @@ def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     x = x.float()
     absmax = x.abs().amax(1)
     # On CUDA torch multiplies by the rounded reciprocal of a Python scalar.
-    scale = (absmax / torch.full((), LARGEST, device=x.device, dtype=torch.float32)).clamp_(min=SMALLEST_SCALE)
+    scale = (absmax / torch.full((), LARGEST, device=x.device, dtype=torch.float32)).clamp_(min=int16.SMALLEST_SCALE)
     finite = absmax.isfinite()
     inverse = torch.ones_like(scale) / scale
     q = _rounded((x * inverse[:, None]).masked_fill_(~finite[:, None], 0.0), k_padded)
@@ -125,26 +123,8 @@ def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
 
 
 def static_scale(lo: float, hi: float) -> float:
-    """The scale of a calibrated range: ``max(max(-lo, hi) / 448, 2**-126)`` in float32, and 1 where both are 0.
-
-    Args:
-        lo: finite, at most 0.
-        hi: finite, at least 0.
-
-    Returns:
-        The scale, exactly representable in float32.
-
-    Raises:
-        ConfigError: the range does not hold zero, or is too wide for float32.
-
-    Exactness: bitwise.
-    """
-    StaticRange(lo, hi)  # raises
-    largest = torch.tensor(max(-lo, hi), dtype=torch.float32, device="cpu")
-    if not largest.isfinite():
-        raise ConfigError(f"static range [{lo}, {hi}] is too wide for float32")
-    scale = (largest / torch.full((), LARGEST, dtype=torch.float32, device="cpu")).clamp(min=SMALLEST_SCALE)
-    return 1.0 if largest == 0 else float(scale)
+    """The scale of a calibrated range: that of `qcut.numerics.int16.static_scale` for magnitudes up to 448."""
+    return int16.static_scale(lo, hi, LARGEST)
 
 
 def quantize_tensor_ref(x: Tensor, scale: float, k_padded: int) -> Tensor:

@@ -57,12 +57,13 @@ def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def static_scale(lo: float, hi: float) -> float:
-    """The scale of a calibrated range: ``max(max(-lo, hi) / 32639, 2**-126)`` in float32, and 1 where both are 0.
+def static_scale(lo: float, hi: float, most: float = LARGEST) -> float:
+    """The scale of a calibrated range: ``max(max(-lo, hi) / most, 2**-126)`` in float32, and 1 where both are 0.
 
     Args:
         lo: finite, at most 0.
         hi: finite, at least 0.
+        most: the largest magnitude of a quantized token's elements.
 
     Returns:
         The scale, exactly representable in float32.
@@ -76,7 +77,7 @@ def static_scale(lo: float, hi: float) -> float:
     largest = torch.tensor(max(-lo, hi), dtype=torch.float32, device="cpu")
     if not largest.isfinite():
         raise ConfigError(f"static range [{lo}, {hi}] is too wide for float32")
-    scale = (largest / torch.full((), float(LARGEST), dtype=torch.float32, device="cpu")).clamp(min=SMALLEST_SCALE)
+    scale = (largest / torch.full((), float(most), dtype=torch.float32, device="cpu")).clamp(min=SMALLEST_SCALE)
     return 1.0 if largest == 0 else float(scale)
 
 
