@@ -62,7 +62,13 @@ def test_rows_of_a_table_are_the_cpus() -> None:
 
 def test_stacks_hold_the_layers() -> None:
     """Experts of one stack have scales of their own."""
-    layers = [qcut.Linear.from_float(nn.Linear(128, 96).to(DEVICE), "nvfp4") for _ in range(3)]
+    layers = []
+    for e in range(3):
+        torch.manual_seed(e)
+        module = nn.Linear(128, 96)
+        with torch.no_grad():
+            module.weight *= 1 + e
+        layers.append(qcut.Linear.from_float(module.to(DEVICE), "nvfp4"))
     stack = LinearStack.of(layers)
     assert len({float(scale) for scale in stack.tensors["norm_scale"][:, 0]}) == 3
     x = tokens(5, 128).to(DEVICE)
