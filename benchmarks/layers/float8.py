@@ -6,9 +6,10 @@ a scale each. ``_fast`` lets the tensor core add all products with its own bits,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,8 +17,15 @@ from torch import Tensor
 import qcut
 from benchmarks.harness import Variant
 from benchmarks.layers.gemm import require_close
+from benchmarks.layers.shapes import Shape
+from qcut import jit
+from qcut.emitters.core.source import DType
 from qcut.layers.float8 import Float8TokensLinear
 from qcut.numerics import float8
+
+if TYPE_CHECKING:
+    from qcut.backends.cuda.launch.plans import LaunchSpec
+    from qcut.emitters.core.source import KernelSource
 
 NAMES = ("torch_scaled_mm", "torch_scaled_mm_fast", "qcut_fp8_product", "qcut_fp8_product_fast")
 TOLERANCE = 0.06
@@ -37,6 +45,29 @@ def products(layers: Sequence[qcut.Linear], x: Tensor, reference: Tensor) -> lis
     calls = [make(some, q, scale, fast=fast) for make in (_scaled_mm, _qcut) for fast in (False, True)]
     named = zip(NAMES, calls, strict=True)
     return [_checked(name, call, len(some), reference) for name, call in named if call is not None]
+
+
+def prebuild(schemes: Iterable[str], shapes: Sequence[Shape]) -> None:
+    """Build, in parallel, the kernels of layers with weights of e4m3, and those of `products`.
+
+    Raises:
+        BuildError: the first kernel that does not compile.
+    """
+    from qcut.backends.cuda.launch.plans import m_bucket
+    from qcut.backends.cuda.linear import LinearLayer
+
+    sources: list[KernelSource] = []
+    for scheme in schemes:
+        for m, n, k in ((m_bucket(shape.m), shape.n, shape.k) for shape in shapes):
+            if scheme.startswith("fp8"):
+                layer = LinearLayer(scheme, torch.float16, m, n, k, True, "none", True)
+                sources += layer.sources(torch.cuda.current_device())
+            if scheme == "fp8_dynamic" and n % 16 == k % 16 == 0:
+                specs = (_chosen(m, n, k, fast=fast)[1] for fast in (False, True))
+                sources += [spec.source for spec in specs if spec is not None]
+    for built in jit.build_many(sources, progress=sys.stderr.isatty()).values():
+        if isinstance(built, Exception):
+            raise built
 
 
 def _checked(name: str, call: Callable[[int], Tensor], copies: int, reference: Tensor) -> Variant:
@@ -59,25 +90,34 @@ def _scaled_mm(
     return call
 
 
+def _chosen(m: int, n: int, k: int, *, fast: bool) -> tuple[DType, LaunchSpec | None]:
+    """The tokens and the kernel that dispatch chooses; with ``fast`` the same tile, None if there is no such tile."""
+    from qcut.backends.cuda.gemm import chosen_spec, fp8_spec, has_cutlass
+    from qcut.backends.cuda.launch.plans import target
+    from qcut.backends.cuda.linear import linear_problem
+    from qcut.dispatch import gemm as dispatch
+    from qcut.emitters.families import FP8_CUTLASS
+
+    gpu = target(torch.cuda.current_device())
+    problem = linear_problem(DType.BF16, n, k, True, "none", "fp8_dynamic")
+    if not fast:
+        return fp8_spec(problem, m, n, k, gpu)
+    problem, choice = dispatch.select_fp8(problem, m, n, k, gpu, nvcc=has_cutlass())
+    if choice.family != FP8_CUTLASS.name:
+        return problem.a, None
+    return problem.a, chosen_spec(replace(choice, tile=replace(choice.tile, fast=True)), problem, n, gpu)
+
+
 def _qcut(
     layers: Sequence[Float8TokensLinear], q: Tensor, scale: Tensor, *, fast: bool
 ) -> Callable[[int], Tensor] | None:
-    """The kernel that dispatch chooses; with ``fast`` the same tile, and None where the family has no such tile."""
-    from qcut.backends.cuda.gemm import chosen_spec, fp8_spec, has_cutlass
-    from qcut.backends.cuda.launch.plans import m_bucket, target
-    from qcut.backends.cuda.linear import linear_problem
-    from qcut.dispatch import gemm as dispatch
-    from qcut.emitters.core.source import DType
-    from qcut.emitters.families import FP8_CUTLASS
+    """A call for each layer by the kernel of `_chosen`; None: there is none."""
+    from qcut.backends.cuda.launch.plans import m_bucket
 
     (m, k), n, device = q.shape, layers[0].out_features, torch.cuda.current_device()
-    gpu, problem = target(device), linear_problem(DType.BF16, n, k, True, "none", "fp8_dynamic")
-    tokens, spec = fp8_spec(problem, m_bucket(m), n, k, gpu)
-    if fast:
-        problem, choice = dispatch.select_fp8(problem, m_bucket(m), n, k, gpu, nvcc=has_cutlass())
-        if choice.family != FP8_CUTLASS.name:
-            return None
-        spec = chosen_spec(replace(choice, tile=replace(choice.tile, fast=True)), problem, n, gpu)
+    tokens, spec = _chosen(m_bucket(m), n, k, fast=fast)
+    if spec is None:
+        return None
     plan = spec.load(device)
     given = q if tokens is DType.E4M3 else q.to(torch.float16)
     y = torch.empty(m, n, dtype=torch.bfloat16, device=q.device)

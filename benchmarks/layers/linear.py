@@ -172,6 +172,7 @@ def main(options: argparse.Namespace) -> int:
     chosen = device_kernels.prebuild((e, s.m, s.n, s.k) for s in shapes for e in epilogues.values())
     if "w8a16" in schemes:
         chosen |= device_kernels.prebuild(((W8A16_EPILOGUE, s.m, s.n, s.k) for s in shapes), DType.F16)
+    float8.prebuild(schemes, shapes)
     clock = harness.CudaClock()
     deadline = time.monotonic() + options.time_budget
     measured: dict[Shape, dict[str, Timing]] = {}
