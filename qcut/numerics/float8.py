@@ -114,8 +114,7 @@ def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     absmax = x.abs().amax(1)
-    # On CUDA torch multiplies by the rounded reciprocal of a Python scalar.
-    scale = (absmax / torch.full((), LARGEST, device=x.device, dtype=torch.float32)).clamp_(min=int16.SMALLEST_SCALE)
+    scale = int16.scale_of(absmax, LARGEST)
     finite = absmax.isfinite()
     inverse = torch.ones_like(scale) / scale
     q = _rounded((x * inverse[:, None]).masked_fill_(~finite[:, None], 0.0), k_padded)

@@ -27,6 +27,14 @@ TOKENS_PER_BLOCK = 8
 """Tokens whose halves make a block of 16 rows: eight of high halves, then eight of low ones."""
 
 
+def scale_of(largest: Tensor, most: float) -> Tensor:
+    """``max(largest / most, 2**-126)``: the scale with which a magnitude becomes ``most``, float32 like ``largest``."""
+    # On CUDA torch multiplies by the rounded reciprocal of a Python scalar.
+    return (largest / torch.full((), float(most), device=largest.device, dtype=torch.float32)).clamp_(
+        min=SMALLEST_SCALE
+    )
+
+
 def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     """Quantizes each row by its own largest magnitude.
 
@@ -48,9 +56,7 @@ def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     absmax = x.abs().amax(1)
-    # On CUDA torch multiplies by the rounded reciprocal of a Python scalar.
-    scale = (absmax / torch.full((), float(LARGEST), device=x.device, dtype=torch.float32)).clamp_(min=SMALLEST_SCALE)
-    scale = scale.masked_fill_(absmax == 0, 1.0).masked_fill_(~absmax.isfinite(), math.nan)
+    scale = scale_of(absmax, LARGEST).masked_fill_(absmax == 0, 1.0).masked_fill_(~absmax.isfinite(), math.nan)
     inverse = torch.ones_like(scale) / scale
     q = torch.zeros(x.shape[0], k_padded, dtype=torch.int16, device=x.device)
     q[:, : x.shape[1]] = (x * inverse[:, None]).round_().nan_to_num_(nan=0.0)
@@ -77,8 +83,7 @@ def static_scale(lo: float, hi: float, most: float = LARGEST) -> float:
     largest = torch.tensor(max(-lo, hi), dtype=torch.float32, device="cpu")
     if not largest.isfinite():
         raise ConfigError(f"static range [{lo}, {hi}] is too wide for float32")
-    scale = (largest / torch.full((), float(most), dtype=torch.float32, device="cpu")).clamp(min=SMALLEST_SCALE)
-    return 1.0 if largest == 0 else float(scale)
+    return 1.0 if largest == 0 else float(scale_of(largest, most))
 
 
 def quantize_tensor_ref(x: Tensor, scale: float, k_padded: int) -> Tensor:
