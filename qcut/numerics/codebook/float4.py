@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qcut.numerics.codebook import lloyd_max
+from qcut.numerics.float8 import E4M3, LARGEST
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes 0 to 7 stand for; codes 8 to 15 are their negatives, -0 among them."""
@@ -27,9 +28,6 @@ _UNUSED = 7.0
 """The last of 16 ascending values: +0 and -0 are one."""
 _LARGEST_EXPONENT = 2
 _LARGEST = MAGNITUDES[-1]
-E4M3 = torch.float8_e4m3fn
-"""The dtype of NVFP4's norms."""
-_LARGEST_NORM = 448.0
 LEAST_NORM_SCALE, MOST_NORM_SCALE = 2.0**-116, 2.0**116
 """Bounds of ``norm_scale``, between which all weights are normal numbers of float32, or 0."""
 
@@ -48,14 +46,14 @@ def scales(largest: Tensor) -> Tensor:
 
 def global_scale(largest: Tensor) -> Tensor:
     """NVFP4's global scale, float32, of a tensor whose largest magnitude this is; 1 of one that float32 has not."""
-    scale = torch.full_like(largest, _LARGEST_NORM * _LARGEST, dtype=torch.float32) / largest.float()
+    scale = torch.full_like(largest, LARGEST * _LARGEST, dtype=torch.float32) / largest.float()
     return torch.where(scale.isfinite(), scale, 1.0)
 
 
 def e4m3_norms(largest: Tensor, scale: Tensor) -> Tensor:
     """NVFP4's norms, float8_e4m3fn, of groups whose largest magnitudes these are, in a tensor of that global scale."""
     sixth = largest.float() / torch.full_like(largest, _LARGEST, dtype=torch.float32)
-    return (scale * sixth).clamp(max=_LARGEST_NORM).to(E4M3)
+    return (scale * sixth).clamp(max=LARGEST).to(E4M3)
 
 
 def float_norms(norms: Tensor, norm_scale: Tensor | None) -> Tensor:

@@ -16,9 +16,10 @@ from qcut.numerics.codebook import float4, pairs, rotation
 from qcut.numerics.codebook.fitting.curvature import Curvature, as_curvature
 from qcut.numerics.codebook.fitting.fit import fit_experts
 from qcut.numerics.codebook.quantizer import RotatedCodebook, check_even, quantize, quantize_plain
+from qcut.numerics.float8 import E4M3
 from qcut.schemes import Codebook, Scheme, parse_scheme
 
-NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "e4m3": float4.E4M3}
+NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "e4m3": E4M3}
 """By `qcut.schemes.Codebook.norm_dtype`, the dtype of stored norms."""
 
 
@@ -97,7 +98,7 @@ def quantize_weights(
 _LEAST_NORMS = {
     torch.float16: (2.0**-18, 2.0**-14),
     torch.float32: (2.0**-60, 2.0**-60),
-    float4.E4M3: (2.0**-6, 2.0**-6),
+    E4M3: (2.0**-6, 2.0**-6),
 }
 """The least that a weight's largest norm may be, of one pass and of two, so that rounding norms costs less than codes.
 
@@ -160,8 +161,8 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
     if first.norms.dtype not in by_dtype:
         raise ConfigError(f"{where}norms of {first.norms.dtype}; allowed: {', '.join(map(str, by_dtype))}")
     for q in passes:
-        if (q.norm_scale is not None) != (q.norms.dtype is float4.E4M3):
-            raise ConfigError(f"{where}norm_scale goes with norms of {float4.E4M3}, and only with them")
+        if (q.norm_scale is not None) != (q.norms.dtype is E4M3):
+            raise ConfigError(f"{where}norm_scale goes with norms of {E4M3}, and only with them")
         if (q.indices.shape, q.group_size, q.rotation, q.norms.dtype) != (
             first.indices.shape,
             first.group_size,

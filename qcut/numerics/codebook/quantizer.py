@@ -26,6 +26,7 @@ from qcut.models.modules import WEIGHT_DTYPES
 from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import float4, lloyd_max, pairs, rotation
 from qcut.numerics.codebook.rotation import NO_ROTATION, Kind, per_column
+from qcut.numerics.float8 import E4M3
 
 NORM_DTYPES = (torch.float16, torch.float32)
 
@@ -169,7 +170,7 @@ def quantize_plain(
 
     Exactness: bitwise with ``steps`` and ``e2m1``.
     """
-    e4m3 = levels == "e2m1" and norm_dtype is float4.E4M3
+    e4m3 = levels == "e2m1" and norm_dtype is E4M3
     check_weight(weight, torch.float32 if e4m3 else norm_dtype, layer)
     n, k = weight.shape
     parts, half = rotation.groups(k, group_size), 1 << (bits - 1)
