@@ -539,7 +539,7 @@ _NEAR = {
     "int8_dynamic": "w8a8",
     "int8_static": "w8a8_static",
     "smoothquant": "w8a8 with smooth=0.5 and a calibration",
-    "w8a8_fp8": "fp8_dynamic (weights and activations in 8-bit floats) or fp8 (weights alone)",
+    "w8a8_fp8": "fp8_dynamic (weights and activations in 8-bit floats) or fp8 (only weights)",
     "4bit": "codebook4 (the more exact) or int4 (equal steps)",
     "w4a16": "int4 (equal steps, groups of 128) or codebook4 (the more exact)",
     "w4a8": "codebook4_int8 (4-bit weights, int8 products)",

@@ -24,7 +24,7 @@ from qcut.layers.host_values import Reading
 from qcut.layers.linear import Known, Linear, Stacked
 from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
-from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens
+from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens, gated
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
@@ -418,7 +418,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         if gate is not None and rotates:
             blocks, scale = _ACTIVATE(*x.chunk(2, -1), operands, *groups, *gate)
         else:
-            x = x if gate is None else torch.ops.qcut.silu_mul(*x.chunk(2, -1), None, *gate)
+            x = gated(x, gate)
             if self.kind == "qr":
                 blocks, scale = torch.ops.qcut.rotate_tokens.early_read(x, operands, self.kind, *groups)
             else:

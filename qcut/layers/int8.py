@@ -14,6 +14,7 @@ from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.embedding import Table
 from qcut.layers.host_values import Reading
 from qcut.layers.linear import Known, Linear, Stacked
+from qcut.layers.tokens import gated
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
@@ -180,7 +181,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         if not isinstance(x, Tensor):
             q, scale = x[:2]
         else:
-            x = x if gate is None else torch.ops.qcut.silu_mul(*x.chunk(2, -1), None, *gate)
+            x = gated(x, gate)
             if tiles.ordered:
                 q, scale = _in_order(x, tiles, per_row, torch.int8)
             else:
@@ -398,7 +399,7 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
         """See `Linear.routed`: tokens of 16 bits."""
         if not isinstance(x, Tensor) or x.dtype is torch.float32:
             return None
-        b, x = stack.tensors, x if gate is None else torch.ops.qcut.silu_mul(*x.chunk(2, -1), None, *gate)
+        b, x = stack.tensors, gated(x, gate)
         weight = b["qweight"], b["weight_scale"], b["bias"]
         tokens = _in_order(x, tiles, per_row, x.dtype)[0] if tiles.ordered else x
         y: Tensor = torch.ops.qcut.w8a16_experts(
@@ -444,7 +445,7 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
             absmax = torch.linalg.vector_norm(x, math.inf, 1, dtype=torch.float32)
         else:
             absmax = x.new_zeros(len(x), dtype=torch.float32)
-            x = torch.ops.qcut.silu_mul(*x.chunk(2, -1), absmax, *gate)
+            x = gated(x, gate, absmax)
         y: Tensor = torch.ops.qcut.int16x8_experts(
             x, absmax, per_row, tiles.experts, tiles.routes, *weight, stack.form.activation
         )

@@ -30,9 +30,8 @@ TOKENS_PER_BLOCK = 8
 def scale_of(largest: Tensor, most: float) -> Tensor:
     """``max(largest / most, 2**-126)``: the scale with which a magnitude becomes ``most``, float32 like ``largest``."""
     # On CUDA torch multiplies by the rounded reciprocal of a Python scalar.
-    return (largest / torch.full((), float(most), device=largest.device, dtype=torch.float32)).clamp_(
-        min=SMALLEST_SCALE
-    )
+    divisor = torch.full((), float(most), device=largest.device, dtype=torch.float32)
+    return (largest / divisor).clamp_(min=SMALLEST_SCALE)
 
 
 def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
