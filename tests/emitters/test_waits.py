@@ -104,7 +104,7 @@ def test_routings_launch_their_dependents_after_the_wait() -> None:
 def test_routers_read_their_weight_before_they_wait() -> None:
     desc = linear_route(True)
     for binary in build(desc.emit(), replace(desc, bias=F16).emit()):
-        assert len(reads_early(binary.cubin)) == desc.experts * desc.passes, "the weight alone"
+        assert len(reads_early(binary.cubin)) == desc.experts * desc.passes, "only the weight"
         names = listing(binary.cubin)
         assert names.index(WAIT) < names.index(LAUNCH)
 

@@ -90,9 +90,9 @@ class FP8Cutlass(Family[GemmProblem, TileConfig]):
     Exactness: products are exact in float32. The tensor core adds 32 products and the sum before them after shifting
     all to the largest exponent, and keeps 13 bits of fraction: an error of at most ``33 * 2**-13`` of the largest
     magnitude among them. Four such steps, 128 columns, are a sum of their own, and sums of 128 columns are added in
-    float32: in all at most ``(2**-5 + K * 2**-30) * sum_k |a * b|`` before the scales, in practice some ``2**-13`` of
-    the largest sums. With ``fast`` the tensor core keeps one sum for all of K, and the error grows with K. The order is
-    fixed by K; a row's result does not depend on the other rows; the same inputs give the same bits.
+    float32: in all at most ``(2**-5 + K * 2**-30) * sum_k |a * b|`` before the scales. With ``fast`` the tensor core
+    keeps one sum for all of K, and the error grows with K. The order is fixed by K; a row's result does not depend on
+    the other rows; the same inputs give the same bits.
 
     Source: bits of the tensor core's sums: "DeepSeek-V3 Technical Report", section 3.3.2.
 

@@ -130,8 +130,8 @@ def test_files_of_their_own_are_read(tmp_path: Path) -> None:
     del described["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(described))
     quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_*"]}
-    beside = {"producer": samples.MODELOPT["producer"], "quantization": quantization}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    next_to = {"producer": samples.MODELOPT["producer"], "quantization": quantization}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(next_to))
     model = samples.loaded(tmp_path)
     for name, module in samples.linears(expected).items():
         assert torch.equal(model.get_submodule(name).dequantized_weight(), module.weight.float()), name

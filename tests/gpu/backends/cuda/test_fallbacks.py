@@ -104,7 +104,7 @@ def test_a_better_kernel_takes_over(scheme: str, nothing_built: None, monkeypatc
 
 def test_a_better_kernel_of_e4m3_tokens_takes_over(nothing_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("fp8_cutlass exists on sm_90a alone")
+        pytest.skip("fp8_cutlass exists only on sm_90a")
     linear = layer("fp8_dynamic", K, N).to(DEVICE)
     x = tokens(M, K, torch.float16).to(DEVICE)
     with plans.watched_loads() as first:
