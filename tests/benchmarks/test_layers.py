@@ -13,14 +13,19 @@ from torch import nn
 
 import qcut
 from benchmarks.harness import CheckError, Environment, Results, Timing, read_rows
-from benchmarks.layers import capture, codebook, crossover, epilogue, experts, gemm, linear, shapes, triton
+from benchmarks.layers import capture, codebook, crossover, epilogue, experts, float8, gemm, linear, shapes, triton
 from benchmarks.layers.shapes import Shape
 from benchmarks.perplexity import sizes
+from qcut.backends.cuda import gemm as gemm_cuda
+from qcut.backends.cuda import linear as linear_cuda
+from qcut.backends.cuda.launch import plans
+from qcut.emitters.core.source import KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
 from qcut.numerics import int8 as numerics
 from qcut.numerics.gating import Gating
+from tests.support.fakes.launches import H200 as TARGET
 
 H200 = Environment("NVIDIA H200", "580", "13.0", "2.11", "abc")
 SMALL, LONG = Shape(1, 1280, 1280), Shape(4096, 4096, 4096)
@@ -211,3 +216,19 @@ def test_mixtures_are_the_same_in_all_tiles() -> None:
     for size in (1, 8, 16):
         found = experts.in_tiles_of(layers, batch, size)(1)
         torch.testing.assert_close(found, layers(batch.x, index, batch.weights), rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_of_e4m3_are_built_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers, and of products with and without fast sums; few tokens are 16-bit floats, with no such tile."""
+    built: list[KernelSource] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for module in (plans, gemm_cuda, linear_cuda):
+        monkeypatch.setattr(module, "target", lambda device: TARGET)
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: True)
+    monkeypatch.setattr(float8.jit, "build_many", lambda sources, **options: built.extend(sources) or {})
+    float8.prebuild(("w8a8", "fp8", "fp8_dynamic"), [Shape(4096, 4096, 4096), Shape(1, 4096, 4096)])
+    names = [source.name for source in built]
+    assert sum("fp8_cutlass" in name for name in names) == 3
+    assert sum(name.endswith("_fast") for name in names) == 1
+    assert sum("quantize_per_token" in name for name in names) == 2
+    assert not any("s8xs8" in name for name in names)
