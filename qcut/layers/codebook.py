@@ -21,10 +21,10 @@ from qcut.layers.codebook_buffers import (
     stored_passes,
 )
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear, Stacked
+from qcut.layers.linear import Known, Linear, Stacked, gated
 from qcut.layers.quantized import StateEntry
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
-from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens, gated
+from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range

@@ -13,8 +13,7 @@ import qcut.ops.linear  # noqa: F401  (registers its operators)
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.embedding import Table
 from qcut.layers.host_values import Reading
-from qcut.layers.linear import Known, Linear, Stacked
-from qcut.layers.tokens import gated
+from qcut.layers.linear import Known, Linear, Stacked, gated
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range

@@ -517,3 +517,8 @@ class Linear(QuantizedLayer):
             super()._apply(keep_dtype, recurse)
         self._settle(fn(torch.empty(0, dtype=self.weight_dtype, device="cpu")).dtype)
         return self
+
+
+def gated(x: Tensor, gate: GatedSilu | None, absmax: Tensor | None = None) -> Tensor:
+    """`torch.ops.qcut.silu_mul` of the halves of x ``[M, 2 K]``; x itself without a gate."""
+    return x if gate is None else cast(Tensor, torch.ops.qcut.silu_mul(*x.chunk(2, -1), absmax, *gate))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from qcut.numerics.gating import GatedSilu
 
 MOST_PREPARED = 64
 """Tokens up to which kernels that make them also rotate them, or prepare them for experts: those of decode steps.
@@ -55,8 +52,3 @@ class RotatedTokens(NamedTuple):
 
 Prepared = Int8Tokens | RotatedTokens
 """Tokens as W8A8 layers read them, or layers with codebooks."""
-
-
-def gated(x: Tensor, gate: GatedSilu | None, absmax: Tensor | None = None) -> Tensor:
-    """`torch.ops.qcut.silu_mul` of the halves of x ``[M, 2 K]``; x itself without a gate."""
-    return x if gate is None else cast(Tensor, torch.ops.qcut.silu_mul(*x.chunk(2, -1), absmax, *gate))

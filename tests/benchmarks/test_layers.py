@@ -218,7 +218,7 @@ def test_mixtures_are_the_same_in_all_tiles() -> None:
         torch.testing.assert_close(found, layers(batch.x, index, batch.weights), rtol=1e-5, atol=1e-6)
 
 
-def test_kernels_of_e4m3_are_built_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_e4m3_are_built_before_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers, and of products with and without fast sums; few tokens are 16-bit floats, with no such tile."""
     built: list[KernelSource] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
