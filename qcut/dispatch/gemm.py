@@ -44,8 +44,11 @@ from qcut.errors import ConfigError
 from qcut.jit.debug import logs_choice
 
 W8A16_CUTLASS_WALK = (4, 1)
-"""Swizzle and raster if none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled.
-``fp8_cutlass`` has them too, unmeasured."""
+"""Swizzle and raster if none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
+FP8_CUTLASS_WALK = (1, 2)
+"""Of ``fp8_cutlass``: within 0.5 % of the best of four on average, 4.4 % at most."""
+_MOST_E4M3_TOKENS = 16
+"""e4m3 tokens up to which streaming is as fast as ``fp8_cutlass`` or faster; with 32 it takes up to 1.36 times as long."""
 _MOST_TOKENS = 16
 """Int8 tokens up to which streaming is faster than the tiled kernels with weights of any size."""
 _SMALL_WEIGHTS = 2 << 20
@@ -184,7 +187,7 @@ def select_fp8(
     """Choose the kernel of a GEMM with activations and weights of e4m3.
 
     Every e4m3 is a float16. Kernels of 16-bit activations and weights of a byte serve few tokens, and GPUs for which
-    qcut has no products of e4m3.
+    qcut has no products of e4m3. Without ``fp8_cutlass`` they serve more of them.
 
     Args:
         problem: types, alignments and epilogue.
@@ -198,16 +201,16 @@ def select_fp8(
         The problem, whose activations are e4m3 or f16, and the choice.
     """
     floats = replace(problem, a=DType.F16, alignment_k=8)
+    if m > _MOST_E4M3_TOKENS and nvcc and not target.ahead_of_time:
+        found = choose((FP8_CUTLASS.name,), problem, m, n, k, target)
+        if found is not None:
+            swizzle, raster = FP8_CUTLASS_WALK
+            return problem, replace(found, swizzle=swizzle, raster=raster)
+        of_floats = choose((W8A16_WGMMA.name,), floats, m, n, k, target)
+        if of_floats is not None:
+            return floats, of_floats
     if m <= w8a16_stream.MAX_TOKENS or not architecture(target.arch).e4m3:
         return floats, select_w8a16(floats, m, n, k, target, nvcc=nvcc)
-    if nvcc and not target.ahead_of_time:
-        found = choose((FP8_CUTLASS.name,), problem, m, n, k, target)
-        of_floats = choose((W8A16_WGMMA.name,), floats, m, n, k, target)
-        if of_floats is not None and (found is None or of_floats.cost < found.cost):
-            return floats, of_floats
-        if found is not None:
-            swizzle, raster = W8A16_CUTLASS_WALK
-            return problem, replace(found, swizzle=swizzle, raster=raster)
     return problem, best(FP8_MMA, problem, m, n, k, target)
 
 

@@ -442,13 +442,15 @@ FLOAT8 = GemmProblem(DType.E4M3, DType.E4M3, Epilogue(DType.BF16, "per_token", "
 
 def test_few_e4m3_tokens_are_multiplied_as_float16():
     for gpu in (H200, A100, target_named("NVIDIA L40S")):
-        for m in (1, 8, 32):
-            problem, choice = dispatch.select_fp8(FLOAT8, m, 4096, 4096, gpu)
+        for m in (1, 8, 16):
+            problem, choice = dispatch.select_fp8(FLOAT8, m, 4096, 4096, gpu, nvcc=m < 16)
             assert (problem, choice.family) == (replace(FLOAT8, a=DType.F16, alignment_k=8), "w8a16_stream")
             assert dispatch.emit(choice, problem, gpu.arch).params == problem.params()
 
 
 def test_many_e4m3_tokens_are_multiplied_as_bytes():
+    assert dispatch.select_fp8(FLOAT8, 32, 4096, 4096, H200)[1].family == "fp8_cutlass"
+    assert dispatch.select_fp8(FLOAT8, 32, 4096, 4096, H200, nvcc=False)[1].family == "w8a16_stream"
     for m in (128, 512, 4096):
         assert dispatch.select_fp8(FLOAT8, m, 4096, 4096, H200)[1].family == "fp8_cutlass"
         assert dispatch.select_fp8(FLOAT8, m, 4096, 4096, H200, nvcc=False)[1].family == "fp8_mma"

@@ -24,18 +24,19 @@ from qcut.emitters.gemm.fp8 import PROBLEM_CONSTRAINTS
 from qcut.emitters.gemm.problem import GemmProblem, Schedule, TileConfig
 
 MENU: tuple[TileConfig, ...] = (
+    tile("pingpong", "32x64x128"),
     tile("pingpong", "64x64x128"),
-    tile("pingpong", "64x128x128 c1x2"),
-    tile("cooperative", "128x128x128 c1x2"),
-    tile("cooperative", "192x128x128 c1x2"),
+    tile("pingpong", "64x128x128"),
+    tile("cooperative", "128x128x128"),
+    tile("cooperative", "192x128x128"),
 )
 """Tiles for sizes that are not tuned. Few, because each tile is built on first use."""
 
 SPACE: dict[Schedule, tuple[str, ...]] = {
     "cooperative": (
-        "64x128x128 c1x2", "96x128x128 c1x2", "128x128x128", "128x128x128 c1x2", "128x128x128 c2x1", "160x128x128 c1x2",
-        "192x128x128", "192x128x128 c1x2", "192x128x128 c2x1", "64x256x128", "96x256x128 c2x1", "256x128x128 c1x2",
-        "128x256x128 c2x1",
+        "64x128x128", "64x128x128 c1x2", "96x128x128 c1x2", "128x128x128", "128x128x128 c1x2", "128x128x128 c2x1", "160x128x128 c1x2",
+        "192x128x128", "192x128x128 c1x2", "192x128x128 c2x1", "64x256x128", "64x256x128 c2x1", "96x256x128 c2x1",
+        "256x128x128 c1x2", "128x256x128 c2x1",
     ),
     "pingpong": (
         "32x64x128", "64x64x128", "64x64x128 c1x2", "128x64x128", "128x64x128 c1x2", "192x64x128 c1x2", "64x128x128",
@@ -44,12 +45,15 @@ SPACE: dict[Schedule, tuple[str, ...]] = {
 }  # fmt: skip
 """The tiles worth a build of half a minute, each also with ``fast``."""
 
+RUN = 512
+"""Columns that the tensor core adds with its own bits: as many as leave errors below a 16-bit float's rounding."""
+
 SUM_REGISTERS = 192
 """Registers of a thread for sums."""
 
 
 def sums(tile: TileConfig) -> int:
-    """Sums of a thread, in float32; those of 128 columns are apart unless the tile is ``fast``."""
+    """Sums of a thread, in float32; those of `RUN` columns are apart unless the tile is ``fast``."""
     tokens, channels, _ = tile.threadblock_shape
     return tokens * channels // (128 * consumers(tile)) * (1 if tile.fast else 2)
 
@@ -75,7 +79,7 @@ CONSTRAINTS = (
     ),
     *(constraint for constraint in TRANSPOSED_TILE if constraint.name != "registers"),
     Constraint("sums", f"of a thread are {SUM_REGISTERS} at most", lambda p, t, arch: sums(t) <= SUM_REGISTERS),
-    Constraint("k", "is 128 a stage: the columns of a sum", lambda p, t, arch: t.threadblock_shape[2] == 128),
+    Constraint("k", "is 128 a stage, a row of shared memory", lambda p, t, arch: t.threadblock_shape[2] == 128),
     shared_memory("two stages of operands", lambda p, t: 2 * operand_bytes(p, t)),
 )
 """Constraints of the family; each takes (problem, tile, arch)."""
@@ -89,10 +93,11 @@ class FP8Cutlass(Family[GemmProblem, TileConfig]):
 
     Exactness: products are exact in float32. The tensor core adds 32 products and the sum before them after shifting
     all to the largest exponent, and keeps 13 bits of fraction: an error of at most ``33 * 2**-13`` of the largest
-    magnitude among them. Four such steps, 128 columns, are a sum of their own, and sums of 128 columns are added in
-    float32: in all at most ``(2**-5 + K * 2**-30) * sum_k |a * b|`` before the scales. With ``fast`` the tensor core
-    keeps one sum for all of K, and the error grows with K. The order is fixed by K; a row's result does not depend on
-    the other rows; the same inputs give the same bits.
+    magnitude among them. Sixteen such steps, 512 columns, are a sum of their own, and these sums are added in float32:
+    in all at most ``(2**-3 + K * 2**-30) * sum_k |a * b|`` before the scales, if all errors had one sign and sums the
+    size of their largest; of random tokens it is about ``2**-13 * sqrt(sum_k (a * b)**2)`` a step. With ``fast`` the
+    tensor core keeps one sum for all of K, and the error grows with K. The order is fixed by K; a row's result does not
+    depend on the other rows; the same inputs give the same bits.
 
     Source: bits of the tensor core's sums: "DeepSeek-V3 Technical Report", section 3.3.2.
 
@@ -119,7 +124,8 @@ class FP8Cutlass(Family[GemmProblem, TileConfig]):
         return (tile for tile in tiles if self.is_legal(problem, tile, arch))
 
     def _source(self, name: str, problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
-        operands = Operands(problem.b.value, problem.a.value, DType.F32, instruction_k=32, transposed=True)
+        run = None if tile.fast else RUN
+        operands = Operands(problem.b.value, problem.a.value, DType.F32, instruction_k=32, transposed=True, run=run)
         inner = swapped(tile)
         return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
 

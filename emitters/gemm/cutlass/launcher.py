@@ -24,6 +24,7 @@ def emit_launcher(
     residual: bool,
     transposed: bool = False,
     units: bool = False,
+    promotion: int | None = None,
 ) -> str:
     """Write the launcher's C++, which exports ``qcut_launch`` and ``qcut_query``.
 
@@ -36,6 +37,7 @@ def emit_launcher(
         residual: whether ``a.residual`` is the kernel's C.
         transposed: whether the kernel's A are the weights ``a.b``, and its D the transpose of ``a.d``.
         units: whether the weights are ``a.units`` and the tokens blocks, ``a.x``.
+        promotion: instructions whose sum is added in float32; None: the main loop has one sum.
 
     Returns:
         The translation unit; see `qcut.emitters.core.source.KernelSource` for what it exports.
@@ -53,6 +55,7 @@ def emit_launcher(
         f"  static constexpr bool kStreamK = {flag(schedule == 'stream_k')};\n"
         f"  static constexpr bool kTransposed = {flag(transposed)};\n"
         f"  static constexpr bool kUnits = {flag(units)};\n"
+        f"  static constexpr int kPromotion = {promotion or 0};\n"
         f"  static {arguments} epilogue(Call const& a) {{ return {epilogue}; }}\n"
         f"  static void* residual_of(Call const& a) {{ return {'a.residual' if residual else 'nullptr'}; }}\n"
         "};\n"

@@ -44,6 +44,8 @@ class Operands:
         transposed: whether rows are output channels and D is column-major: the same memory as a row-major D of tokens
             by channels.
         units: whether rows are indices into a codebook, in units, and columns are tokens in blocks.
+        run: columns whose products of 8-bit floats the tensor core adds with its own bits, before their sum is added in
+            float32; None: all, or other types.
     """
 
     a: str = "s8"
@@ -52,6 +54,7 @@ class Operands:
     instruction_k: int = 32
     transposed: bool = False
     units: bool = False
+    run: int | None = None
 
 
 def emit(
@@ -118,6 +121,7 @@ def _texts(
         residual=epilogue.residual,
         transposed=operands.transposed,
         units=operands.units,
+        promotion=None if operands.run is None else operands.run // operands.instruction_k,
     )
     return declarations + kernel, host_text
 

@@ -57,6 +57,7 @@ struct Launcher {
     Raster raster = a.raster == 1 ? Raster::AlongM : a.raster == 2 ? Raster::AlongN : Raster::Heuristic;
     typename Kernel::Arguments arguments = problem(a);
     arguments.hw_info.sm_count = a.sm_count;
+    if constexpr (Call::kPromotion > 0) arguments.mainloop.mma_promotion_interval = Call::kPromotion;
     if constexpr (Call::kStreamK) {
       arguments.scheduler = {a.splits, a.swizzle, raster, Scheduler::DecompositionMode::Heuristic};
     } else {

@@ -14,7 +14,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import FP8_CUTLASS, FP8_MMA
-from qcut.emitters.gemm.cutlass.fp8 import MENU
+from qcut.emitters.gemm.cutlass.fp8 import MENU, RUN
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from tests.gpu.support.launching import arch, launch_cutlass, launch_gemm
 from tests.gpu.support.oracles import Gemm, assert_same
@@ -80,7 +80,7 @@ def run(gemm: Gemm, a: Tensor, b: Tensor, tile: TileConfig, extra: int = 0, **al
 
 
 def small_integers(m: int, n: int, k: int, epilogue: Epilogue) -> tuple[Gemm, Tensor, Tensor]:
-    """A GEMM whose sums of 128 products are integers below 2**13, which 14 bits hold, and whose sums are exact."""
+    """A GEMM of integers whose sums are all exact: below 2**13, which 14 bits hold."""
     low = torch.Generator().manual_seed(m)
     a, b = (torch.randint(-8, 9, (rows, k), generator=low).to(torch.int8) for rows in (m, n))
     return Gemm.of(epilogue, a, b), a.float().to(E4M3), b.float().to(E4M3)
@@ -129,10 +129,10 @@ def test_sums_keep_the_tensor_cores_bound(tile: TileConfig, k: int) -> None:
     gemm = Gemm.of(Epilogue(DType.F32), torch.zeros(129, k, dtype=torch.int8), b.view(torch.int8))
     got = run(gemm, a, b, tile).double()
     exact, size = a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
-    steps = -(-k // 32) if tile.fast else 4
+    steps = -(-k // 32) if tile.fast else 4 if tile.schedule == "multistage" else RUN // 32
     assert bool(((got - exact).abs() <= (steps * 33 * 2.0**-13 + k * 2.0**-30) * size).all())
-    # The worst case never happens to all elements at once.
-    assert tile.fast or (got - exact).norm() < 2.0**-6 * exact.norm()
+    # A bfloat16 is rounded by up to 2**-9.
+    assert tile.fast or (got - exact).norm() < 2.0**-9 * exact.norm()
 
 
 @pytest.mark.parametrize("tile", [MENU[-1], SMALL], ids=lambda tile: tile.name)
