@@ -48,7 +48,7 @@ W8A16_CUTLASS_WALK = (4, 1)
 FP8_CUTLASS_WALK = (1, 2)
 """Of ``fp8_cutlass``: within 0.5 % of the best of four on average, 4.4 % at most."""
 _MOST_E4M3_TOKENS = 16
-"""e4m3 tokens up to which streaming is as fast as ``fp8_cutlass`` or faster; with 32 it takes up to 1.36 times as long."""
+"""e4m3 tokens up to which streaming is as fast as ``fp8_cutlass``; with 32 it takes up to 1.36 times as long."""
 _MOST_TOKENS = 16
 """Int8 tokens up to which streaming is faster than the tiled kernels with weights of any size."""
 _SMALL_WEIGHTS = 2 << 20

@@ -23,6 +23,7 @@ from qcut.engine.kv_cache.cache import KVDtype
 from qcut.engine.likelihoods import check_top
 from qcut.engine.runner import ModelRunner, inference
 from qcut.engine.sequence import Event, Generated, SequenceBatch, SequenceState
+from qcut.engine.speculation import Lookup
 from qcut.engine.token_ids import (
     Options,
     ReusePrefix,
@@ -34,7 +35,7 @@ from qcut.engine.token_ids import (
     reused_tokens,
     stops_of,
 )
-from qcut.errors import ConfigError, ContextError, ShapeError
+from qcut.errors import ConfigError, ContextError, ShapeError, shown
 from qcut.numerics.sampling import Sampling
 from qcut.text.detokenizer import Detokenizer
 from qcut.text.prompts import Chat, as_ids, check_tokenizer
@@ -85,6 +86,8 @@ class Engine:
             drops no more tokens than this, except all. 0: every layer keeps all tokens.
         stack: one product for queries, keys and values, and one for gate and up, if the modules allow it; False calls
             each module and leaves the weights where they are.
+        speculate: how `generate`, `stream` and a `Scheduler` find drafts, several of which a step verifies
+            (`qcut.engine.speculation`); None: each step gives one token of a sequence.
 
     Attributes:
         decoder: the model's parts.
@@ -123,6 +126,7 @@ class Engine:
         graphs: bool = True,
         ring: int = ring_cache.SLACK,
         stack: bool = True,
+        speculate: Lookup | None = None,
     ) -> None:
         versions.require("transformers")
         model = base_of(model)
@@ -135,6 +139,9 @@ class Engine:
             raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: 1 to {limit}")
         if not is_whole(ring) or ring < 0:
             raise ConfigError(f"ring is {ring!r}; allowed: 0 and more")
+        if speculate is not None and not isinstance(speculate, Lookup):
+            raise ConfigError(f"speculate is {shown(speculate)}; allowed: a qcut.Lookup, or None")
+        self.speculate = speculate
         if tokenizer is not None:
             check_tokenizer(tokenizer)
         self.tokenizer = tokenizer
@@ -435,7 +442,7 @@ class Engine:
         self._check_current(lengths)
         # Not around the whole body: a generator enters and leaves its contexts for every token.
         with inference():
-            batch = SequenceBatch[SequenceState](self.runner, len(sequences))
+            batch = SequenceBatch[SequenceState](self.runner, len(sequences), self.speculate)
             new = batch.start(sequences)
         step = inference()(batch.step)
         while True:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -241,7 +241,7 @@ class ModelRunner:
         if self.graphs is not None:
             size = min(self.batch, 1 << (n - 1).bit_length())
             self.graphs.refresh()
-        make = partial(DecodeLoop, self._forward_step, size, self.context, self.decoder.device, self.graphs)
+        make = partial(DecodeLoop, self.forward_step, size, self.context, self.decoder.device, self.graphs)
         loop = make() if self.graphs is None else self.graphs.get(("steps", size), make)
         loop.start(tokens, torch.tensor(lengths, dtype=torch.int32, device="cpu"))
         return loop
@@ -258,15 +258,36 @@ class ModelRunner:
         """Capture the decode steps of so many sequences for all ``max_seq_len`` buckets, if graphs are used."""
         self.decode_loop(torch.zeros(sequences, dtype=torch.int64, device="cpu"), [0] * sequences).capture()
 
-    def _forward_step(
+    def forward_step(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, max_seq_len: int, other_buckets: Sequence[int]
     ) -> Tensor:
+        """A `ForwardStep`."""
         # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
         # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
         early_read = self.graphs is not None
         inputs = (self.cache, self.tables, positions, slots, self._counters)
         attention = StepAttention(*inputs, max_seq_len, other_buckets, early_read)
         return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
+
+    def forward_tokens(self, tokens: Tensor, counts: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """A step of several tokens of each sequence.
+
+        Args:
+            tokens: int64 ``[T, n]``.
+            counts: int32 ``[n]``, how many of a sequence's tokens are valid, 1 and more.
+            positions: int32 ``[n]``, of each sequence's first token.
+            slots: int32 ``[n]``, its place in the cache; the context for padding.
+
+        Returns:
+            Logits ``[n T, vocabulary]`` after each token, a sequence's side by side.
+        """
+        rows, n = tokens.shape
+        index = torch.arange(rows, dtype=torch.int32, device=tokens.device)
+        lengths = torch.where(slots < self.context, counts.clamp(max=rows), 0)
+        at = (positions[:, None] + index).clamp(max=self.context - 1).flatten()
+        places = torch.where(index < lengths[:, None], slots[:, None] + index, self.context).flatten()
+        attention = PromptAttention(self.cache, self.tables, at, places, positions, lengths)
+        return self.decoder.logits(*self.decoder(tokens.t().flatten(), at, n, attention))
 
 
 def buckets(context: int) -> list[int]:
@@ -300,9 +321,9 @@ class DecodeLoop:
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._positions = torch.zeros(size, dtype=torch.int32, device=device)
         self._slots = torch.full((size,), context, dtype=torch.int32, device=device)
-        self._host: _HostTokens | None = None
+        self._host: HostTokens | None = None
         if graphs is not None and device.type == "cuda":
-            self._host = _HostTokens(size, device)
+            self._host = HostTokens((size,), device)
             # A step may still write to the memory when nobody holds the loop any more.
             weakref.finalize(self, self._host.settle).atexit = False
         self._buckets = buckets(context)
@@ -408,36 +429,53 @@ class DecodeLoop:
             self._logits_of[max_seq_len] = self._run(max_seq_len)
 
         others = [other for other in self._max_seq_lens if other != max_seq_len]
-        state = [self._tokens, self._positions, self._slots]
-        if self._host is not None:
-            self._host.wait()
-            state.append(self._host.row)
-        with torch.inference_mode(False), torch.no_grad():  # its tensors are written in other modes, too
-            kept = [tensor.clone() for tensor in state]
-            try:
-                # The step before the capture writes its keys and values to padding.
-                self._tokens.zero_()
-                self._positions.zero_()
-                self._slots.fill_(self._context)
-                # Kernels of all buckets are built and loaded now: no build delays running sequences.
-                self._graph_of[max_seq_len] = self._graphs.run_and_capture(step, lambda: self._run(max_seq_len, others))
-            finally:
-                for tensor, before in zip(state, kept, strict=True):
-                    tensor.copy_(before)
+        with parked(self._context, self._tokens, self._positions, self._slots, host=self._host):
+            # Kernels of all buckets are built and loaded now: no build delays running sequences.
+            self._graph_of[max_seq_len] = self._graphs.run_and_capture(step, lambda: self._run(max_seq_len, others))
+
+
+@contextmanager
+def parked(
+    context: int, tokens: Tensor, positions: Tensor, slots: Tensor, *more: Tensor, host: HostTokens | None
+) -> Iterator[None]:
+    """Run and capture steps whose keys and values go to padding; afterwards all inputs are as they were.
+
+    Args:
+        context: most tokens of a sequence.
+        tokens: inputs of a step, as positions and slots.
+        positions: see ``tokens``.
+        slots: see ``tokens``.
+        more: further tensors that a step changes.
+        host: what steps write to.
+    """
+    state = [tokens, positions, slots, *more]
+    if host is not None:
+        host.wait()
+        state.append(host.row)
+    with torch.inference_mode(False), torch.no_grad():  # its tensors are written in other modes, too
+        kept = [tensor.clone() for tensor in state]
+        try:
+            tokens.zero_()
+            positions.zero_()
+            slots.fill_(context)
+            yield
+        finally:
+            for tensor, before in zip(state, kept, strict=True):
+                tensor.copy_(before)
 
 
 class HostCopy:
     """An asynchronous copy of tokens to the host, after the work that makes them and before work queued later.
 
     Args:
-        tokens: int64 ``[n]``.
+        tokens: int64 ``[n]``, or ``[n, W]`` of W numbers for each sequence.
         event: after it, a device has written the tokens, which are in pinned host memory; None: they are copied.
     """
 
     def __init__(self, tokens: Tensor, event: torch.cuda.Event | None = None) -> None:
         self._event = event
         self._tokens = tokens
-        self._found: list[int] | None = None
+        self._found: list[Any] | None = None
         if event is None:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda, device="cpu")
             self._tokens.copy_(tokens, non_blocking=True)
@@ -446,8 +484,8 @@ class HostCopy:
 
             self._event = recorded_event(tokens.device)
 
-    def wait(self) -> list[int]:
-        """Wait for the tokens and return them."""
+    def wait(self) -> list[Any]:
+        """Wait for the tokens and return them, as nested lists."""
         if self._found is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -455,17 +493,22 @@ class HostCopy:
         return self._found
 
 
-class _HostTokens:
-    """Pinned memory to which the last steps write their tokens, so that no copy stands between two steps.
+class HostTokens:
+    """Memory on the host to which the last steps write their tokens, so that no copy stands between two steps.
+
+    Args:
+        shape: of a step's numbers, ``[size]`` or ``[size, W]``.
+        device: that runs the steps; for a GPU the memory is pinned.
 
     Attributes:
-        memory: int64 ``[HOST_STEPS, size]`` on the host.
+        memory: int64 ``[HOST_STEPS, *shape]`` on the host.
         row: int32 ``[size]`` on the device, the row of ``memory`` that the next step writes.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.memory = torch.zeros((HOST_STEPS, size), dtype=torch.int64, pin_memory=True, device="cpu")
-        self.row = torch.zeros(size, dtype=torch.int32, device=device)
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.memory = torch.zeros((HOST_STEPS, *shape), dtype=torch.int64, pin_memory=pinned, device="cpu")
+        self.row = torch.zeros(shape[0], dtype=torch.int32, device=device)
         self._device, self._steps = device, 0
         self._event: torch.cuda.Event | None = None
         self._copies: dict[int, HostCopy] = {}
@@ -482,9 +525,10 @@ class _HostTokens:
 
     def queued(self) -> None:
         """Note that a step has been queued."""
-        from qcut.backends.cuda.launch.streams import recorded_event
+        if self._device.type == "cuda":
+            from qcut.backends.cuda.launch.streams import recorded_event
 
-        self._event = recorded_event(self._device)
+            self._event = recorded_event(self._device)
         self._steps += 1
 
     def copy(self, length: int) -> HostCopy:

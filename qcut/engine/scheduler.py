@@ -125,7 +125,7 @@ class Scheduler:
             if not is_whole(value) or value < least:
                 raise ConfigError(f"{name} is {value!r}; allowed: {least} and more")
         self.engine, self._chunk, self._max_waiting = engine, chunk, max_waiting
-        self._batch = SequenceBatch[Request](engine.runner, engine.batch)
+        self._batch = SequenceBatch[Request](engine.runner, engine.batch, engine.speculate)
         self._prefill_runner = engine.runner.with_batch(min(MAX_PREFILLS, engine.batch))
         cache = engine.runner.new_cache(prefix_cache) if prefix_cache else None
         self._prefix_cache = PrefixCache(cache, prefix_cache, engine.context)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from functools import partial
+from typing import Generic, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from qcut.engine.likelihoods import LogProbability, likelihoods
-from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
+from qcut.engine.runner import HOST_STEPS, DecodeLoop, HostCopy, ModelRunner
+from qcut.engine.speculation import DraftedLoop, DraftRecord, DraftState, Lookup, drafted_loop, next_width
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, sample
 from qcut.text.sequence_text import SequenceText
 
@@ -78,7 +81,8 @@ class SequenceState:
         log_probabilities: of the new tokens, if asked for.
         finish_reason: why the sequence ended; None while it goes on.
         max_tokens: most new tokens, by ``max_new_tokens`` and the context.
-        queued: new tokens, including those of queued steps.
+        queued: new tokens, including those of queued steps: of a drafted step one until its tokens are on the host.
+        drafts: what became of its drafts.
         slot: in a batch; None while the sequence has none.
     """
 
@@ -103,6 +107,7 @@ class SequenceState:
         self.prompt, self.index, self.top = prompt, index, top
         self.sampling, self.bans = sampling or Sampling(), bans
         self.queued = 0
+        self.drafts = DraftRecord()
         self.slot: int | None = None
         self._prompt_length, self._stops, self._text, self._least = length, stops, text, least
         room = context - length + 1
@@ -192,6 +197,62 @@ class NewTokens(Generic[S]):
         return zip(self.sequences, self.tokens.wait(), self.log_probabilities, strict=True)
 
 
+class DraftedTokens(NewTokens[S]):
+    """New tokens of sequences from a step that verified drafts: one and more of each, none of a full one.
+
+    ``tokens`` has for each sequence what `torch.ops.qcut.accept` tells, and ``log_probabilities`` are those of all
+    tokens of the step, a sequence's side by side.
+    """
+
+    def __init__(
+        self,
+        tokens: HostCopy,
+        sequences: list[S],
+        log_probabilities: list[LogProbability | None],
+        loop: DraftedLoop,
+        width: int,
+    ) -> None:
+        super().__init__(tokens, sequences, log_probabilities)
+        self._loop, self._width = loop, width
+        self._new: list[list[int]] | None = None
+
+    def settle(self) -> list[list[int]]:
+        """Wait for the device; note how many tokens each sequence has, once, and return them."""
+        if self._new is None:
+            self._new = []
+            for slot, (sequence, (count, found, *tokens)) in enumerate(
+                zip(self.sequences, self.tokens.wait(), strict=True)
+            ):
+                sequence.queued += count - 1
+                sequence.drafts.note(self._width, count, found)
+                self._loop.settle(slot, self._width - count)
+                self._new.append(tokens[:count])
+        return self._new
+
+    def wait(self) -> Iterator[tuple[S, int, LogProbability | None]]:
+        """See `NewTokens.wait`."""
+        likely = self.log_probabilities or [None] * (len(self.sequences) * self._width)
+        for slot, (sequence, tokens) in enumerate(zip(self.sequences, self.settle(), strict=True)):
+            for token, found in zip(tokens, likely[slot * self._width :], strict=False):
+                yield sequence, token, found
+
+
+class _DraftedSampling:
+    """How the tokens after each of a sequence's T tokens are chosen; T is ``width``."""
+
+    def __init__(self, sequences: Sequence[SequenceState], width: int, device: torch.device) -> None:
+        each = [sequence for sequence in sequences for _ in range(width)]
+        self._rows = Rows.of([one.sampling for one in each], device, [one.bans for one in each])
+        on_host = torch.tensor([one.index for one in each], dtype=torch.int64, device="cpu")
+        self._indices = on_host.to(device, non_blocking=True)
+        self._after = torch.arange(1, width + 1, dtype=torch.int64, device=device)
+
+    def choose(self, state: DraftState, logits: Tensor) -> Tensor:
+        """Tokens int64 ``[n T]`` by logits ``[n T, vocabulary]`` and the sequences' places in the cache."""
+        positions = (state.slots[:, None] + self._after).flatten()
+        return sample(logits, self._rows, self._indices, positions)
+
+
 class _BatchSampling:
     """How the next token of each sequence is chosen, by settings, indices and positions on the device."""
 
@@ -218,20 +279,27 @@ class SequenceBatch(Generic[S]):
     Args:
         runner: its slots are this batch's while it is used.
         slots: most sequences.
+        lookup: how drafts are found; None: there are none. Steps have none either while penalties go by the tokens
+            before.
 
     Attributes:
         sequences: by slot.
         runs_ahead: whether the device computes a step while the host reads the tokens of the last one.
     """
 
-    def __init__(self, runner: ModelRunner, slots: int) -> None:
+    def __init__(self, runner: ModelRunner, slots: int, lookup: Lookup | None = None) -> None:
         self._runner, self._slots, self._device = runner, slots, runner.decoder.device
         self.sequences: list[S] = []
         self.runs_ahead = self._device.type == "cuda"
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._history: History | None = None
-        self._loop: DecodeLoop | None = None  # None: the batch has changed since the last step
+        self._loop: DecodeLoop | DraftedLoop | None = None  # None: the batch has changed since the last step
         self._sampling: _BatchSampling | None = None  # None: all take the likeliest
+        self._lookup, self._state = lookup, None
+        if lookup is not None:
+            self._state = DraftState.of(slots, lookup.drafts + 1, runner.context, self._device)
+        self._drafted: deque[DraftedTokens[S]] = deque()  # steps of the loop, some of which may be on their way
+        self._draws: dict[int, _DraftedSampling] = {}
 
     def start(self, sequences: list[S]) -> NewTokens[S]:
         """Start with sequences that the runner has prefilled in the first slots; returns their first tokens."""
@@ -273,23 +341,53 @@ class SequenceBatch(Generic[S]):
             tokens = _BatchSampling(sequences, self._device).choose(logits, history)
         new = self._new_tokens(HostCopy(tokens), sequences, logits, tokens)
         self._tokens[slot : slot + n] = tokens
+        if self._state is not None:
+            for i, sequence in enumerate(sequences):
+                self._state.begin(slot + i, sequence.prompt)
+            self._state.put(slot, tokens, [sequence.cached for sequence in sequences], self._runner.context)
         if history is not None:
             history.add(tokens)
         return new
 
     def step(self) -> NewTokens[S]:
-        """Queue a decode step of all sequences; returns the next token of each."""
+        """Queue a decode step of all sequences; returns the next token of each, or several."""
         if self._loop is None:
-            lengths = [sequence.cached for sequence in self.sequences]
-            self._loop = self._runner.decode_loop(self._tokens[: len(lengths)], lengths)
-            likeliest = all(sequence.takes_likeliest for sequence in self.sequences)
-            self._sampling = None if likeliest else _BatchSampling(self.sequences, self._device)
+            lengths, drafts = [sequence.cached for sequence in self.sequences], self._state
+            if drafts is None or self._lookup is None or any(each.sampling.penalizes for each in self.sequences):
+                self._loop = self._runner.decode_loop(self._tokens[: len(lengths)], lengths)
+                likeliest = all(sequence.takes_likeliest for sequence in self.sequences)
+                self._sampling = None if likeliest else _BatchSampling(self.sequences, self._device)
+            else:
+                self._loop = drafted_loop(self._runner, drafts.of_slots(0, len(lengths)), lengths, self._lookup)
+                self._drafted.clear()
+                self._draws.clear()
+        if isinstance(self._loop, DraftedLoop):
+            return self._drafted_step(self._loop)
         logits = self._runner.decode_step(self._loop)
         if self._sampling is not None:
             self._loop.set_tokens(self._sampling.choose(logits, self._history))
             if self._history is not None:
                 self._history.add(self._loop.tokens)
         return self._new_tokens(self._loop.host_copy(), self.sequences, logits, self._loop.tokens)
+
+    def _drafted_step(self, loop: DraftedLoop) -> NewTokens[S]:
+        sequences = self.sequences
+        width, choose = next_width([each.drafts for each in sequences], loop.widths, loop.cost), None
+        if not all(sequence.takes_likeliest for sequence in sequences):
+            draws = self._draws.get(width) or _DraftedSampling(sequences, width, self._device)
+            self._draws[width], choose = draws, partial(draws.choose, loop.used)
+        logits, chosen, copy = loop.step(width, choose)
+        for slot, length in enumerate(loop.lengths):
+            self._runner.cache.wrote(slot, 1, min(length, self._runner.context))
+        tops = [sequence.top for sequence in sequences for _ in range(width)]
+        found = likelihoods(logits, chosen.flatten(), tops)
+        for sequence in sequences:
+            sequence.queued += 1
+        new = DraftedTokens(copy, list(sequences), found, loop, width)
+        self._drafted.append(new)
+        while len(self._drafted) > HOST_STEPS:
+            self._drafted.popleft()
+        return new
 
     def pad(self, sequence: S) -> None:
         """Make the slot of a sequence that has ended padding: the other sequences stay in their slots."""
@@ -309,13 +407,22 @@ class SequenceBatch(Generic[S]):
             self._tokens[slot] = self._tokens[end]
             if self._history is not None:
                 self._history.move(end, slot)
+            if self._state is not None:
+                self._state.of_slots(slot, 1).copy_(self._state.of_slots(end, 1))
             last.slot, self.sequences[slot] = slot, last
 
     def _leave_loop(self) -> None:
-        """Save the next tokens before the loop of other sequences starts."""
-        if self._loop is not None:
-            self._tokens[: len(self.sequences)].copy_(self._loop.tokens)
-            self._loop = None
+        """Save the next tokens, and where the sequences are, before the loop of other sequences starts."""
+        loop, self._loop, n = self._loop, None, len(self.sequences)
+        if loop is None:
+            return
+        self._tokens[:n].copy_(loop.tokens)
+        if isinstance(loop, DraftedLoop):
+            for new in self._drafted:
+                new.settle()
+            cast(DraftState, self._state).of_slots(0, n).copy_(loop.used)
+        elif self._state is not None:
+            self._state.put(0, loop.tokens, [sequence.cached for sequence in self.sequences], self._runner.context)
 
     def _new_tokens(self, copy: HostCopy, sequences: list[S], logits: Tensor, tokens: Tensor) -> NewTokens[S]:
         tops = [sequence.top for sequence in sequences]

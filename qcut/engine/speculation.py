@@ -1,0 +1,355 @@
+"""Speculative decoding: several drafted tokens of a sequence are verified in one step.
+
+A step computes the logits after a sequence's next token and after each of its drafted tokens. Drafts are right as far
+as they are what the model chooses there, greedily or by a draw: these tokens and the next one are new. What the model
+chooses never depends on drafts, and draws only on the position, so that a sequence has the tokens of plain steps.
+
+How many drafts a step verifies is chosen by what such steps take, which is measured, and by how many drafts of the last
+steps were right.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.engine.runner import HostCopy, HostTokens, ModelRunner, buckets, parked
+from qcut.engine.token_ids import is_whole
+from qcut.errors import ConfigError
+
+MOST_DRAFTS, MOST_NGRAM = 15, 8
+"""Most drafts of a step, and tokens of an n-gram, that the operator takes."""
+_DECAY = 0.9
+"""Weight of a step's drafts next to those of the step after it."""
+_TIMED, _SETTLING = 8, 3
+"""Steps that are timed, and steps before them."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Drafts by look-up: what followed the last tokens where they stood before, in prompt and answer.
+
+    It costs next to nothing, and is right where a text repeats its prompt or itself: edits of a document, code.
+
+    Attributes:
+        drafts: most drafted tokens of a step, 1 to 15.
+        shortest: fewest last tokens that must have stood before, 1 to ``longest``.
+        longest: most of them that are compared, to 8: of several places the one that agrees longest, then the last one.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    drafts: int = 7
+    shortest: int = 2
+    longest: int = 4
+
+    def __post_init__(self) -> None:
+        for name, most in (("drafts", MOST_DRAFTS), ("longest", MOST_NGRAM), ("shortest", self.longest)):
+            value = getattr(self, name)
+            if not is_whole(value) or not 1 <= value <= most:
+                raise ConfigError(f"Lookup: {name} is {value!r}; allowed: 1 to {most}")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of a sequence that steps have: 1, 2, 4 and so on, and all drafts."""
+        doubling = [1 << i for i in range(self.drafts.bit_length()) if 1 << i <= self.drafts]
+        return (*doubling, self.drafts + 1)
+
+
+class DraftState(NamedTuple):
+    """What drafted steps read and write of n sequences, on the device; see `torch.ops.qcut.accept`.
+
+    Attributes:
+        tokens: int64 ``[W, n]``: each sequence's next token, and its drafts.
+        counts: int32 ``[n]``, how many of these there are.
+        positions: int32 ``[n]``, of the next token.
+        slots: int32 ``[n]``, its place in the cache; the context for a sequence that is full or padding.
+        text: int32 ``[n, context + 1]``, ids of prompt and answer, by which drafts are looked up.
+        ends: int32 ``[n]``, how many ids there are.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    positions: Tensor
+    slots: Tensor
+    text: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, sequences: int, width: int, context: int, device: torch.device) -> DraftState:
+        """The state of padding."""
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        n = sequences
+        tokens = torch.zeros(width, n, dtype=torch.int64, device=device)
+        return cls(tokens, whole(n) + 1, whole(n), whole(n) + context, whole(n, context + 1), whole(n))
+
+    def of_slots(self, first: int, count: int) -> DraftState:
+        """A view of some sequences."""
+        part = slice(first, first + count)
+        return DraftState(self.tokens[:, part], *(tensor[part] for tensor in self[1:]))
+
+    def copy_(self, other: DraftState) -> None:
+        """Copy the state of as many sequences."""
+        for ours, theirs in zip(self, other, strict=True):
+            ours.copy_(theirs, non_blocking=True)
+
+    def begin(self, slot: int, prompt: Sequence[int]) -> None:
+        """Begin a sequence's text with the ids of its prompt; see `put`."""
+        row = self.text[slot, : len(prompt)]
+        row.copy_(torch.tensor(prompt, dtype=torch.int32, device="cpu"), non_blocking=True)
+        self.ends[slot] = len(prompt)
+
+    def put(self, slot: int, tokens: Tensor, lengths: Sequence[int], context: int) -> None:
+        """Put the first new tokens int64 ``[m]`` of sequences from ``slot`` on, after so many tokens in the cache."""
+        part, places = self.of_slots(slot, len(tokens)), torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        part.tokens[0].copy_(tokens)
+        part.counts.fill_(1)
+        part.slots.copy_(places, non_blocking=True)
+        torch.clamp(part.slots, max=context - 1, out=part.positions)
+        part.text.scatter_(1, part.ends.long().clamp(max=context)[:, None], tokens.to(torch.int32)[:, None])
+        part.ends.add_(1).clamp_(max=context + 1)
+
+
+@dataclass
+class DraftRecord:
+    """What became of a sequence's drafts.
+
+    Attributes:
+        found: drafts that it is known to have for its next step.
+        verified: drafts so far that a step has verified.
+        right: those that were right.
+    """
+
+    found: int = 0
+    verified: int = 0
+    right: int = 0
+    _right: float = 0.0
+    _compared: float = 0.0
+
+    def note(self, width: int, new: int, found: int) -> None:
+        """Note a step of so many tokens: how many new ones it gave, and how many drafts there are now."""
+        verified, self.found = min(self.found, width - 1), found
+        if new and verified:
+            self.verified += verified
+            self.right += new - 1
+            self._right = self._right * _DECAY + new - 1
+            self._compared = self._compared * _DECAY + min(verified, new)
+
+    def expected(self, width: int) -> float:
+        """New tokens that a step of this width is expected to give."""
+        drafts = min(self.found, width - 1)
+        # Before the first drafts: two of three are right.
+        share = (self._right + 1) / (self._compared + 1.5)
+        return float(drafts + 1) if share >= 1 else (1 - share ** (drafts + 1)) / (1 - share)
+
+
+def next_width(records: Sequence[DraftRecord], widths: Sequence[int], cost: Callable[[int], float]) -> int:
+    """The tokens of each sequence in the next step: the number that is expected to give the most new ones a time.
+
+    Args:
+        records: of the sequences.
+        widths: numbers to choose from, in ascending order, 1 the first.
+        cost: time of a step, by its width.
+    """
+    most = 1 + max((record.found for record in records), default=0)
+    useful = [width for i, width in enumerate(widths) if i == 0 or widths[i - 1] < most]
+    if len(useful) == 1:
+        return 1
+    return max(useful, key=lambda width: sum(record.expected(width) for record in records) / cost(width))
+
+
+def drafted_loop(runner: ModelRunner, state: DraftState, lengths: Sequence[int], lookup: Lookup) -> DraftedLoop:
+    """A loop of drafted steps of the sequences in a runner's first n batch slots.
+
+    Args:
+        runner: computes steps.
+        state: of n sequences.
+        lengths: tokens of each in the cache.
+        lookup: how drafts are found.
+    """
+    n, graphs = len(lengths), runner.graphs
+    size = n if graphs is None else min(runner.batch, 1 << (n - 1).bit_length())
+    make = partial(DraftedLoop, runner, size, lookup)
+    if graphs is None:
+        loop = make()
+    else:
+        graphs.refresh()
+        loop = graphs.get(("drafted", size, lookup), make)
+    loop.start(state, lengths)
+    return loop
+
+
+class DraftedLoop:
+    """Decodes one token and more of each sequence a step; as `qcut.engine.runner.DecodeLoop`, no step waits.
+
+    Args:
+        runner: computes steps.
+        size: batch slots.
+        lookup: how drafts are found.
+
+    Attributes:
+        state: of all slots.
+        widths: tokens of a sequence that a step may have, in ascending order.
+        lengths: most tokens that each sequence can have in the cache after the steps so far.
+    """
+
+    def __init__(self, runner: ModelRunner, size: int, lookup: Lookup) -> None:
+        self._forward, self._forward_tokens = runner.forward_step, runner.forward_tokens
+        context, device, width = runner.context, runner.decoder.device, lookup.drafts + 1
+        self._context, self._device, self._graphs, self._lookup = context, device, runner.graphs, lookup
+        self.state = DraftState.of(size, width, context, device)
+        room = min((ring.room for ring in runner.rings if ring is not None), default=width)
+        self.widths = [each for each in lookup.widths if each <= room]
+        self._host = HostTokens((size, width + 2), device)
+        if device.type == "cuda":
+            weakref.finalize(self, self._host.settle).atexit = False
+        self._buckets = buckets(context)
+        self._max_seq_lens = [*(bucket + 1 for bucket in self._buckets[:-1]), 0]
+        self._graph_of: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._result_of: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+        self._cost: dict[int, float] = {}
+        self._padded: set[int] = set()
+        self.lengths: list[int] = []
+
+    @property
+    def used(self) -> DraftState:
+        """The state of the sequences, without unused slots."""
+        return self.state.of_slots(0, len(self.lengths))
+
+    @property
+    def tokens(self) -> Tensor:
+        """The next token of each sequence, int64 ``[n]``."""
+        return self.used.tokens[0]
+
+    def start(self, state: DraftState, lengths: Sequence[int]) -> None:
+        """Start with the state of n sequences, and the tokens of each in the cache."""
+        self.lengths, self._padded = list(lengths), set()
+        self.used.copy_(state)
+        self.state.slots[len(lengths) :].fill_(self._context)
+        self.state.positions[len(lengths) :].zero_()
+
+    def settle(self, slot: int, missed: int) -> None:
+        """Note that a step gave a sequence so many tokens less than the step had."""
+        if slot not in self._padded:
+            self.lengths[slot] -= missed
+
+    def pad(self, slot: int) -> None:
+        """Make a slot padding: further steps keep no keys and values of its sequence."""
+        if slot not in self._padded:
+            self._padded.add(slot)
+            self.state.slots[slot].fill_(self._context)
+            self.state.positions[slot].zero_()
+
+    def cost(self, width: int) -> float:
+        """Microseconds of a step of this width, measured at its first use; keys and values are few then."""
+        if width not in self._cost:
+            key = (width, 0 if width > 1 else self._max_seq_lens[0], True)
+            with parked(
+                self._context, self.state.tokens, self.state.positions, self.state.slots, *self._noted, host=self._host
+            ):
+                self._capture(key)
+                self._cost[width] = self._timed(key)
+        return self._cost[width]
+
+    def step(self, width: int, choose: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor, HostCopy]:
+        """Queue a step of some tokens of each sequence.
+
+        Args:
+            width: tokens of each, one of `Lookup.widths`.
+            choose: takes logits ``[n T, vocabulary]`` and returns tokens int64 ``[n T]``; None: the likeliest.
+
+        Returns:
+            Logits, the tokens that were chosen, int64 ``[n, T]``, both in memory that the next step may overwrite, and
+            what `torch.ops.qcut.accept` tells of each sequence.
+
+        Raises:
+            RuntimeError: torch's, if the step cannot be captured. No token has been appended then.
+        """
+        n, key = len(self.lengths), (width, self._max_seq_len(width), choose is None)
+        if self._graphs is not None and key not in self._graph_of:
+            with parked(
+                self._context, self.state.tokens, self.state.positions, self.state.slots, *self._noted, host=self._host
+            ):
+                self._capture(key)
+        self._host.make_room()
+        if self._graphs is None:
+            logits, chosen = self._run(key)
+        else:
+            self._graph_of[key].replay()
+            logits, chosen = self._result_of[key]
+        if choose is not None:
+            chosen = torch.zeros_like(chosen)
+            chosen[:n] = choose(logits[: n * width]).view(n, width)
+            self._accept(chosen)
+        self._host.queued()
+        for slot, length in enumerate(self.lengths):
+            self.lengths[slot] = length if slot in self._padded else length + width
+        return logits[: n * width], chosen[:n], self._host.copy(n)
+
+    @property
+    def _noted(self) -> tuple[Tensor, ...]:
+        return self.state.counts, self.state.text, self.state.ends
+
+    def _max_seq_len(self, width: int) -> int:
+        """Bucket of a step of one token; other steps have none."""
+        if width > 1:
+            return 0
+        longest = max((length for slot, length in enumerate(self.lengths) if slot not in self._padded), default=0)
+        return self._max_seq_lens[bisect_left(self._buckets, min(longest + 1, self._context))]
+
+    def _run(self, key: tuple[int, int, bool], others: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        width, max_seq_len, takes_likeliest = key
+        state = self.state
+        if width == 1:
+            logits = self._forward(state.tokens[0], state.positions, state.slots, max_seq_len, others)
+        else:
+            logits = self._forward_tokens(state.tokens[:width], state.counts, state.positions, state.slots)
+        chosen = torch.ops.qcut.argmax(logits).view(-1, width)
+        if takes_likeliest:
+            self._accept(chosen)
+        return logits, chosen
+
+    def _accept(self, chosen: Tensor) -> None:
+        given, lookup = self.state, self._lookup
+        told = (self._host.memory, self._host.row)
+        torch.ops.qcut.accept(chosen, *given, self._context, lookup.shortest, lookup.longest, *told)
+
+    def _capture(self, key: tuple[int, int, bool]) -> None:
+        """Capture a step once, if graphs are used."""
+        if self._graphs is None or key in self._graph_of:
+            return
+
+        def step() -> None:
+            self._result_of[key] = self._run(key)
+
+        others = [other for other in self._max_seq_lens if other != key[1]] if key[0] == 1 else []
+        self._graph_of[key] = self._graphs.run_and_capture(step, lambda: self._run(key, others))
+
+    def _timed(self, key: tuple[int, int, bool]) -> float:
+        """Microseconds of a step."""
+        run: Callable[[], object] = self._graph_of[key].replay if key in self._graph_of else lambda: self._run(key)
+        if self._device.type != "cuda":
+            start = time.perf_counter()
+            run()
+            return (time.perf_counter() - start) * 1e6
+        for _ in range(_SETTLING):
+            run()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(_TIMED):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3 / _TIMED
