@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from qcut.engine.request import Request as Request
     from qcut.engine.scheduler import Scheduler as Scheduler
     from qcut.engine.sequence import Generated as Generated
+    from qcut.engine.speculation import Lookup as Lookup
     from qcut.integrations.transformers.config import QcutConfig as QcutConfig
     from qcut.integrations.transformers.foreign_config import foreign_config as foreign_config
     from qcut.layers.embedding import Embedding as Embedding
@@ -79,6 +80,7 @@ _HOME = {
     "Generated": "engine.sequence",
     "Request": "engine.request",
     "Scheduler": "engine.scheduler",
+    "Lookup": "engine.speculation",
     "Sampling": "numerics.sampling",
     "load_llama2c": "checkpoints.formats.llama2c.files",
     "save_llama2c": "checkpoints.formats.llama2c.files",

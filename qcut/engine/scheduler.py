@@ -23,7 +23,7 @@ from qcut.engine.kv_cache.prefix_cache import Match, PrefixCache
 from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
 from qcut.engine.request import Listener, Request, as_failure
 from qcut.engine.runner import check_device, inference
-from qcut.engine.sequence import Event, NewTokens, SequenceBatch
+from qcut.engine.sequence import DraftedTokens, Event, NewTokens, SequenceBatch
 from qcut.engine.token_ids import Options, is_whole
 from qcut.errors import BusyError, ConfigError, ShapeError
 from qcut.numerics.sampling import Sampling
@@ -53,6 +53,8 @@ class Load:
         reused_tokens: prompt tokens whose keys and values came from the prefix cache.
         new_tokens: new tokens so far.
         steps: decode steps so far.
+        drafted_tokens: drafts that steps have verified so far.
+        accepted_tokens: those that were right: new tokens, too.
     """
 
     waiting: int
@@ -63,6 +65,8 @@ class Load:
     reused_tokens: int
     new_tokens: int
     steps: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -132,7 +136,8 @@ class Scheduler:
         self._waiting: deque[_Prompt] = deque()
         self._prefilling: list[_Prompt] = []  # by slot of the prefill runner
         self._pending: deque[NewTokens[Request]] = deque()
-        self._done = {"prompt_tokens": 0, "reused_tokens": 0, "new_tokens": 0, "steps": 0}
+        counted = ("prompt_tokens", "reused_tokens", "new_tokens", "steps", "drafted_tokens", "accepted_tokens")
+        self._done = dict.fromkeys(counted, 0)
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = self._cancels_all = self._has_failed = False
@@ -516,6 +521,9 @@ class Scheduler:
         except BaseException as error:
             self._fail(new.sequences, error)
             return
+        if isinstance(new, DraftedTokens):
+            self._done["drafted_tokens"] += new.verified
+            self._done["accepted_tokens"] += new.right
         for request, token, log_probability in found:
             if request.reason is not None:
                 continue  # the step was queued before the end was known

@@ -202,6 +202,10 @@ class DraftedTokens(NewTokens[S]):
 
     ``tokens`` has for each sequence what `torch.ops.qcut.accept` tells, and ``log_probabilities`` are those of all
     tokens of the step, a sequence's side by side.
+
+    Attributes:
+        verified: drafts that the step has verified, once the host has its tokens.
+        right: those that were right.
     """
 
     def __init__(
@@ -215,6 +219,7 @@ class DraftedTokens(NewTokens[S]):
         super().__init__(tokens, sequences, log_probabilities)
         self._loop, self._width = loop, width
         self._new: list[list[int]] | None = None
+        self.verified = self.right = 0
 
     def settle(self) -> list[list[int]]:
         """Wait for the device; note how many tokens each sequence has, once, and return them."""
@@ -224,7 +229,9 @@ class DraftedTokens(NewTokens[S]):
                 zip(self.sequences, self.tokens.wait(), strict=True)
             ):
                 sequence.queued += count - 1
-                sequence.drafts.note(self._width, count, found)
+                verified, right = sequence.drafts.note(self._width, count, found)
+                self.verified += verified
+                self.right += right
                 self._loop.settle(slot, self._width - count)
                 self._new.append(tokens[:count])
         return self._new

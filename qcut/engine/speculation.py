@@ -128,24 +128,24 @@ class DraftRecord:
 
     Attributes:
         found: drafts that it is known to have for its next step.
-        verified: drafts so far that a step has verified.
-        right: those that were right.
     """
 
     found: int = 0
-    verified: int = 0
-    right: int = 0
     _right: float = 0.0
     _compared: float = 0.0
 
-    def note(self, width: int, new: int, found: int) -> None:
-        """Note a step of so many tokens: how many new ones it gave, and how many drafts there are now."""
+    def note(self, width: int, new: int, found: int) -> tuple[int, int]:
+        """Note a step of so many tokens: how many new ones it gave, and how many drafts there are now.
+
+        Returns:
+            Drafts that the step has verified, and those that were right.
+        """
         verified, self.found = min(self.found, width - 1), found
-        if new and verified:
-            self.verified += verified
-            self.right += new - 1
-            self._right = self._right * _DECAY + new - 1
-            self._compared = self._compared * _DECAY + min(verified, new)
+        if not new or not verified:
+            return 0, 0
+        self._right = self._right * _DECAY + new - 1
+        self._compared = self._compared * _DECAY + min(verified, new)
+        return verified, new - 1
 
     def expected(self, width: int) -> float:
         """New tokens that a step of this width is expected to give."""
