@@ -223,6 +223,17 @@ def _summed(results: Tensor, tiles: RouteTiles, experts: int, weights: Tensor | 
     return y
 
 
+def _factor_problem(input_scale: Tensor, weight_scale: Tensor) -> str | None:
+    """Why results of one scale of tokens and these of weights would be 0 or infinite; None if they are not."""
+    largest = float((input_scale * weight_scale).max())
+    if _LEAST_NORMAL <= largest < math.inf:
+        return None
+    return (
+        f"the scale of the input, {float(input_scale):.4g}, times the largest of the weight, "
+        f"{float(weight_scale.max()):.4g}, is {largest:.4g}; allowed: normal numbers of float32"
+    )
+
+
 class CalibratedLinear(Int8Linear):
     """A layer that quantizes all tokens with one calibrated scale.
 
@@ -271,13 +282,8 @@ class CalibratedLinear(Int8Linear):
         qparams = self._set_range(known.static_range, weight.device)
         self._read = Reading(self._buffers, self._range, qparams)
         self.col_scale = self.input_scale * self.weight_scale
-        largest = float(self.col_scale.max())
-        if not _LEAST_NORMAL <= largest < math.inf:
-            raise QuantizationError(
-                f"the scale of the input, {float(self.input_scale):.4g}, times the largest of the weight, "
-                f"{float(self.weight_scale.max()):.4g}, is {largest:.4g}; allowed: normal numbers of float32",
-                self.name,
-            )
+        if problem := _factor_problem(self.input_scale, self.weight_scale):
+            raise QuantizationError(problem, self.name)
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
         """See `Linear.state_problem`: besides, a scale of the input that can be, and factors as defined."""
@@ -289,6 +295,8 @@ class CalibratedLinear(Int8Linear):
             return "col_scale", f"found {found}; finite values are allowed"
         if found := first_difference(state["col_scale"], state["input_scale"] * state["weight_scale"]):
             return "col_scale", f"found {found}: input_scale * weight_scale"
+        if found := _factor_problem(state["input_scale"], state["weight_scale"]):
+            return "input_scale", found
         return None
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
