@@ -41,7 +41,7 @@ def centred(q: Tensor) -> Tensor:
     return (q ^ 0x80).view(torch.int8)
 
 
-def row_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: RowScheme) -> Linear:
+def row_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: RowScheme, input_scale: Tensor | None = None) -> Linear:
     """A layer of weights of a byte with a scale for each output channel, or of ``fp8_blocks``.
 
     Args:
@@ -49,6 +49,7 @@ def row_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: RowScheme) -> Line
         q: int8 ``[N, K]``, or float8_e4m3fn of FP8.
         scale: floating ``[N]``, or ``[ceil(N / 16), ceil(K / 128)]``, finite.
         scheme: dynamic W8A8, W8A16 or FP8.
+        input_scale: float32 ``[1]``, of ``fp8_static``.
 
     Raises:
         CheckpointError: a scale below 0, or what the scheme does not allow.
@@ -63,7 +64,9 @@ def row_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: RowScheme) -> Line
         scale = scale.to(torch.float32)
         empty = scale == 0
         padded[:, : parts.k].masked_fill_(float8.of_weights(empty, parts.n, parts.k), 0)
-        state = {"qweight": padded.view(q.dtype), "weight_scale": torch.where(empty, 1.0, scale)}
+        scale = torch.where(empty, 1.0, scale)
+        state = {"qweight": padded.view(q.dtype), "weight_scale": scale}
+        state |= {} if input_scale is None else {"input_scale": input_scale, "col_scale": input_scale * scale}
         state |= {} if bias is None else {"bias": bias}
         if problem := layer.state_problem(state):
             raise CheckpointError(f"{parts.where}: layer {parts.name!r}: {problem[0]}: {problem[1]}")
@@ -139,7 +142,7 @@ def byte_layer(parts: Parts, u: Tensor, grid: Grid, needs: Needs | None = None) 
     needs = grid.needs() if needs is None else needs
     if isinstance(grid.rows, FP8):
         scale = _unit_scales(parts, grid.scales) if grid.rows.blocks else grid.scales[:, 0]
-        return row_layer(parts, u.view(float8.E4M3), scale, grid.rows)
+        return row_layer(parts, u.view(float8.E4M3), scale, grid.rows, grid.input_scale)
     if not needs.shifted:
         return row_layer(parts, centred(u), grid.scales[:, 0], grid.rows)
     norms = grid.scales.to(torch.float32 if needs.wide else torch.float16)

@@ -47,6 +47,7 @@ class Grid:
         levels: what integers of 4 bits stand for, float32 ``[16]``, in any order; scales are then 0 or more, and there
             are no zero points. None: integers.
         row_factor: float64 ``[N]``, by which scales are multiplied; None: 1.
+        input_scale: float32 ``[1]``, the scale of all tokens, of ``fp8_static``.
     """
 
     bits: int
@@ -57,6 +58,7 @@ class Grid:
     rows: RowScheme = field(default_factory=W8A16)
     levels: Tensor | None = None
     row_factor: Tensor | None = None
+    input_scale: Tensor | None = None
 
     def zeros(self) -> Tensor:
         """Zero points, int32 ``[N, G]``."""

@@ -15,13 +15,12 @@ from torch import Tensor
 import qcut
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.experts.linear_stack import LinearStack
-from qcut.schemes import FP8
 from tests.checkpoints.formats import samples
 from tests.support.decoders import small
-from tests.support.mixtures import tiny_mixture
+from tests.support.mixtures import mixture_batches, tiny_mixture
 
 FLOAT8 = ("fp8_dynamic", "fp8_static")
-"""Read as fp8."""
+"""With tokens that transformers quantizes, too."""
 SCHEMES = ("w8a8", "w8a16", "fp8", "int4", "int4_g16", "mxfp4", "nvfp4")
 EVEN = {"hidden_size": 96, "intermediate_size": 64}
 """Sizes of a small model that groups of 16 and 32 divide."""
@@ -35,8 +34,9 @@ def quantized(kind: str = "llama", scheme: str = "w8a8", **changes: Any) -> torc
 
 
 def mixture(kind: str, scheme: str) -> Any:
-    model = tiny_mixture(kind)
-    qcut.quantize(model, scheme, allow_growth=True, progress=False)
+    model, static = tiny_mixture(kind), scheme.endswith("_static")
+    calibration = qcut.calibrate(model, mixture_batches(), progress=False) if static else None
+    qcut.quantize(model, scheme, calibration=calibration, allow_growth=True, progress=False)
     return model
 
 
@@ -71,7 +71,7 @@ def assert_same(found: Tensor, ours: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "fp8", "int4"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "fp8", "fp8_dynamic", "fp8_static", "int4"])
 @pytest.mark.parametrize("shard", [1 << 30, 20_000])
 def test_what_is_written_is_read_bit_for_bit(tmp_path: Path, kind: str, scheme: str, shard: int) -> None:
     model = quantized(kind, scheme)
@@ -97,12 +97,10 @@ def test_the_librarys_own_decompression(tmp_path: Path, scheme: str) -> None:
     assert set(found) == set(layers)
     for name, layer in layers.items():
         assert_same(found[name], layer.dequantized_weight(), name)
-    again = qcut.load(tmp_path, progress=False)
-    if scheme in FLOAT8:
-        read = {name: m for name, m in again.named_modules() if isinstance(m, qcut.Linear)}
-        assert {layer.scheme for layer in read.values()} == {FP8()}
-        assert all(torch.equal(read[name].dequantized_weight(), m.dequantized_weight()) for name, m in layers.items())
-        return
+    again = samples.loaded(tmp_path)
+    if scheme in ("fp8", *FLOAT8):
+        read = {m.scheme.name for m in again.modules() if isinstance(m, qcut.Linear)}
+        assert read == {scheme}
     with torch.no_grad():
         assert torch.equal(again(samples.IDS).logits, model(samples.IDS).logits)
 
@@ -182,6 +180,19 @@ def test_experts_are_written_as_their_family_has_them(tmp_path: Path, kind: str,
     assert sum(isinstance(module, LinearStack) for module in again.modules()) == 4
     with torch.no_grad():
         assert torch.equal(again(samples.IDS).logits, model(samples.IDS).logits)
+
+
+@pytest.mark.parametrize("scheme", FLOAT8)
+def test_tokens_of_experts_are_read_as_float(tmp_path: Path, scheme: str) -> None:
+    model = mixture("Qwen3Moe", scheme)
+    qcut.save_compressed_tensors(model, tmp_path)
+    again, layers = samples.loaded(tmp_path), dict(model.named_modules())
+    read = {n: m for n, m in again.named_modules() if isinstance(m, qcut.Linear | LinearStack)}
+    assert {name: m.scheme.name for name, m in read.items()} == {
+        name: "fp8" if isinstance(m, LinearStack) else scheme for name, m in read.items()
+    }
+    assert sum(isinstance(m, LinearStack) for m in read.values()) == 4
+    assert all(torch.equal(m.dequantized_weight(), layers[n].dequantized_weight()) for n, m in read.items())
 
 
 def simulated(model: torch.nn.Module, kind: str, divisor: float) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+import qcut
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from tests.checkpoints.formats import samples
 
@@ -31,7 +32,7 @@ def by_definition(rows: bool, *unused: str) -> Callable[[str, Tensor], samples.P
 
     def of(name: str, weight: Tensor) -> samples.Packed:
         packed, exact = samples.float8(weight, rows=rows)
-        scales = {key: torch.tensor(0.25) for key in unused if key[0] in ("i", name.rsplit(".", 1)[1][0])}
+        scales = {key: samples.input_scale(name) for key in unused if key[0] in ("i", name.rsplit(".", 1)[1][0])}
         return packed | scales, exact
 
     return of
@@ -73,6 +74,7 @@ def by_transformers(block: tuple[int, int] | None, **unused: Tensor) -> Callable
 TOKENS = {"activation_scale": torch.tensor(0.5)}
 CASES: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], samples.Packed]]] = {
     "modelopt": (MODELOPT, by_definition(False, "input_scale")),
+    "modelopt, weights": (MODELOPT, by_definition(False)),
     "modelopt, caches": (
         {**MODELOPT, "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
         by_definition(False, "input_scale", "k_scale", "v_scale"),
@@ -84,20 +86,37 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], samples.Packed]]]
 }
 
 
+SCHEMES: dict[str, tuple[str, samples.Tokens]] = {
+    "modelopt": ("fp8_static", samples.static_tokens),
+    "modelopt, caches": ("fp8_static", samples.static_tokens),
+    "modelopt, rows": ("fp8_dynamic", samples.dynamic_tokens),
+}
+"""Of cases whose tokens are quantized, the scheme and what the writer makes of tokens; of others fp8."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_the_writers(tmp_path: Path, case: str) -> None:
     config, pack = CASES[case]
     expected = samples.write(tmp_path, config, pack)
-    samples.assert_weights(tmp_path, expected, "fp8")
+    samples.assert_weights(tmp_path, expected, *SCHEMES.get(case, ("fp8", None)))
+
+
+def test_layers_of_modelopt_without_input_scales(tmp_path: Path) -> None:
+    samples.write(tmp_path, *CASES["modelopt"])
+    samples.change(tmp_path, lambda t: t.pop(f"{FIRST}.input_scale"))
+    model = samples.loaded(tmp_path)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, qcut.Linear)}
+    assert layers.pop(FIRST).scheme.name == "fp8"
+    assert {layer.scheme.name for layer in layers.values()} == {"fp8_static"}
 
 
 @samples.newer_experts
-@pytest.mark.parametrize("case", ["modelopt", "transformers"])
+@pytest.mark.parametrize("case", ["modelopt", "modelopt, rows", "transformers"])
 @pytest.mark.parametrize("family", samples.MIXTURES)
 def test_experts_are_the_writers(tmp_path: Path, family: str, case: str) -> None:
     config, pack = CASES[case]
     expected = samples.write_mixture(tmp_path, family, config, pack)
-    samples.assert_expert_weights(tmp_path, expected, "fp8")
+    samples.assert_expert_weights(tmp_path, expected, "fp8", SCHEMES.get(case, ("", None))[1])
 
 
 def test_layers_in_float_are_among_blocks(tmp_path: Path) -> None:
@@ -205,6 +224,21 @@ def changed(key: str, edit: Callable[[Tensor], Tensor]) -> Callable[[dict[str, T
     [
         ("modelopt", changed("weight_scale", lambda s: s.repeat(32)), r"found F32 \[32\]; needed: .* \[1\] or \[\]"),
         ("modelopt, rows", changed("weight_scale", lambda s: s[1:]), r"found F32 \[31\]; needed"),
+        (
+            "modelopt, rows",
+            lambda t: t.update({f"{FIRST}.input_scale": torch.ones(1)}),
+            "input_scale': the format has none",
+        ),
+        (
+            "modelopt",
+            changed("input_scale", lambda s: s.repeat(2)),
+            r"input_scale': found F32 \[2\]; needed: .* \[1\] or",
+        ),
+        (
+            "modelopt",
+            changed("input_scale", lambda s: s * 0),
+            r"input_scale': found 0.0 at \[\]; finite values from 1.17",
+        ),
         ("fbgemm", changed("weight_scale", lambda s: s[:, :0]), r"found F32 \[32, 0\]; needed"),
         ("transformers", changed("weight_scale_inv", lambda s: s * float("inf")), "weight_scale_inv': found inf"),
         ("transformers", changed("weight_scale_inv", lambda s: -s), "found -.*; values above 0"),

@@ -31,6 +31,14 @@ W8A8 = {
     "config_groups": {"a": {"targets": ["Linear"], "weights": INT8, "input_activations": TOKENS}},
     "ignore": ["lm_head"],
 }
+E4M3 = {**INT8, "type": "float"}
+FP8_STATIC = {
+    **W8A8,
+    "format": "float-quantized",
+    "config_groups": {
+        "a": {"targets": ["Linear"], "weights": E4M3, "input_activations": {**E4M3, "strategy": "tensor"}}
+    },
+}
 FIRST = "model.layers.0.self_attn.q_proj"
 
 
@@ -49,11 +57,18 @@ def rows_of_int8(key: str, rest: dict[str, Tensor]) -> Callable[[str, Tensor], s
     return pack
 
 
+def static_tokens(name: str, weight: Tensor) -> samples.Packed:
+    tensors, exact = samples.float8(weight, rows=True)
+    scales = {"weight_scale": tensors["weight_scale"][:, None], "input_scale": samples.input_scale(name)[None]}
+    return tensors | scales, exact
+
+
 KINDS: dict[str, tuple[dict[str, Any], Callable[[str, Tensor], samples.Packed]]] = {
     "gptq": (GPTQ, sorted_columns),
     "awq": (AWQ, lambda _, w: samples.awq(w, 32)),
     "bitsandbytes": (EIGHT, rows_of_int8("SCB", {"weight_format": torch.tensor(0, dtype=torch.uint8)})),
     "compressed-tensors": (W8A8, rows_of_int8("weight_scale", {})),
+    "compressed-tensors, fp8_static": (FP8_STATIC, static_tokens),
 }
 
 
@@ -70,6 +85,8 @@ def test_the_same_tensors_as_load(kind: str, dtype: torch.dtype, tmp_path: Path)
     model, expected = samples.served(tmp_path / "theirs", dtype=dtype), qcut.load(tmp_path / "theirs", dtype=dtype)
     assert same(model, expected)
     assert sum(isinstance(module, Linear) for module in model.modules()) == 14
+    if kind.endswith("fp8_static"):
+        assert {m.scheme.name for m in model.modules() if isinstance(m, Linear)} == {"fp8_static"}
     assert all(not module.training for module in model.modules())
     for door in (model, expected):
         assert {m.weight_dtype for m in door.modules() if isinstance(m, Linear)} == {dtype}

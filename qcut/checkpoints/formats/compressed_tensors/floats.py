@@ -1,8 +1,7 @@
 """Floats of 8 and 4 bits of compressed-tensors.
 
 - ``float-quantized``: ``weight`` e4m3 ``[N, K]``, ``weight_scale`` ``[N, 1]``, or ``[1]`` for one scale of a layer, or
-  ``[N / rows, K / columns]`` for one of a block; ``input_scale`` ``[1]`` of tokens that the writer would quantize with
-  one scale.
+  ``[N / rows, K / columns]`` for one of a block; ``input_scale`` ``[1]``, where tokens are quantized with one scale.
 - ``mxfp4-pack-quantized``: ``weight_packed`` uint8 ``[N, K / 2]``, two e2m1 along K, the first in the low half;
   ``weight_scale`` uint8 ``[N, K / 32]``, the exponent of a power of two for each 32 columns, plus 127.
 - ``nvfp4-pack-quantized``: ``weight_packed`` as above; ``weight_scale`` e4m3 ``[N, K / 16]``, divided by
@@ -11,10 +10,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from qcut.checkpoints.formats.floats.e2m1 import Mxfp4Layout, Nvfp4Layout
-from qcut.checkpoints.formats.floats.e4m3 import E4m3Layout
+from qcut.checkpoints.formats.floats.e4m3 import INPUT_SCALE, E4m3Layout
 from qcut.errors import UnsupportedError
 from qcut.schemes import E2M1_GROUP, NVFP4_GROUP, W8A8, W8A16
 
@@ -25,7 +24,11 @@ _GLOBALLY_SCALED = {**_WEIGHTS, "strategy": "tensor_group", "group_size": NVFP4_
 
 
 class FloatQuantized(E4m3Layout):
-    """e4m3 weights with a scale for each row, each block, or the layer; see `Layout`."""
+    """e4m3 weights with a scale for each row, each block, or the layer; see `Layout`.
+
+    Tokens are e4m3 with a scale each, or one that is stored. Those that the writer would quantize in another way, or
+    next to weights in blocks, stay in 16 bits.
+    """
 
     name = "float-quantized"
 
@@ -40,7 +43,9 @@ class FloatQuantized(E4m3Layout):
                 f"{wanted} with the strategies tensor, channel, and block of two numbers"
             )
         _check_float_tokens(tokens, self.name, where, static=True)
-        super().__init__("weight_scale", *shared, unused=("input_scale",))
+        kind = "float" if strategy == "block" else _tokens_of(tokens)
+        unused = (INPUT_SCALE,) if kind == "float" else ()
+        super().__init__("weight_scale", *shared, tokens=kind, unused=unused)
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""
@@ -83,6 +88,16 @@ class Nvfp4Packed(Nvfp4Layout):
     def row_scheme(self, where: str) -> W8A8 | W8A16:
         """See `Layout.row_scheme`."""
         raise UnsupportedError(f"{where} has floats of 4 bits; {_ROWS}")
+
+
+def _tokens_of(tokens: dict[str, Any] | None) -> Literal["float", "dynamic", "static"]:
+    """What layers with a scale for each row make of tokens, see `FP8`."""
+    if tokens is None or (tokens["num_bits"], tokens["symmetric"]) != (8, True):
+        return "float"
+    strategy = tokens["strategy"] or ("tensor" if tokens["group_size"] is None else None)  # the library's default
+    if strategy == "token" and tokens["dynamic"] is True:
+        return "dynamic"
+    return "static" if strategy == "tensor" and tokens["dynamic"] is False else "float"
 
 
 def _check_float_weights(weights: dict[str, Any], served: dict[str, Any], name: str, where: str) -> None:

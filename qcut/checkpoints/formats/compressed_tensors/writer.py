@@ -57,7 +57,7 @@ def save_compressed_tensors(
             or Inf, or the directory cannot be written.
 
     Exactness: integers, floats and scales bit by bit; `qcut.load` gives back the same logits, except that it reads
-    ``fp8_dynamic`` and ``fp8_static`` as ``fp8``, whose tokens keep 16 bits.
+    experts of ``fp8_dynamic`` and ``fp8_static`` as ``fp8``, whose tokens keep 16 bits.
 
     Source: docs/foreign-checkpoints.md.
     """
