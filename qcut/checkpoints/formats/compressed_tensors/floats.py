@@ -44,7 +44,7 @@ class FloatQuantized(E4m3Layout):
             )
         _check_float_tokens(tokens, self.name, where, static=True)
         kind = "float" if strategy == "block" else _tokens_of(tokens)
-        unused = (INPUT_SCALE,) if kind == "float" else ()
+        unused = () if kind == "static" else (INPUT_SCALE,)
         super().__init__("weight_scale", *shared, tokens=kind, unused=unused)
 
     def row_scheme(self, where: str) -> W8A8 | W8A16:

@@ -15,7 +15,7 @@ _TOKENS, _CACHES = (INPUT_SCALE,), ("k_scale", "v_scale")
 _NVFP4 = Nvfp4Layout("weight", "weight_scale_2", divides=False, unused=_TOKENS, cache_scales=_CACHES)
 _LAYOUTS: dict[str, E4m3Layout | Nvfp4Layout] = {
     "FP8": E4m3Layout("weight_scale", None, tokens="stored", cache_scales=_CACHES),
-    "FP8_PER_CHANNEL_PER_TOKEN": E4m3Layout("weight_scale", 1, tokens="dynamic", cache_scales=_CACHES),
+    "FP8_PER_CHANNEL_PER_TOKEN": E4m3Layout("weight_scale", 1, tokens="dynamic", unused=_TOKENS, cache_scales=_CACHES),
     "FP8_PB_WO": E4m3Layout("weight_scale", 128, 128, unused=_TOKENS, cache_scales=_CACHES),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
