@@ -45,8 +45,8 @@ IN_CONTEXT = "decode in a context of "
 CHECKED = 64
 """Tokens of the prompt that results are compared on."""
 MIN_COSINE, MIN_COSINE_ROUTED = 0.999, 0.998
-"""Between the engine's logits and those of transformers running the same modules; see `NOISE`. Of a mixture, two experts
-whose logits are nearly equal may change places.
+"""Between the engine's logits and those of transformers running the same modules; see `NOISE`. In a mixture two experts
+of nearly equal logits may change places.
 """
 NOISE = 2.0
 """Or how many times further from transformers' logits than those are from its own with another kernel for attention: a

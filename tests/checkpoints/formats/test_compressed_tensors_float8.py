@@ -244,7 +244,7 @@ def test_scales_with_no_normal_product_are_refused(tmp_path: Path, scale: float,
 
 def test_input_scales_of_dynamic_tokens_are_unused(tmp_path: Path) -> None:
     samples.write(tmp_path, config(), compress(STATIC_ROWS))
-    layers = samples.linears(samples.loaded(tmp_path)).values()
+    layers = samples.loaded(tmp_path).modules()
     assert {layer.scheme.name for layer in layers if isinstance(layer, qcut.Linear)} == {"fp8_dynamic"}
 
 
