@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from qcut.conversion.refine import Refinement as Refinement
     from qcut.conversion.refine import refine as refine
     from qcut.conversion.smooth import smooth as smooth
+    from qcut.engine.drafters import DraftModel as DraftModel
+    from qcut.engine.drafters import Lookup as Lookup
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.request import Request as Request
     from qcut.engine.scheduler import Scheduler as Scheduler
     from qcut.engine.sequence import Generated as Generated
-    from qcut.engine.speculation import Lookup as Lookup
     from qcut.integrations.transformers.config import QcutConfig as QcutConfig
     from qcut.integrations.transformers.foreign_config import foreign_config as foreign_config
     from qcut.layers.embedding import Embedding as Embedding
@@ -80,7 +81,8 @@ _HOME = {
     "Generated": "engine.sequence",
     "Request": "engine.request",
     "Scheduler": "engine.scheduler",
-    "Lookup": "engine.speculation",
+    "Lookup": "engine.drafters",
+    "DraftModel": "engine.drafters",
     "Sampling": "numerics.sampling",
     "load_llama2c": "checkpoints.formats.llama2c.files",
     "save_llama2c": "checkpoints.formats.llama2c.files",

@@ -543,6 +543,11 @@ class Decoder:
             x, branch = block(x, branch, partial(attention, i), absmax)
         return x, None if branch is None else summed(branch)
 
+    @property
+    def width(self) -> int:
+        """Columns of hidden states."""
+        return len(cast(Tensor, self.norm.module.weight))
+
     def logits(self, x: Tensor, branch: Tensor | None) -> Tensor:
         """Logits ``[M, vocabulary]`` of hidden states ``x + branch``, or x."""
         logits = project(self.head, self.norm(x, branch)[1])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.common import versions
+from qcut.engine.drafters import Drafter, accompany
 from qcut.engine.families import decoder_of
 from qcut.engine.families.fidelity import base_of
 from qcut.engine.families.generation_settings import GenerationSettings
@@ -23,7 +24,6 @@ from qcut.engine.kv_cache.cache import KVDtype
 from qcut.engine.likelihoods import check_top
 from qcut.engine.runner import ModelRunner, inference
 from qcut.engine.sequence import Event, Generated, SequenceBatch, SequenceState
-from qcut.engine.speculation import Lookup
 from qcut.engine.token_ids import (
     Options,
     ReusePrefix,
@@ -35,7 +35,7 @@ from qcut.engine.token_ids import (
     reused_tokens,
     stops_of,
 )
-from qcut.errors import ConfigError, ContextError, ShapeError, shown
+from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling
 from qcut.text.detokenizer import Detokenizer
 from qcut.text.prompts import Chat, as_ids, check_tokenizer
@@ -86,8 +86,8 @@ class Engine:
             drops no more tokens than this, except all. 0: every layer keeps all tokens.
         stack: one product for queries, keys and values, and one for gate and up, if the modules allow it; False calls
             each module and leaves the weights where they are.
-        speculate: how `generate`, `stream` and a `Scheduler` find drafts, several of which a step verifies
-            (`qcut.engine.speculation`); None: each step gives one token of a sequence.
+        speculate: a `qcut.Lookup` or `qcut.DraftModel`, by which `generate`, `stream` and a `Scheduler` find drafts,
+            several of which a step verifies (`qcut.engine.speculation`); None: a step gives one token of a sequence.
 
     Attributes:
         decoder: the model's parts.
@@ -126,7 +126,7 @@ class Engine:
         graphs: bool = True,
         ring: int = ring_cache.SLACK,
         stack: bool = True,
-        speculate: Lookup | None = None,
+        speculate: Drafter | None = None,
     ) -> None:
         versions.require("transformers")
         model = base_of(model)
@@ -139,8 +139,6 @@ class Engine:
             raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: 1 to {limit}")
         if not is_whole(ring) or ring < 0:
             raise ConfigError(f"ring is {ring!r}; allowed: 0 and more")
-        if speculate is not None and not isinstance(speculate, Lookup):
-            raise ConfigError(f"speculate is {shown(speculate)}; allowed: a qcut.Lookup, or None")
         self.speculate = speculate
         if tokenizer is not None:
             check_tokenizer(tokenizer)
@@ -152,6 +150,8 @@ class Engine:
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
         runner = ModelRunner(self.decoder, batch, context, kv_cache=kv_cache, ring=ring, graphs=graphs)
+        if speculate is not None:
+            accompany(runner, speculate)
         self._use(runner)
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
         held = (*model.parameters(), *model.buffers()) if runner.graphs is not None else ()

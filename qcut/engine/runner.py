@@ -92,6 +92,7 @@ class ModelRunner:
         logits: of each prompt's last token after `prefill`, ``[batch, vocabulary]``; the next call overwrites them.
         likeliest: the first largest of each row of ``logits``, int64 ``[batch]``.
         graphs: captured graphs; None captures nothing.
+        companion: a runner of another decoder that has the same sequences, and prefills what this one does; or None.
         max_prefill_tokens: most tokens that a prefill chunk has in all sequences together, which bounds the memory of
             each layer's result. May be changed between calls.
     """
@@ -107,7 +108,13 @@ class ModelRunner:
         with inference():
             self.tables = decoder.rotary_tables(context)
         self.graphs = Graphs(decoder.device) if graphs and decoder.device.type == "cuda" else None
+        self.companion: ModelRunner | None = None
+        self._last: tuple[Tensor, Tensor | None]
         self._allocate(batch)
+
+    def accompany(self, companion: ModelRunner) -> None:
+        """Take another runner of as many batch slots as `companion`."""
+        self.companion, self.cache.companion = companion, companion.cache
 
     def with_batch(self, batch: int) -> ModelRunner:
         """Another runner of the same decoder, with a KV cache and graphs of its own."""
@@ -115,6 +122,8 @@ class ModelRunner:
         other.graphs = None if self.graphs is None else Graphs(self.decoder.device)
         other._allocate(batch)
         other.cache.share_calibration(self.cache)
+        if self.companion is not None:
+            other.accompany(self.companion.with_batch(batch))
         return other
 
     @inference()
@@ -128,9 +137,9 @@ class ModelRunner:
         self.likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
 
     def new_cache(self, batch: int) -> KVCache:
-        """An empty KV cache of this runner's kind and context."""
+        """An empty KV cache of this runner's kind and context, with one of its companion's."""
         decoder = self.decoder
-        return KVCache(
+        cache = KVCache(
             len(decoder.blocks),
             batch,
             decoder.heads.keys,
@@ -141,6 +150,9 @@ class ModelRunner:
             kv_dtype=self._kv_dtype,
             rings=self.rings,
         )
+        if self.companion is not None:
+            cache.companion = self.companion.new_cache(batch)
+        return cache
 
     # ── prefill ──────────────────────────────────────────────────────────────────────────────────
 
@@ -151,6 +163,8 @@ class ModelRunner:
             prompts: checked ids of each, int64 ``[T]`` on the host, T at least 1, that fit the context.
             starts: tokens of each sequence that stay in the cache before its prompt.
         """
+        if self.companion is not None:
+            self.companion.prefill(prompts, starts)
         for chunk, _ in self._chunks(prompts, starts):
             if chunk.graph is not None:
                 chunk.graph.replay()
@@ -165,6 +179,8 @@ class ModelRunner:
         Yields:
             Index of a prompt, index of its first token in a chunk, and logits ``[T, vocabulary]`` after each token.
         """
+        if self.companion is not None:
+            self.companion.prefill(prompts, starts)
         for chunk, span in self._chunks(prompts, starts):
 
             def run(chunk: Chunk = chunk) -> Tensor:
@@ -267,7 +283,7 @@ class ModelRunner:
         early_read = self.graphs is not None
         inputs = (self.cache, self.tables, positions, slots, self._counters)
         attention = StepAttention(*inputs, max_seq_len, other_buckets, early_read)
-        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
+        return self._logits(*self.decoder(tokens, positions, len(tokens), attention))
 
     def forward_tokens(self, tokens: Tensor, counts: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """A step of several tokens of each sequence.
@@ -287,7 +303,16 @@ class ModelRunner:
         at = (positions[:, None] + index).clamp(max=self.context - 1).flatten()
         places = torch.where(index < lengths[:, None], slots[:, None] + index, self.context).flatten()
         attention = PromptAttention(self.cache, self.tables, at, places, positions, lengths)
-        return self.decoder.logits(*self.decoder(tokens.t().flatten(), at, n, attention))
+        return self._logits(*self.decoder(tokens.t().flatten(), at, n, attention))
+
+    def last_hidden(self) -> Tensor:
+        """States ``[M, H]`` before the last norm, of the tokens of the last `forward_step` or `forward_tokens`."""
+        x, branch = self._last
+        return x if branch is None else x + branch
+
+    def _logits(self, x: Tensor, branch: Tensor | None) -> Tensor:
+        self._last = x, branch
+        return self.decoder.logits(x, branch)
 
 
 def buckets(context: int) -> list[int]:

@@ -11,9 +11,10 @@ from typing import Generic, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from qcut.engine.drafters import Drafter, DraftState
 from qcut.engine.likelihoods import LogProbability, likelihoods
 from qcut.engine.runner import HOST_STEPS, DecodeLoop, HostCopy, ModelRunner
-from qcut.engine.speculation import DraftedLoop, DraftRecord, DraftState, Lookup, drafted_loop, next_width
+from qcut.engine.speculation import DraftedLoop, DraftRecord, drafted_loop, next_width
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, sample
 from qcut.text.sequence_text import SequenceText
 
@@ -229,7 +230,8 @@ class DraftedTokens(NewTokens[S]):
                 zip(self.sequences, self.tokens.wait(), strict=True)
             ):
                 sequence.queued += count - 1
-                verified, right = sequence.drafts.note(self._width, count, found)
+                offered = found if self._loop.offered is None else self._loop.offered
+                verified, right = sequence.drafts.note(self._width, count, offered)
                 self.verified += verified
                 self.right += right
                 self._loop.settle(slot, self._width - count)
@@ -286,15 +288,14 @@ class SequenceBatch(Generic[S]):
     Args:
         runner: its slots are this batch's while it is used.
         slots: most sequences.
-        lookup: how drafts are found; None: there are none. Steps have none either while penalties go by the tokens
-            before.
+        drafter: finds drafts; None: there are none. Steps have none either while penalties go by the tokens before.
 
     Attributes:
         sequences: by slot.
         runs_ahead: whether the device computes a step while the host reads the tokens of the last one.
     """
 
-    def __init__(self, runner: ModelRunner, slots: int, lookup: Lookup | None = None) -> None:
+    def __init__(self, runner: ModelRunner, slots: int, drafter: Drafter | None = None) -> None:
         self._runner, self._slots, self._device = runner, slots, runner.decoder.device
         self.sequences: list[S] = []
         self.runs_ahead = self._device.type == "cuda"
@@ -302,9 +303,9 @@ class SequenceBatch(Generic[S]):
         self._history: History | None = None
         self._loop: DecodeLoop | DraftedLoop | None = None  # None: the batch has changed since the last step
         self._sampling: _BatchSampling | None = None  # None: all take the likeliest
-        self._lookup, self._state = lookup, None
-        if lookup is not None:
-            self._state = DraftState.of(slots, lookup.drafts + 1, runner.context, self._device)
+        self._drafter, self._state = drafter, None
+        if drafter is not None:
+            self._state = DraftState.of(slots, drafter.drafts + 1, runner.context, self._device)
         self._drafted: deque[DraftedTokens[S]] = deque()  # steps of the loop, some of which may be on their way
         self._draws: dict[int, _DraftedSampling] = {}
 
@@ -360,12 +361,12 @@ class SequenceBatch(Generic[S]):
         """Queue a decode step of all sequences; returns the next token of each, or several."""
         if self._loop is None:
             lengths, drafts = [sequence.cached for sequence in self.sequences], self._state
-            if drafts is None or self._lookup is None or any(each.sampling.penalizes for each in self.sequences):
+            if drafts is None or self._drafter is None or any(each.sampling.penalizes for each in self.sequences):
                 self._loop = self._runner.decode_loop(self._tokens[: len(lengths)], lengths)
                 likeliest = all(sequence.takes_likeliest for sequence in self.sequences)
                 self._sampling = None if likeliest else _BatchSampling(self.sequences, self._device)
             else:
-                self._loop = drafted_loop(self._runner, drafts.of_slots(0, len(lengths)), lengths, self._lookup)
+                self._loop = drafted_loop(self._runner, drafts.of_slots(0, len(lengths)), lengths, self._drafter)
                 self._drafted.clear()
                 self._draws.clear()
         if isinstance(self._loop, DraftedLoop):

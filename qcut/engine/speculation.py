@@ -16,110 +16,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qcut.engine.drafters import Drafter, DraftState
 from qcut.engine.runner import HostCopy, HostTokens, ModelRunner, buckets, parked
-from qcut.engine.token_ids import is_whole
-from qcut.errors import ConfigError
 
-MOST_DRAFTS, MOST_NGRAM = 15, 8
-"""Most drafts of a step, and tokens of an n-gram, that the operator takes."""
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
 _TIMED, _SETTLING = 8, 3
 """Steps that are timed, and steps before them."""
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Drafts by look-up: what followed the last tokens where they stood before, in prompt and answer.
-
-    It costs next to nothing, and is right where a text repeats its prompt or itself: edits of a document, code.
-
-    Attributes:
-        drafts: most drafted tokens of a step, 1 to 15.
-        shortest: fewest last tokens that must have stood before, 1 to ``longest``.
-        longest: most of them that are compared, to 8: of several places the one that agrees longest, then the last one.
-
-    Raises:
-        ConfigError: a number out of its range.
-    """
-
-    drafts: int = 7
-    shortest: int = 2
-    longest: int = 4
-
-    def __post_init__(self) -> None:
-        for name, most in (("drafts", MOST_DRAFTS), ("longest", MOST_NGRAM), ("shortest", self.longest)):
-            value = getattr(self, name)
-            if not is_whole(value) or not 1 <= value <= most:
-                raise ConfigError(f"Lookup: {name} is {value!r}; allowed: 1 to {most}")
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Tokens of a sequence that steps have: 1, 2, 4 and so on, and all drafts."""
-        doubling = [1 << i for i in range(self.drafts.bit_length()) if 1 << i <= self.drafts]
-        return (*doubling, self.drafts + 1)
-
-
-class DraftState(NamedTuple):
-    """What drafted steps read and write of n sequences, on the device; see `torch.ops.qcut.accept`.
-
-    Attributes:
-        tokens: int64 ``[W, n]``: each sequence's next token, and its drafts.
-        counts: int32 ``[n]``, how many of these there are.
-        positions: int32 ``[n]``, of the next token.
-        slots: int32 ``[n]``, its place in the cache; the context for a sequence that is full or padding.
-        text: int32 ``[n, context + 1]``, ids of prompt and answer, by which drafts are looked up.
-        ends: int32 ``[n]``, how many ids there are.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    positions: Tensor
-    slots: Tensor
-    text: Tensor
-    ends: Tensor
-
-    @classmethod
-    def of(cls, sequences: int, width: int, context: int, device: torch.device) -> DraftState:
-        """The state of padding."""
-
-        def whole(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        n = sequences
-        tokens = torch.zeros(width, n, dtype=torch.int64, device=device)
-        return cls(tokens, whole(n) + 1, whole(n), whole(n) + context, whole(n, context + 1), whole(n))
-
-    def of_slots(self, first: int, count: int) -> DraftState:
-        """A view of some sequences."""
-        part = slice(first, first + count)
-        return DraftState(self.tokens[:, part], *(tensor[part] for tensor in self[1:]))
-
-    def copy_(self, other: DraftState) -> None:
-        """Copy the state of as many sequences."""
-        for ours, theirs in zip(self, other, strict=True):
-            ours.copy_(theirs, non_blocking=True)
-
-    def begin(self, slot: int, prompt: Sequence[int]) -> None:
-        """Begin a sequence's text with the ids of its prompt; see `put`."""
-        row = self.text[slot, : len(prompt)]
-        row.copy_(torch.tensor(prompt, dtype=torch.int32, device="cpu"), non_blocking=True)
-        self.ends[slot] = len(prompt)
-
-    def put(self, slot: int, tokens: Tensor, lengths: Sequence[int], context: int) -> None:
-        """Put the first new tokens int64 ``[m]`` of sequences from ``slot`` on, after so many tokens in the cache."""
-        part, places = self.of_slots(slot, len(tokens)), torch.tensor(lengths, dtype=torch.int32, device="cpu")
-        part.tokens[0].copy_(tokens)
-        part.counts.fill_(1)
-        part.slots.copy_(places, non_blocking=True)
-        torch.clamp(part.slots, max=context - 1, out=part.positions)
-        part.text.scatter_(1, part.ends.long().clamp(max=context)[:, None], tokens.to(torch.int32)[:, None])
-        part.ends.add_(1).clamp_(max=context + 1)
 
 
 @dataclass
@@ -170,23 +77,29 @@ def next_width(records: Sequence[DraftRecord], widths: Sequence[int], cost: Call
     return max(useful, key=lambda width: sum(record.expected(width) for record in records) / cost(width))
 
 
-def drafted_loop(runner: ModelRunner, state: DraftState, lengths: Sequence[int], lookup: Lookup) -> DraftedLoop:
+def widths_of(drafts: int, room: int) -> tuple[int, ...]:
+    """Tokens of a sequence that steps have, ``room`` at most: 1, 2, 4 and so on, and one with all drafts."""
+    doubling = [1 << i for i in range(drafts.bit_length()) if 1 << i <= drafts]
+    return tuple(width for width in (*doubling, drafts + 1) if width <= room)
+
+
+def drafted_loop(runner: ModelRunner, state: DraftState, lengths: Sequence[int], drafter: Drafter) -> DraftedLoop:
     """A loop of drafted steps of the sequences in a runner's first n batch slots.
 
     Args:
         runner: computes steps.
         state: of n sequences.
         lengths: tokens of each in the cache.
-        lookup: how drafts are found.
+        drafter: finds drafts.
     """
     n, graphs = len(lengths), runner.graphs
     size = n if graphs is None else min(runner.batch, 1 << (n - 1).bit_length())
-    make = partial(DraftedLoop, runner, size, lookup)
+    make = partial(DraftedLoop, runner, size, drafter)
     if graphs is None:
         loop = make()
     else:
         graphs.refresh()
-        loop = graphs.get(("drafted", size, lookup), make)
+        loop = graphs.get(("drafted", size, drafter), make)
     loop.start(state, lengths)
     return loop
 
@@ -197,21 +110,27 @@ class DraftedLoop:
     Args:
         runner: computes steps.
         size: batch slots.
-        lookup: how drafts are found.
+        drafter: finds drafts.
 
     Attributes:
         state: of all slots.
         widths: tokens of a sequence that a step may have, in ascending order.
         lengths: most tokens that each sequence can have in the cache after the steps so far.
+        offered: drafts that each sequence has for its next step; None: as many as the last step has found.
     """
 
-    def __init__(self, runner: ModelRunner, size: int, lookup: Lookup) -> None:
-        self._forward, self._forward_tokens = runner.forward_step, runner.forward_tokens
-        context, device, width = runner.context, runner.decoder.device, lookup.drafts + 1
-        self._context, self._device, self._graphs, self._lookup = context, device, runner.graphs, lookup
+    def __init__(self, runner: ModelRunner, size: int, drafter: Drafter) -> None:
+        self._runner, self._drafter = runner, drafter
+        context, device, width = runner.context, runner.decoder.device, drafter.drafts + 1
+        self._context, self._device, self._graphs = context, device, runner.graphs
         self.state = DraftState.of(size, width, context, device)
-        room = min((ring.room for ring in runner.rings if ring is not None), default=width)
-        self.widths = [each for each in lookup.widths if each <= room]
+        self._hidden: Tensor | None = None
+        if drafter.reads_hidden:
+            self._hidden = torch.zeros(size, runner.decoder.width, dtype=runner.decoder.dtype, device=device)
+        both = (runner, *(() if runner.companion is None else (runner.companion,)))
+        rooms = [ring.room for each in both for ring in each.rings if ring is not None]
+        self.widths = widths_of(drafter.drafts, min(rooms, default=width))
+        self.offered = None if drafter.longest else drafter.drafts
         self._host = HostTokens((size, width + 2), device)
         if device.type == "cuda":
             weakref.finalize(self, self._host.settle).atexit = False
@@ -311,20 +230,28 @@ class DraftedLoop:
 
     def _run(self, key: tuple[int, int, bool], others: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         width, max_seq_len, takes_likeliest = key
-        state = self.state
+        state, runner = self.state, self._runner
         if width == 1:
-            logits = self._forward(state.tokens[0], state.positions, state.slots, max_seq_len, others)
+            logits = runner.forward_step(state.tokens[0], state.positions, state.slots, max_seq_len, others)
         else:
-            logits = self._forward_tokens(state.tokens[:width], state.counts, state.positions, state.slots)
+            if not self._drafter.longest:
+                self._drafter.propose(runner.companion, state, width - 1, self._hidden)
+            logits = runner.forward_tokens(state.tokens[:width], state.counts, state.positions, state.slots)
         chosen = torch.ops.qcut.argmax(logits).view(-1, width)
         if takes_likeliest:
             self._accept(chosen)
         return logits, chosen
 
     def _accept(self, chosen: Tensor) -> None:
-        given, lookup = self.state, self._lookup
+        state, drafter, before = self.state, self._drafter, None
+        if self._hidden is not None:
+            before = state.slots.clone()
         told = (self._host.memory, self._host.row)
-        torch.ops.qcut.accept(chosen, *given, self._context, lookup.shortest, lookup.longest, *told)
+        torch.ops.qcut.accept(chosen, *state, self._context, drafter.shortest, drafter.longest, *told)
+        if self._hidden is not None and before is not None:
+            last = (state.slots - before - 1).clamp(min=0).long()
+            rows = torch.arange(len(chosen), device=self._device) * chosen.shape[1] + last
+            self._hidden.copy_(self._runner.last_hidden()[rows])
 
     def _capture(self, key: tuple[int, int, bool]) -> None:
         """Capture a step once, if graphs are used."""

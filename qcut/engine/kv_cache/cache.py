@@ -46,6 +46,7 @@ class KVCache:
 
     Attributes:
         needs_calibration: whether keys have 4 bits.
+        companion: a cache of another decoder with the same sequences, whose sequences are copied with these; or None.
 
     Raises:
         ConfigError: another ``kv_dtype``; or 4 bits for a head of another size than `qcut.numerics.int4.HEADS`, or, on
@@ -82,6 +83,7 @@ class KVCache:
             at = self._rings[:i].count(ring)
             self._layers.append(tuple(None if t is None else t[at] for t in self._parts[ring]))  # type: ignore[arg-type]
 
+        self.companion: KVCache | None = None
         self.kv_dtype: KVDtype = kv_dtype
         self._device, self.needs_calibration = device, kinds[0] == "int4"
         self._calibration: list[Tensor | None] = [None] * layers
@@ -121,11 +123,14 @@ class KVCache:
                 if to is not None and given is not None:
                     to[:, slot, :, span] = given[:, source_slot, :, span]
         self._written[slot] = source._written[source_slot]
+        if self.companion is not None and source.companion is not None:
+            self.companion.copy_sequence(source.companion, source_slot, slot, first, end)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and scales together."""
-        return sum(part.nbytes for parts in self._parts.values() for part in parts if part is not None)
+        """Bytes of keys, values and scales together, and of the companion's."""
+        more = 0 if self.companion is None else self.companion.nbytes
+        return more + sum(part.nbytes for parts in self._parts.values() for part in parts if part is not None)
 
     def layer(self, index: int) -> Memory:
         """A layer's memory: keys, values ``[batch, kv_heads, rows, D]`` and, of compressed ones, their scales."""

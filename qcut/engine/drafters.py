@@ -1,0 +1,238 @@
+"""Drafters: what finds drafts for `qcut.engine.speculation`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from qcut.engine.token_ids import is_whole
+from qcut.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    from qcut.engine.engine import Engine
+    from qcut.engine.runner import ModelRunner
+
+MOST_DRAFTS, MOST_NGRAM = 15, 8
+"""Most drafts of a step, and tokens of an n-gram, that `torch.ops.qcut.accept` takes."""
+
+
+class DraftState(NamedTuple):
+    """What drafted steps read and write of n sequences, on the device; see `torch.ops.qcut.accept`.
+
+    Attributes:
+        tokens: int64 ``[W, n]``: each sequence's next token, and its drafts.
+        counts: int32 ``[n]``, how many of these there are.
+        positions: int32 ``[n]``, of the next token.
+        slots: int32 ``[n]``, its place in the cache; the context for a sequence that is full or padding.
+        text: int32 ``[n, context + 1]``, ids of prompt and answer; the last one is the next token.
+        ends: int32 ``[n]``, how many ids there are.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    positions: Tensor
+    slots: Tensor
+    text: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, sequences: int, width: int, context: int, device: torch.device) -> DraftState:
+        """The state of padding."""
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        n = sequences
+        tokens = torch.zeros(width, n, dtype=torch.int64, device=device)
+        return cls(tokens, whole(n) + 1, whole(n), whole(n) + context, whole(n, context + 1), whole(n))
+
+    def of_slots(self, first: int, count: int) -> DraftState:
+        """A view of some sequences."""
+        part = slice(first, first + count)
+        return DraftState(self.tokens[:, part], *(tensor[part] for tensor in self[1:]))
+
+    def copy_(self, other: DraftState) -> None:
+        """Copy the state of as many sequences."""
+        for ours, theirs in zip(self, other, strict=True):
+            ours.copy_(theirs, non_blocking=True)
+
+    def begin(self, slot: int, prompt: Sequence[int]) -> None:
+        """Begin a sequence's text with the ids of its prompt; see `put`."""
+        row = self.text[slot, : len(prompt)]
+        row.copy_(torch.tensor(prompt, dtype=torch.int32, device="cpu"), non_blocking=True)
+        self.ends[slot] = len(prompt)
+
+    def put(self, slot: int, tokens: Tensor, lengths: Sequence[int], context: int) -> None:
+        """Put the next tokens int64 ``[m]`` of sequences from ``slot`` on, after so many tokens in the cache."""
+        part, places = self.of_slots(slot, len(tokens)), torch.tensor(lengths, dtype=torch.int32, device="cpu")
+        part.tokens[0].copy_(tokens)
+        part.counts.fill_(1)
+        part.slots.copy_(places, non_blocking=True)
+        torch.clamp(part.slots, max=context - 1, out=part.positions)
+        part.text.scatter_(1, part.ends.long().clamp(max=context)[:, None], tokens.to(torch.int32)[:, None])
+        part.ends.add_(1).clamp_(max=context + 1)
+
+
+class Drafter(Protocol):
+    """Finds drafts of sequences. Whatever it finds, the tokens of an engine are those of plain steps.
+
+    Attributes:
+        drafts: most drafts of a sequence, 1 to `MOST_DRAFTS`.
+        shortest: fewest last tokens that the look-up compares, see `Lookup`.
+        longest: most of them; 0: there is no look-up, and steps with drafts call `propose`.
+        reads_hidden: whether `propose` is given hidden states, as heads that are trained with a model read them.
+    """
+
+    @property
+    def drafts(self) -> int:
+        """See above."""
+
+    @property
+    def shortest(self) -> int:
+        """See above."""
+
+    @property
+    def longest(self) -> int:
+        """See above."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """See above."""
+
+    def companion(self, runner: ModelRunner) -> ModelRunner | None:
+        """A runner with a KV cache of its own, for the sequences of an engine's runner; None: there is none.
+
+        It prefills the prompts that the engine's runner prefills, and its sequences are copied with the engine's.
+
+        Raises:
+            ConfigError: the drafter does not go with the engine.
+        """
+
+    def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
+        """Write drafts 1 to ``drafts`` of all sequences into ``state.tokens``; runs in a CUDA graph.
+
+        Args:
+            companion: of `companion`, for the same batch slots.
+            state: of all slots. What is written for padding does not matter.
+            drafts: number to write.
+            hidden: states ``[n, H]`` before the last norm, after which each next token was chosen; None unless
+                ``reads_hidden``. Unknown, zeros, before a sequence's first drafted or plain step.
+        """
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Drafts by look-up: what followed the last tokens where they stood before, in prompt and answer.
+
+    It costs next to nothing, and is right where a text repeats its prompt or itself: edits of a document, code.
+
+    Attributes:
+        drafts: most drafted tokens of a step, 1 to 15.
+        shortest: fewest last tokens that must have stood before, 1 to ``longest``.
+        longest: most of them that are compared, to 8: of several places the one that agrees longest, then the last one.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+
+    drafts: int = 7
+    shortest: int = 2
+    longest: int = 4
+    reads_hidden: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_drafts("Lookup", self.drafts)
+        for name, most in (("longest", MOST_NGRAM), ("shortest", self.longest)):
+            value = getattr(self, name)
+            if not is_whole(value) or not 1 <= value <= most:
+                raise ConfigError(f"Lookup: {name} is {value!r}; allowed: 1 to {most}")
+
+    def companion(self, runner: ModelRunner) -> None:
+        """See `Drafter.companion`."""
+
+    def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
+        """See `Drafter.propose`: the operator that accepts drafts looks the next ones up."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Drafts by a smaller model of the same vocabulary, each its likeliest token.
+
+    Attributes:
+        engine: the smaller model's, on the same device and of the same context. Its weights are shared; it has a
+            further KV cache for the sequences of the engine that it drafts for.
+        drafts: most drafted tokens of a step, 1 to 15.
+
+    Raises:
+        ConfigError: no engine, or a number out of its range.
+    """
+
+    engine: Engine
+    drafts: int = 4
+    shortest: ClassVar[int] = 1
+    longest: ClassVar[int] = 0
+    reads_hidden: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        from qcut.engine.engine import Engine
+
+        if not isinstance(self.engine, Engine):
+            raise ConfigError(f"DraftModel: engine is {shown(self.engine)}; allowed: a qcut.Engine")
+        _check_drafts("DraftModel", self.drafts)
+
+    def companion(self, runner: ModelRunner) -> ModelRunner:
+        """See `Drafter.companion`."""
+        ours, theirs = self.engine, runner.decoder
+        for name, found, allowed in (
+            ("a vocabulary of", ours.decoder.vocabulary, theirs.vocabulary),
+            ("a context of", ours.context, runner.context),
+            ("the device", ours.decoder.device, theirs.device),
+        ):
+            if found != allowed:
+                raise ConfigError(f"DraftModel: the engine has {name} {found}; allowed: {allowed}, as of the model")
+        return ours.runner.with_batch(runner.batch)
+
+    def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
+        """See `Drafter.propose`.
+
+        The first step reads the token before the next one again: it may have been the last draft, which the smaller
+        model has not read.
+        """
+        assert companion is not None
+        context, counts = companion.context, torch.full_like(state.counts, 2)
+        before = state.text.gather(1, (state.ends - 2).clamp(min=0).long()[:, None]).flatten().long()
+        full = state.slots >= context
+        tokens = torch.stack((before, state.tokens[0]))
+        places = torch.where(full, context, state.slots - 1)
+        logits = companion.forward_tokens(tokens, counts, (state.positions - 1).clamp(min=0), places)[1::2]
+        for i in range(1, drafts + 1):
+            state.tokens[i].copy_(torch.ops.qcut.argmax(logits))
+            if i < drafts:
+                at, places = state.positions + i, torch.where(full, context, state.slots + i)
+                logits = companion.forward_tokens(
+                    state.tokens[i : i + 1], counts, at.clamp(max=context - 1), places.clamp(max=context)
+                )
+        room = (context - state.slots).clamp(min=1, max=drafts + 1)
+        state.counts.copy_(room)
+
+
+def accompany(runner: ModelRunner, drafter: Drafter) -> None:
+    """Give a runner what a drafter needs.
+
+    Raises:
+        ConfigError: no drafter, or one that does not go with the runner.
+    """
+    if not all(hasattr(drafter, name) for name in ("drafts", "companion", "propose")):
+        raise ConfigError(f"speculate is {shown(drafter)}; allowed: a qcut.Lookup, a qcut.DraftModel, or None")
+    companion = drafter.companion(runner)
+    if companion is not None:
+        runner.accompany(companion)
+
+
+def _check_drafts(name: str, drafts: object) -> None:
+    if not is_whole(drafts) or not 1 <= drafts <= MOST_DRAFTS:  # type: ignore[operator]
+        raise ConfigError(f"{name}: drafts is {shown(drafts)}; allowed: 1 to {MOST_DRAFTS}")
