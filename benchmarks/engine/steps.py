@@ -325,7 +325,7 @@ KINDS = {
     "rotary positions, cache": ("qcut_append",),
     "norms": ("qcut_norm",),
     "embeddings": ("qcut_embed",),
-    "argmax": ("qcut_argmax",),
+    "argmax": ("qcut_argmax", "qcut_accept"),
     "activations": ("silu_mul", "gelu_tanh"),
     "rotations, int8": ("qcut_rotate", "qcut_quantize"),
     "routes": ("route",),

@@ -157,6 +157,11 @@ def _decoder() -> Iterator[Check]:
     yield Check("argmax", "5x50257 float16", OPS.argmax, (logits,))
     state = torch.zeros(5, dtype=torch.int64, device="cpu"), _int32(*[63] * 5), _int32(*[64] * 5)
     yield Check("advance", "5x50257 float16", _advance, (logits, *state))
+    text = _integers(0, 3, 5, 4096, dtype=torch.int32)
+    drafted = _integers(0, 3, 8, 5, seed=1, dtype=torch.int64)
+    at = _int32(*[4000] * 4, 4096)
+    step = drafted[:5].t().contiguous(), drafted, _int32(*[8] * 5), at, at.clone(), text, _int32(*[4001] * 5)
+    yield Check("accept", "5x4096 of 3 tokens", _accept, step)
 
 
 def _routing() -> Iterator[Check]:
@@ -201,6 +206,11 @@ def _add_norm_expected(got: Results, x: Tensor, residual: Tensor, *args: Any) ->
 
 def _advance(logits: Tensor, *state: Tensor) -> Results:
     OPS.advance(logits, *state, 64)
+    return state
+
+
+def _accept(chosen: Tensor, *state: Tensor) -> Results:
+    OPS.accept(chosen, *state, 4096, most=8)
     return state
 
 

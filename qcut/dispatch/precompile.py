@@ -31,6 +31,7 @@ from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ActivateRows
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend
+from qcut.emitters.decoder.accept import AcceptTokens
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
 from qcut.emitters.decoder.cache import ROTATED_HEADS
 from qcut.emitters.decoder.embed import EmbedRows
@@ -225,6 +226,7 @@ def _rows(target: Target) -> Iterator[Kernel]:
     for x, parts in product(FLOATS, (1, PARTS) if target.exchanges_in_clusters else (1,)):
         for advances, tells in ((False, False), (True, False), (True, True)):
             yield ArgmaxRows(x, arch, advances, parts, tells)
+    yield AcceptTokens(arch)
     for aligned in _BOOLS:
         yield ColSum(arch, aligned)
 

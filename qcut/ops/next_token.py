@@ -145,8 +145,8 @@ class AcceptOp(NamedTuple):
     Let ``s = slots[b]`` and ``m = min(counts[b], T, context - s)``. Of sequence b, the first a drafts are accepted, a
     the number of leading t from 0 to m - 2 with ``chosen[b, t] == tokens[t + 1, b]``. The ``n = a + 1`` new tokens are
     ``chosen[b, :n]``: appended to ``text`` as far as they fit, the last one in ``tokens[0, b]``, ``positions = min(s +
-    n, context - 1)``, ``slots = min(s + n, context)``. A sequence whose s is ``context`` or more is full or padding:
-    n is 0, ``counts`` becomes 1, and all else stays except ``told`` and ``turn``.
+    n, context - 1)``, ``slots = min(s + n, context)``. If s is ``context`` or more, the sequence is full or padding:
+    n and d are 0, ``counts`` becomes 1, ``told`` and ``turn`` are written, and all else stays.
 
     Drafts continue the text after an earlier occurrence of its last tokens. With ``E = ends[b]``, the g tokens that
     end at j, j < E - 1, equal the g last ones of ``text[b, :E]``: g is as large as possible from ``least`` to ``most``,
@@ -233,7 +233,7 @@ class AcceptOp(NamedTuple):
             self.counts[b] = 1 + len(drafts)
             if self.told is not None and self.turn is not None:
                 told = self.told[int(self.turn[b]), b].zero_()
-                told[:2] = torch.tensor((len(new), len(drafts)))
+                told[0], told[1] = len(new), len(drafts)
                 told[2 : 2 + len(new)] = new
         if self.told is not None and self.turn is not None:
             self.turn.add_(1).remainder_(len(self.told))
@@ -256,7 +256,8 @@ class AcceptOp(NamedTuple):
         text, drafted = self.text[b, : int(self.ends[b])], self.tokens[1:, b].zero_()
         count = min(len(drafted), max(0, self.context - 1 - int(self.slots[b])))
         last, length = len(text) - 1, 0
-        matches = torch.arange(max(0, last))  # ends of n-grams of `length` tokens that equal the last ones
+        # Where n-grams of `length` tokens end that equal the last ones.
+        matches = torch.arange(max(0, last), dtype=torch.int64, device=text.device)
         while length < min(self.most, last):
             longer = matches[matches >= length]
             if not len(longer := longer[text[longer - length] == text[last - length]]):
@@ -265,4 +266,5 @@ class AcceptOp(NamedTuple):
         if length == 0 or length < self.least:
             return drafted[:0]
         match = int(matches[-1])
-        return drafted[:count].copy_(text[match + 1 + torch.arange(count) % (last - match)])
+        places = match + 1 + torch.arange(count, dtype=torch.int64, device=text.device) % (last - match)
+        return drafted[:count].copy_(text[places])

@@ -19,6 +19,7 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder import quantize
+from qcut.emitters.decoder.accept import AcceptTokens
 from qcut.emitters.decoder.activate import ActivateRows
 from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.argmax import ArgmaxRows
@@ -92,6 +93,7 @@ def rows(arch: str) -> list[KernelSource]:
         EmbedCodebook(F16, F16, (4,), 128, arch, places=True).emit(),
         ActivateRows("silu_mul", F16, arch).emit(),
         ArgmaxRows(F16, arch, True).emit(),
+        AcceptTokens(arch).emit(),
         quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096).emit(),
         quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True).emit(),
         quantize.QuantizePerTensor.for_shape(F32, arch, 4096, 1280).emit(),

@@ -159,7 +159,7 @@ def test_the_set_is_whole_and_small(arch: str) -> None:
     wanted |= {"codebook_stream_wgmma", "codebook_wgmma"} if wgmma else {"codebook_mma", "codebook_stream_rounds"}
     families = {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in found}
     assert wanted < families
-    wanted = {"norm", "append", "attention_append", "argmax", "embed", "quantize_per_token"}
+    wanted = {"norm", "append", "attention_append", "argmax", "accept", "embed", "quantize_per_token"}
     assert wanted | {"route", "sort_routes", "sum_routes"} < families
     assert len({source.name for source in found}) == len(found) < 8100
     assert sum(source.toolchain == "nvcc" for source in found) < 200

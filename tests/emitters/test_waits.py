@@ -15,6 +15,7 @@ from qcut.emitters.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.attention.scores import Scores
 from qcut.emitters.attention.simt import AttentionDecode
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.decoder.accept import AcceptTokens
 from qcut.emitters.decoder.activate import ActivateRows
 from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.argmax import ArgmaxRows
@@ -74,6 +75,7 @@ def unpromised() -> list[KernelSource]:
         *(ActivateRows(kind, F16, ARCH, True).emit() for kind in ("silu_mul", "clamped_silu_mul")),
         RotateAndAppend(F16, F16, 64, "half", ARCH, False, True).emit(),
         ArgmaxRows(F16, ARCH, True).emit(),
+        AcceptTokens(ARCH).emit(),
         attention.emit(),
         *(AttentionAppend(attention, True, norms).emit() for norms in (False, True)),
         *(kind.emit() for kind in (sunk, AttentionAppend(sunk, True))),

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
+from qcut.emitters.decoder.accept import AcceptTokens
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
 from qcut.errors import DeviceError
-from qcut.ops.next_token import AdvanceOp, ArgmaxOp
+from qcut.ops.next_token import AcceptOp, AdvanceOp, ArgmaxOp
 from qcut.ops.registry import serves
 
 SPLIT_BYTES = 128 << 10
@@ -28,12 +29,31 @@ def argmax(call: ArgmaxOp) -> Tensor:
 @serves(AdvanceOp)
 def advance(call: AdvanceOp) -> None:
     call.check()
-    told: tuple[int, ...] = ()
-    if call.told is not None and call.turn is not None:
-        if not call.told.is_pinned():
-            raise DeviceError("qcut::advance: told is in memory that is not pinned; the GPU cannot write to it")
-        told = call.told.data_ptr(), call.turn.data_ptr(), len(call.told)
+    told = _told("advance", call.told, call.turn)
     _launch(call.logits, (call.tokens, call.positions, call.slots), (call.context,), told)
+
+
+@serves(AcceptOp)
+def accept(call: AcceptOp) -> None:
+    call.check()
+    told = _told("accept", call.told, call.turn) or (0, 0, 0)
+    (sequences, read), width, capacity = call.chosen.shape, len(call.tokens), call.text.shape[1]
+    if sequences == 0:
+        return
+    device = call.chosen.get_device()
+    state = call.chosen, call.tokens, call.counts, call.positions, call.slots, call.text, call.ends
+    sizes = read, width, capacity, call.context, call.least if call.most else 1, call.most
+    plan = _accept_plans[device,]
+    plan.launch(sequences, (*(t.data_ptr() for t in state), *sizes, *told), current_stream(device))
+
+
+def _told(op: str, told: Tensor | None, turn: Tensor | None) -> tuple[int, ...]:
+    """A kernel's arguments for the host's copy; none without one."""
+    if told is None or turn is None:
+        return ()
+    if not told.is_pinned():
+        raise DeviceError(f"qcut::{op}: told is in memory that is not pinned; the GPU cannot write to it")
+    return told.data_ptr(), turn.data_ptr(), len(told)
 
 
 def _launch(
@@ -59,4 +79,10 @@ def _launch(
 @PlanCache
 def _plans(dtype: torch.dtype, advances: bool, parts: int, tells: bool, device: int) -> LaunchPlan:
     desc = ArgmaxRows(DTYPES[dtype], target(device).arch, advances, parts, tells)
+    return LaunchSpec(desc.emit(), desc.grid, pdl=pdl(device)).load(device)
+
+
+@PlanCache
+def _accept_plans(device: int) -> LaunchPlan:
+    desc = AcceptTokens(target(device).arch)
     return LaunchSpec(desc.emit(), desc.grid, pdl=pdl(device)).load(device)

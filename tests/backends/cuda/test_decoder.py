@@ -19,7 +19,7 @@ from qcut.layers.codebook import CodebookLinear
 from qcut.numerics.codebook.tokens import operands
 from qcut.ops.activation import ActivateRotatedOp, GeluTanhOp, SiluMulOp
 from qcut.ops.embed import EmbedCodebookOp, EmbedRowsOp
-from qcut.ops.next_token import AdvanceOp, ArgmaxOp
+from qcut.ops.next_token import AcceptOp, AdvanceOp, ArgmaxOp
 from qcut.ops.norm import AddNormInt8Op, AddNormOp, AddNormRotatedOp
 from qcut.ops.quantize import QuantizePerTokenOp
 from tests.support.fakes.launches import H200, Launches, note_launches
@@ -211,6 +211,27 @@ def test_the_next_token(noted: Callable[[Any], Launches], monkeypatch: pytest.Mo
     for rows, columns, grid in ((16, 0, (8, 16, 1)), (17, 0, (17, 1, 1)), (2, 1, (2, 1, 1))):
         next_token.argmax(ArgmaxOp(wide[:rows, columns:]))
         assert launches[-1]["grid"] == grid
+
+
+def test_accepted_tokens(noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = noted(next_token)
+    chosen, tokens, text = torch.zeros(3, 2).long(), torch.zeros(5, 3).long(), torch.zeros(3, 20).int()
+    counts, positions, slots, ends, turn = torch.zeros(5, 3, dtype=torch.int32)
+    call = AcceptOp(chosen, tokens, counts, positions, slots, text, ends, 9, 1, 3)
+    next_token.accept(call)
+    state = {"tokens": tokens, "counts": counts, "positions": positions, "slots": slots, "text": text, "ends": ends}
+    sizes = {"read": 2, "width": 5, "capacity": 20, "context": 9, "least": 1, "most": 3}
+    has(launches[-1], chosen=chosen, **state, **sizes, told=0, turn=0)
+    assert launches[-1]["grid"] == (3, 1, 1)
+    told = torch.zeros(4, 3, 7, dtype=torch.int64)
+    with pytest.raises(DeviceError, match="qcut::accept: told is in memory that is not pinned"):
+        next_token.accept(call._replace(told=told, turn=turn))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is told)
+    next_token.accept(call._replace(told=told, turn=turn))
+    has(launches[-1], **state, **sizes, told=told, turn=turn, turns=4)
+    none = (counts[:0],) * 3
+    next_token.accept(AcceptOp(chosen[:0], tokens[:, :0].contiguous(), *none, text[:0], ends[:0], 9))
+    assert len(launches) == 2
 
 
 def test_embeddings(noted: Callable[[Any], Launches]) -> None:

@@ -10,6 +10,7 @@ from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder import activate, append, argmax, embed, embed_codebook, norm
+from qcut.emitters.decoder.accept import AcceptTokens
 from qcut.emitters.decoder.activate import ActivateRows
 from qcut.emitters.decoder.append import RotateAndAppend
 from qcut.emitters.decoder.argmax import ArgmaxRows
@@ -230,6 +231,7 @@ ROWS = {
         {"x": [{"x": S8}], "parts": [{"parts": 2}, {"parts": 8, "arch": "sm_89"}]},
         legal=ArgmaxRows(F16, ARCH),
     ),
+    "accept": Row(AcceptTokens.emit, lambda arch: [AcceptTokens(arch).emit()], legal=AcceptTokens(ARCH)),
     "embed": Row(
         EmbedRows.emit,
         embeds,

@@ -16,7 +16,7 @@ from qcut.emitters.decoder.argmax import ArgmaxRows
 # All that every GPU runs, and what Hopper adds.
 FAMILIES = ("int8_cutlass", "int8_mma", "int8_wmma", "int8_dp4a", "int8_stream", "w8a16_mma", "w8a16_stream")
 FAMILIES += ("codebook_stream", "rotate", "norm", "attention_mma", "attention_decode", "attention_append", "append")
-FAMILIES += ("embed", "argmax", "silu_mul", "gelu_tanh", "route", "linear_route", "sort_routes", "sum_routes")
+FAMILIES += ("embed", "argmax", "accept", "silu_mul", "gelu_tanh", "route", "linear_route", "sort_routes", "sum_routes")
 HOPPER = ("codebook_stream_wgmma", "codebook_wgmma", "w8a16_wgmma", "w8a16_cutlass")
 
 
