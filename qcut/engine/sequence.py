@@ -241,9 +241,8 @@ class DraftedTokens(NewTokens[S]):
     def wait(self) -> Iterator[tuple[S, int, LogProbability | None]]:
         """See `NewTokens.wait`."""
         likely = self.log_probabilities or [None] * (len(self.sequences) * self._width)
-        for slot, (sequence, tokens) in enumerate(zip(self.sequences, self.settle(), strict=True)):
-            for token, found in zip(tokens, likely[slot * self._width :], strict=False):
-                yield sequence, token, found
+        new = zip(self.sequences, self.settle(), range(0, len(likely), self._width), strict=True)
+        return ((sequence, *each) for sequence, tokens, at in new for each in zip(tokens, likely[at:], strict=False))
 
 
 class _DraftedSampling:
