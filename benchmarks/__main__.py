@@ -14,7 +14,7 @@ if __package__ in (None, ""):
 SUBJECTS = {
     "layers": "gemm linear codebook experts crossover zero_points triton epilogue capture overhead tutorial",
     "attention": "decode prompt",
-    "engine": "steps families caches breakdown batching server compare vllm gpt2 allreduce",
+    "engine": "steps families caches breakdown batching server compare vllm gpt2 allreduce speculation acceptance",
     "perplexity": "schemes codebooks mixtures experts plans caches sizes encoder shards",
     "load": "quantize memory first_use install",
     "publish": "tables scale",

@@ -73,7 +73,7 @@ def next_width(records: Sequence[DraftRecord], widths: Sequence[int], cost: Call
     most = 1 + max((record.found for record in records), default=0)
     useful = [width for i, width in enumerate(widths) if i == 0 or widths[i - 1] < most]
     if len(useful) == 1:
-        return 1
+        return useful[0]
     return max(useful, key=lambda width: sum(record.expected(width) for record in records) / cost(width))
 
 
