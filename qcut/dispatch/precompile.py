@@ -29,9 +29,9 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
+from qcut.emitters.decoder.accept import AcceptTokens
 from qcut.emitters.decoder.activate import ActivateRows
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend
-from qcut.emitters.decoder.accept import AcceptTokens
 from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows
 from qcut.emitters.decoder.cache import ROTATED_HEADS
 from qcut.emitters.decoder.embed import EmbedRows

@@ -24,6 +24,7 @@ from qcut.engine.kv_cache.cache import KVDtype
 from qcut.engine.likelihoods import check_top
 from qcut.engine.runner import ModelRunner, inference
 from qcut.engine.sequence import Event, Generated, SequenceBatch, SequenceState
+from qcut.engine.speculation import capture_drafted
 from qcut.engine.token_ids import (
     Options,
     ReusePrefix,
@@ -284,6 +285,8 @@ class Engine:
             if what == "length":
                 self.generate(torch.zeros(sequences, count, dtype=torch.int64, device="cpu"), 1)
                 self.runner.capture_decode(sequences)
+                if self.speculate is not None:
+                    capture_drafted(self.runner, sequences, self.speculate)
         self._lengths = []
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────

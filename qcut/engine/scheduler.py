@@ -24,6 +24,7 @@ from qcut.engine.likelihoods import LogProbability, check_top, likelihoods
 from qcut.engine.request import Listener, Request, as_failure
 from qcut.engine.runner import check_device, inference
 from qcut.engine.sequence import DraftedTokens, Event, NewTokens, SequenceBatch
+from qcut.engine.speculation import capture_drafted
 from qcut.engine.token_ids import Options, is_whole
 from qcut.errors import BusyError, ConfigError, ShapeError
 from qcut.numerics.sampling import Sampling
@@ -258,6 +259,8 @@ class Scheduler:
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
             self._serve(self.submit_samples([0], count, 2))
             self.engine.runner.capture_decode(count)
+            if self.engine.speculate is not None:
+                capture_drafted(self.engine.runner, count, self.engine.speculate)
         for count, length in self._chunk_sizes():
             self._serve([self.submit([0] * length, 2) for _ in range(count)])
         self._done = dict.fromkeys(self._done, 0)

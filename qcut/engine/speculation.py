@@ -14,6 +14,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qcut.engine.drafters import Drafter, DraftState
-from qcut.engine.runner import HostCopy, HostTokens, ModelRunner, buckets, parked
+from qcut.engine.runner import HostCopy, HostTokens, ModelRunner, buckets, inference, parked
 
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
@@ -104,6 +105,14 @@ def drafted_loop(runner: ModelRunner, state: DraftState, lengths: Sequence[int],
     return loop
 
 
+@inference()
+def capture_drafted(runner: ModelRunner, sequences: int, drafter: Drafter) -> None:
+    """Capture and time greedy steps of so many sequences, of all widths and buckets, if graphs are used."""
+    if runner.graphs is not None:
+        state = DraftState.of(sequences, drafter.drafts + 1, runner.context, runner.decoder.device)
+        drafted_loop(runner, state, [0] * sequences, drafter).capture()
+
+
 class DraftedLoop:
     """Decodes one token and more of each sequence a step; as `qcut.engine.runner.DecodeLoop`, no step waits.
 
@@ -175,12 +184,18 @@ class DraftedLoop:
         """Microseconds of a step of this width, measured at its first use; keys and values are few then."""
         if width not in self._cost:
             key = (width, 0 if width > 1 else self._max_seq_lens[0], True)
-            with parked(
-                self._context, self.state.tokens, self.state.positions, self.state.slots, *self._noted, host=self._host
-            ):
+            with self._parked():
                 self._capture(key)
                 self._cost[width] = self._timed(key)
         return self._cost[width]
+
+    def capture(self) -> None:
+        """Capture greedy steps of all widths and buckets, and measure what they take."""
+        for width in self.widths:
+            self.cost(width)
+        with self._parked():
+            for max_seq_len in self._max_seq_lens:
+                self._capture((1, max_seq_len, True))
 
     def step(self, width: int, choose: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor, HostCopy]:
         """Queue a step of some tokens of each sequence.
@@ -198,9 +213,7 @@ class DraftedLoop:
         """
         n, key = len(self.lengths), (width, self._max_seq_len(width), choose is None)
         if self._graphs is not None and key not in self._graph_of:
-            with parked(
-                self._context, self.state.tokens, self.state.positions, self.state.slots, *self._noted, host=self._host
-            ):
+            with self._parked():
                 self._capture(key)
         self._host.make_room()
         if self._graphs is None:
@@ -217,9 +230,10 @@ class DraftedLoop:
             self.lengths[slot] = length if slot in self._padded else length + width
         return logits[: n * width], chosen[:n], self._host.copy(n)
 
-    @property
-    def _noted(self) -> tuple[Tensor, ...]:
-        return self.state.counts, self.state.text, self.state.ends
+    def _parked(self) -> AbstractContextManager[None]:
+        state, more = self.state, () if self._hidden is None else (self._hidden,)
+        kept = (state.counts, state.text, state.ends, *more)
+        return parked(self._context, state.tokens, state.positions, state.slots, *kept, host=self._host)
 
     def _max_seq_len(self, width: int) -> int:
         """Bucket of a step of one token; other steps have none."""

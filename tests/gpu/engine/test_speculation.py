@@ -39,7 +39,7 @@ def test_float32_tokens_are_those_of_plain_steps(graphs: bool, kv_cache: Any, sa
     assert [len(one.log_probabilities or ()) for one in found] == [40] * 4
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
 def test_families_give_the_cpus_tokens(kind: str) -> None:
     cpu = small(kind)
     want = Engine(cpu, batch=3).generate(REPEATED, 30)
