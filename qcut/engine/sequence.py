@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from qcut.engine.drafters import Drafter, DraftState
 from qcut.engine.likelihoods import LogProbability, likelihoods
-from qcut.engine.runner import HOST_STEPS, DecodeLoop, HostCopy, ModelRunner
+from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
 from qcut.engine.speculation import DraftedLoop, DraftRecord, drafted_loop, next_width
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, sample
 from qcut.text.sequence_text import SequenceText
@@ -222,6 +221,11 @@ class DraftedTokens(NewTokens[S]):
         self._new: list[list[int]] | None = None
         self.verified = self.right = 0
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is noted how many tokens each sequence has."""
+        return self._new is not None
+
     def settle(self) -> list[list[int]]:
         """Wait for the device; note how many tokens each sequence has, once, and return them."""
         if self._new is None:
@@ -305,7 +309,7 @@ class SequenceBatch(Generic[S]):
         self._drafter, self._state = drafter, None
         if drafter is not None:
             self._state = DraftState.of(slots, drafter.drafts + 1, runner.context, self._device)
-        self._drafted: deque[DraftedTokens[S]] = deque()  # steps of the loop, some of which may be on their way
+        self._unsettled: list[DraftedTokens[S]] = []
         self._draws: dict[int, _DraftedSampling] = {}
 
     def start(self, sequences: list[S]) -> NewTokens[S]:
@@ -366,7 +370,6 @@ class SequenceBatch(Generic[S]):
                 self._sampling = None if likeliest else _BatchSampling(self.sequences, self._device)
             else:
                 self._loop = drafted_loop(self._runner, drafts.of_slots(0, len(lengths)), lengths, self._drafter)
-                self._drafted.clear()
                 self._draws.clear()
         if isinstance(self._loop, DraftedLoop):
             return self._drafted_step(self._loop)
@@ -391,9 +394,7 @@ class SequenceBatch(Generic[S]):
         for sequence in sequences:
             sequence.queued += 1
         new = DraftedTokens(copy, list(sequences), found, loop, width)
-        self._drafted.append(new)
-        while len(self._drafted) > HOST_STEPS:
-            self._drafted.popleft()
+        self._unsettled = [*(each for each in self._unsettled if not each.is_settled), new]
         return new
 
     def pad(self, sequence: S) -> None:
@@ -425,8 +426,9 @@ class SequenceBatch(Generic[S]):
             return
         self._tokens[:n].copy_(loop.tokens)
         if isinstance(loop, DraftedLoop):
-            for new in self._drafted:
+            for new in self._unsettled:
                 new.settle()
+            self._unsettled = []
             cast(DraftState, self._state).of_slots(0, n).copy_(loop.used)
         elif self._state is not None:
             self._state.put(0, loop.tokens, [sequence.cached for sequence in self.sequences], self._runner.context)
