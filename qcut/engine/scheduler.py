@@ -26,7 +26,7 @@ from qcut.engine.runner import check_device, inference
 from qcut.engine.sequence import DraftedTokens, Event, NewTokens, SequenceBatch
 from qcut.engine.speculation import capture_drafted
 from qcut.engine.token_ids import Options, is_whole
-from qcut.errors import BusyError, ConfigError, ShapeError
+from qcut.errors import BusyError, ConfigError, ShapeError, shown
 from qcut.numerics.sampling import Sampling
 from qcut.text.prompts import Chat
 
@@ -158,6 +158,7 @@ class Scheduler:
         skip_special_tokens: bool = True,
         top: int | None = None,
         prompt_top: int | None = None,
+        speculate: bool = True,
         listener: Listener | None = None,
     ) -> Request:
         """Continue a prompt, until a stop token, ``max_new_tokens``, or the context's end. May be called in any thread.
@@ -173,6 +174,7 @@ class Scheduler:
                 token. Steps wait for them.
             prompt_top: `Request.prompt_log_probabilities` has those of the prompt's tokens, each with so many of the
                 likeliest ones; None: of none. No prefix is reused for such a prompt.
+            speculate: whether steps may be made wider for its drafts, if the engine has any; its tokens are the same.
             listener: called with each `Event` in the scheduler's thread, in place of the request's own queue.
 
         Raises:
@@ -189,6 +191,7 @@ class Scheduler:
             skip_special_tokens=skip_special_tokens,
             top=top,
             prompt_top=prompt_top,
+            speculate=speculate,
             listener=listener,
         )
         return request
@@ -205,6 +208,7 @@ class Scheduler:
         skip_special_tokens: bool = True,
         top: int | None = None,
         prompt_top: int | None = None,
+        speculate: bool = True,
         listener: Listener | None = None,
     ) -> list[Request]:
         """Continue a prompt several times after a single prefill: see `submit`.
@@ -217,11 +221,13 @@ class Scheduler:
             raise ConfigError(f"samples is {samples!r}; allowed: 1 to {engine.batch}, the engine's batch")
         for name, count in (("top", top), ("prompt_top", prompt_top)):
             check_top(count, engine.decoder.vocabulary, name)
+        if not isinstance(speculate, bool):
+            raise ConfigError(f"speculate is {shown(speculate)}; allowed: True or False")
         options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")
-        make = partial(Request, top=top, prompt_top=prompt_top, listener=listener)
+        make = partial(Request, top=top, prompt_top=prompt_top, speculate=speculate, listener=listener)
         fewest = 1 if prompt_top is None else 0
         requests = engine.sequences(make, [ids] * samples, [len(ids)] * samples, options, fewest)
         with self._lock:
@@ -524,13 +530,15 @@ class Scheduler:
         except BaseException as error:
             self._fail(new.sequences, error)
             return
-        if isinstance(new, DraftedTokens):
-            self._done["drafted_tokens"] += new.verified
-            self._done["accepted_tokens"] += new.right
+        drafted, accepted = new if isinstance(new, DraftedTokens) else None, self._done["accepted_tokens"]
+        if drafted is not None:
+            self._done["drafted_tokens"] += drafted.verified
         for request, token, log_probability in found:
             if request.reason is not None:
                 continue  # the step was queued before the end was known
             self._done["new_tokens"] += 1
+            if drafted is not None:
+                self._done["accepted_tokens"] = accepted + drafted.right
             try:
                 text = request.append(token, log_probability)
                 if request.finish_reason is not None:

@@ -31,12 +31,16 @@ class Generated:
             when the context was full, ``cancelled`` by `Request.cancel`.
         text: the new tokens' text up to a stop token or string, without special tokens; None without a tokenizer.
         log_probabilities: of each token, if asked for; else None.
+        drafted_tokens: drafts of the sequence that steps have verified.
+        accepted_tokens: those that were right, and are among ``tokens``.
     """
 
     tokens: list[int] = field(default_factory=list)
     reason: Reason = "length"
     text: str | None = None
     log_probabilities: list[LogProbability] | None = None
+    drafted_tokens: int = field(default=0, compare=False)
+    accepted_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class SequenceState:
         sampling: how tokens are chosen.
         bans: tokens that are not chosen.
         least: new tokens before which no string ends the sequence.
+        speculate: whether its drafts make steps wider; other sequences' drafts may do so anyway.
 
     Attributes:
         tokens: ids of the new tokens that the host has.
@@ -83,6 +88,8 @@ class SequenceState:
         max_tokens: most new tokens, by ``max_new_tokens`` and the context.
         queued: new tokens, including those of queued steps: of a drafted step one until its tokens are on the host.
         drafts: what became of its drafts.
+        drafted_tokens: drafts that steps have verified.
+        accepted_tokens: those that were right, and are among ``tokens`` or on their way there.
         slot: in a batch; None while the sequence has none.
     """
 
@@ -100,6 +107,7 @@ class SequenceState:
         sampling: Sampling | None = None,
         bans: tuple[Ban, ...] = (),
         least: int = 0,
+        speculate: bool = True,
     ) -> None:
         self.tokens: list[int] = []
         self.log_probabilities: list[LogProbability] | None = None
@@ -107,9 +115,11 @@ class SequenceState:
         self.prompt, self.index, self.top = prompt, index, top
         self.sampling, self.bans = sampling or Sampling(), bans
         self.queued = 0
-        self.drafts = DraftRecord()
+        self.drafts, self.speculate = DraftRecord(), speculate
+        self.drafted_tokens = self.accepted_tokens = 0
         self.slot: int | None = None
-        self._prompt_length, self._stops, self._text, self._least = length, stops, text, least
+        self._prompt_length, self._context = length, context
+        self._stops, self._text, self._least = stops, text, least
         room = context - length + 1
         self.max_tokens = room if max_new_tokens is None else min(room, max_new_tokens)
         self._at_end: Reason = "length" if self.max_tokens == max_new_tokens else "context"
@@ -122,7 +132,7 @@ class SequenceState:
     @property
     def cached(self) -> int:
         """Tokens in the KV cache once all queued steps have run."""
-        return self._prompt_length + max(0, self.queued - 1)
+        return min(self._context, self._prompt_length + max(0, self.queued - 1))
 
     @property
     def next_position(self) -> int:
@@ -144,7 +154,8 @@ class SequenceState:
     def generated(self) -> Generated:
         """What has been generated."""
         text = None if self._text is None else self._text.text
-        return Generated(self.tokens, self.finish_reason or "length", text, self.log_probabilities)
+        counts = self.drafted_tokens, self.accepted_tokens
+        return Generated(self.tokens, self.finish_reason or "length", text, self.log_probabilities, *counts)
 
     def finish_without_token(self) -> None:
         """End a sequence that has no room for a token."""
@@ -205,7 +216,7 @@ class DraftedTokens(NewTokens[S]):
 
     Attributes:
         verified: drafts that the step has verified, once the host has its tokens.
-        right: those that were right.
+        right: those that were right, as far as `wait` has given them to sequences that had not ended.
     """
 
     def __init__(
@@ -235,18 +246,25 @@ class DraftedTokens(NewTokens[S]):
             ):
                 sequence.queued += count - 1
                 offered = found if self._loop.offered is None else self._loop.offered
-                verified, right = sequence.drafts.note(self._width, count, offered)
+                verified, _ = sequence.drafts.note(self._width, count, offered)
+                sequence.drafted_tokens += verified
                 self.verified += verified
-                self.right += right
                 self._loop.settle(slot, self._width - count)
                 self._new.append(tokens[:count])
         return self._new
 
     def wait(self) -> Iterator[tuple[S, int, LogProbability | None]]:
         """See `NewTokens.wait`."""
+        return self._each(self.settle())
+
+    def _each(self, new: list[list[int]]) -> Iterator[tuple[S, int, LogProbability | None]]:
         likely = self.log_probabilities or [None] * (len(self.sequences) * self._width)
-        new = zip(self.sequences, self.settle(), range(0, len(likely), self._width), strict=True)
-        return ((sequence, *each) for sequence, tokens, at in new for each in zip(tokens, likely[at:], strict=False))
+        for slot, (sequence, tokens) in enumerate(zip(self.sequences, new, strict=True)):
+            for i, (token, found) in enumerate(zip(tokens, likely[slot * self._width :], strict=False)):
+                if i < len(tokens) - 1 and sequence.finish_reason is None:
+                    sequence.accepted_tokens += 1
+                    self.right += 1
+                yield sequence, token, found
 
 
 class _DraftedSampling:
@@ -382,7 +400,8 @@ class SequenceBatch(Generic[S]):
 
     def _drafted_step(self, loop: DraftedLoop) -> NewTokens[S]:
         sequences = self.sequences
-        width, choose = next_width([each.drafts for each in sequences], loop.widths, loop.cost), None
+        records = [each.drafts if each.speculate else DraftRecord() for each in sequences]
+        width, choose = next_width(records, loop.widths, loop.cost), None
         if not all(sequence.takes_likeliest for sequence in sequences):
             draws = self._draws.get(width) or _DraftedSampling(sequences, width, self._device)
             self._draws[width], choose = draws, partial(draws.choose, loop.used)
@@ -432,6 +451,8 @@ class SequenceBatch(Generic[S]):
             cast(DraftState, self._state).of_slots(0, n).copy_(loop.used)
         elif self._state is not None:
             self._state.put(0, loop.tokens, [sequence.cached for sequence in self.sequences], self._runner.context)
+            for sequence in self.sequences:
+                sequence.drafts.found = 0
 
     def _new_tokens(self, copy: HostCopy, sequences: list[S], logits: Tensor, tokens: Tensor) -> NewTokens[S]:
         tops = [sequence.top for sequence in sequences]
