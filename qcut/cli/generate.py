@@ -9,11 +9,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.command import Answer, Command, UsageError
-from qcut.cli.models import KV_CACHE, QUANTIZING, Quantizing, device_options, open_model
+from qcut.cli.models import KV_CACHE, QUANTIZING, SPECULATE, Quantizing, device_options, lookup, open_model
 
 if TYPE_CHECKING:
     from qcut.cli.runners import Runner
     from qcut.engine.sequence import Generated
+    from qcut.engine.speculation import Lookup
 
 _DESCRIPTION = """\
 Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.
@@ -35,6 +36,8 @@ FIELDS = {
     "tokens": "ids of the new tokens",
     "reason": "why the text ends: stop at an EOS token, length after --steps tokens, context if the "
     "model's context is full",
+    "drafted_tokens": "drafted tokens that decode steps have verified",
+    "accepted_tokens": "those that were right: so many of the new tokens took no step of their own",
     "runs_on": "qcut, its engine, or transformers",
     "device": "cpu or cuda:N",
 }
@@ -78,7 +81,7 @@ _NEXT_TEXT = 1
 
 COMMAND = Command(
     "generate",
-    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
+    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE + SPECULATE),
     help="continue a prompt",
     description=_DESCRIPTION,
     example='qcut generate models/gpt2-5m --prompt "The import statement" --steps 40\n'
@@ -99,7 +102,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     given = vars(arguments)
     sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
     continue_prompt = _huggingface if arguments.llama2c is None else _llama2c
-    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments)))
+    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments), lookup(arguments.speculate)))
 
 
 class _Output:
@@ -121,7 +124,9 @@ class _Output:
         return b"".join(self._data).decode("utf-8", "replace")
 
 
-def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
+def _huggingface(
+    arguments: argparse.Namespace, sampling: Any, quantizing: Any, speculate: Lookup | None
+) -> dict[str, Any]:
     from qcut.checkpoints.pretrained import token_ids
     from qcut.cli.runners import runner_for
     from qcut.errors import ConfigError, ContextError
@@ -137,7 +142,7 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
     ends = getattr(model.generation_config, "eos_token_id", None)
     stop = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     quantizing.apply(model, tokenizer)
-    runner = runner_for(model, kv_cache=arguments.kv_cache)
+    runner = runner_for(model, kv_cache=arguments.kv_cache, speculate=speculate)
     if runner.context is not None and len(ids) > runner.context:  # before the prompt is printed
         raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {runner.context}")
     write, added = _Output(arguments.json), _Output(True)
@@ -167,12 +172,14 @@ def _fields(
         "prompt_tokens": len(ids),
         "tokens": result.tokens,
         "reason": result.reason,
+        "drafted_tokens": result.drafted_tokens,
+        "accepted_tokens": result.accepted_tokens,
         "runs_on": runner.name,
         "device": str(runner.device),
     }
 
 
-def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
+def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any, speculate: Lookup | None) -> dict[str, Any]:
     import torch
 
     from qcut.checkpoints.formats.llama2c.files import load_llama2c
@@ -190,7 +197,7 @@ def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> d
     tokenizer = Llama2cTokenizer.from_file(arguments.tokenizer, model.config.vocab_size)
     ids = tokenizer.encode(arguments.prompt)
     quantizing.apply(model, tokenizer)
-    runner = runner_for(model, kv_cache=arguments.kv_cache)
+    runner = runner_for(model, kv_cache=arguments.kv_cache, speculate=speculate)
     write, added = _Output(arguments.json), _Output(True)
     previous = ids[0]
     for token in ids[1:]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from qcut.conversion.planning.plan import Plan
     from qcut.conversion.report import Report
+    from qcut.engine.speculation import Lookup
     from qcut.integrations.transformers.config import QcutConfig
 
 MODEL = """\
@@ -31,6 +32,26 @@ KV_CACHE = """\
     type in which the engine keeps keys and values of earlier tokens: auto is the model's own, int8 takes half the
     memory of float16, int4 a little more than a quarter, int8/int4 is int8 keys and 4-bit values (default: auto)
 """
+
+
+SPECULATE = """\
+--speculate N: natural = 0
+    verify up to N drafted tokens in a decode step, 1 to 15, found where prompt and text have had the last tokens
+    before; tokens stay the same, and come faster where a text repeats itself; 0: none (default: 0)
+"""
+
+
+def lookup(drafts: int) -> Lookup | None:
+    """How drafts are found, by ``--speculate``; None: there are none.
+
+    Raises:
+        ConfigError: more than a step can verify.
+    """
+    from qcut.engine.speculation import MOST_DRAFTS, Lookup
+
+    if drafts > MOST_DRAFTS:
+        raise ConfigError(f"--speculate {drafts}; allowed: 1 to {MOST_DRAFTS} drafted tokens, or 0 for none")
+    return Lookup(drafts) if drafts else None
 
 
 def device_options(before: str = "", dtype: str = "float16 on a GPU, float32 on a CPU") -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qcut.common.progress import with_progress
 from qcut.engine.engine import Engine
 from qcut.engine.sequence import Generated
+from qcut.engine.speculation import Lookup
 from qcut.errors import ConfigError, QcutError, UnsupportedError
 from qcut.models.evaluation import perplexity
 from qcut.models.modules import model_device
@@ -43,7 +44,14 @@ class Runner(Protocol):
         """Perplexity over windows ``[W, T]`` of token ids, ``batch`` windows per forward pass."""
 
 
-def runner_for(model: nn.Module, *, kv_cache: str = "auto", batch: int = 1, context: int | None = None) -> Runner:
+def runner_for(
+    model: nn.Module,
+    *,
+    kv_cache: str = "auto",
+    batch: int = 1,
+    context: int | None = None,
+    speculate: Lookup | None = None,
+) -> Runner:
     """The engine if it supports the architecture, else transformers with a note on standard error.
 
     Args:
@@ -51,15 +59,19 @@ def runner_for(model: nn.Module, *, kv_cache: str = "auto", batch: int = 1, cont
         kv_cache: see `qcut.Engine`.
         batch: most sequences at once.
         context: most tokens of a sequence; None: the model's own.
+        speculate: see `qcut.Engine`.
 
     Raises:
-        UnsupportedError: the engine lacks the architecture, and ``kv_cache`` needs the engine.
+        UnsupportedError: the engine lacks the architecture, and ``kv_cache`` or ``speculate`` needs the engine.
     """
     try:
-        return EngineRunner(Engine(model, batch=batch, context=context, kv_cache=kv_cache))  # type: ignore[arg-type]
+        engine = Engine(model, batch=batch, context=context, kv_cache=kv_cache, speculate=speculate)  # type: ignore[arg-type]
+        return EngineRunner(engine)
     except UnsupportedError as error:
         if kv_cache != "auto":
             raise UnsupportedError(f"--kv-cache {kv_cache} is for qcut's engine: {error}") from error
+        if speculate is not None:
+            raise UnsupportedError(f"--speculate {speculate.drafts} is for qcut's engine: {error}") from error
         print(f"qcut: running on transformers, since the engine does not support the model: {error}", file=sys.stderr)
         return TransformersRunner(model)
 

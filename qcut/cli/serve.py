@@ -10,7 +10,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from qcut.cli.command import Answer, Command
-from qcut.cli.models import KV_CACHE, MODEL, QUANTIZING, Quantizing, device_options, open_model, read_text
+from qcut.cli.models import (
+    KV_CACHE,
+    MODEL,
+    QUANTIZING,
+    SPECULATE,
+    Quantizing,
+    device_options,
+    lookup,
+    open_model,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from qcut.engine.scheduler import Scheduler
@@ -87,7 +97,7 @@ logging:
 
 COMMAND = Command(
     "serve",
-    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE),
+    _ARGUMENTS + QUANTIZING + device_options(KV_CACHE + SPECULATE),
     help="serve a model over HTTP",
     description=_DESCRIPTION,
     example="qcut serve models/gpt2-5m --scheme w8a8\n"
@@ -182,7 +192,7 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
     from qcut.engine.engine import Engine
     from qcut.engine.scheduler import Scheduler
 
-    quantizing = Quantizing.of(arguments)
+    quantizing, speculate = Quantizing.of(arguments), lookup(arguments.speculate)
     template = None if arguments.chat_template is None else read_text(arguments.chat_template, "--chat-template")
     model, tokenizer = open_model(arguments)
     if template is not None:
@@ -194,6 +204,7 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
         batch=arguments.batch,
         context=arguments.context,
         kv_cache=arguments.kv_cache,
+        speculate=speculate,
     )
     scheduler = Scheduler(
         engine, chunk=arguments.chunk, prefix_cache=arguments.prefixes, max_waiting=arguments.max_waiting

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import qcut
+from qcut.engine.speculation import DraftedLoop
 from qcut.models.evaluation import perplexity
 from tests.cli.commands import DEMO, PROMPT
 from tests.cli.commands import on_cpu as run
@@ -63,6 +64,19 @@ def test_penalties_and_min_p_are_options(capfd: pytest.CaptureFixture[str], demo
     engine = qcut.Engine(model, tokenizer=tokenizer)
     (want,) = engine.generate(PROMPT, 12, sampling=qcut.Sampling(seed=4, **given), stop=engine.end_tokens)  # type: ignore[arg-type]
     assert (status, text) == (0, f"{PROMPT}{want.text}\n")
+
+
+def test_drafts_change_no_text(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
+    words = ("generate", DEMO, "--prompt", "one two three " * 8, "--steps", 24, "--json")
+    plain, none, drafted = (
+        json.loads(run(capfd, *words, *more)[1]) for more in ((), ("--speculate", 0), ("--speculate", 7))
+    )
+    assert plain == none
+    assert (plain["drafted_tokens"], plain["accepted_tokens"]) == (0, 0)
+    assert drafted["drafted_tokens"] >= drafted["accepted_tokens"] > 5
+    counts = {name: plain[name] for name in ("drafted_tokens", "accepted_tokens")}
+    assert {**drafted, **counts} == plain
 
 
 def test_directories_of_qcut_are_models_too(
