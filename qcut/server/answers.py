@@ -125,12 +125,17 @@ def finish_reason(event: Event) -> str | None:
 def usage(requests: Sequence[Request], samples: int) -> JSON:
     """OpenAI's ``usage``; a prompt with several samples counts once."""
     prompts = requests[::samples]
+    drafted, accepted = sum(one.drafted_tokens for one in requests), sum(one.accepted_tokens for one in requests)
     read, new = sum(len(one.prompt) for one in prompts), sum(len(one.tokens) for one in requests)
     return {
         "prompt_tokens": read,
         "completion_tokens": new,
         "total_tokens": read + new,
         "prompt_tokens_details": {"cached_tokens": sum(one.reused_tokens for one in prompts)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
     }
 
 

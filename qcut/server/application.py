@@ -307,6 +307,7 @@ class Service:
                     skip_special_tokens=given.skip_special_tokens,
                     top=given.top,
                     prompt_top=(given.top or 0) if scores_prompts else None,
+                    speculate=given.speculate,
                     listener=listener,
                 )
 

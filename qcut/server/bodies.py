@@ -177,6 +177,7 @@ class Body(Schema):
         min_tokens: no stop before this number of new tokens.
         include_stop_str_in_output: keep the stop string in the text.
         return_tokens_as_token_ids: log-probabilities name tokens ``token_id:N``.
+        speculate: whether decode steps may verify drafted tokens for this request; its text is the same.
         return_token_ids: return token ids of texts and prompts.
     """
 
@@ -204,6 +205,7 @@ class Body(Schema):
     include_stop_str_in_output: bool = False
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
+    speculate: bool = True
     best_of: _Positive | None = None
 
     @classmethod

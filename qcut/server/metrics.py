@@ -119,5 +119,7 @@ class _Load(Collector):
             ("qcut_prompt_tokens_found", "Of these, tokens found in the prefix cache", load.reused_tokens),
             ("qcut_new_tokens", "New tokens", load.new_tokens),
             ("qcut_steps", "Steps of the batch", load.steps),
+            ("qcut_drafted_tokens", "Drafted tokens that steps have verified", load.drafted_tokens),
+            ("qcut_accepted_tokens", "Of these, tokens that were right, which are new tokens", load.accepted_tokens),
         ):
             yield CounterMetricFamily(name, text, value)

@@ -48,10 +48,12 @@ def quantized() -> Any:
     return model
 
 
-def engine(batch: int = 4, context: int = 96, wrap: Callable[[Any], Any] = lambda tokenizer: tokenizer) -> qcut.Engine:
+def engine(
+    batch: int = 4, context: int = 96, wrap: Callable[[Any], Any] = lambda tokenizer: tokenizer, **options: Any
+) -> qcut.Engine:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
-    return qcut.Engine(quantized(), batch=batch, context=context, tokenizer=wrap(tokenizer))
+    return qcut.Engine(quantized(), batch=batch, context=context, tokenizer=wrap(tokenizer), **options)
 
 
 def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, index: int = 0) -> list[str]:

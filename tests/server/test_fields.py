@@ -149,6 +149,12 @@ def test_infinite_numbers_are_not_sent_back() -> None:
         parsed(ResponsesBody, b'{"input": "a", "metadata": {"a": 1e999}}')
 
 
+def test_a_request_can_do_without_drafts() -> None:
+    for kind in (CompletionBody, ChatBody, ResponsesBody):
+        assert [read(kind, more).speculate for more in ({}, {"speculate": False})] == [True, False]
+        assert "speculate: found" in str(refusal(kind, {"speculate": 7}))
+
+
 def test_prompts_of_all_kinds() -> None:
     def prompts(prompt: Any, **more: Any) -> Any:
         return read(CompletionBody, {"prompt": prompt, **more}).prompts

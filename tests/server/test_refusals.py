@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import qcut
+from qcut.engine.speculation import DraftedLoop
 from tests.server.serving import CHATS, COMPLETIONS, NAME, Served, engine, serving
 
 GOOD = {"model": NAME, "prompt": "A list", "max_tokens": 2}
@@ -203,6 +205,26 @@ def test_a_tokenizer_without_a_template_for_chats(served: Served, monkeypatch: p
     status, answer, _ = served.call("POST", CHATS, CHAT)
     assert status == 400
     assert "no chat template" in answer["error"]["message"]
+
+
+def test_drafts_are_counted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
+    body = {"prompt": "one two three " * 8, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    want = served.call("POST", COMPLETIONS, body)[1]
+    names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+    assert [want["usage"]["completion_tokens_details"][name] for name in names] == [0, 0]
+    with serving(engine(speculate=qcut.Lookup())) as drafted:
+        plain = drafted.call("POST", COMPLETIONS, {**body, "speculate": False})[1]
+        before = drafted.metrics()
+        found = drafted.call("POST", COMPLETIONS, {**body, "n": 2})[1]
+        after = drafted.metrics()
+    assert [choice["text"] for choice in found["choices"]] == [want["choices"][0]["text"]] * 2
+    assert (plain["choices"], plain["usage"]) == (want["choices"], want["usage"])
+    assert (before["qcut_drafted_tokens_total"], before["qcut_steps_total"]) == (0, 23)
+    accepted, rejected = (found["usage"]["completion_tokens_details"][name] for name in names)
+    assert after["qcut_accepted_tokens_total"] == accepted > 10
+    assert after["qcut_drafted_tokens_total"] == accepted + rejected
+    assert after["qcut_steps_total"] < 23 + 23
 
 
 def test_metrics_count(served: Served) -> None:

@@ -30,16 +30,18 @@ async function look() {
       const [name, value] = line.split(" ");
       if (name && !name.startsWith("#")) found[name] = Number(value);
     }
-    const now = performance.now(), tokens = found.qcut_new_tokens_total;
+    const now = performance.now(), tokens = found.qcut_new_tokens_total, accepted = found.qcut_accepted_tokens_total;
     if (before && tokens >= before.tokens) {
       rates.push((tokens - before.tokens) / (now - before.now) * 1000);
       if (rates.length > 61) rates.shift();
       $("rate").textContent = rates.at(-1).toFixed(0);
+      const more = tokens - before.tokens, steps = more - (accepted - before.accepted);  // of each sequence
+      if (steps > 0) $("width").textContent = (more / steps).toFixed(1);
       const most = Math.max(1, ...rates), first = 61 - rates.length;
       const points = rates.map((rate, i) => `${first + i},${(98 - 96 * rate / most).toFixed(1)}`);
       $("curve").setAttribute("points", points.join(" "));
     }
-    before = {now, tokens};
+    before = {now, tokens, accepted};
     $("running").textContent = `${found.qcut_sequences_running} of ${found.qcut_sequences_most}`;
     $("waiting").textContent = found.qcut_requests_waiting + found.qcut_prompts_reading;
     $("cache").textContent = bytes(found.qcut_cache_bytes);
@@ -50,7 +52,7 @@ async function look() {
     const isSilent = error.isSilent || error.name === "TimeoutError" || error instanceof TypeError;
     if (isSilent) model = null;  // another one may answer next
     before = null;
-    for (const id of ["rate", "running", "waiting", "cache", "memory"]) $(id).textContent = "–";
+    for (const id of ["rate", "width", "running", "waiting", "cache", "memory"]) $(id).textContent = "–";
     tell(isSilent ? "silent" : "refusing", isSilent ? SILENT : error.message);
   }
 }

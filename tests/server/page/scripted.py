@@ -114,7 +114,10 @@ class _Handler(BaseHTTPRequestHandler):
             model = {"id": NAME, "max_model_len": self.scripted.context, "chat": self.scripted.chat}
             self._send(200, json.dumps({"data": [model]}), kind)
         elif self.path == "/metrics":
-            names = "new_tokens_total sequences_running sequences_most requests_waiting prompts_reading cache_bytes"
+            names = (
+                "new_tokens_total accepted_tokens_total sequences_running sequences_most requests_waiting"
+                " prompts_reading cache_bytes"
+            )
             lines = [f"qcut_{name} 7" for name in names.split()]
             self._send(200, "\n".join([*lines, "process_resident_memory_bytes 1e9"]), "text/plain")
         else:

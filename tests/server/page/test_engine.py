@@ -52,6 +52,7 @@ def test_figures_of_the_server(browser: Any, served: Served) -> None:
     tab.page.fill("#most", "60")
     tab.send("The import statement")
     tab.until("Number(document.querySelector('#rate').textContent) > 0")
+    assert float(tab.page.text_content("#width")) == 1  # no drafts
     assert tab.page.text_content("#running").endswith(f" of {served.scheduler.engine.batch}")
     assert tab.page.text_content("#context") == f"{served.scheduler.engine.context} tokens"
     mebibytes = round(served.scheduler.cache_bytes / 2**20)
