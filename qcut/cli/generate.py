@@ -13,8 +13,8 @@ from qcut.cli.models import KV_CACHE, QUANTIZING, SPECULATE, Quantizing, device_
 
 if TYPE_CHECKING:
     from qcut.cli.runners import Runner
+    from qcut.engine.drafters import Lookup
     from qcut.engine.sequence import Generated
-    from qcut.engine.speculation import Lookup
 
 _DESCRIPTION = """\
 Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.

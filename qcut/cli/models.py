@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from qcut.conversion.planning.plan import Plan
     from qcut.conversion.report import Report
-    from qcut.engine.speculation import Lookup
+    from qcut.engine.drafters import Lookup
     from qcut.integrations.transformers.config import QcutConfig
 
 MODEL = """\
@@ -47,7 +47,7 @@ def lookup(drafts: int) -> Lookup | None:
     Raises:
         ConfigError: more than a step can verify.
     """
-    from qcut.engine.speculation import MOST_DRAFTS, Lookup
+    from qcut.engine.drafters import MOST_DRAFTS, Lookup
 
     if drafts > MOST_DRAFTS:
         raise ConfigError(f"--speculate {drafts}; allowed: 1 to {MOST_DRAFTS} drafted tokens, or 0 for none")

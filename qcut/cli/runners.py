@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qcut.common.progress import with_progress
+from qcut.engine.drafters import Lookup
 from qcut.engine.engine import Engine
 from qcut.engine.sequence import Generated
-from qcut.engine.speculation import Lookup
 from qcut.errors import ConfigError, QcutError, UnsupportedError
 from qcut.models.evaluation import perplexity
 from qcut.models.modules import model_device

@@ -240,13 +240,12 @@ class DraftedTokens(NewTokens[S]):
     def settle(self) -> list[list[int]]:
         """Wait for the device; note how many tokens each sequence has, once, and return them."""
         if self._new is None:
-            self._new = []
-            for slot, (sequence, (count, found, *tokens)) in enumerate(
-                zip(self.sequences, self.tokens.wait(), strict=True)
-            ):
+            told, self._new = self.tokens.wait(), []
+            for slot, (sequence, (count, found, *tokens)) in enumerate(zip(self.sequences, told, strict=True)):
                 sequence.queued += count - 1
-                offered = found if self._loop.offered is None else self._loop.offered
-                verified, _ = sequence.drafts.note(self._width, count, offered)
+                if self._loop.offered is not None:  # in this step and the next
+                    sequence.drafts.found = found = self._loop.offered
+                verified, _ = sequence.drafts.note(self._width, count, found)
                 sequence.drafted_tokens += verified
                 self.verified += verified
                 self._loop.settle(slot, self._width - count)

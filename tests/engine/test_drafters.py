@@ -84,8 +84,10 @@ def test_a_scheduler_copies_the_draft_models_sequences() -> None:
         requests = [scheduler.submit(prompt, NEW) for prompt in PROMPTS * 2]
         assert [request.result().tokens for request in requests] == want * 2
         load = scheduler.load
-    # Sequences that come and go move to other slots, with the keys and values of the draft model.
-    assert load.drafted_tokens == load.accepted_tokens > NEW * len(requests) // 2
+    # Sequences that come and go move to other slots, with the keys and values of the draft model. What is right beyond
+    # a sequence's end does not count.
+    assert load.accepted_tokens > NEW * len(requests) // 2
+    assert load.accepted_tokens >= load.drafted_tokens - 3 * len(requests)
 
 
 @pytest.mark.parametrize(

