@@ -201,7 +201,7 @@ class DraftedLoop:
         """Queue a step of some tokens of each sequence.
 
         Args:
-            width: tokens of each, one of `Lookup.widths`.
+            width: tokens of each, one of `widths`.
             choose: takes logits ``[n T, vocabulary]`` and returns tokens int64 ``[n T]``; None: the likeliest.
 
         Returns:

@@ -18,7 +18,7 @@ from qcut.engine.engine import Engine
 from qcut.engine.kv_cache.cache import KVDtype
 from qcut.engine.scheduler import Scheduler
 from qcut.engine.sequence import Generated
-from qcut.engine.speculation import DraftedLoop, DraftRecord, next_width
+from qcut.engine.speculation import DraftedLoop, DraftRecord, next_width, widths_of
 from qcut.errors import ConfigError
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT
@@ -433,7 +433,7 @@ def record(found: int, steps: int = 0, right: int = 0) -> DraftRecord:
 
 
 def test_widths_follow_drafts_and_costs() -> None:
-    widths = Lookup(7).widths
+    widths = widths_of(7, 8)
     assert widths == (1, 2, 4, 8)
 
     def equal(_: int) -> float:
@@ -486,5 +486,5 @@ def test_lookups_out_of_range_are_refused(options: Any, message: str) -> None:
 
 
 def test_other_kinds_of_drafts_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"speculate is 7; allowed: a qcut\.Lookup, or None"):
+    with pytest.raises(ConfigError, match=r"speculate is 7; allowed: a qcut\.Lookup, a qcut\.DraftModel, or None"):
         engine_of(small("llama"), 1, 7)  # type: ignore[arg-type]
