@@ -105,16 +105,22 @@ class AttentionAppend(Kernel):
         absent = ("nullptr", "nullptr", "0.0f") if scores.sinks else ()
         return scores.arguments(*(("query_norm", "key_norm", "eps") if self.norms else absent))
 
-    def emit(self) -> KernelSource:
-        """Text of the kernel. Only settled operands are read before the previous kernel's end."""
-        attention, params = self.attention, self.params()
+    def call(self, device_class: str) -> str:
+        """The call of a class of the device code that takes the kernel's arguments."""
         pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
         compressed = ("key_scales", "value_scales", "guide")
-        given = call_arguments((*pointers, *compressed), params)
-        return self._source(
-            f"qcut::AppendAttention<{self.template}>::run({given}, out,\n"
+        given = call_arguments((*pointers, *compressed), self.params())
+        return (
+            f"qcut::{device_class}::run({given}, out,\n"
             "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
-            f"{self.options});",
+            f"{self.options});"
+        )
+
+    def emit(self) -> KernelSource:
+        """Text of the kernel. Only settled operands are read before the previous kernel's end."""
+        attention = self.attention
+        return self._source(
+            self.call(f"AppendAttention<{self.template}>"),
             device_code=include("attention/append.cuh"),
             ctas_per_sm=attention.resident,
             cluster=attention.cluster,

@@ -28,7 +28,8 @@ MAX_TILES = 4
 CLUSTERS = (1, 2, 4, 8)
 TILE = 16
 """Keys of a product."""
-_SMEM_STATIC = 48 * 1024
+SMEM_STATIC = 48 * 1024
+"""Bytes of shared memory that a CTA has."""
 
 
 def _piece(cache: DType, head: int, lanes: int) -> int:
@@ -61,10 +62,11 @@ def _registers(kernel: AttentionMma) -> int:
     return kernel.tiles * tile + queries + values + (38 if kernel.cache is DType.U4 else 22)
 
 
-def _smem_bytes(kernel: AttentionMma) -> int:
-    records = 4 * kernel.warps * kernel.group * (kernel.head + 4)
-    received = 4 * (kernel.group * kernel.head + 4 * kernel.cluster) if kernel.cluster > 1 else 16
-    parts = 8 * kernel.group * (kernel.cluster if kernel.cluster > 1 else MAX_PARTS)
+def smem_bytes(kernel: AttentionMma, columns: int) -> int:
+    """Bytes of shared memory in which a CTA of so many columns of products merges its results."""
+    records = 4 * kernel.warps * columns * (kernel.head + 4)
+    received = 4 * (columns * kernel.head + 4 * kernel.cluster) if kernel.cluster > 1 else 16
+    parts = 8 * columns * (kernel.cluster if kernel.cluster > 1 else MAX_PARTS)
     return records + received + parts + 24 + 32 * kernel.scores.sinks
 
 
@@ -89,7 +91,7 @@ CONSTRAINTS = (
     Constraint(
         "shared_memory",
         "holds a record of each warp and query: 48 KB",
-        lambda k: _smem_bytes(k) <= _SMEM_STATIC,
+        lambda k: smem_bytes(k, k.group) <= SMEM_STATIC,
     ),
 )
 """Constraints of `AttentionMma`."""

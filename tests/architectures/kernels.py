@@ -9,6 +9,7 @@ from qcut.dispatch.attention import select_prompt_attention
 from qcut.dispatch.gpus import target_named
 from qcut.dispatch.heuristics import best_tile
 from qcut.emitters.attention.append import AttentionAppend
+from qcut.emitters.attention.append_tokens import AttentionAppendTokens
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.scores import Scores
@@ -232,9 +233,16 @@ def gpt_oss(arch: str) -> list[KernelSource]:
     return [desc.emit() for desc in found]
 
 
+def drafted(arch: str) -> list[KernelSource]:
+    """Attention of several tokens of each sequence: of all of a sequence's in a CTA, and of one."""
+    forms = [AttentionMma.for_shape(BF16, S8, 64, 1, arch), AttentionMma.for_shape(F16, F16, 128, 8, arch)]
+    return [AttentionAppendTokens(AttentionAppend(form, True), 4).emit() for form in forms]
+
+
 def raw_kernels(arch: str) -> list[KernelSource]:
     """All but CUTLASS's, each once."""
     found = [*attention(arch), *prompts(arch), *rows(arch), *int8(arch), *codebooks(arch), *routing(arch)]
     found += gpt_oss(arch)
     found += float8(arch)
+    found += drafted(arch)
     return list({source.name: source for source in found}.values())

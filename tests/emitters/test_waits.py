@@ -9,6 +9,7 @@ from qcut.backends.cuda.launch.plans import LaunchSpec
 from qcut.backends.cuda.linear import linear_problem
 from qcut.backends.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.emitters.attention.append import AttentionAppend
+from qcut.emitters.attention.append_tokens import AttentionAppendTokens
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PromptWgmma
@@ -79,6 +80,7 @@ def unpromised() -> list[KernelSource]:
         attention.emit(),
         *(AttentionAppend(attention, True, norms).emit() for norms in (False, True)),
         *(kind.emit() for kind in (sunk, AttentionAppend(sunk, True))),
+        *(AttentionAppendTokens(AttentionAppend(form, True, True), 4).emit() for form in (attention, sunk)),
         *(kind.for_shape(F16, F16, 64, ARCH, scores=SINKS).emit() for kind in (PromptMma, PromptWgmma)),
         AttentionDecode.for_shape(F16, F16, 64, 2, ARCH, SINKS).emit(),
         LinearRoute(F16, F16, F16, "logits", False, 128, 2048, 1, ARCH, False, F16).emit(),
@@ -134,8 +136,9 @@ def test_settled_steps_read_the_cache_before_they_wait() -> None:
     forms.append(AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 1, None, Scores(windowed=True, ring=True)))
     forms.append(AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 4, None, SINKS))
     for form in forms:
-        pair = [AttentionAppend(form, True, False, settled).emit() for settled in (False, True)]
-        assert [source.name.removesuffix("_settled") for source in pair] == [pair[0].name] * 2
-        waiting, early = build(*pair)
-        assert reads_early(waiting.cubin) == []
-        assert len(reads_early(early.cubin)) >= form.tiles * (2 + 4), "keys and values of every tile"
+        steps = [AttentionAppend(form, True, False, settled) for settled in (False, True)]
+        for pair in (steps, [AttentionAppendTokens(step, 4) for step in steps]):
+            assert [kernel.name.replace("_settled", "") for kernel in pair] == [pair[0].name] * 2
+            waiting, early = build(*(kernel.emit() for kernel in pair))
+            assert reads_early(waiting.cubin) == []
+            assert len(reads_early(early.cubin)) >= form.tiles * (2 + 4), "keys and values of every tile"

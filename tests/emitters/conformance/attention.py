@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from qcut.emitters.attention import mma, prompt_mma, prompt_wgmma, scores, simt
+from qcut.emitters.attention import append_tokens, mma, prompt_mma, prompt_wgmma, scores, simt
 from qcut.emitters.attention.append import AttentionAppend
+from qcut.emitters.attention.append_tokens import AttentionAppendTokens
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PromptWgmma
@@ -76,6 +77,26 @@ def append_sources(arch: str) -> Iterator[KernelSource]:
             cluster = 8 if arch == ARCH and queries == 4 and head == 128 else 1
             kernel = AttentionMma.for_shape(x, keys, head, queries, arch, cluster, values, form)
             yield AttentionAppend(kernel, True, True).emit()
+
+
+def append_tokens_sources(arch: str) -> Iterator[KernelSource]:
+    """One and several tokens in a CTA, all of a sequence's and not, of each kind of cache, with norms and options."""
+    clustered = arch == ARCH
+    for rows, desc in zip((2, 8, 3, 4, 4, 8, 4, 2, 4, 2, 4, 8, 4, 2), mma_attention(arch), strict=True):
+        step = AttentionAppend(desc, rows != 3, settled=rows == 2)
+        yield AttentionAppendTokens(step, rows).emit()
+    for form in (Scores(windowed=True), Scores(True, True), Scores(True, ring=True), *SUNK[3:5]):
+        for (x, keys, values), (head, queries) in zip(CACHES, ((128, 4), (64, 8), (128, 2), (256, 2)), strict=True):
+            cluster = 8 if clustered and head <= 128 and queries != 2 else 1
+            kernel = AttentionMma.for_shape(x, keys, head, queries, arch, cluster, values, form)
+            yield AttentionAppendTokens(AttentionAppend(kernel, True, form.capped, form.ring), 4).emit()
+    wide = AttentionMma.for_shape(F16, F16, 256, 2, arch, scores=Scores(True, True))  # heads of Gemma 2
+    yield AttentionAppendTokens(AttentionAppend(wide, True), 4).emit()
+
+
+def tokens_spill(source: KernelSource) -> int:
+    """Two words: float16 heads of 256 with a window and a softcap."""
+    return 8 if "f16_f16_h256" in source.name and "_win_cap" in source.name else 0
 
 
 def mma_instructions(source: KernelSource) -> Iterator[str]:
@@ -184,6 +205,20 @@ ROWS = {
         {"ring": [{"ring": True}]},
         legal=PLAIN,
         instructions=mma_instructions,
+    ),
+    "attention_append_tokens": Row(
+        AttentionAppendTokens.emit,
+        append_tokens_sources,
+        append_tokens.CONSTRAINTS,
+        {
+            "rows": [{"rows": 1}, {"rows": 9}],
+            "shared_memory": [
+                {"rows": 8, "step": AttentionAppend(AttentionMma(F16, F16, 256, 8, ARCH, tiles=1), True)}
+            ],
+        },
+        legal=AttentionAppendTokens(AttentionAppend(MMA, True), 4),
+        instructions=mma_instructions,
+        spill=tokens_spill,
     ),
     "prompt_mma": Row(
         PromptMma.emit,

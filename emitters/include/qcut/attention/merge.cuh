@@ -34,15 +34,19 @@ struct SinkRoom<true, kGroup> {
 
 // T is the type of results. With kTurned, values are rotated (nibbles.cuh) and results are rotated back. A
 // kernel calls begin() first and run() last. With kSinks, it calls fetch_sinks() early, and await_sinks() before the
-// barrier that precedes run(): sinks are added where results are divided, once.
-template <class T, int kHead, int kGroup, int kWarps, int kCluster, bool kTurned = false, bool kSinks = false>
+// barrier that precedes run(): sinks are added where results are divided, once. With kTokens above 1, the queries are
+// the same heads of so many tokens, a token's side by side.
+template <class T, int kHead, int kGroup, int kWarps, int kCluster, bool kTurned = false, bool kSinks = false,
+          int kTokens = 1>
 struct AttentionMerge {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRecord = kHead + 4;                            // weighted values, maximum, sum
   static constexpr int kVectors = kGroup * kHead / 4;                  // vectors of a CTA's records
   static constexpr int kShare = (kVectors + kCluster - 1) / kCluster;  // vectors of a CTA of the cluster
   static constexpr int kMaxParts = kCluster > 1 ? kCluster : 64;
+  static constexpr int kHeads = kGroup / kTokens;  // queries of a token
   static_assert(kHead % 4 == 0, "heads are whole vectors");
+  static_assert(kGroup % kTokens == 0, "tokens have the same heads");
 
   struct Shared : SinkRoom<kSinks, kGroup> {
     alignas(16) float records[kWarps][kGroup][kRecord];
@@ -79,11 +83,12 @@ struct AttentionMerge {
     return sum;
   }
 
-  // Starts copying the sinks of the CTA's `mine` queries.
+  // Starts copying the sinks of the CTA's `mine` queries; `sinks` are of the first token's.
   static __device__ __forceinline__ void fetch_sinks(Shared& shared, const float* sinks, int mine) {
     if constexpr (kSinks) {
       const int query = threadIdx.x;
-      if (query < mine) copy_async<4>(shared_address(&shared.sinks[query]), sinks + query, false);
+      const int head = kTokens > 1 ? query % kHeads : query;
+      if (query < mine) copy_async<4>(shared_address(&shared.sinks[query]), sinks + head, false);
     }
   }
   static __device__ __forceinline__ void await_sinks() {
@@ -174,14 +179,32 @@ struct AttentionMerge {
   // Comes after a barrier that makes the records of all warps visible to the CTA. `out` is the result of the CTA's
   // first query; four columns lie at a multiple of 8 bytes. The workspace holds a record for every part and query.
   // Counters, one for each CTA of a part, are 0 before the first launch and after every launch. A cluster uses neither.
-  // If absmax is not null, its element is raised to the largest magnitude that the CTA stores.
+  // If absmax is not null, the element of each token is raised to the largest magnitude that the CTA stores of it.
+  // Tokens' results are `stride` elements apart.
   static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
-                                             float* absmax = nullptr) {
-    uint32_t peak = 0;
+                                             float* absmax = nullptr, long long stride = 0) {
+    uint32_t peak[kTokens] = {};
     const auto note = [&] {
       if (absmax == nullptr) return;
-      const uint32_t largest = warp_max(peak);
-      if (threadIdx.x % 32 == 0 && largest > 0) atomicMax(reinterpret_cast<unsigned*>(absmax), largest);
+      const auto raise = [&](int i) {
+        const uint32_t largest = warp_max(peak[i]);
+        if (threadIdx.x % 32 == 0 && largest > 0) atomicMax(reinterpret_cast<unsigned*>(absmax + i), largest);
+      };
+      raise(0);
+#pragma unroll
+      for (int i = 1; i < kTokens; ++i) raise(i);
+    };
+    const auto keep = [&](int v, const Combined& sum) {
+      if constexpr (kTokens == 1) {
+        peak[0] = max(peak[0], store(out + 4 * v, sum));
+      } else {
+        constexpr int kOfToken = kHeads * (kHead / 4);  // vectors
+        const uint32_t largest = store(out + v / kOfToken * stride + 4 * (v % kOfToken), sum);
+#pragma unroll
+        for (int i = 0; i < kTokens; ++i) {  // an index that is known keeps them in registers
+          if (v / kOfToken == i) peak[i] = max(peak[i], largest);
+        }
+      }
     };
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
     const auto of_warps = [&](int v) {
@@ -208,7 +231,7 @@ struct AttentionMerge {
             kCluster, [&](int p) { return shared.parts[p][v / (kHead / 4)]; },
             [&](int p) { return shared.received[p * kShare + i]; });
         add_sink(sum, shared, v / (kHead / 4));
-        peak = max(peak, store(out + 4 * v, sum));
+        keep(v, sum);
       }
       note();
       return;
@@ -216,7 +239,7 @@ struct AttentionMerge {
     if (parts == 1) {
       for_vectors(mine, of_warps, [&](int v, Combined sum) {
         add_sink(sum, shared, v / (kHead / 4));
-        peak = max(peak, store(out + 4 * v, sum));
+        keep(v, sum);
       });
       note();
       return;
@@ -247,7 +270,7 @@ struct AttentionMerge {
             return __ldcg(reinterpret_cast<const float4*>(records + (p * kGroup + query) * kRecord + column));
           });
       add_sink(sum, shared, query);
-      peak = max(peak, store(out + 4 * v, sum));
+      keep(v, sum);
     }
     note();
   }

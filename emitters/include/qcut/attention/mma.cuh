@@ -154,6 +154,29 @@ struct RowPieces {
   }
 };
 
+// All columns of the products see the same keys, up to the end.
+struct SeeAlike {
+  static constexpr bool kApart = false;
+};
+// Columns see keys of their own, a lane's two the same with kPairs, all from the first key on without kWindowed. The
+// struct lies in shared memory: most tiles are seen by all columns, and registers are few.
+template <bool kPairs, bool kWindowed>
+struct SeeApart {
+  static constexpr bool kApart = true;
+  int2 columns[8];         // each column sees keys x to y - 1
+  int all_first, all_end;  // every column sees keys all_first to all_end - 1
+
+  // Whether some keys of these tiles are not seen by all columns.
+  __device__ __forceinline__ bool is_partial(int first_tile, int last_tile) const {
+    return 16 * (last_tile + 1) > all_end || (kWindowed && 16 * first_tile < all_first);
+  }
+  // Whether a lane's column 2t + h sees a key.
+  __device__ __forceinline__ bool sees(int h, int key) const {
+    const int2& own = columns[2 * (threadIdx.x % 4) + (kPairs ? 0 : h)];
+    return key < own.y && (!kWindowed || key >= own.x);
+  }
+};
+
 // T is the type of queries and results; C and V are those of keys and values: T for both, or each int8_t or Nibbles.
 // Queries are rotated like 4-bit keys. AttentionMma in emitters/attention/mma.py describes the sizes.
 // With kWindowed, a query sees the last `window` keys up to its own: the others are not loaded. With kCapped, scores are
@@ -373,11 +396,12 @@ struct TensorAttention {
   }
 
   // Makes weights of the scores of a warp's tiles, relative to a common maximum, the B operand of O. With `partial`,
-  // some keys lie past the end.
+  // some keys lie past the end, or are not seen by all columns.
+  template <class Sees>
   static __device__ __forceinline__ void soften(State& state, const Tile (&tiles)[kTiles], float (&score)[kTiles][4],
                                                 uint32_t (&weight)[kTiles][2], const int (&tile)[kTiles], int length,
                                                 bool partial, float scale, const float (&columns)[2], int g,
-                                                [[maybe_unused]] float softcap) {
+                                                [[maybe_unused]] float softcap, [[maybe_unused]] const Sees& sees) {
     float size[kTiles][2];  // log2 of the values' scales, which multiply the weights
     float value_scale[kTiles][2], value_lift[kTiles][2];
     float top[2] = {state.peak[0], state.peak[1]};
@@ -400,9 +424,10 @@ struct TensorAttention {
         } else if constexpr (kScaled) {
           key_scale = scale * tiles[u].key_scale[r];
         }
-        const bool there = !partial || key_of(tile[u], r, g) < length;
+        bool there = !partial || key_of(tile[u], r, g) < length;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
+          if constexpr (Sees::kApart) there = !partial || sees.sees(h, key_of(tile[u], r, g));
           float& s = score[u][2 * r + h];
           if constexpr (kTurnedKeys) s = fmaf(key_lift, columns[h], s);
           if constexpr (kCapped) {
@@ -511,12 +536,12 @@ struct TensorAttention {
   }
 
   // Processes these tiles and every stride-th tile after them. `arrived(tiles[u], tile[u])` is called before a tile is
-  // used.
-  template <class Arrived>
+  // used. `sees` is SeeAlike or SeeApart.
+  template <class Arrived, class Sees = SeeAlike>
   static __device__ __forceinline__ void attend(State& state, Tile (&tiles)[kTiles], int (&tile)[kTiles],
                                                 const uint32_t (&query)[kSteps][2], const Rows& rows, int stride,
                                                 float scale, int g, int t, const Arrived& arrived,
-                                                float softcap = 0.0f) {
+                                                float softcap = 0.0f, const Sees& sees = {}) {
     const int count = (rows.length + 15) / 16;
     float columns[2] = {};
     if constexpr (kTurnedKeys) {  // in units of even codes, as scores are
@@ -547,9 +572,10 @@ struct TensorAttention {
         if (tile[u] + kTiles * stride < count) load_keys(tiles[u], rows, tile[u] + kTiles * stride, g, t);
       }
       // Only the context's last tile may be partial. Tiles after it do not exist; their registers hold old values.
-      const bool partial = 16 * (tile[kTiles - 1] + 1) > rows.length;
+      bool partial = 16 * (tile[kTiles - 1] + 1) > rows.length;
+      if constexpr (Sees::kApart) partial = sees.is_partial(tile[0], tile[kTiles - 1]);
       uint32_t weight[kTiles][2];
-      soften(state, tiles, score, weight, tile, rows.length, partial, scale, columns, g, softcap);
+      soften(state, tiles, score, weight, tile, rows.length, partial, scale, columns, g, softcap, sees);
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
