@@ -16,6 +16,7 @@ from qcut.backends.cuda.launch.streams import current_stream
 from qcut.dispatch import ahead_of_time
 from qcut.dispatch.attention import check_heads, select_attention
 from qcut.emitters.attention.append import AttentionAppend
+from qcut.emitters.attention.append_tokens import AttentionAppendTokens
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.scores import Scores
 from qcut.emitters.core.source import DType
@@ -243,9 +244,9 @@ def append_attention(call: AppendAttentionOp) -> Tensor:
     if call.norms and not plan.norms:
         return append_attention(call.normed)
     if not plan.appends:
-        append, attention = call.parts
+        append, attend = call.parts
         _append(append)
-        y = _decode(attention)
+        y = call.side_by_side([_decode(attention) for attention in attend])
         int8.raise_absmax(call.absmax, y)
         return y
     tokens, cache = call.tokens, call.cache
@@ -294,7 +295,9 @@ def _plan_for(form: Form, call: DecodeAttentionOp | AppendAttentionOp) -> Attent
     places = min(window or context, call.reach or context)
     options = (window > 0, call.softcap > 0, call.ring > 0, call.sinks is not None)
     steps = (False, False) if isinstance(call, DecodeAttentionOp) else (len(call.norms) > 0, call.early_read)
-    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
+    rows = 1 if isinstance(call, DecodeAttentionOp) else call.rows
+    types, shapes = (q.dtype, keys.dtype, call.values.dtype), (q.shape, kv_heads, places)
+    key = (form, *types, *shapes, options, *steps, rows, q.get_device())
     return _attention_plans[key]
 
 
@@ -310,12 +313,13 @@ def _attention_plans(
     options: tuple[bool, bool, bool, bool],
     norms: bool,
     early_read: bool,
+    rows: int,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
         raise DtypeError("qcut: attention's q is float32; allowed with a 4-bit cache on a GPU: float16, bfloat16")
-    (batch, heads, head), gpu = q, target(device)
-    queries = heads // kv_heads
+    (tokens, heads, head), gpu = q, target(device)
+    queries, batch = heads // kv_heads, tokens // rows
 
     desc, parts = select_attention(
         DTYPES[dtype],
@@ -329,16 +333,22 @@ def _attention_plans(
         values=values_beside(cache, values),
         scores=Scores(*options),
     )
-    if appends := form != "read" and isinstance(desc, AttentionMma):
+    step: AttentionAppend | AttentionAppendTokens | None = None
+    if form != "read" and isinstance(desc, AttentionMma):
         rotary = form == "rotate_and_append"
         norms = norms and ahead_of_time.has_head_norms(head, rotary, gpu)
         # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
         early_read = early_read and has_pdl(gpu) and not gpu.ahead_of_time
-        source = AttentionAppend(desc, rotary, norms, early_read).emit()
-    else:
-        norms = False
-        source = desc.emit()
-    grid = desc.grid(batch, kv_heads, queries, parts)
+        one = AttentionAppend(desc, rotary, norms, early_read)
+        if rows == 1:
+            step = one
+        elif not gpu.ahead_of_time and AttentionAppendTokens.is_legal(one, rows):
+            step = AttentionAppendTokens(one, rows)
+    appends = step is not None
+    norms = norms and appends
+    source = (step or desc).emit()
+    whole = step if isinstance(step, AttentionAppendTokens) else desc
+    grid = whole.grid(batch, kv_heads, queries, parts)
     kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
-    floats = desc.workspace_floats(batch, kv_heads, queries, parts)
+    floats = whole.workspace_floats(batch, kv_heads, queries, parts)
     return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends, norms)

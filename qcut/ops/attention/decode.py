@@ -163,7 +163,7 @@ class AppendKvOp(NamedTuple):
                 codes, scale = int4.quantize_rows_ref(int4.rotate(flat), guide)
             else:
                 codes, scale = int8.quantize_per_token_ref(flat, flat.shape[1])
-            stored[sequences, :, places] = codes.view(*rows.shape[:2], -1)
+            stored[sequences, :, places] = codes.view(*rows.shape[:2], stored.shape[3])
             scales[sequences, :, places] = scale.view(rows.shape[:2])
 
 
@@ -260,7 +260,10 @@ class DecodeAttentionOp(NamedTuple):
 
 @operator("append_attention", returns="Tensor")
 class AppendAttentionOp(NamedTuple):
-    """One step of attention: `AppendKvOp` of one new token of each sequence, then `DecodeAttentionOp` of its query.
+    """One step of attention: `AppendKvOp` of new tokens of each sequence, then `DecodeAttentionOp` of their queries.
+
+    A sequence has one new token, or ``rows`` of them, as drafted tokens are verified: each sees the places up to its
+    position, with the new keys and values of the tokens before it.
 
     With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNormOp` without a
     residual, a head a row. Queries are not written back.
@@ -270,45 +273,53 @@ class AppendAttentionOp(NamedTuple):
     On CUDA, kernels for 16-bit queries then read the cache while their predecessor still runs.
 
     Args:
-        q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
-        k: ``[B, kv_heads, head]`` of q's type, heads side by side.
+        q: float16, bfloat16 or float32 ``[B rows, heads, head]``, heads side by side, B to 65,535. Token t belongs to
+            sequence ``t // rows``.
+        k: ``[B rows, kv_heads, head]`` of q's type, heads side by side.
         v: as k.
         cos: ``[positions, head]`` of q's type, alike for columns i and ``i + head / 2``; None: positions are not
             rotary.
         sin: as ``cos``.
-        positions: int32 ``[B]``, rows of ``cos`` and ``sin``, and the last place that each query reads, below
-            ``context``; CUDA takes the nearest of those for another.
-        slots: int32 ``[B]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose place is
-            none of the cache's.
+        positions: int32 ``[B rows]``, rows of ``cos`` and ``sin``, and the last place that each query reads, below
+            ``context`` and below the slots of its sequence's later tokens; CUDA takes the nearest below ``context``
+            for another.
+        slots: int32 ``[B rows]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose
+            place is none of the cache's. With several rows, a sequence's slots are consecutive; tokens after the last
+            consecutive one are padding, whose results are unspecified, and of which CUDA may store nothing.
         keys: as in `qcut.ops.attention.cache.Cache`, S at least B; written.
         values: as ``keys``.
         key_scales: as in `qcut.ops.attention.cache.Cache`, written.
         value_scales: as ``key_scales``.
         scale: multiplies scores.
-        counters: int32 of at least ``B * heads`` zeros for the kernel to count with, which leaves zeros; None: the
-            operator has its own. Two launches that may run at the same time need counters of their own. In the capture
-            of a CUDA graph, counters given spare the graph a memset.
-        absmax: float32 ``[B]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
+        counters: int32 of at least ``B * rows * heads`` zeros for the kernel to count with, which leaves zeros; None:
+            the operator has its own. Two launches that may run at the same time need counters of their own. In the
+            capture of a CUDA graph, counters given spare the graph a memset.
+        absmax: float32 ``[B rows]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         guide: as in `AppendKvOp`.
         window: as in `DecodeAttentionOp`.
         softcap: as in `DecodeAttentionOp`.
         query_norm: weight ``[head]`` of the norm of queries, of q's type; None: no heads are normalized.
         key_norm: as ``query_norm``, of keys.
         eps: of both norms.
-        ring: as in `AppendKvOp` and `DecodeAttentionOp`.
+        ring: as in `AppendKvOp` and `DecodeAttentionOp`; ``window + rows - 1`` is at most ``context``.
         reach: as in `DecodeAttentionOp`, the new token's place included.
         sinks: as in `DecodeAttentionOp`.
+        rows: new tokens of each sequence, 1 and more. Kernels on CUDA have up to 8; more, and float32, are computed by
+            the operators one after the other.
 
     Returns:
-        y ``[B, heads, head]`` of q's type, contiguous.
+        y ``[B rows, heads, head]`` of q's type, contiguous.
 
     Raises:
-        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        DtypeError, ShapeError, DeviceError: an argument is not as above, or ``rows`` does not divide the tokens.
         ConfigError: cosines without sines, one norm without the other, scales that do not go with the cache's type, a
             negative window, softcap or ring, a ring without a window, or a reach below 0 or beyond the places.
         RangeError: a place or position out of range, on the CPU.
 
-    Exactness: bitwise the operators one after the other, on the same device.
+    Exactness: bitwise the operators one after the other, on the same device: `AppendKvOp` of all tokens, then for each
+    j `DecodeAttentionOp` of the j-th tokens of all sequences. With several rows, kernels on CUDA differ from that where
+    a window leaves out places of a sequence, as then sums over its keys are added in another order; and an infinite or
+    NaN value of a new token may reach its sequence's other new tokens, also those before it.
     """
 
     q: Tensor
@@ -334,6 +345,7 @@ class AppendAttentionOp(NamedTuple):
     ring: int = 0
     reach: int = 0
     sinks: Tensor | None = None
+    rows: int = 1
     early_read: bool = False
 
     @property
@@ -361,23 +373,34 @@ class AppendAttentionOp(NamedTuple):
         return self._replace(q=q, k=k, query_norm=None, key_norm=None)
 
     @property
-    def parts(self) -> tuple[AppendKvOp, DecodeAttentionOp]:
-        """The two operators that compute the same, on a copy of the queries if these are rotated."""
+    def parts(self) -> tuple[AppendKvOp, list[DecodeAttentionOp]]:
+        """The operators that compute the same, on a copy of the queries if these are rotated.
+
+        The first one is of all tokens; the j-th one after it is attention of each sequence's j-th new token.
+        """
         tokens, cache = self.tokens, self.cache
         if tokens.rotary or cache.has_rotated_keys:
             tokens = tokens._replace(q=tokens.q.clone())
-        read = (tokens.q, *cache, tokens.positions, self.scale, self.counters)
-        attention = DecodeAttentionOp(*read, self.window, self.softcap, self.ring, self.reach, self.sinks)
-        return AppendKvOp(*tokens, *cache, guide=self.guide, ring=self.ring), attention
+        options = (self.window, self.softcap, self.ring, self.reach, self.sinks)
+        attend = []
+        for each in (slice(j, None, self.rows) for j in range(self.rows)):
+            read = (tokens.q[each], *cache, tokens.positions[each], self.scale, self.counters)
+            attend.append(DecodeAttentionOp(*read, *options))
+        return AppendKvOp(*tokens, *cache, self.rows, guide=self.guide, ring=self.ring), attend
+
+    @staticmethod
+    def side_by_side(results: list[Tensor]) -> Tensor:
+        """Results of the j-th tokens of all sequences, for each j, in the order of the tokens."""
+        return results[0] if len(results) == 1 else torch.stack(results, 1).flatten(0, 1)
 
     def check(self) -> None:
         op = "append_attention"
-        _check_tokens(op, self.tokens, self.cache)
-        _check_launch(op, self.q, self.counters)
+        _check_tokens(op, self.tokens, self.cache, self.rows)
+        _check_launch(op, self.q, self.counters, self.rows)
         check_absmax(op, "absmax", self.absmax, self.q)
         _check_guide(op, self.guide, self.k, self.cache)
         check_scores(op, self.window, self.softcap)
-        check_ring(op, self.ring, self.keys.shape[2], 1, self.window)
+        check_ring(op, self.ring, self.keys.shape[2], self.rows, self.window)
         _check_reach(op, self.reach, self.ring or self.keys.shape[2])
         check_sinks(op, self.sinks, self.q)
         if (self.query_norm is None) != (self.key_norm is None):
@@ -389,10 +412,10 @@ class AppendAttentionOp(NamedTuple):
         return self.q.new_empty(self.q.shape)
 
     def cpu(self) -> Tensor:
-        append, attention = (self.normed if self.norms else self).parts
+        append, attend = (self.normed if self.norms else self).parts
         check_indices("qcut::append_attention", "positions", self.positions, self.ring or self.keys.shape[2])
         append.cpu()
-        y = attention.cpu()
+        y = self.side_by_side([attention.cpu() for attention in attend])
         int8.raise_absmax(self.absmax, y)
         return y
 
@@ -442,15 +465,16 @@ def _check_reach(op: str, reach: int, places: int) -> None:
         raise ConfigError(f"qcut::{op}: reach is {reach}; allowed: 0 to {places}, the places of a sequence")
 
 
-def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:
-    """Check what one launch over all queries needs."""
-    sequences, heads, _ = q.shape
+def _check_launch(op: str, q: Tensor, counters: Tensor | None, rows: int = 1) -> None:
+    """Check what one launch over all queries needs, with so many tokens of each sequence."""
+    tokens, heads, _ = q.shape
+    sequences = tokens // rows
     if sequences > MAX_SEQUENCES:
         raise ShapeError(f"qcut::{op}: q has {sequences} sequences; allowed: at most {MAX_SEQUENCES}")
     if counters is None:
         return
     check_dtype(op, "counters", counters.dtype, S32)
-    places = sequences * heads
+    places = tokens * heads
     given = counters.dim() == 1 and counters.shape[0] >= places and counters.is_contiguous()
     if not given or counters.device != q.device:
         allowed = f"[{places} or more] on {q.device}, contiguous, one for each query"

@@ -33,15 +33,29 @@ def launches(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return note_launches(attention_cuda, gpu, monkeypatch)
 
 
-def step(dtype: torch.dtype = torch.float16, *, batch: int = 3, int8: bool = False, rotary: bool = True) -> Any:
+def step(
+    dtype: torch.dtype = torch.float16,
+    *,
+    batch: int = 3,
+    int8: bool = False,
+    rotary: bool = True,
+    head: int = HEAD,
+    queries: int = 2,
+) -> Any:
     """An `AppendAttentionOp` of rows that lie in one projection."""
-    rows = torch.randn(batch, (4 + 2 * KV_HEADS) * HEAD).to(dtype)
-    q, k, v = (t.unflatten(1, (-1, HEAD)) for t in rows.split((4 * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD), 1))
-    cos, sin = torch.randn(2, CONTEXT, HEAD).to(dtype) if rotary else (None, None)
-    keys, values = torch.zeros(2, batch, KV_HEADS, CONTEXT, HEAD, dtype=torch.int8 if int8 else dtype)
+    widths = [queries * KV_HEADS * head, KV_HEADS * head, KV_HEADS * head]
+    q, k, v = (t.unflatten(1, (-1, head)) for t in torch.randn(batch, sum(widths)).to(dtype).split(widths, 1))
+    cos, sin = torch.randn(2, CONTEXT, head).to(dtype) if rotary else (None, None)
+    keys, values = torch.zeros(2, batch, KV_HEADS, CONTEXT, head, dtype=torch.int8 if int8 else dtype)
     scales = torch.zeros(2, batch, KV_HEADS, CONTEXT) if int8 else (None, None)
     positions, slots = torch.arange(2 * batch, dtype=torch.int32).view(2, batch)
     return AppendAttentionOp(q, k, v, cos, sin, positions, slots, keys, values, *scales, 0.125)
+
+
+def tokens_of_each(one: Any, rows: int) -> Any:
+    """The same of so many tokens of each sequence."""
+    names = ("q", "k", "v", "positions", "slots")
+    return one._replace(rows=rows, **{name: getattr(one, name).repeat_interleave(rows, 0) for name in names})
 
 
 def same(launch: dict[str, Any], call: Any, *names: str) -> None:
@@ -89,6 +103,56 @@ def test_a_step_on_tensor_cores_is_one_launch(launches: Launches, int8: bool, ro
     assert launch["grid"][2] == launch["rows"] == 3
 
 
+@pytest.mark.parametrize("rows", [2, 3, 4, 8])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"softcap": 2.0}, {"window": 5, "ring": 5000}], ids=str)
+def test_several_tokens_of_a_sequence_are_one_launch(
+    launches: Launches, rows: int, int8: bool, options: dict[str, Any]
+) -> None:
+    """In the form of one token, four tokens of two queries in a CTA."""
+    one = step(batch=3, int8=int8)._replace(**options)
+    many = tokens_of_each(one, rows)._replace(absmax=torch.zeros(3 * rows))
+    attention_cuda.append_attention(one)
+    y = attention_cuda.append_attention(many)
+    assert y.shape == many.q.shape
+    first, launch = launches
+    assert launch["kernel"] == first["kernel"].replace("_append_", "_append_tokens_") + f"_x{rows}"
+    ctas = -(-rows // 4)
+    assert launch["grid"] == (first["grid"][0], first["grid"][1] * ctas, 3)
+    same(launch, many, "q", "k", "v", "positions", "slots", "keys", "values", "absmax")
+
+
+def test_settled_tokens_are_read_early(launches: Launches, gpu: Target) -> None:
+    attention_cuda.append_attention(tokens_of_each(step(), 2)._replace(early_read=True))
+    assert ("_settled_x2" in launches[0]["kernel"]) == (gpu is H200)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 100])
+def test_counters_are_enough_for_all_tokens(launches: Launches, batch: int) -> None:
+    """One for each CTA of a part, of the ``B rows heads`` that a caller gives."""
+    many = tokens_of_each(step(batch=batch), 8)
+    attention_cuda.append_attention(many._replace(counters=torch.zeros(batch * 8 * 4, dtype=torch.int32)))
+    parts, y, z = launches[0]["grid"]
+    assert parts == 1 or y * z <= batch * 8 * 4
+
+
+def test_tokens_without_a_kernel_are_launched_apart(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32, of more than 8, of heads whose new rows shared memory does not hold, and of a wheel's kernels."""
+    attention_cuda.append_attention(tokens_of_each(step(torch.float32), 2)._replace(absmax=torch.zeros(6)))
+    attention_cuda.append_attention(tokens_of_each(step(), 9))
+    wide = tokens_of_each(step(head=256, queries=8), 8)
+    attention_cuda.append_attention(wide)
+    monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, ahead_of_time=True))
+    attention_cuda.append_attention(tokens_of_each(step(), 2))
+    kinds = ["attention" if "attention" in launch["kernel"] else "append" for launch in launches]
+    assert kinds == [kind for rows in (2, 9, 8, 2) for kind in ("append", *["attention"] * rows)]
+    assert {launch["length"] for launch in launches if "length" in launch} == {2, 8, 9}
+    append, first, second, *_ = launches
+    assert append["tokens"] == 6
+    assert second["q"] - first["q"] == 4 * HEAD * 4
+    assert first["q_stride"] == second["q_stride"] == 2 * 4 * HEAD
+
+
 @pytest.mark.parametrize("rotary", [False, True])
 def test_norms_of_heads_are_in_the_same_launch(launches: Launches, rotary: bool) -> None:
     norms = {"query_norm": torch.ones(HEAD).half(), "key_norm": torch.ones(HEAD).half()}
@@ -104,7 +168,7 @@ def test_rings_are_bounded_by_places(launches: Launches) -> None:
     one = step()._replace(**ring)
     attention_cuda.append_attention(one)
     attention_cuda.append_attention(step(torch.float32)._replace(**ring, softcap=2.0))
-    attention_cuda.decode_attention(one.parts[1])
+    attention_cuda.decode_attention(one.parts[1][0])
     attention_cuda.append_kv(one.parts[0])
     for launch in launches:
         assert "_ring" in launch["kernel"]
@@ -124,7 +188,7 @@ def test_sinks_are_an_argument_of_a_kernel(launches: Launches, int8: bool, optio
         one = step(dtype, int8=int8)._replace(**options, sinks=sinks)
         for call in (one, one._replace(sinks=None)):
             attention_cuda.append_attention(call)
-            attention_cuda.decode_attention(call.parts[1])
+            attention_cuda.decode_attention(call.parts[1][0])
     attend = [launch for launch in launches if "_attention_" in launch["kernel"]]
     assert len(attend) == 8
     for sunk, plain in zip((*attend[:2], *attend[4:6]), (*attend[2:4], *attend[6:]), strict=True):
@@ -150,7 +214,7 @@ def test_reach_chooses_kernels_and_cache_gives_strides(launches: Launches, dtype
     short = short._replace(keys=short.keys[:, :, :100].clone(), values=short.values[:, :, :100].clone())
     for call in (long, long._replace(reach=100), short, long._replace(window=50, reach=60), long._replace(window=50)):
         attention_cuda.append_attention(call)
-        attention_cuda.decode_attention(call.parts[1])
+        attention_cuda.decode_attention(call.parts[1][0])
     attend = [launch for launch in launches if "attention" in launch["kernel"]]
     whole, near, small, seen, window = ([(a["kernel"], a["grid"]) for a in attend[i : i + 2]] for i in range(0, 10, 2))
     assert near == small != whole
@@ -205,7 +269,7 @@ def test_nothing_is_launched_for_no_sequences(launches: Launches) -> None:
     one = step()
     nobody = one._replace(**{name: getattr(one, name)[:0] for name in ("q", "k", "v", "positions", "slots")})
     assert attention_cuda.append_attention(nobody).shape == (0, 4, HEAD)
-    assert attention_cuda.decode_attention(nobody.parts[1]).shape == (0, 4, HEAD)
+    assert attention_cuda.decode_attention(nobody.parts[1][0]).shape == (0, 4, HEAD)
     attention_cuda.append_kv(nobody.parts[0])
     assert not launches
 
