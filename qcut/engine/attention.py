@@ -61,19 +61,20 @@ class PromptAttention:
 
 @dataclass(frozen=True)
 class StepAttention:
-    """Attention of decode: one token of each sequence attends to the whole sequence, in one kernel.
+    """Attention of decode: new tokens of each sequence attend to the whole sequence up to themselves, in one kernel.
 
     The kernel normalizes queries and keys, applies rotary positions, appends keys and values, and attends.
 
     Attributes:
         cache: the KV cache.
         tables: cosines and sines of each layer's positions, in the activations' dtype.
-        positions: position of each token, int32 ``[B]``.
-        slots: position in the cache for each token's keys and values, int32 ``[B]``.
-        counters: int32 ``[B queries]``, zero before and after every launch.
+        positions: position of each token, int32 ``[B rows]``.
+        slots: position in the cache for each token's keys and values, int32 ``[B rows]``.
+        counters: int32 ``[B rows queries]``, zero before and after every launch.
         reach: ``max_seq_len`` bucket that the kernels are chosen for; 0: the cache's length.
         others: further buckets, whose kernels run too, to be built and loaded; they compute the same.
         early_read: whether the promise of `qcut.ops.attention.decode.AppendAttentionOp` holds.
+        rows: new tokens of each sequence.
     """
 
     raises_absmax: ClassVar[bool] = True
@@ -86,6 +87,7 @@ class StepAttention:
     reach: int = 0
     others: Sequence[int] = ()
     early_read: bool = False
+    rows: int = 1
 
     def __call__(
         self,
@@ -106,7 +108,7 @@ class StepAttention:
         options = (self.cache.calibration(layer), scores.window, scores.softcap, *normed, ring)
         attend = torch.ops.qcut.append_attention
         overload = attend.early_read if self.early_read else attend.default
-        run = partial(overload, *step, scores.scaling, self.counters, sinks=scores.sinks)
+        run = partial(overload, *step, scores.scaling, self.counters, sinks=scores.sinks, rows=self.rows)
         for reach in self.others:
             run(None, *options, reach)
         mixed: Tensor = run(absmax, *options, self.reach)

@@ -203,19 +203,18 @@ class DraftModel:
         model has not read.
         """
         assert companion is not None
-        context, counts = companion.context, torch.full_like(state.counts, 2)
+        context = companion.context
         before = state.text.gather(1, (state.ends - 2).clamp(min=0).long()[:, None]).flatten().long()
         full = state.slots >= context
         tokens = torch.stack((before, state.tokens[0]))
         places = torch.where(full, context, state.slots - 1)
-        logits = companion.forward_tokens(tokens, counts, (state.positions - 1).clamp(min=0), places)[1::2]
+        logits = companion.forward_tokens(tokens, (state.positions - 1).clamp(min=0), places)[1::2]
         for i in range(1, drafts + 1):
             state.tokens[i].copy_(torch.ops.qcut.argmax(logits))
             if i < drafts:
                 at, places = state.positions + i, torch.where(full, context, state.slots + i)
-                logits = companion.forward_tokens(
-                    state.tokens[i : i + 1], counts, at.clamp(max=context - 1), places.clamp(max=context)
-                )
+                at, places = at.clamp(max=context - 1), places.clamp(max=context)
+                logits = companion.forward_tokens(state.tokens[i : i + 1], at, places)
         room = (context - state.slots).clamp(min=1, max=drafts + 1)
         state.counts.copy_(room)
 

@@ -29,6 +29,8 @@ from qcut.numerics.plain_state import outside_modes
 A = TypeVar("A", bound=Attention)
 T = TypeVar("T")
 
+MOST_FUSED_ROWS = 4
+"""Most tokens of a sequence that a step attends for in one kernel a layer; more are attended for as a prefill chunk."""
 HOST_STEPS = 4
 """Recent steps whose tokens are kept in pinned host memory; the host may lag one step."""
 FIRST_BUCKET = 512
@@ -132,7 +134,8 @@ class ModelRunner:
         dtype, device = decoder.dtype, decoder.device
         self.cache = self.new_cache(batch)
         # Each runner has counters of its own, since graphs of two runners may run at once.
-        self._counters = torch.zeros(batch * decoder.heads.queries, dtype=torch.int32, device=device)
+        queries = batch * MOST_FUSED_ROWS * decoder.heads.queries
+        self._counters = torch.zeros(queries, dtype=torch.int32, device=device)
         self.logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
         self.likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
 
@@ -285,24 +288,33 @@ class ModelRunner:
         attention = StepAttention(*inputs, max_seq_len, other_buckets, early_read)
         return self._logits(*self.decoder(tokens, positions, len(tokens), attention))
 
-    def forward_tokens(self, tokens: Tensor, counts: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """A step of several tokens of each sequence.
+    def forward_tokens(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, max_seq_len: int = 0, other_buckets: Sequence[int] = ()
+    ) -> Tensor:
+        """A step of several tokens of each sequence, all of which the cache takes, as far as it has room.
 
         Args:
             tokens: int64 ``[T, n]``.
-            counts: int32 ``[n]``, how many of a sequence's tokens are valid, 1 and more.
             positions: int32 ``[n]``, of each sequence's first token.
             slots: int32 ``[n]``, its place in the cache; the context for padding.
+            max_seq_len: as of a `ForwardStep`, up to `MOST_FUSED_ROWS` tokens.
+            other_buckets: as of a `ForwardStep`.
 
         Returns:
             Logits ``[n T, vocabulary]`` after each token, a sequence's side by side.
         """
         rows, n = tokens.shape
         index = torch.arange(rows, dtype=torch.int32, device=tokens.device)
-        lengths = torch.where(slots < self.context, counts.clamp(max=rows), 0)
-        at = (positions[:, None] + index).clamp(max=self.context - 1).flatten()
-        places = torch.where(index < lengths[:, None], slots[:, None] + index, self.context).flatten()
-        attention = PromptAttention(self.cache, self.tables, at, places, positions, lengths)
+        at = (positions[:, None] + index).clamp_(max=self.context - 1).flatten()
+        places = (slots[:, None] + index).clamp_(max=self.context).flatten()
+        attention: PromptAttention | StepAttention
+        if rows <= MOST_FUSED_ROWS:
+            # Positions and places have just been written: nothing may be read early.
+            inputs = (self.cache, self.tables, at, places, self._counters)
+            attention = StepAttention(*inputs, max_seq_len, other_buckets, rows=rows)
+        else:
+            lengths = torch.full_like(positions, rows)
+            attention = PromptAttention(self.cache, self.tables, at, places, positions, lengths)
         return self._logits(*self.decoder(tokens.t().flatten(), at, n, attention))
 
     def last_hidden(self) -> Tensor:

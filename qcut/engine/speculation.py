@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from qcut.engine.drafters import Drafter, DraftState
-from qcut.engine.runner import HostCopy, HostTokens, ModelRunner, buckets, inference, parked
+from qcut.engine.runner import MOST_FUSED_ROWS, HostCopy, HostTokens, ModelRunner, buckets, inference, parked
 
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
@@ -183,7 +184,7 @@ class DraftedLoop:
     def cost(self, width: int) -> float:
         """Microseconds of a step of this width, measured at its first use; keys and values are few then."""
         if width not in self._cost:
-            key = (width, 0 if width > 1 else self._max_seq_lens[0], True)
+            key = (width, self._max_seq_lens[0] if width <= MOST_FUSED_ROWS else 0, True)
             with self._parked():
                 self._capture(key)
                 self._cost[width] = self._timed(key)
@@ -194,8 +195,9 @@ class DraftedLoop:
         for width in self.widths:
             self.cost(width)
         with self._parked():
-            for max_seq_len in self._max_seq_lens:
-                self._capture((1, max_seq_len, True))
+            for width, max_seq_len in product(self.widths, self._max_seq_lens):
+                if width <= MOST_FUSED_ROWS:
+                    self._capture((width, max_seq_len, True))
 
     def step(self, width: int, choose: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor, HostCopy]:
         """Queue a step of some tokens of each sequence.
@@ -236,11 +238,11 @@ class DraftedLoop:
         return parked(self._context, state.tokens, state.positions, state.slots, *kept, host=self._host)
 
     def _max_seq_len(self, width: int) -> int:
-        """Bucket of a step of one token; other steps have none."""
-        if width > 1:
+        """Bucket of a step up to `MOST_FUSED_ROWS` tokens; wider ones have none."""
+        if width > MOST_FUSED_ROWS:
             return 0
         longest = max((length for slot, length in enumerate(self.lengths) if slot not in self._padded), default=0)
-        return self._max_seq_lens[bisect_left(self._buckets, min(longest + 1, self._context))]
+        return self._max_seq_lens[bisect_left(self._buckets, min(longest + width, self._context))]
 
     def _run(self, key: tuple[int, int, bool], others: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         width, max_seq_len, takes_likeliest = key
@@ -250,7 +252,8 @@ class DraftedLoop:
         else:
             if not self._drafter.longest:
                 self._drafter.propose(runner.companion, state, width - 1, self._hidden)
-            logits = runner.forward_tokens(state.tokens[:width], state.counts, state.positions, state.slots)
+            tokens, places = state.tokens[:width], (state.positions, state.slots)
+            logits = runner.forward_tokens(tokens, *places, max_seq_len, others)
         chosen = torch.ops.qcut.argmax(logits).view(-1, width)
         if takes_likeliest:
             self._accept(chosen)
@@ -275,7 +278,7 @@ class DraftedLoop:
         def step() -> None:
             self._result_of[key] = self._run(key)
 
-        others = [other for other in self._max_seq_lens if other != key[1]] if key[0] == 1 else []
+        others = [other for other in self._max_seq_lens if other != key[1]] if key[0] <= MOST_FUSED_ROWS else []
         self._graph_of[key] = self._graphs.run_and_capture(step, lambda: self._run(key, others))
 
     def _timed(self, key: tuple[int, int, bool]) -> float:
