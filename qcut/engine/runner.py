@@ -313,7 +313,7 @@ class ModelRunner:
             inputs = (self.cache, self.tables, at, places, self._counters)
             attention = StepAttention(*inputs, max_seq_len, other_buckets, rows=rows)
         else:
-            lengths = torch.full_like(positions, rows)
+            lengths = (self.context - positions).clamp_(max=rows)
             attention = PromptAttention(self.cache, self.tables, at, places, positions, lengths)
         return self._logits(*self.decoder(tokens.t().flatten(), at, n, attention))
 

@@ -76,8 +76,8 @@ def test_drafts_change_no_token_of_rings(kind: str, kv_cache: str) -> None:
 
 
 @inference()
-def logits_of(made: ModelRunner, tokens: Tensor, counts: list[int], positions: list[int], slots: list[int]) -> Tensor:
-    where = (torch.tensor(values, dtype=torch.int32) for values in (counts, positions, slots))
+def logits_of(made: ModelRunner, tokens: Tensor, positions: list[int], slots: list[int]) -> Tensor:
+    where = (torch.tensor(values, dtype=torch.int32) for values in (positions, slots))
     return made.forward_tokens(tokens, *where).unflatten(0, (tokens.shape[1], -1))
 
 
@@ -85,19 +85,19 @@ def logits_of(made: ModelRunner, tokens: Tensor, counts: list[int], positions: l
 @pytest.mark.parametrize("width", [2, runner.MOST_FUSED_ROWS, 8])
 @inference()
 def test_a_step_of_tokens_is_their_steps(kind: str, width: int) -> None:
-    """The logits after each valid token; one sequence has fewer tokens, and one is padding."""
+    """The logits after each token for which the cache has room; one sequence fills it, and one is padding."""
     model, context = small(kind), 64
     one, many = (Engine(model, batch=3, context=context).runner for _ in range(2))
-    prompts = [torch.tensor(prompt) for prompt in prompts_of(VOCABULARY, 20, 7, 3)]
+    prompts = [torch.tensor(prompt) for prompt in prompts_of(VOCABULARY, 20, 65 - width, 3)]
     for each in (one, many):
         each.prefill(prompts, [0, 0, 0])
     tokens = torch.tensor(prompts_of(VOCABULARY, *[3] * width))
-    starts, counts = [20, 7, 3], [width, width - 1, 1]
-    got = logits_of(many, tokens, counts, [20, 7, 0], [20, 7, context])
+    starts, counts = [20, 65 - width, 3], [width, width - 1]
+    got = logits_of(many, tokens, [*starts[:2], 0], [*starts[:2], context])
     for j in range(width):
-        at = torch.tensor([start + j for start in starts], dtype=torch.int32)
+        at = torch.tensor([min(start + j, context - 1) for start in starts], dtype=torch.int32)
         want = one.forward_step(tokens[j], at, at, 0, ())
-        for b, count in enumerate(counts[:2]):
+        for b, count in enumerate(counts):
             if j < count:
                 torch.testing.assert_close(got[b, j], want[b], rtol=1e-4, atol=1e-4)
 
@@ -107,7 +107,7 @@ def test_a_layers_tokens_are_one_call() -> None:
     made = Engine(small("llama"), batch=2, context=64).runner
     for width in (runner.MOST_FUSED_ROWS, 2 * runner.MOST_FUSED_ROWS):
         with Calls() as calls:
-            logits_of(made, torch.ones(width, 2, dtype=torch.int64), [width] * 2, [0, 0], [0, 0])
+            logits_of(made, torch.ones(width, 2, dtype=torch.int64), [0, 0], [0, 0])
         fused = width <= runner.MOST_FUSED_ROWS
         assert calls.rows == [width] * 2 * fused
         assert calls.names.count("qcut::prompt_attention") == 2 * (not fused)
