@@ -52,7 +52,8 @@ def costs_of(results: Path, case: str) -> dict[int, float]:
 
 def edited(ids: Sequence[int], seed: int) -> list[int]:
     """A document with edits of one to four tokens."""
-    chance, out, at = random.Random(seed), [], 0
+    chance, at = random.Random(seed), 0
+    out: list[int] = []
     while at < len(ids):
         run, count = chance.randrange(12, 60), chance.randrange(1, 5)
         out += ids[at : at + run]

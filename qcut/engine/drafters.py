@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from qcut.engine.runner import ModelRunner
 from qcut.engine.token_ids import is_whole
 from qcut.errors import ConfigError, shown
-
-if TYPE_CHECKING:
-    from qcut.engine.engine import Engine
-    from qcut.engine.runner import ModelRunner
 
 MOST_DRAFTS, MOST_NGRAM = 15, 8
 """Most drafts of a step, and tokens of an n-gram, that `torch.ops.qcut.accept` takes."""
@@ -158,43 +155,47 @@ class Lookup:
         """See `Drafter.propose`: the operator that accepts drafts looks the next ones up."""
 
 
+class HasRunner(Protocol):
+    """A `qcut.Engine`."""
+
+    runner: ModelRunner
+
+
 @dataclass(frozen=True)
 class DraftModel:
     """Drafts by a smaller model of the same vocabulary, each its likeliest token.
 
     Attributes:
-        engine: the smaller model's, on the same device and of the same context. Its weights are shared; it has a
-            further KV cache for the sequences of the engine that it drafts for.
+        engine: the smaller model's `qcut.Engine`, on the same device and of the same context. Its weights are shared;
+            sequences of the engine that it drafts for have a KV cache of their own.
         drafts: most drafted tokens of a step, 1 to 15.
 
     Raises:
         ConfigError: no engine, or a number out of its range.
     """
 
-    engine: Engine
+    engine: HasRunner
     drafts: int = 4
     shortest: ClassVar[int] = 1
     longest: ClassVar[int] = 0
     reads_hidden: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        from qcut.engine.engine import Engine
-
-        if not isinstance(self.engine, Engine):
+        if not isinstance(getattr(self.engine, "runner", None), ModelRunner):
             raise ConfigError(f"DraftModel: engine is {shown(self.engine)}; allowed: a qcut.Engine")
         _check_drafts("DraftModel", self.drafts)
 
     def companion(self, runner: ModelRunner) -> ModelRunner:
         """See `Drafter.companion`."""
-        ours, theirs = self.engine, runner.decoder
+        ours = self.engine.runner
         for name, found, allowed in (
-            ("a vocabulary of", ours.decoder.vocabulary, theirs.vocabulary),
+            ("a vocabulary of", ours.decoder.vocabulary, runner.decoder.vocabulary),
             ("a context of", ours.context, runner.context),
-            ("the device", ours.decoder.device, theirs.device),
+            ("the device", ours.decoder.device, runner.decoder.device),
         ):
             if found != allowed:
                 raise ConfigError(f"DraftModel: the engine has {name} {found}; allowed: {allowed}, as of the model")
-        return ours.runner.with_batch(runner.batch)
+        return ours.with_batch(runner.batch)
 
     def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
         """See `Drafter.propose`.

@@ -449,6 +449,8 @@ class SequenceBatch(Generic[S]):
             self._unsettled = []
             cast(DraftState, self._state).of_slots(0, n).copy_(loop.used)
         elif self._state is not None:
+            for slot, sequence in enumerate(self.sequences):
+                self._state.begin(slot, [*sequence.prompt, *sequence.tokens])
             self._state.put(0, loop.tokens, [sequence.cached for sequence in self.sequences], self._runner.context)
             for sequence in self.sequences:
                 sequence.drafts.found = 0

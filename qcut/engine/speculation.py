@@ -28,7 +28,9 @@ from qcut.engine.runner import MOST_FUSED_ROWS, HostCopy, HostTokens, ModelRunne
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
 _TIMED, _SETTLING = 8, 3
-"""Steps that are timed, and steps before them."""
+"""Steps that are timed on a GPU, and steps before them; on the CPU the fastest of `_SETTLING` counts."""
+_SPREAD = 7919
+"""Distance of the ids of tokens in timed steps."""
 
 
 @dataclass
@@ -187,6 +189,10 @@ class DraftedLoop:
             key = (width, self._max_seq_lens[0] if width <= MOST_FUSED_ROWS else 0, True)
             with self._parked():
                 self._capture(key)
+                # Different tokens: of a mixture, equal ones would read the same few experts.
+                tokens = self.state.tokens
+                spread = torch.arange(tokens.numel(), dtype=torch.int64, device=self._device) * _SPREAD
+                tokens.copy_((spread % self._runner.decoder.vocabulary).view_as(tokens))
                 self._cost[width] = self._timed(key)
         return self._cost[width]
 
@@ -267,7 +273,7 @@ class DraftedLoop:
         torch.ops.qcut.accept(chosen, *state, self._context, drafter.shortest, drafter.longest, *told)
         if self._hidden is not None and before is not None:
             last = (state.slots - before - 1).clamp(min=0).long()
-            rows = torch.arange(len(chosen), device=self._device) * chosen.shape[1] + last
+            rows = torch.arange(len(chosen), dtype=torch.int64, device=self._device) * chosen.shape[1] + last
             self._hidden.copy_(self._runner.last_hidden()[rows])
 
     def _capture(self, key: tuple[int, int, bool]) -> None:
@@ -285,9 +291,12 @@ class DraftedLoop:
         """Microseconds of a step."""
         run: Callable[[], object] = self._graph_of[key].replay if key in self._graph_of else lambda: self._run(key)
         if self._device.type != "cuda":
-            start = time.perf_counter()
-            run()
-            return (time.perf_counter() - start) * 1e6
+            times = []
+            for _ in range(_SETTLING):
+                times.append(-time.perf_counter())
+                run()
+                times[-1] += time.perf_counter()
+            return min(times) * 1e6
         for _ in range(_SETTLING):
             run()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

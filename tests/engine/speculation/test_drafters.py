@@ -51,7 +51,7 @@ def tokens(engine: Engine, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
-def test_a_model_as_its_own_draft_is_always_right(kind: str, steps: list[int]) -> None:
+def test_a_models_own_drafts_are_always_right(kind: str, steps: list[int]) -> None:
     model = model_of(kind)
     draft = Engine(copy.deepcopy(model), context=64)
     engine = Engine(model, batch=3, context=64, speculate=qcut.DraftModel(draft, 3))
