@@ -55,7 +55,7 @@ class Replay:
     longest: ClassVar[int] = 0
     reads_hidden: ClassVar[bool] = False
 
-    def companion(self, runner: ModelRunner) -> None:
+    def companion(self, runner: ModelRunner, tokenizer: Any) -> None:
         """See `qcut.engine.drafters.Drafter`."""
 
     def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -100,10 +100,14 @@ class Drafter(Protocol):
     def reads_hidden(self) -> bool:
         """See above."""
 
-    def companion(self, runner: ModelRunner) -> ModelRunner | None:
+    def companion(self, runner: ModelRunner, tokenizer: Any) -> ModelRunner | None:
         """A runner with a KV cache of its own, for the sequences of an engine's runner; None: there is none.
 
         It prefills the prompts that the engine's runner prefills, and its sequences are copied with the engine's.
+
+        Args:
+            runner: of the engine.
+            tokenizer: of the engine, or None.
 
         Raises:
             ConfigError: the drafter does not go with the engine.
@@ -148,7 +152,7 @@ class Lookup:
             if not is_whole(value) or not 1 <= value <= most:
                 raise ConfigError(f"Lookup: {name} is {value!r}; allowed: 1 to {most}")
 
-    def companion(self, runner: ModelRunner) -> None:
+    def companion(self, runner: ModelRunner, tokenizer: Any) -> None:
         """See `Drafter.companion`."""
 
     def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
@@ -159,6 +163,7 @@ class HasRunner(Protocol):
     """A `qcut.Engine`."""
 
     runner: ModelRunner
+    tokenizer: Any
 
 
 @dataclass(frozen=True)
@@ -185,8 +190,8 @@ class DraftModel:
             raise ConfigError(f"DraftModel: engine is {shown(self.engine)}; allowed: a qcut.Engine")
         _check_drafts("DraftModel", self.drafts)
 
-    def companion(self, runner: ModelRunner) -> ModelRunner:
-        """See `Drafter.companion`."""
+    def companion(self, runner: ModelRunner, tokenizer: Any) -> ModelRunner:
+        """See `Drafter.companion`. Tokenizers are compared if both engines have one."""
         ours = self.engine.runner
         for name, found, allowed in (
             ("a vocabulary of", ours.decoder.vocabulary, runner.decoder.vocabulary),
@@ -195,6 +200,15 @@ class DraftModel:
         ):
             if found != allowed:
                 raise ConfigError(f"DraftModel: the engine has {name} {found}; allowed: {allowed}, as of the model")
+        if tokenizer is not None and self.engine.tokenizer is not None:
+            found, allowed = (each.get_vocab() for each in (self.engine.tokenizer, tokenizer))
+            others = sorted(token for token, index in found.items() if allowed.get(token) != index)
+            if others:
+                first, index = others[0], allowed.get(others[0])
+                given = f"{first!r} as token {found[first]}"
+                raise ConfigError(
+                    f"DraftModel: the engine's tokenizer has {given}; allowed: {index}, as of the model's"
+                )
         return ours.with_batch(runner.batch)
 
     def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
@@ -220,15 +234,15 @@ class DraftModel:
         state.counts.copy_(room)
 
 
-def accompany(runner: ModelRunner, drafter: Drafter) -> None:
-    """Give a runner what a drafter needs.
+def accompany(runner: ModelRunner, drafter: Drafter, tokenizer: Any) -> None:
+    """Give a runner, whose engine has this tokenizer or None, what a drafter needs.
 
     Raises:
         ConfigError: no drafter, or one that does not go with the runner.
     """
     if not all(hasattr(drafter, name) for name in ("drafts", "companion", "propose")):
         raise ConfigError(f"speculate is {shown(drafter)}; allowed: a qcut.Lookup, a qcut.DraftModel, or None")
-    companion = drafter.companion(runner)
+    companion = drafter.companion(runner, tokenizer)
     if companion is not None:
         runner.accompany(companion)
 

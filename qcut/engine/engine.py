@@ -152,7 +152,7 @@ class Engine:
         self.decoder = decoder.stacked(model) if stack else decoder
         runner = ModelRunner(self.decoder, batch, context, kv_cache=kv_cache, ring=ring, graphs=graphs)
         if speculate is not None:
-            accompany(runner, speculate)
+            accompany(runner, speculate, tokenizer)
         self._use(runner)
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
         held = (*model.parameters(), *model.buffers()) if runner.graphs is not None else ()

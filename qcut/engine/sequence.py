@@ -399,7 +399,8 @@ class SequenceBatch(Generic[S]):
 
     def _drafted_step(self, loop: DraftedLoop) -> NewTokens[S]:
         sequences = self.sequences
-        records = [each.drafts if each.speculate else DraftRecord() for each in sequences]
+        counted = [each.speculate and each.finish_reason is None for each in sequences]
+        records = [each.drafts if counts else DraftRecord() for each, counts in zip(sequences, counted, strict=True)]
         width, choose = next_width(records, loop.widths, loop.cost), None
         if not all(sequence.takes_likeliest for sequence in sequences):
             draws = self._draws.get(width) or _DraftedSampling(sequences, width, self._device)
@@ -450,7 +451,7 @@ class SequenceBatch(Generic[S]):
             cast(DraftState, self._state).of_slots(0, n).copy_(loop.used)
         elif self._state is not None:
             for slot, sequence in enumerate(self.sequences):
-                self._state.begin(slot, [*sequence.prompt, *sequence.tokens])
+                self._state.begin(slot, [*sequence.prompt, *sequence.tokens[: sequence.queued - 1]])
             self._state.put(0, loop.tokens, [sequence.cached for sequence in self.sequences], self._runner.context)
             for sequence in self.sequences:
                 sequence.drafts.found = 0

@@ -150,7 +150,7 @@ class DraftedLoop:
         self._max_seq_lens = [*(bucket + 1 for bucket in self._buckets[:-1]), 0]
         self._graph_of: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._result_of: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
-        self._cost: dict[int, float] = {}
+        self._cost: dict[int, float] = runner.step_us.setdefault((drafter, size), {})
         self._padded: set[int] = set()
         self.lengths: list[int] = []
 

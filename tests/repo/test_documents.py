@@ -106,6 +106,11 @@ def test_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.Monke
     run_snippets(ROOT / "docs" / "transformers.md", tmp_path)
 
 
+def test_the_page_on_speculation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run_snippets(ROOT / "docs" / "speculation.md", tmp_path)
+
+
 def test_the_page_on_batching_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names = run_snippets(ROOT / "docs" / "batching.md", ROOT)

@@ -104,6 +104,31 @@ def test_draft_models_of_other_sizes_are_refused(changes: dict[str, Any], text: 
         Engine(model_of(), context=64, speculate=qcut.DraftModel(draft))
 
 
+class Words:
+    """A tokenizer of so many words, one of which is another one's."""
+
+    eos_token_id = None
+
+    def __init__(self, first: str) -> None:
+        self._vocabulary = {first: 0} | {f"word{i}": i for i in range(1, VOCABULARY)}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._vocabulary
+
+
+def test_draft_models_of_other_words_are_refused() -> None:
+    model = model_of()
+    draft = Engine(model)
+    draft.tokenizer = Words("a")
+    runner = Engine(model).runner
+    qcut.DraftModel(draft).companion(runner, Words("a"))
+    qcut.DraftModel(draft).companion(runner, None)
+    with pytest.raises(
+        ConfigError, match="the engine's tokenizer has 'a' as token 0; allowed: None, as of the model's"
+    ):
+        qcut.DraftModel(draft).companion(runner, Words("b"))
+
+
 def test_what_is_no_drafter_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine is 'gpt2'; allowed: a qcut.Engine"):
         qcut.DraftModel("gpt2")  # type: ignore[arg-type]
@@ -125,7 +150,7 @@ class Head:
     def __init__(self) -> None:
         self.agreed: list[bool] = []
 
-    def companion(self, runner: ModelRunner) -> None:
+    def companion(self, runner: ModelRunner, tokenizer: Any) -> None:
         self.decoder = runner.decoder
 
     def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
