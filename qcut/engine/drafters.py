@@ -207,7 +207,7 @@ class DraftModel:
                 first, index = others[0], allowed.get(others[0])
                 given = f"{first!r} as token {found[first]}"
                 raise ConfigError(
-                    f"DraftModel: the engine's tokenizer has {given}; allowed: {index}, as of the model's"
+                    f"DraftModel: the engine's tokenizer has {given}; allowed: {index}, as the model's"
                 )
         return ours.with_batch(runner.batch)
 
