@@ -9,11 +9,19 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.command import Answer, Command, UsageError
-from qcut.cli.models import KV_CACHE, QUANTIZING, SPECULATE, Quantizing, device_options, lookup, open_model
+from qcut.cli.models import (
+    KV_CACHE,
+    QUANTIZING,
+    SPECULATE,
+    Quantizing,
+    check_drafts,
+    device_options,
+    open_drafter,
+    open_model,
+)
 
 if TYPE_CHECKING:
     from qcut.cli.runners import Runner
-    from qcut.engine.drafters import Lookup
     from qcut.engine.sequence import Generated
 
 _DESCRIPTION = """\
@@ -102,7 +110,8 @@ def run(arguments: argparse.Namespace) -> Answer:
     given = vars(arguments)
     sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
     continue_prompt = _huggingface if arguments.llama2c is None else _llama2c
-    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments), lookup(arguments.speculate)))
+    check_drafts(arguments)
+    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments)))
 
 
 class _Output:
@@ -124,9 +133,7 @@ class _Output:
         return b"".join(self._data).decode("utf-8", "replace")
 
 
-def _huggingface(
-    arguments: argparse.Namespace, sampling: Any, quantizing: Any, speculate: Lookup | None
-) -> dict[str, Any]:
+def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
     from qcut.checkpoints.pretrained import token_ids
     from qcut.cli.runners import runner_for
     from qcut.errors import ConfigError, ContextError
@@ -142,7 +149,8 @@ def _huggingface(
     ends = getattr(model.generation_config, "eos_token_id", None)
     stop = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     quantizing.apply(model, tokenizer)
-    runner = runner_for(model, kv_cache=arguments.kv_cache, speculate=speculate)
+    speculate, context = open_drafter(arguments, model, tokenizer, None)
+    runner = runner_for(model, kv_cache=arguments.kv_cache, context=context, speculate=speculate)
     if runner.context is not None and len(ids) > runner.context:  # before the prompt is printed
         raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {runner.context}")
     write, added = _Output(arguments.json), _Output(True)
@@ -179,7 +187,7 @@ def _fields(
     }
 
 
-def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any, speculate: Lookup | None) -> dict[str, Any]:
+def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
     import torch
 
     from qcut.checkpoints.formats.llama2c.files import load_llama2c
@@ -197,6 +205,9 @@ def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any, spec
     tokenizer = Llama2cTokenizer.from_file(arguments.tokenizer, model.config.vocab_size)
     ids = tokenizer.encode(arguments.prompt)
     quantizing.apply(model, tokenizer)
+    if arguments.draft_model is not None:
+        raise ConfigError(f"--draft-model {arguments.draft_model}: not with --llama2c")
+    speculate, _ = open_drafter(arguments, model, None, None)
     runner = runner_for(model, kv_cache=arguments.kv_cache, speculate=speculate)
     write, added = _Output(arguments.json), _Output(True)
     previous = ids[0]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from qcut.conversion.planning.plan import Plan
     from qcut.conversion.report import Report
-    from qcut.engine.drafters import Lookup
+    from qcut.engine.drafters import Drafter
     from qcut.integrations.transformers.config import QcutConfig
 
 MODEL = """\
@@ -38,20 +38,55 @@ SPECULATE = """\
 --speculate N: natural = 0
     verify up to N drafted tokens in a decode step, 1 to 15, found where prompt and text have had the last tokens
     before; tokens stay the same, and come faster where a text repeats itself; 0: none (default: 0)
+--draft-model FOLDER
+    with --speculate N, a smaller model of the same vocabulary drafts the tokens, in any text (default: none)
 """
 
 
-def lookup(drafts: int) -> Lookup | None:
-    """How drafts are found, by ``--speculate``; None: there are none.
+def check_drafts(arguments: argparse.Namespace) -> None:
+    """Check ``--speculate`` and ``--draft-model`` before anything is loaded.
 
     Raises:
-        ConfigError: more than a step can verify.
+        ConfigError: more drafts than a step can verify, or a draft model for none.
     """
-    from qcut.engine.drafters import MOST_DRAFTS, Lookup
+    from qcut.engine.drafters import MOST_DRAFTS
 
+    drafts = arguments.speculate
     if drafts > MOST_DRAFTS:
         raise ConfigError(f"--speculate {drafts}; allowed: 1 to {MOST_DRAFTS} drafted tokens, or 0 for none")
-    return Lookup(drafts) if drafts else None
+    if arguments.draft_model is not None and not drafts:
+        raise ConfigError(f"--draft-model {arguments.draft_model} drafts nothing; allowed: with --speculate 1 to 15")
+
+
+def open_drafter(
+    arguments: argparse.Namespace, model: Any, tokenizer: Any, context: int | None
+) -> tuple[Drafter | None, int | None]:
+    """What finds drafts, by ``--speculate`` and ``--draft-model``, and the context of the model's engine.
+
+    Args:
+        arguments: parsed command line, checked by `check_drafts`.
+        model: the model, quantized or not.
+        tokenizer: of the model, or None.
+        context: of the model's engine, or None.
+
+    Raises:
+        QcutError: the draft model cannot be opened, or has another vocabulary.
+    """
+    from qcut.engine.drafters import DraftModel, Lookup, check_words
+    from qcut.engine.engine import DEFAULT_CONTEXT, Engine
+    from qcut.engine.families import decoder_of
+    from qcut.engine.families.fidelity import base_of
+
+    if arguments.draft_model is None or not arguments.speculate:
+        return (Lookup(arguments.speculate) if arguments.speculate else None), context
+    given = argparse.Namespace(**{**vars(arguments), "model": arguments.draft_model})
+    smaller, words = open_model(given)
+    check_words(words, tokenizer)
+    if context is None:
+        context = min(DEFAULT_CONTEXT, *(decoder_of(base_of(each)).context for each in (model, smaller)))
+    batch = getattr(arguments, "batch", 1)
+    engine = Engine(smaller, batch=batch, context=context, kv_cache=arguments.kv_cache)
+    return DraftModel(engine, arguments.speculate), context
 
 
 def device_options(before: str = "", dtype: str = "float16 on a GPU, float32 on a CPU") -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.common.progress import with_progress
-from qcut.engine.drafters import Lookup
+from qcut.engine.drafters import Drafter
 from qcut.engine.engine import Engine
 from qcut.engine.sequence import Generated
 from qcut.errors import ConfigError, QcutError, UnsupportedError
@@ -50,7 +50,7 @@ def runner_for(
     kv_cache: str = "auto",
     batch: int = 1,
     context: int | None = None,
-    speculate: Lookup | None = None,
+    speculate: Drafter | None = None,
 ) -> Runner:
     """The engine if it supports the architecture, else transformers with a note on standard error.
 

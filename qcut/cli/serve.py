@@ -16,8 +16,9 @@ from qcut.cli.models import (
     QUANTIZING,
     SPECULATE,
     Quantizing,
+    check_drafts,
     device_options,
-    lookup,
+    open_drafter,
     open_model,
     read_text,
 )
@@ -192,17 +193,19 @@ def _scheduler(arguments: argparse.Namespace) -> Scheduler:
     from qcut.engine.engine import Engine
     from qcut.engine.scheduler import Scheduler
 
-    quantizing, speculate = Quantizing.of(arguments), lookup(arguments.speculate)
+    check_drafts(arguments)
+    quantizing = Quantizing.of(arguments)
     template = None if arguments.chat_template is None else read_text(arguments.chat_template, "--chat-template")
     model, tokenizer = open_model(arguments)
     if template is not None:
         tokenizer.chat_template = template
     quantizing.apply(model, tokenizer)
+    speculate, context = open_drafter(arguments, model, tokenizer, arguments.context)
     engine = Engine(
         model,
         tokenizer=tokenizer,
         batch=arguments.batch,
-        context=arguments.context,
+        context=context,
         kv_cache=arguments.kv_cache,
         speculate=speculate,
     )

@@ -200,15 +200,7 @@ class DraftModel:
         ):
             if found != allowed:
                 raise ConfigError(f"DraftModel: the engine has {name} {found}; allowed: {allowed}, as of the model")
-        if tokenizer is not None and self.engine.tokenizer is not None:
-            found, allowed = (each.get_vocab() for each in (self.engine.tokenizer, tokenizer))
-            others = sorted(token for token, index in found.items() if allowed.get(token) != index)
-            if others:
-                first, index = others[0], allowed.get(others[0])
-                given = f"{first!r} as token {found[first]}"
-                raise ConfigError(
-                    f"DraftModel: the engine's tokenizer has {given}; allowed: {index}, as the model's"
-                )
+        check_words(self.engine.tokenizer, tokenizer)
         return ours.with_batch(runner.batch)
 
     def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
@@ -245,6 +237,23 @@ def accompany(runner: ModelRunner, drafter: Drafter, tokenizer: Any) -> None:
     companion = drafter.companion(runner, tokenizer)
     if companion is not None:
         runner.accompany(companion)
+
+
+def check_words(tokenizer: Any, models: Any) -> None:
+    """Compare a draft model's tokenizer and a model's, if there are both.
+
+    Raises:
+        ConfigError: a word has another id.
+    """
+    if tokenizer is None or models is None:
+        return
+    found, allowed = (each.get_vocab() for each in (tokenizer, models))
+    others = sorted(word for word, index in found.items() if allowed.get(word) != index)
+    if others:
+        given = f"{others[0]!r} as token {found[others[0]]}"
+        raise ConfigError(
+            f"DraftModel: the tokenizer has {given}; allowed: {allowed.get(others[0])}, as the model's tokenizer"
+        )
 
 
 def _check_drafts(name: str, drafts: object) -> None:

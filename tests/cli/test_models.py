@@ -69,10 +69,11 @@ def test_penalties_and_min_p_are_options(capfd: pytest.CaptureFixture[str], demo
 def test_drafts_change_no_text(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
     words = ("generate", DEMO, "--prompt", "one two three " * 8, "--steps", 24, "--json")
-    plain, none, drafted = (
-        json.loads(run(capfd, *words, *more)[1]) for more in ((), ("--speculate", 0), ("--speculate", 7))
-    )
+    options = ((), ("--speculate", 0), ("--speculate", 7), ("--speculate", 3, "--draft-model", DEMO))
+    plain, none, drafted, by_model = (json.loads(run(capfd, *words, *more)[1]) for more in options)
     assert plain == none
+    assert by_model["tokens"] == plain["tokens"]
+    assert by_model["accepted_tokens"] > 12  # the model itself drafts
     assert (plain["drafted_tokens"], plain["accepted_tokens"]) == (0, 0)
     assert drafted["drafted_tokens"] >= drafted["accepted_tokens"] > 5
     counts = {name: plain[name] for name in ("drafted_tokens", "accepted_tokens")}

@@ -173,6 +173,7 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("generate", DEMO, "--scheme", "W8A8-static", "--calibrate", "nowhere"), "--calibrate nowhere: No such file"),
     (("generate", DEMO, "--speculate", "16"), "--speculate 16; allowed: 1 to 15 drafted tokens, or 0 for none"),
     (("serve", DEMO, "--speculate", "99"), "--speculate 99; allowed: 1 to 15 drafted tokens, or 0 for none"),
+    (("serve", DEMO, "--draft-model", DEMO), "gpt2-5m drafts nothing; allowed: with --speculate 1 to 15"),
     (("generate", DEMO, "--speculate", "-1"), "'-1' is not a whole number from 0 up"),
     (("generate", DEMO, "--top", "3"), "did you mean --top-p? unrecognized arguments: --top 3"),
     (("eval", DEMO, *TEXT, "--kv_cache=int8"), "qcut eval: error: did you mean --kv-cache? unrecognized arguments"),

@@ -123,7 +123,9 @@ def test_draft_models_of_other_words_are_refused() -> None:
     runner = Engine(model).runner
     qcut.DraftModel(draft).companion(runner, Words("a"))
     qcut.DraftModel(draft).companion(runner, None)
-    with pytest.raises(ConfigError, match="the engine's tokenizer has 'a' as token 0; allowed: None, as the model's"):
+    with pytest.raises(
+        ConfigError, match="the tokenizer has 'a' as token 0; allowed: None, as the model's tokenizer"
+    ):
         qcut.DraftModel(draft).companion(runner, Words("b"))
 
 
