@@ -96,7 +96,7 @@ class ModelRunner:
         graphs: captured graphs; None captures nothing.
         companion: a runner of another decoder that has the same sequences, and prefills what this one does; or None.
         step_us: microseconds of drafted steps that were timed, by what finds drafts and the number of sequences, and by
-            the tokens of each; runners of one decoder share them.
+            the tokens of each and whether they are drawn; runners of one decoder share them.
         max_prefill_tokens: most tokens that a prefill chunk has in all sequences together, which bounds the memory of
             each layer's result. May be changed between calls.
     """
@@ -113,7 +113,7 @@ class ModelRunner:
             self.tables = decoder.rotary_tables(context)
         self.graphs = Graphs(decoder.device) if graphs and decoder.device.type == "cuda" else None
         self.companion: ModelRunner | None = None
-        self.step_us: dict[Hashable, dict[int, float]] = {}
+        self.step_us: dict[Hashable, dict[tuple[int, bool], float]] = {}
         self._last: tuple[Tensor, Tensor | None]
         self._allocate(batch)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from qcut.engine.drafters import Drafter, DraftState
 from qcut.engine.likelihoods import LogProbability, likelihoods
 from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
-from qcut.engine.speculation import DraftedLoop, DraftRecord, drafted_loop, next_width
+from qcut.engine.speculation import Choose, DraftedLoop, DraftRecord, drafted_loop, next_width
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, sample
 from qcut.text.sequence_text import SequenceText
 
@@ -401,11 +401,17 @@ class SequenceBatch(Generic[S]):
         sequences = self.sequences
         counted = [each.speculate and each.finish_reason is None for each in sequences]
         records = [each.drafts if counts else DraftRecord() for each, counts in zip(sequences, counted, strict=True)]
-        width, choose = next_width(records, loop.widths, loop.cost), None
-        if not all(sequence.takes_likeliest for sequence in sequences):
+        likeliest = all(sequence.takes_likeliest for sequence in sequences)
+
+        def choose(width: int) -> Choose | None:
+            if likeliest:
+                return None
             draws = self._draws.get(width) or _DraftedSampling(sequences, width, self._device)
-            self._draws[width], choose = draws, partial(draws.choose, loop.used)
-        logits, chosen, copy = loop.step(width, choose)
+            self._draws[width] = draws
+            return partial(draws.choose, loop.used)
+
+        width = next_width(records, loop.widths, lambda width: loop.cost(width, choose(width)))
+        logits, chosen, copy = loop.step(width, choose(width))
         for slot, length in enumerate(loop.lengths):
             self._runner.cache.wrote(slot, 1, min(length, self._runner.context))
         tops = [sequence.top for sequence in sequences for _ in range(width)]

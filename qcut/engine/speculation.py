@@ -116,6 +116,10 @@ def capture_drafted(runner: ModelRunner, sequences: int, drafter: Drafter) -> No
         drafted_loop(runner, state, [0] * sequences, drafter).capture()
 
 
+Choose = Callable[[Tensor], Tensor]
+"""Takes logits ``[n T, vocabulary]`` after T tokens of each sequence, and returns tokens int64 ``[n T]``."""
+
+
 class DraftedLoop:
     """Decodes one token and more of each sequence a step; as `qcut.engine.runner.DecodeLoop`, no step waits.
 
@@ -150,7 +154,7 @@ class DraftedLoop:
         self._max_seq_lens = [*(bucket + 1 for bucket in self._buckets[:-1]), 0]
         self._graph_of: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._result_of: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
-        self._cost: dict[int, float] = runner.step_us.setdefault((drafter, size), {})
+        self._cost: dict[tuple[int, bool], float] = runner.step_us.setdefault((drafter, size), {})
         self._padded: set[int] = set()
         self.lengths: list[int] = []
 
@@ -183,18 +187,24 @@ class DraftedLoop:
             self.state.slots[slot].fill_(self._context)
             self.state.positions[slot].zero_()
 
-    def cost(self, width: int) -> float:
-        """Microseconds of a step of this width, measured at its first use; keys and values are few then."""
-        if width not in self._cost:
-            key = (width, self._max_seq_lens[0] if width <= MOST_FUSED_ROWS else 0, True)
+    def cost(self, width: int, choose: Choose | None = None) -> float:
+        """Microseconds of a step of this width, measured at its first use; keys and values are few then.
+
+        Args:
+            width: tokens of each sequence, one of `widths`.
+            choose: see `step`; that of other sequences may have been timed.
+        """
+        timed = width, choose is not None
+        if timed not in self._cost:
+            key = (width, self._max_seq_lens[0] if width <= MOST_FUSED_ROWS else 0, choose is None)
             with self._parked():
                 self._capture(key)
                 # Different tokens: of a mixture, equal ones would read the same few experts.
                 tokens = self.state.tokens
                 spread = torch.arange(tokens.numel(), dtype=torch.int64, device=self._device) * _SPREAD
                 tokens.copy_((spread % self._runner.decoder.vocabulary).view_as(tokens))
-                self._cost[width] = self._timed(key)
-        return self._cost[width]
+                self._cost[timed] = self._timed(key, choose)
+        return self._cost[timed]
 
     def capture(self) -> None:
         """Capture greedy steps of all widths and buckets, and measure what they take."""
@@ -205,12 +215,12 @@ class DraftedLoop:
                 if width <= MOST_FUSED_ROWS:
                     self._capture((width, max_seq_len, True))
 
-    def step(self, width: int, choose: Callable[[Tensor], Tensor] | None) -> tuple[Tensor, Tensor, HostCopy]:
+    def step(self, width: int, choose: Choose | None) -> tuple[Tensor, Tensor, HostCopy]:
         """Queue a step of some tokens of each sequence.
 
         Args:
             width: tokens of each, one of `widths`.
-            choose: takes logits ``[n T, vocabulary]`` and returns tokens int64 ``[n T]``; None: the likeliest.
+            choose: chooses tokens; None: the likeliest.
 
         Returns:
             Logits, the tokens that were chosen, int64 ``[n, T]``, both in memory that the next step may overwrite, and
@@ -224,11 +234,7 @@ class DraftedLoop:
             with self._parked():
                 self._capture(key)
         self._host.make_room()
-        if self._graphs is None:
-            logits, chosen = self._run(key)
-        else:
-            self._graph_of[key].replay()
-            logits, chosen = self._result_of[key]
+        logits, chosen = self._queue(key)
         if choose is not None:
             chosen = torch.zeros_like(chosen)
             chosen[:n] = choose(logits[: n * width]).view(n, width)
@@ -276,6 +282,13 @@ class DraftedLoop:
             rows = torch.arange(len(chosen), dtype=torch.int64, device=self._device) * chosen.shape[1] + last
             self._hidden.copy_(self._runner.last_hidden()[rows])
 
+    def _queue(self, key: tuple[int, int, bool]) -> tuple[Tensor, Tensor]:
+        """Queue a step that is captured, if graphs are used; returns what `_run` does."""
+        if self._graphs is None:
+            return self._run(key)
+        self._graph_of[key].replay()
+        return self._result_of[key]
+
     def _capture(self, key: tuple[int, int, bool]) -> None:
         """Capture a step once, if graphs are used."""
         if self._graphs is None or key in self._graph_of:
@@ -287,9 +300,14 @@ class DraftedLoop:
         others = [other for other in self._max_seq_lens if other != key[1]] if key[0] <= MOST_FUSED_ROWS else []
         self._graph_of[key] = self._graphs.run_and_capture(step, lambda: self._run(key, others))
 
-    def _timed(self, key: tuple[int, int, bool]) -> float:
+    def _timed(self, key: tuple[int, int, bool], choose: Choose | None) -> float:
         """Microseconds of a step."""
-        run: Callable[[], object] = self._graph_of[key].replay if key in self._graph_of else lambda: self._run(key)
+
+        def run() -> None:
+            logits, _ = self._queue(key)
+            if choose is not None:
+                choose(logits[: len(self.lengths) * key[0]])
+
         if self._device.type != "cuda":
             times = []
             for _ in range(_SETTLING):

@@ -67,7 +67,7 @@ def test_penalties_and_min_p_are_options(capfd: pytest.CaptureFixture[str], demo
 
 
 def test_drafts_change_no_text(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
+    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width, choose=None: 1.0)
     words = ("generate", DEMO, "--prompt", "one two three " * 8, "--steps", 24, "--json")
     options = ((), ("--speculate", 0), ("--speculate", 7), ("--speculate", 3, "--draft-model", DEMO))
     plain, none, drafted, by_model = (json.loads(run(capfd, *words, *more)[1]) for more in options)

@@ -208,7 +208,7 @@ def test_a_tokenizer_without_a_template_for_chats(served: Served, monkeypatch: p
 
 
 def test_drafts_are_counted(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
+    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width, choose=None: 1.0)
     body = {"prompt": "one two three " * 8, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     want = served.call("POST", COMPLETIONS, body)[1]
     names = ("accepted_prediction_tokens", "rejected_prediction_tokens")

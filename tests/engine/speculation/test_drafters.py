@@ -25,7 +25,7 @@ PROMPTS = prompts_of(VOCABULARY, 9, 1, 30)
 
 @pytest.fixture(autouse=True)
 def _widest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
+    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width, choose=None: 1.0)
 
 
 @pytest.fixture
@@ -123,9 +123,7 @@ def test_draft_models_of_other_words_are_refused() -> None:
     runner = Engine(model).runner
     qcut.DraftModel(draft).companion(runner, Words("a"))
     qcut.DraftModel(draft).companion(runner, None)
-    with pytest.raises(
-        ConfigError, match="the tokenizer has 'a' as token 0; allowed: None, as the model's tokenizer"
-    ):
+    with pytest.raises(ConfigError, match="the tokenizer has 'a' as token 0; allowed: None, as the model's tokenizer"):
         qcut.DraftModel(draft).companion(runner, Words("b"))
 
 

@@ -31,7 +31,7 @@ EAGER = Lookup(drafts=7, shortest=1)
 @pytest.fixture(autouse=True)
 def widest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of all widths seem to take the same time: each verifies all drafts."""
-    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
+    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width, choose=None: 1.0)
 
 
 def phrases(*lengths: int, words: int = 9, seed: int = 0) -> list[list[int]]:
@@ -449,6 +449,20 @@ def test_widths_follow_drafts_and_costs() -> None:
     assert next_width([record(3, 20, 7)], widths, equal) == 4  # no more than there are
     assert next_width([record(0)] * 7 + [record(7, 20, 7)], widths, lambda width: 1 + 0.5 * width) == 1  # one of eight
     assert next_width([record(7, 20, 7)] * 8, widths, lambda width: 1 + 0.5 * width) == 8
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.1, seed=2)], ids=["greedy", "drawn"])
+def test_steps_are_timed_as_they_are_taken(sampling: Sampling | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model, prompt = chain(6), [0, 1, 2, 3, 4, 5] * 3
+    engine = engine_of(model, 1)
+    assert (
+        engine.generate([prompt], 30, sampling=sampling)[0].tokens == alone(model, prompt, 30, sampling=sampling).tokens
+    )
+    (times,) = engine.runner.step_us.values()
+    assert {drawn for _, drawn in times} == {sampling is not None}
+    assert {width for width, _ in times} >= {1, 2}
+    assert all(time > 0 for time in times.values())
 
 
 def test_unused_drafts_are_not_counted() -> None:

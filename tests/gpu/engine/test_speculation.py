@@ -23,7 +23,7 @@ REPEATED = [[1, 2, 3, 4, 5, 6] * 3, [7, 8, 9] * 4 + [7], [5] * 6]
 @pytest.fixture(autouse=True)
 def _widest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of these tiny models take as long as their launches: the widest ones are taken."""
-    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width: 1.0)
+    monkeypatch.setattr(DraftedLoop, "cost", lambda loop, width, choose=None: 1.0)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
