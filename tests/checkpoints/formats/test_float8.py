@@ -225,11 +225,6 @@ def changed(key: str, edit: Callable[[Tensor], Tensor]) -> Callable[[dict[str, T
         ("modelopt", changed("weight_scale", lambda s: s.repeat(32)), r"found F32 \[32\]; needed: .* \[1\] or \[\]"),
         ("modelopt, rows", changed("weight_scale", lambda s: s[1:]), r"found F32 \[31\]; needed"),
         (
-            "modelopt, rows",
-            lambda t: t.update({f"{FIRST}.input_scale": torch.ones(1)}),
-            "input_scale': the format has none",
-        ),
-        (
             "modelopt",
             changed("input_scale", lambda s: s.repeat(2)),
             r"input_scale': found F32 \[2\]; needed: .* \[1\] or",
