@@ -24,6 +24,7 @@ from benchmarks.harness import Results, environment, model_options, read_rows, s
 from benchmarks.perplexity.models import Evaluated
 from qcut.engine.drafters import DraftState
 from qcut.engine.speculation import DraftedLoop, DraftRecord, next_width, widths_of
+from qcut.errors import ConfigError
 
 PROMPT, NEW = 128, 128
 DOCUMENT = 400
@@ -39,14 +40,14 @@ def costs_of(results: Path, case: str) -> dict[int, float]:
     """Microseconds of a step, by its tokens.
 
     Raises:
-        SystemExit: the rows are missing.
+        ConfigError: the rows are missing.
     """
     path = results / "bench_speculation.csv"
     rows = read_rows(path) if path.is_file() else []
     found = [row for row in rows if row["case"] == case and (row["batch"], row["context"]) == AT]
     costs = {int(row["width"]): float(row["median_us"]) for row in found if row["what"] in ("plain", "wrong drafts")}
     if 1 not in costs or len(costs) < 2:
-        raise SystemExit(f"{path} has no rows of {case}; run benchmarks engine speculation --case {case} first")
+        raise ConfigError(f"{path} has no rows of {case}; run benchmarks engine speculation --case {case} first")
     return costs
 
 

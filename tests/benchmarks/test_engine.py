@@ -15,9 +15,10 @@ import torch
 
 import qcut
 from benchmarks import harness
-from benchmarks.engine import allreduce, batching, caches, families, steps
+from benchmarks.engine import acceptance, allreduce, batching, caches, families, speculation, steps
 from benchmarks.harness import CheckError, read_rows
 from qcut.engine.kv_cache.cache import KV_DTYPES
+from qcut.errors import ConfigError
 
 LOAD = ["--case", "tiny-llama", "--device", "cpu", "--clients", "3", "--rounds", "2", "--new", "6", "--lengths", "4,20"]
 
@@ -190,3 +191,30 @@ def test_what_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             allreduce.main(arguments)
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
+
+
+# ── drafts ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_steps_with_drafts_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--case", "tiny-llama", "--device", "cpu", "--quick", "--batches", "1", "--out", str(tmp_path)]
+    assert speculation.main(given) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("plain", "look-up finds nothing", "wrong drafts", "right drafts"))
+    with pytest.raises(CheckError, match="2 of 4 tokens are those of plain steps"):
+        speculation.check([[1, 2, 9, 4]], [[1, 2, 3, 4]], "here")
+
+
+def test_a_repeated_document_takes_few_steps(tmp_path: Path) -> None:
+    costs = {1: 10.0, 2: 11.0, 4: 12.0, 8: 13.0}
+    document = list(range(100, 400))
+    steps_of_same, spent = acceptance.looked_up(document, document, qcut.Lookup(), costs)
+    assert steps_of_same < len(document) / 6
+    assert spent < 13 * (steps_of_same + 3)
+    changed = acceptance.edited(document, 1)
+    assert changed == acceptance.edited(document, 1) != document
+    assert steps_of_same < acceptance.looked_up(document, changed, qcut.Lookup(), costs)[0] < len(changed) / 2
+    fresh = list(range(500, 700))
+    assert acceptance.looked_up(document, fresh, qcut.Lookup(), costs) == (199, 1990.0)
+    with pytest.raises(ConfigError, match="has no rows of llama-3-8b-codebook4; run benchmarks engine speculation"):
+        acceptance.costs_of(tmp_path, "llama-3-8b-codebook4")
