@@ -336,6 +336,26 @@ def buckets(context: int) -> list[int]:
     return [*takewhile(lambda bucket: bucket < context, doublings), context]
 
 
+class MaxSeqLens:
+    """The ``max_seq_len`` of each bucket, as a `ForwardStep` takes it.
+
+    Args:
+        context: most tokens of a sequence.
+
+    Attributes:
+        all: of the buckets, in ascending order.
+    """
+
+    def __init__(self, context: int) -> None:
+        self._bounds = buckets(context)
+        # A bucket counts the padding position of a cache as long: results are those of an engine of that context.
+        self.all = [*(bound + 1 for bound in self._bounds[:-1]), 0]
+
+    def of(self, lengths: Iterable[int], new: int = 1) -> int:
+        """That of a step of so many new tokens of sequences with these tokens."""
+        return self.all[bisect_left(self._bounds, min(max(lengths, default=0) + new, self._bounds[-1]))]
+
+
 class DecodeLoop:
     """Decodes one token of each sequence a step; the likeliest token comes next, unless `set_tokens` names another.
 
@@ -366,9 +386,7 @@ class DecodeLoop:
             self._host = HostTokens((size,), device)
             # A step may still write to the memory when nobody holds the loop any more.
             weakref.finalize(self, self._host.settle).atexit = False
-        self._buckets = buckets(context)
-        # A bucket counts the padding position of a cache as long: results are those of an engine of that context.
-        self._max_seq_lens = [*(bucket + 1 for bucket in self._buckets[:-1]), 0]
+        self._max_seq_lens = MaxSeqLens(context)
         self._graph_of: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits_of: dict[int, Tensor] = {}
         self.lengths: list[int] = []
@@ -446,13 +464,12 @@ class DecodeLoop:
 
     def capture(self) -> None:
         """Capture the steps of all `buckets`, if graphs are used."""
-        for max_seq_len in self._max_seq_lens:
+        for max_seq_len in self._max_seq_lens.all:
             self._capture(max_seq_len)
 
     def _max_seq_len(self) -> int:
         """Bucket of the next step; 0: the cache's length."""
-        longest = max((length for slot, length in enumerate(self.lengths) if slot not in self._padded), default=0)
-        return self._max_seq_lens[bisect_left(self._buckets, min(longest + 1, self._context))]
+        return self._max_seq_lens.of(length for slot, length in enumerate(self.lengths) if slot not in self._padded)
 
     def _run(self, max_seq_len: int, other_buckets: Sequence[int] = ()) -> Tensor:
         logits = self._forward(self._tokens, self._positions, self._slots, max_seq_len, other_buckets)
@@ -468,7 +485,7 @@ class DecodeLoop:
         def step() -> None:
             self._logits_of[max_seq_len] = self._run(max_seq_len)
 
-        others = [other for other in self._max_seq_lens if other != max_seq_len]
+        others = [other for other in self._max_seq_lens.all if other != max_seq_len]
         with parked(self._context, self._tokens, self._positions, self._slots, host=self._host):
             # Kernels of all buckets are built and loaded now: no build delays running sequences.
             self._graph_of[max_seq_len] = self._graphs.run_and_capture(step, lambda: self._run(max_seq_len, others))

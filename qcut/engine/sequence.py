@@ -240,12 +240,12 @@ class DraftedTokens(NewTokens[S]):
     def settle(self) -> list[list[int]]:
         """Wait for the device; note how many tokens each sequence has, once, and return them."""
         if self._new is None:
-            told, self._new = self.tokens.wait(), []
-            for slot, (sequence, (count, found, *tokens)) in enumerate(zip(self.sequences, told, strict=True)):
+            rows, self._new = self.tokens.wait(), []
+            for slot, (sequence, (count, found, *tokens)) in enumerate(zip(self.sequences, rows, strict=True)):
                 sequence.queued += count - 1
                 if self._loop.offered is not None:  # in this step and the next
                     sequence.drafts.found = found = self._loop.offered
-                verified, _ = sequence.drafts.note(self._width, count, found)
+                verified = sequence.drafts.note(self._width, count, found)
                 sequence.drafted_tokens += verified
                 self.verified += verified
                 self._loop.settle(slot, self._width - count)

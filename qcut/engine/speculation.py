@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qcut.engine.drafters import Drafter, DraftState
-from qcut.engine.runner import MOST_FUSED_ROWS, HostCopy, HostTokens, ModelRunner, buckets, inference, parked
+from qcut.engine.runner import MOST_FUSED_ROWS, HostCopy, HostTokens, MaxSeqLens, ModelRunner, inference, parked
 
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
@@ -45,18 +44,18 @@ class DraftRecord:
     _right: float = 0.0
     _compared: float = 0.0
 
-    def note(self, width: int, new: int, found: int) -> tuple[int, int]:
+    def note(self, width: int, new: int, found: int) -> int:
         """Note a step of so many tokens: how many new ones it gave, and how many drafts there are now.
 
         Returns:
-            Drafts that the step has verified, and those that were right.
+            Drafts that the step has verified.
         """
         verified, self.found = min(self.found, width - 1), found
         if not new or not verified:
-            return 0, 0
+            return 0
         self._right = self._right * _DECAY + new - 1
         self._compared = self._compared * _DECAY + min(verified, new)
-        return verified, new - 1
+        return verified
 
     def expected(self, width: int) -> float:
         """New tokens that a step of this width is expected to give."""
@@ -150,8 +149,7 @@ class DraftedLoop:
         self._host = HostTokens((size, width + 2), device)
         if device.type == "cuda":
             weakref.finalize(self, self._host.settle).atexit = False
-        self._buckets = buckets(context)
-        self._max_seq_lens = [*(bucket + 1 for bucket in self._buckets[:-1]), 0]
+        self._max_seq_lens = MaxSeqLens(context)
         self._graph_of: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._result_of: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
         self._cost: dict[tuple[int, bool], float] = runner.step_us.setdefault((drafter, size), {})
@@ -196,7 +194,7 @@ class DraftedLoop:
         """
         timed = width, choose is not None
         if timed not in self._cost:
-            key = (width, self._max_seq_lens[0] if width <= MOST_FUSED_ROWS else 0, choose is None)
+            key = (width, self._max_seq_lens.of(()) if width <= MOST_FUSED_ROWS else 0, choose is None)
             with self._parked():
                 self._capture(key)
                 # Different tokens: of a mixture, equal ones would read the same few experts.
@@ -211,7 +209,7 @@ class DraftedLoop:
         for width in self.widths:
             self.cost(width)
         with self._parked():
-            for width, max_seq_len in product(self.widths, self._max_seq_lens):
+            for width, max_seq_len in product(self.widths, self._max_seq_lens.all):
                 if width <= MOST_FUSED_ROWS:
                     self._capture((width, max_seq_len, True))
 
@@ -253,8 +251,8 @@ class DraftedLoop:
         """Bucket of a step up to `MOST_FUSED_ROWS` tokens; wider ones have none."""
         if width > MOST_FUSED_ROWS:
             return 0
-        longest = max((length for slot, length in enumerate(self.lengths) if slot not in self._padded), default=0)
-        return self._max_seq_lens[bisect_left(self._buckets, min(longest + width, self._context))]
+        lengths = (length for slot, length in enumerate(self.lengths) if slot not in self._padded)
+        return self._max_seq_lens.of(lengths, width)
 
     def _run(self, key: tuple[int, int, bool], others: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         width, max_seq_len, takes_likeliest = key
@@ -297,7 +295,7 @@ class DraftedLoop:
         def step() -> None:
             self._result_of[key] = self._run(key)
 
-        others = [other for other in self._max_seq_lens if other != key[1]] if key[0] <= MOST_FUSED_ROWS else []
+        others = [other for other in self._max_seq_lens.all if other != key[1]] if key[0] <= MOST_FUSED_ROWS else []
         self._graph_of[key] = self._graphs.run_and_capture(step, lambda: self._run(key, others))
 
     def _timed(self, key: tuple[int, int, bool], choose: Choose | None) -> float:

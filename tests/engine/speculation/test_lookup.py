@@ -21,6 +21,7 @@ from qcut.engine.sequence import Generated
 from qcut.engine.speculation import DraftedLoop, DraftRecord, next_width, widths_of
 from qcut.errors import ConfigError
 from qcut.numerics.sampling import Sampling
+from tests.engine.test_scheduler import finished
 from tests.support import ROOT
 from tests.support.decoders import VOCABULARY, small
 
@@ -67,18 +68,11 @@ def scheduler_of(engine: Engine, ahead: bool, **options: Any) -> Scheduler:
     return scheduler
 
 
-def alone(model: Any, prompt: list[int], new: int | None = None, **options: Any) -> Generated:
+def by_plain_steps(model: Any, prompt: list[int], new: int | None = None, **options: Any) -> Generated:
     """By plain steps."""
     given = {name: options.pop(name) for name in ("kv_cache", "context", "ring") if name in options}
     (found,) = engine_of(model, 1, None, **given).generate([prompt], new, **options)
     return found
-
-
-def finished(scheduler: Scheduler, most: int = 2000) -> None:
-    for _ in range(most):
-        if not scheduler.step():
-            return
-    raise AssertionError(f"not done after {most} steps")
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────
@@ -102,7 +96,7 @@ def test_greedy_tokens_are_those_of_plain_steps(kind: str, scheme: str | None, k
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)
     prompts, news = phrases(5, 1, 30, 17, 2, 44, 9, 23), [7, 1, 12, 20, 3, 9, None, 15]
-    want = [alone(model, p, n, kv_cache=kv_cache) for p, n in zip(prompts, news, strict=True)]
+    want = [by_plain_steps(model, p, n, kv_cache=kv_cache) for p, n in zip(prompts, news, strict=True)]
     for ahead in (False, True):
         scheduler = scheduler_of(engine_of(model, 3, kv_cache=kv_cache), ahead, chunk=8, prefix_cache=2)
         requests = []
@@ -175,7 +169,7 @@ def test_log_probabilities_are_those_of_plain_steps() -> None:
 def test_penalties_go_by_every_token() -> None:
     model, prompts = chain(8), phrases(20, 9, 16, words=8)
     penalties = [Sampling(repetition_penalty=3.0), Sampling(0.9, seed=4, frequency_penalty=0.7), Sampling()]
-    want = [alone(model, p, n, sampling=s) for p, s, n in zip(prompts, penalties, (12, 6, 44), strict=True)]
+    want = [by_plain_steps(model, p, n, sampling=s) for p, s, n in zip(prompts, penalties, (12, 6, 44), strict=True)]
     for ahead in (False, True):
         scheduler = scheduler_of(engine_of(model, 3), ahead)
         last = scheduler.submit(prompts[2], 44)
@@ -224,7 +218,7 @@ def test_requests_that_come_and_go(seed: int, ahead: bool) -> None:
     finished(scheduler)
     assert scheduler.load.accepted_tokens > 50
     for request, prompt, new, options in jobs:
-        want, found = alone(model, prompt, new, **options), request.result()
+        want, found = by_plain_steps(model, prompt, new, **options), request.result()
         if found.reason == "cancelled":
             assert found.tokens == want.tokens[: len(found.tokens)]
         else:
@@ -298,7 +292,7 @@ def test_ring_caches_keep_windows_of_drafted_steps() -> None:
     assert engine.runner.rings[0] is not None
     results = engine.generate(prompts, 200)
     assert results == engine_of(model, 3, None, **options).generate(prompts, 200)
-    assert results == [alone(model, prompt, 200, ring=0, context=400) for prompt in prompts]
+    assert results == [by_plain_steps(model, prompt, 200, ring=0, context=400) for prompt in prompts]
     assert sum(result.accepted_tokens for result in results) > 20
 
 
@@ -317,7 +311,7 @@ def test_sequences_go_on_after_a_call(kind: str) -> None:
 
 def test_a_stream_that_is_left_can_go_on() -> None:
     model, (prompt,) = chain(8), phrases(20, words=8)
-    want = alone(model, prompt, 30).tokens
+    want = by_plain_steps(model, prompt, 30).tokens
     for left in range(1, 12):
         engine = engine_of(model, 1)
         stream = engine.stream([prompt], 30)
@@ -339,8 +333,8 @@ def test_prefixes_of_drafted_sequences_are_reused() -> None:
         again = scheduler.submit(longer, 9)
         finished(scheduler)
         assert again.reused_tokens >= len(prompt)
-        assert first.result() == alone(model, prompt, 15)
-        assert again.result() == alone(model, longer, 9)
+        assert first.result() == by_plain_steps(model, prompt, 15)
+        assert again.result() == by_plain_steps(model, longer, 9)
 
 
 # ── drafts ───────────────────────────────────────────────────────────────────────────────────────
@@ -372,12 +366,12 @@ def test_requests_without_drafts_take_plain_steps() -> None:
     scheduler = Scheduler(engine_of(model, 2))
     request = scheduler.submit(prompt, 40, speculate=False)
     finished(scheduler)
-    assert request.result() == alone(model, prompt, 40)
+    assert request.result() == by_plain_steps(model, prompt, 40)
     assert (scheduler.load.drafted_tokens, scheduler.load.steps) == (0, 39)
     # Next to another, whose drafts make steps wider.
     requests = [scheduler.submit(prompt, 40, speculate=each) for each in (False, True)]
     finished(scheduler)
-    assert all(each.result() == alone(model, prompt, 40) for each in requests)
+    assert all(each.result() == by_plain_steps(model, prompt, 40) for each in requests)
     assert requests[1].generated.accepted_tokens > 20
     with pytest.raises(ConfigError, match="speculate is 1; allowed: True or False"):
         scheduler.submit(prompt, speculate=1)  # type: ignore[arg-type]
@@ -457,7 +451,8 @@ def test_steps_are_timed_as_they_are_taken(sampling: Sampling | None, monkeypatc
     model, prompt = chain(6), [0, 1, 2, 3, 4, 5] * 3
     engine = engine_of(model, 1)
     assert (
-        engine.generate([prompt], 30, sampling=sampling)[0].tokens == alone(model, prompt, 30, sampling=sampling).tokens
+        engine.generate([prompt], 30, sampling=sampling)[0].tokens
+        == by_plain_steps(model, prompt, 30, sampling=sampling).tokens
     )
     (times,) = engine.runner.step_us.values()
     assert {drawn for _, drawn in times} == {sampling is not None}
@@ -467,10 +462,10 @@ def test_steps_are_timed_as_they_are_taken(sampling: Sampling | None, monkeypatc
 
 def test_unused_drafts_are_not_counted() -> None:
     one = record(3)
-    assert one.note(1, 1, 5) == (0, 0)
-    assert one.note(4, 3, 2) == (3, 2)
-    assert one.note(8, 1, 0) == (2, 0)
-    assert one.note(8, 0, 0) == (0, 0)
+    assert one.note(1, 1, 5) == 0
+    assert one.note(4, 3, 2) == 3
+    assert one.note(8, 1, 0) == 2
+    assert one.note(8, 0, 0) == 0
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 3, 6, 15])
