@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qcut.engine.runner import ModelRunner
+from qcut.engine.runner import MOST_ROWS, ModelRunner
 from qcut.engine.token_ids import is_whole
 from qcut.errors import ConfigError, shown
 
-MOST_DRAFTS, MOST_NGRAM = 15, 8
+MOST_DRAFTS, MOST_NGRAM = MOST_ROWS - 1, 8
 """Most drafts of a step, and tokens of an n-gram, that `torch.ops.qcut.accept` takes."""
 
 

@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 MOST_FUSED_ROWS = 4
 """Most tokens of a sequence that a step attends for in one kernel a layer; more are attended for as a prefill chunk."""
+MOST_ROWS = 16
+"""Most tokens of a sequence in a step."""
 HOST_STEPS = 4
 """Recent steps whose tokens are kept in pinned host memory; the host may lag one step."""
 FIRST_BUCKET = 512
@@ -139,6 +141,8 @@ class ModelRunner:
         # Each runner has counters of its own, since graphs of two runners may run at once.
         queries = batch * MOST_FUSED_ROWS * decoder.heads.queries
         self._counters = torch.zeros(queries, dtype=torch.int32, device=device)
+        ascending = torch.arange(self.context + MOST_ROWS, dtype=torch.int32, device=device)
+        self._places = ascending.clamp(max=self.context - 1), ascending.clamp(max=self.context)
         self.logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
         self.likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
 
@@ -307,18 +311,21 @@ class ModelRunner:
             Logits ``[n T, vocabulary]`` after each token, a sequence's side by side.
         """
         rows, n = tokens.shape
-        index = torch.arange(rows, dtype=torch.int32, device=tokens.device)
-        at = (positions[:, None] + index).clamp_(max=self.context - 1).flatten()
-        places = (slots[:, None] + index).clamp_(max=self.context).flatten()
+        at, places = (
+            table.unfold(0, rows, 1).index_select(0, first).flatten()
+            for table, first in zip(self._places, (positions, slots), strict=True)
+        )
         attention: PromptAttention | StepAttention
-        if rows <= MOST_FUSED_ROWS:
-            # Positions and places have just been written: nothing may be read early.
-            inputs = (self.cache, self.tables, at, places, self._counters)
-            attention = StepAttention(*inputs, max_seq_len, other_buckets, rows=rows)
-        else:
+        fused = rows <= MOST_FUSED_ROWS
+        if not fused:
             lengths = (self.context - positions).clamp_(max=rows)
             attention = PromptAttention(self.cache, self.tables, at, places, positions, lengths)
-        return self._logits(*self.decoder(tokens.t().flatten(), at, n, attention))
+        # A copy even where tokens lie so: torch launches it when positions and places have been written.
+        ids = torch.empty((n, rows), dtype=tokens.dtype, device=tokens.device).copy_(tokens.t()).flatten()
+        if fused:
+            inputs = (self.cache, self.tables, at, places, self._counters)
+            attention = StepAttention(*inputs, max_seq_len, other_buckets, self.graphs is not None, rows)
+        return self._logits(*self.decoder(ids, at, n, attention))
 
     def last_hidden(self) -> Tensor:
         """States ``[M, H]`` before the last norm, of the tokens of the last `forward_step` or `forward_tokens`."""

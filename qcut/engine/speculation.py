@@ -26,6 +26,8 @@ from qcut.engine.runner import MOST_FUSED_ROWS, HostCopy, HostTokens, MaxSeqLens
 
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
+_UNTRIED_DECAY = 0.9975
+"""That of a step whose drafts were not verified: after wrong ones, drafts are tried again now and then."""
 _TIMED, _SETTLING = 8, 3
 """Steps that are timed on a GPU, and steps before them; on the CPU the fastest of `_SETTLING` counts."""
 _SPREAD = 7919
@@ -50,11 +52,13 @@ class DraftRecord:
         Returns:
             Drafts that the step has verified.
         """
-        verified, self.found = min(self.found, width - 1), found
-        if not new or not verified:
+        had, self.found = self.found, found
+        verified = min(had, width - 1)
+        if not new or not had:
             return 0
-        self._right = self._right * _DECAY + new - 1
-        self._compared = self._compared * _DECAY + min(verified, new)
+        decay = _DECAY if verified else _UNTRIED_DECAY
+        self._right = self._right * decay + new - 1
+        self._compared = self._compared * decay + min(verified, new)
         return verified
 
     def expected(self, width: int) -> float:
