@@ -153,10 +153,17 @@ CASES = {
 """Marks are tokens/s; 0 if none is set. The tiny cases are for machines without a GPU."""
 
 
-def build(case: Case, device: str, context: int = 8192) -> Any:
+def build(case: Case, device: str, context: int = 8192, *, counts: bool = False) -> Any:
     """Build the model: one layer is quantized and copied, so that a large model takes no longer than a small one.
 
     Of GPT-OSS it is two, one with a window and one without. A Llama is one that was made for ``context`` tokens.
+
+    Args:
+        case: sizes and schemes.
+        device: of the model.
+        context: most tokens of a sequence.
+        counts: the likeliest token is the id after the last token's, by far, or with tied embeddings the same id:
+            other orders of sums choose no other one.
     """
     from transformers import (
         GPT2Config,
@@ -202,6 +209,8 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
         torch.set_default_dtype(torch.float32)
     model.eval()
     model.tie_weights()
+    if counts:
+        _make_count(model)
     if case.scheme is not None:
         check = (CHECKED, CHECKED - 1)
         rows = sorted({*case.decode, *(batch * length for batch, length in (*case.prefill, *case.first)), *check})
@@ -209,6 +218,14 @@ def build(case: Case, device: str, context: int = 8192) -> Any:
         qcut.quantize(model, case.scheme, skip=case.skip, embeddings=case.embeddings, prebuild=rows, progress=shown)
     repeat(model, layers_of(model), case.layers)
     return model
+
+
+@torch.no_grad()
+def _make_count(model: Any) -> None:
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if head is not table:
+        head.copy_(table.roll(1, 0))
+    table.mul_(100 if head is table else 1000)  # far more than layers add to it
 
 
 def repeat(model: Any, layers: nn.ModuleList, count: int) -> None:

@@ -10,12 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.attention.mma import AttentionMma
+from qcut.emitters.codebook.rotate_rows import RowsRotation
+from qcut.emitters.core.constraints import Constraint
 from qcut.emitters.core.family import Kernel
-from qcut.emitters.core.source import KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include
 from qcut.emitters.decoder.cache import cache_params, guide_params
 
 FAMILY = "attention_append"
+_VECTOR = 4
+"""Columns of a result that a thread has."""
+
+CONSTRAINTS = (
+    Constraint(
+        "rotation",
+        "is of the results to their type, in groups that divide the columns of a CTA's queries; values are not of u4",
+        lambda k: k.rotation is None or k.can_rotate(k.rotation, k.attention.group),
+    ),
+)
+"""Constraints of `AttentionAppend`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,8 @@ class AttentionAppend(Kernel):
         norms: whether queries and keys are RMS-normalized first, each head by itself.
         settled: whether only q, k and v may still be written when the kernel starts; all other operands are then read
             before the kernel waits (programmatic dependent launch).
+        rotation: rotates results into blocks of tokens, as `qcut.emitters.codebook.rotate.RotateTokens` makes them of
+            a token's heads side by side; or None.
 
     Exactness: results and cache are bitwise those of the kernels.
     """
@@ -39,12 +54,25 @@ class AttentionAppend(Kernel):
     rotary: bool
     norms: bool = False
     settled: bool = False
+    rotation: RowsRotation | None = None
+
+    constraints = CONSTRAINTS
+
+    def can_rotate(self, rotation: RowsRotation, queries: int) -> bool:
+        """Whether the kernel can rotate results where a head of keys has so many queries: CTAs have whole groups."""
+        attention = self.attention
+        if rotation.quantized or not rotation.is_legal(attention.x, 1):
+            return False
+        parts = attention.group, queries % attention.group
+        whole = all(part * attention.head % rotation.group == 0 for part in parts)
+        return whole and (attention.values or attention.cache) is not DType.U4
 
     @property
     def name(self) -> str:
-        """``qcut_attention_append_{arch}_{shape}`` with the attention's, ``_rope``, ``_norm`` and ``_settled``."""
+        """``qcut_attention_append_{arch}_{shape}`` of the attention; ``_rope``, ``_norm``, ``_settled``, rotation."""
         arch = self.attention.arch.replace("_", "")
         flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled
+        flags += self.rotation.name if self.rotation else ""
         return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{flags}"
 
     @property
@@ -64,8 +92,9 @@ class AttentionAppend(Kernel):
         (s8 and u4); ``guide`` (u4 keys only), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
         counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
         of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
-        ``scale * log2(e)``; what `qcut.emitters.attention.scores.Scores` adds; and ``query_norm, key_norm``,
-        weights of a head, and ``eps`` (norms only).
+        ``scale * log2(e)``; what `qcut.emitters.attention.scores.Scores` adds; ``query_norm, key_norm``,
+        weights of a head, and ``eps`` (norms only); and the rotation's. With a rotation ``out`` are blocks, and
+        ``absmax`` is not raised.
         """
         x = f"const {self.attention.x.cpp}*"
         rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
@@ -88,11 +117,16 @@ class AttentionAppend(Kernel):
             Param("scale", "f32"),
             *self.attention.scores.params(),
             *(norms if self.norms else ()),
+            *(self.rotation.params() if self.rotation else ()),
         )
 
     @property
     def template(self) -> str:
         """Arguments of the device code's template."""
+        if self.rotation is not None:
+            options = self.attention.scores.template(self.norms, self.settled, whole=True)
+            made = self.rotation.device_class(self.attention.x, 1, self.block, _VECTOR)
+            return f"{self.attention.template}, {flag(self.rotary)}{options}, {made}"
         both = self.settled or self.attention.scores.sinks
         more = (self.norms, self.settled) if both else (True,) * self.norms
         options = self.attention.scores.template(*more)
@@ -102,8 +136,12 @@ class AttentionAppend(Kernel):
     def options(self) -> str:
         """Optional arguments of the call, which follow the fixed ones."""
         scores = self.attention.scores
-        absent = ("nullptr", "nullptr", "0.0f") if scores.sinks else ()
-        return scores.arguments(*(("query_norm", "key_norm", "eps") if self.norms else absent))
+        absent = ("nullptr", "nullptr", "0.0f") if scores.sinks or self.rotation else ()
+        norms = ("query_norm", "key_norm", "eps") if self.norms else absent
+        if self.rotation is None:
+            return scores.arguments(*norms)
+        made = self.rotation.argument(self.attention.x, 1, self.block, _VECTOR)
+        return f"{scores.arguments(*norms, whole=True)}, {made}"
 
     def call(self, device_class: str) -> str:
         """The call of a class of the device code that takes the kernel's arguments."""
@@ -116,12 +154,16 @@ class AttentionAppend(Kernel):
             f"{self.options});"
         )
 
+    def device_code(self, header: str) -> str:
+        """The lines that include a header of attention, and what it needs."""
+        return (self.rotation.device_code if self.rotation else "") + include(f"attention/{header}")
+
     def emit(self) -> KernelSource:
         """Text of the kernel. Only settled operands are read before the previous kernel's end."""
         attention = self.attention
         return self._source(
             self.call(f"AppendAttention<{self.template}>"),
-            device_code=include("attention/append.cuh"),
+            device_code=self.device_code("append.cuh"),
             ctas_per_sm=attention.resident,
             cluster=attention.cluster,
         )

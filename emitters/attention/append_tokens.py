@@ -13,7 +13,6 @@ from qcut.emitters.attention.mma import MAX_GROUP, SMEM_STATIC, smem_bytes
 from qcut.emitters.core.constraints import Constraint, can_make
 from qcut.emitters.core.family import Kernel
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.emitters.core.text import include
 from qcut.emitters.decoder.cache import cache_bits
 
 FAMILY = "attention_append_tokens"
@@ -110,7 +109,7 @@ class AttentionAppendTokens(Kernel):
         before = f"{attention.template}, "
         return self._source(
             self.step.call(f"AppendTokens<{before}{own}{self.step.template.removeprefix(before)}>"),
-            device_code=include("attention/append_tokens.cuh"),
+            device_code=self.step.device_code("append_tokens.cuh"),
             ctas_per_sm=attention.resident,
             cluster=attention.cluster,
         )

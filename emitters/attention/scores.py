@@ -45,8 +45,10 @@ class Scores:
         """``_win``, ``_cap``, ``_ring`` and ``_sink``, in the names of kernels."""
         return "_win" * self.windowed + "_cap" * self.capped + "_ring" * self.ring + "_sink" * self.sinks
 
-    def template(self, *more: bool) -> str:
-        """Optional template arguments: ``more`` flags stand before that of sinks."""
+    def template(self, *more: bool, whole: bool = False) -> str:
+        """Optional template arguments: ``more`` flags stand before that of sinks; ``whole``: all, others may follow."""
+        if whole:
+            return "".join(f", {flag(on)}" for on in (self.windowed, self.capped, self.ring, *more, self.sinks))
         flags = (self.windowed, self.capped, *((self.ring, *more) if self.ring or more or self.sinks else ()))
         flags += (True,) * self.sinks
         return "".join(f", {flag(value)}" for value in flags) if any(flags) else ""
@@ -57,11 +59,15 @@ class Scores:
         sinks = Param("sinks", "ptr", "const float*")
         return (window,) * self.windowed + (softcap,) * self.capped + (ring,) * self.ring + (sinks,) * self.sinks
 
-    def arguments(self, *more: str) -> str:
-        """Optional arguments of the call: ``more`` stand before sinks."""
+    def arguments(self, *more: str, whole: bool = False) -> str:
+        """Optional arguments of the call: ``more`` stand before sinks; ``whole``: all, others may follow."""
         given = ["window" if self.windowed else "0", "softcap" if self.capped else "0.0f"]
         if self.ring or more or self.sinks:
-            given += ["ring" if self.ring else "0", *more, *["sinks"] * self.sinks]
+            given += [
+                "ring" if self.ring else "0",
+                *more,
+                *["sinks" if self.sinks else "nullptr"] * (self.sinks or whole),
+            ]
         return "".join(f", {name}" for name in given) if more or self != PLAIN else ""
 
 

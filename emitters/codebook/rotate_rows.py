@@ -53,10 +53,14 @@ class RowsRotation:
         """``signs``, as those of `qcut.emitters.codebook.rotate.RotateTokens`; ``k_padded``, columns of a pass."""
         return (Param("signs", "ptr", "const uint32_t*"), Param("k_padded", "i32"))
 
-    def argument(self, x: DType, vectors: int, threads: int) -> str:
-        """The object of C++ that rotates ``vectors`` vectors of each of a CTA's threads."""
+    def device_class(self, x: DType, vectors: int, threads: int, columns: int = 8) -> str:
+        """The class of C++ that rotates ``vectors`` vectors of so many columns of each of a CTA's threads."""
         template = f"{x.cpp}, {self.out.cpp}, {self.group}, {self.passes}, {vectors}, {threads}"
-        return f"qcut::RotatedRows<{template}>(signs, k_padded, {group_factor(self.group)})"
+        return f"qcut::RotatedRows<{template}{f', {columns}' if columns != 8 else ''}>"
+
+    def argument(self, x: DType, vectors: int, threads: int, columns: int = 8) -> str:
+        """An object of `device_class`."""
+        return f"{self.device_class(x, vectors, threads, columns)}(signs, k_padded, {group_factor(self.group)})"
 
     def is_legal(self, x: DType, vectors: int) -> bool:
         """Whether a kernel of x's type can rotate so many vectors of each thread."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.kv_cache.cache import KVCache
+from qcut.layers.codebook import RotationArguments
+from qcut.layers.tokens import RotatedTokens
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class PromptAttention:
         scores: Scores,
         norms: HeadNorms | None,
         absmax: Tensor | None,
+        rotation: RotationArguments | None,
     ) -> Tensor:
         """See `qcut.engine.decoder.Attention`."""
         tables = self.tables[layer]
@@ -98,7 +101,8 @@ class StepAttention:
         scores: Scores,
         norms: HeadNorms | None,
         absmax: Tensor | None,
-    ) -> Tensor:
+        rotation: RotationArguments | None,
+    ) -> Tensor | RotatedTokens:
         """See `qcut.engine.decoder.Attention`."""
         within, tables = None if norms is None else norms.by_head(q.shape[2]), self.tables[layer]
         if norms is not None and within is None:
@@ -109,7 +113,14 @@ class StepAttention:
         attend = torch.ops.qcut.append_attention
         overload = attend.early_read if self.early_read else attend.default
         run = partial(overload, *step, scores.scaling, self.counters, sinks=scores.sinks, rows=self.rows)
+        if rotation is not None and rotation[3] is q.dtype:  # int8 tokens have a scale that is of all heads
+            operands, group_size, seeds, _ = rotation
+            run = partial(run, operands=operands, group_size=group_size, seeds=seeds)
+        else:
+            rotation = None
         for reach in self.others:
             run(None, *options, reach)
         mixed: Tensor = run(absmax, *options, self.reach)
+        if rotation is not None:
+            return RotatedTokens(mixed, mixed.new_empty(0, dtype=torch.float32), len(q), q.dtype)
         return mixed.flatten(1)

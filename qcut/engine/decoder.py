@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.layers.codebook import CodebookLinear
+from qcut.layers.codebook import CodebookLinear, RotationArguments
 from qcut.layers.embedding import Table, table_of
 from qcut.layers.experts.experts import Experts, RoutedResults, summed
 from qcut.layers.int8 import W8A8Linear
@@ -240,8 +240,10 @@ class HeadNorms(NamedTuple):
         return HeadWeights(query, key, self.query.eps)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Scores, HeadNorms | None, Tensor | None], Tensor]
-"""`Attention` of one layer: takes q, k, v, scores, norms and absmax."""
+Attend = Callable[
+    [Tensor, Tensor, Tensor, Scores, HeadNorms | None, Tensor | None, RotationArguments | None], Tensor | RotatedTokens
+]
+"""`Attention` of one layer: takes q, k, v, scores, norms, absmax and a rotation."""
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes an example of activations and positions int64 ``[1, T]``; returns cosines and sines ``[1, T, D]`` like it."""
@@ -297,8 +299,12 @@ class SelfAttention:
                 (q, k), norms = norms(q, k), None
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         scores = Scores(self.scaling, self.window, self.softcap, self.sinks)
-        mixed = attend(q, k, v, scores, norms, absmax)
-        return project(self.output, mixed if absmax is None else TokensWithAbsmax(mixed, absmax))
+        rotating = _rotating([self.output])
+        rotation = None if rotating is None else rotating.rotation_of(q)
+        mixed: Activations = attend(q, k, v, scores, norms, absmax, rotation)
+        if absmax is not None and isinstance(mixed, Tensor):
+            mixed = TokensWithAbsmax(mixed, absmax)
+        return project(self.output, mixed)
 
 
 @cache
@@ -468,7 +474,8 @@ class Attention(Protocol):
         scores: Scores,
         norms: HeadNorms | None,
         absmax: Tensor | None,
-    ) -> Tensor:
+        rotation: RotationArguments | None,
+    ) -> Tensor | RotatedTokens:
         """Append a layer's keys and values to the cache, and attend to all tokens up to each query's own.
 
         Args:
@@ -479,9 +486,10 @@ class Attention(Protocol):
             scores: how the layer computes scores.
             norms: of queries and keys, or None.
             absmax: float32 ``[M]``, raised to the largest magnitudes of the result, or None.
+            rotation: how the layer that reads the result rotates it, which attention may do, or None.
 
         Returns:
-            Concatenated heads ``[M, queries * D]``.
+            Concatenated heads ``[M, queries * D]``, or the same rotated.
         """
         ...
 

@@ -31,6 +31,10 @@ T = TypeVar("T")
 
 MOST_FUSED_ROWS = 4
 """Most tokens of a sequence that a step attends for in one kernel a layer; more are attended for as a prefill chunk."""
+FUSED_QUERIES, FUSED_PLACES = 8, 4096
+"""Queries of a head of keys for which that kernel reads the cache once. With more, it is used for so many places of all
+sequences together at most: a prefill chunk reads longer caches in less time.
+"""
 MOST_ROWS = 16
 """Most tokens of a sequence in a step."""
 HOST_STEPS = 4
@@ -316,7 +320,7 @@ class ModelRunner:
             for table, first in zip(self._places, (positions, slots), strict=True)
         )
         attention: PromptAttention | StepAttention
-        fused = rows <= MOST_FUSED_ROWS
+        fused = self._fuses(rows, n, max_seq_len)
         if not fused:
             lengths = (self.context - positions).clamp_(max=rows)
             attention = PromptAttention(self.cache, self.tables, at, places, positions, lengths)
@@ -326,6 +330,11 @@ class ModelRunner:
             inputs = (self.cache, self.tables, at, places, self._counters)
             attention = StepAttention(*inputs, max_seq_len, other_buckets, self.graphs is not None, rows)
         return self._logits(*self.decoder(ids, at, n, attention))
+
+    def _fuses(self, rows: int, n: int, max_seq_len: int) -> bool:
+        heads, places = self.decoder.heads, max_seq_len or self.context + 1
+        reads_once = rows * heads.queries <= FUSED_QUERIES * heads.keys
+        return rows == 1 or (rows <= MOST_FUSED_ROWS and (reads_once or n * (places - 1) <= FUSED_PLACES))
 
     def last_hidden(self) -> Tensor:
         """States ``[M, H]`` before the last norm, of the tokens of the last `forward_step` or `forward_tokens`."""

@@ -57,6 +57,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
     str: "str",
     list[int]: "int[]",
+    list[int] | None: "int[]?",
     list[Tensor]: "Tensor[]",
     torch.dtype: "ScalarType",
     torch.dtype | None: "ScalarType?",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from qcut.backends.cuda.codebook import rotate
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, describing, has_pdl, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.dispatch import ahead_of_time
@@ -19,6 +20,7 @@ from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.append_tokens import AttentionAppendTokens
 from qcut.emitters.attention.mma import AttentionMma
 from qcut.emitters.attention.scores import Scores
+from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend
 from qcut.errors import DtypeError
@@ -212,6 +214,7 @@ class AttentionPlan:
         counters: number of zeros that the kernel counts with; 0 without a workspace.
         appends: whether the kernel fills the cache too.
         norms: whether the kernel normalizes heads too, where a call asks for that.
+        rotates: whether the kernel rotates the result too, where a call asks for that.
     """
 
     kernel: LaunchPlan
@@ -219,6 +222,7 @@ class AttentionPlan:
     counters: int
     appends: bool
     norms: bool
+    rotates: bool
 
 
 @serves(DecodeAttentionOp)
@@ -239,10 +243,13 @@ def _decode(call: DecodeAttentionOp) -> Tensor:
 def append_attention(call: AppendAttentionOp) -> Tensor:
     call.check()
     if call.q.shape[0] == 0:
-        return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+        return call.fake()
     plan = _plan_for("append" if call.cos is None else "rotate_and_append", call)
     if call.norms and not plan.norms:
         return append_attention(call.normed)
+    if call.operands is not None and not plan.rotates:
+        y = append_attention(call._replace(operands=None))
+        return rotate(call.rotation(y))[0]
     if not plan.appends:
         append, attend = call.parts
         _append(append)
@@ -258,8 +265,11 @@ def append_attention(call: AppendAttentionOp) -> Tensor:
     given = [tokens.q, k, v, *tables, *places, *cache[:2], *cache.scales]
     absmax = 0 if call.absmax is None else call.absmax.data_ptr()
     weights = [weight.contiguous() for weight in call.norms]
-    norms = (*(weight.data_ptr() for weight in weights), call.eps) if weights else ()
-    return _launch(plan, call, given, _guide(call), (absmax,), (k.stride(0),), norms)
+    last = (*(weight.data_ptr() for weight in weights), call.eps) if weights else ()
+    if call.operands is not None:
+        signs = call.operands.contiguous()
+        last += (signs.data_ptr(), 32 * signs.shape[1])
+    return _launch(plan, call, given, _guide(call), (absmax,), (k.stride(0),), last)
 
 
 def _launch(
@@ -269,12 +279,12 @@ def _launch(
     guide: tuple[int, ...] = (),
     absmax: tuple[int, ...] = (),
     kv_stride: tuple[int, ...] = (),
-    norms: tuple[int | float, ...] = (),
+    last: tuple[int | float, ...] = (),
 ) -> Tensor:
-    """Queue the kernel; one that appends takes a guide, absmax, the stride of keys and values and norms too."""
+    """Queue the kernel; one that appends takes a guide, absmax, the stride of keys and values, norms and signs too."""
     q, (_, kv_heads, context, _) = call.q, call.keys.shape
     head = q.shape[2]
-    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    y = call.fake() if plan.rotates else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if plan.workspace_floats:
         workspace = torch.empty(plan.workspace_floats, dtype=torch.float32, device=q.device)
         counters = _counters.take(plan.counters, q) if call.counters is None else call.counters
@@ -284,7 +294,7 @@ def _launch(
     pointers = (*(t.data_ptr() for t in given), *guide, y.data_ptr(), *met)
     strides = (q.stride(0), *kv_stride, kv_heads * context * head)
     sizes = (kv_heads, q.shape[1] // kv_heads, context, *scores_arguments(call))
-    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes, *norms), current_stream(q.get_device()))
+    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes, *last), current_stream(q.get_device()))
     return y
 
 
@@ -294,10 +304,15 @@ def _plan_for(form: Form, call: DecodeAttentionOp | AppendAttentionOp) -> Attent
     (_, kv_heads, context, _), window = keys.shape, seen_through(call)
     places = min(window or context, call.reach or context)
     options = (window > 0, call.softcap > 0, call.ring > 0, call.sinks is not None)
-    steps = (False, False) if isinstance(call, DecodeAttentionOp) else (len(call.norms) > 0, call.early_read)
-    rows = 1 if isinstance(call, DecodeAttentionOp) else call.rows
+    steps: tuple[bool, bool, int, RowsRotation | None] = (False, False, 1, None)
+    if isinstance(call, AppendAttentionOp):
+        rotation = None
+        if call.operands is not None:
+            group = min(call.group_size, q.shape[1] * q.shape[2])
+            rotation = RowsRotation(DTYPES[q.dtype], group, len(call.seeds or ()))
+        steps = (len(call.norms) > 0, call.early_read, call.rows, rotation)
     types, shapes = (q.dtype, keys.dtype, call.values.dtype), (q.shape, kv_heads, places)
-    key = (form, *types, *shapes, options, *steps, rows, q.get_device())
+    key = (form, *types, *shapes, options, *steps, q.get_device())
     return _attention_plans[key]
 
 
@@ -314,6 +329,7 @@ def _attention_plans(
     norms: bool,
     early_read: bool,
     rows: int,
+    rotation: RowsRotation | None,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
@@ -334,12 +350,16 @@ def _attention_plans(
         scores=Scores(*options),
     )
     step: AttentionAppend | AttentionAppendTokens | None = None
+    rotates = False
     if form != "read" and isinstance(desc, AttentionMma):
         rotary = form == "rotate_and_append"
         norms = norms and ahead_of_time.has_head_norms(head, rotary, gpu)
         # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
         early_read = early_read and has_pdl(gpu) and not gpu.ahead_of_time
         one = AttentionAppend(desc, rotary, norms, early_read)
+        rotates = rotation is not None and not gpu.ahead_of_time and one.can_rotate(rotation, queries)
+        if rotates:
+            one = replace(one, rotation=rotation)
         if rows == 1:
             step = one
         elif not gpu.ahead_of_time and AttentionAppendTokens.is_legal(one, rows):
@@ -351,4 +371,4 @@ def _attention_plans(
     grid = whole.grid(batch, kv_heads, queries, parts)
     kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
     floats = whole.workspace_floats(batch, kv_heads, queries, parts)
-    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends, norms)
+    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends, norms, rotates and appends)

@@ -17,6 +17,7 @@ from qcut.engine.attention import PromptAttention
 from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.runner import ModelRunner
 from qcut.engine.sequence import Generated
+from qcut.layers.codebook import RotationArguments
 from qcut.numerics import int4
 from qcut.numerics.sampling import Sampling
 
@@ -54,6 +55,7 @@ class Observer:
         scores: Scores,
         norms: HeadNorms | None,
         absmax: Tensor | None,
+        rotation: RotationArguments | None,
     ) -> Tensor:
         """As `PromptAttention`, layers in order."""
         queries, keys, tables = q, k, self.inner.tables[layer]
@@ -66,7 +68,7 @@ class Observer:
         self.moments.append(rows.transpose(1, 2) @ rows)
         self.keys.append(torch.where(real, keys, 0).double().sum(0))
         self.rotates.append(tables[0] is not None)
-        return self.inner(layer, q, k, v, scores, norms, absmax)
+        return self.inner(layer, q, k, v, scores, norms, absmax, rotation)
 
 
 class Generates(Protocol):

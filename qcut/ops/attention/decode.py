@@ -22,6 +22,7 @@ from qcut.ops.attention.cache import (
     unrolled,
 )
 from qcut.ops.checks import S32, check_absmax, check_dtype, check_indices, check_tensor
+from qcut.ops.codebook import RotateTokensOp, check_rotated
 from qcut.ops.registry import MUTATED, operator
 
 MAX_SEQUENCES = 65_535
@@ -306,20 +307,26 @@ class AppendAttentionOp(NamedTuple):
         sinks: as in `DecodeAttentionOp`.
         rows: new tokens of each sequence, 1 and more. Kernels on CUDA have up to 8; more, and float32, are computed by
             the operators one after the other.
+        operands: int32 ``[passes, Kp / 32]``, signs of a rotation of y, K = heads * head columns of a token, as
+            `qcut.numerics.codebook.tokens.operands` makes them; None: y is not rotated. q is of 16 bits then.
+        group_size: columns of a group of the rotation: 32, 64 or 128, or K or more where K is one of those.
+        seeds: of the rotation, one for each pass.
 
     Returns:
-        y ``[B rows, heads, head]`` of q's type, contiguous.
+        y ``[B rows, heads, head]`` of q's type, contiguous; rotated, the blocks of its tokens that `RotateTokensOp`
+        with ``hadamard`` returns.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above, or ``rows`` does not divide the tokens.
         ConfigError: cosines without sines, one norm without the other, scales that do not go with the cache's type, a
-            negative window, softcap or ring, a ring without a window, or a reach below 0 or beyond the places.
+            negative window, softcap or ring, a ring without a window, a reach below 0 or beyond the places, another
+            group, no seed, or ``absmax`` of a rotated y.
         RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise the operators one after the other, on the same device: `AppendKvOp` of all tokens, then for each
-    j `DecodeAttentionOp` of the j-th tokens of all sequences. With several rows, kernels on CUDA differ from that where
-    a window leaves out places of a sequence, as then sums over its keys are added in another order; and an infinite or
-    NaN value of a new token may reach its sequence's other new tokens, also those before it.
+    j `DecodeAttentionOp` of the j-th tokens of all sequences, then `RotateTokensOp`. With several rows, kernels on CUDA
+    differ from that where a window leaves out places of a sequence, as then sums over its keys are added in another
+    order; and an infinite or NaN value of a new token may reach its sequence's other new tokens, also those before it.
     """
 
     q: Tensor
@@ -346,6 +353,9 @@ class AppendAttentionOp(NamedTuple):
     reach: int = 0
     sinks: Tensor | None = None
     rows: int = 1
+    operands: Tensor | None = None
+    group_size: int = 0
+    seeds: list[int] | None = None
     early_read: bool = False
 
     @property
@@ -388,6 +398,12 @@ class AppendAttentionOp(NamedTuple):
             attend.append(DecodeAttentionOp(*read, *options))
         return AppendKvOp(*tokens, *cache, self.rows, guide=self.guide, ring=self.ring), attend
 
+    def rotation(self, y: Tensor) -> RotateTokensOp:
+        """The rotation of the result y."""
+        assert self.operands is not None
+        seeds = self.seeds or []
+        return RotateTokensOp(y.flatten(1), self.operands, "hadamard", self.group_size, seeds, y.dtype)
+
     @staticmethod
     def side_by_side(results: list[Tensor]) -> Tensor:
         """Results of the j-th tokens of all sequences, for each j, in the order of the tokens."""
@@ -403,12 +419,18 @@ class AppendAttentionOp(NamedTuple):
         check_ring(op, self.ring, self.keys.shape[2], self.rows, self.window)
         _check_reach(op, self.reach, self.ring or self.keys.shape[2])
         check_sinks(op, self.sinks, self.q)
+        if self.operands is not None:
+            if self.absmax is not None:
+                raise ConfigError(f"qcut::{op}: absmax is given with a rotation; allowed: one of them")
+            check_rotated(op, self.q.flatten(1), self.operands, self.group_size, self.seeds or [], self.q.dtype)
         if (self.query_norm is None) != (self.key_norm is None):
             raise ConfigError(f"qcut::{op}: norms of queries and of keys go together")
         for name, weight in zip(("query_norm", "key_norm"), self.norms, strict=False):
             check_tensor(op, name, weight, (self.q.dtype,), self.q.shape[2:], self.q.device)
 
     def fake(self) -> Tensor:
+        if self.operands is not None:
+            return self.rotation(self.q).fake()[0]
         return self.q.new_empty(self.q.shape)
 
     def cpu(self) -> Tensor:
@@ -417,7 +439,7 @@ class AppendAttentionOp(NamedTuple):
         append.cpu()
         y = self.side_by_side([attention.cpu() for attention in attend])
         int8.raise_absmax(self.absmax, y)
-        return y
+        return y if self.operands is None else self.rotation(y).cpu()[0]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

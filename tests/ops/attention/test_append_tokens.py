@@ -12,6 +12,7 @@ import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
 from qcut.engine.kv_cache.cache import KV_DTYPES, KVCache, KVDtype
 from qcut.engine.kv_cache.ring_cache import Ring
+from qcut.numerics.codebook import tokens as rotated
 from tests.support.oracles import FLOATS
 
 OPS = torch.ops.qcut
@@ -62,6 +63,22 @@ def test_tokens_are_appended_then_attended(
     assert torch.equal(given["q"], untouched)
     for name in NAMES[7:]:
         assert given[name] is None or torch.equal(given[name], apart[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "group", "seeds"), [(1, 32, [3]), (2, 64, [3, 4]), (3, 128, [5])])
+def test_results_are_rotated(dtype: torch.dtype, rows: int, group: int, seeds: list[int]) -> None:
+    given = step(dtype, rows)
+    plain = OPS.append_attention(**copied(given), scale=0.25, rows=rows)
+    signs = rotated.operands("hadamard", group, 4 * HEAD, seeds, dtype)
+    want, _ = OPS.rotate_tokens(plain.flatten(1), signs, "hadamard", group, seeds, dtype)
+    turn = {"operands": signs, "group_size": group, "seeds": seeds}
+    got = OPS.append_attention(**given, scale=0.25, rows=rows, **turn)
+    assert torch.equal(got, want)
+    absmax = torch.zeros(3 * rows)
+    for changed in ({"group_size": 48}, {"seeds": []}, {"operands": signs[:, :1]}, {"absmax": absmax}):
+        with pytest.raises(errors.QcutError, match="append_attention"):
+            OPS.append_attention(**given, scale=0.25, rows=rows, **turn | changed)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -15,14 +15,16 @@ namespace qcut {
 
 // AttentionAppend in emitters/attention/append.py describes the sizes. With kNormed, queries and keys are
 // RMS-normalized head by head before they are rotated. With kSettled, nothing but q, k and v is written by kernels that
-// may still run: the first keys and values are in flight before the kernel waits for those.
+// may still run: the first keys and values are in flight before the kernel waits for those. merge.cuh describes
+// Rotation.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
           bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false,
-          bool kSettled = false, bool kSinks = false>
+          bool kSettled = false, bool kSinks = false, class Rotation = NotRotated>
 struct AppendAttention {
   using Attention =
       TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped, kRing, kSinks>;
-  using Merge = typename Attention::Merge;
+  using Merge =
+      AttentionMerge<T, kHead, kGroup, kWarps, kCluster, Attention::kTurnedValues, kSinks, 1, Rotation>;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
   using Stored = StoredRow<T, kHead>;
@@ -153,7 +155,7 @@ struct AppendAttention {
                                              int context, float scale, int window = 0, float softcap = 0.0f,
                                              int ring = 0, const T* query_weight = nullptr,
                                              const T* key_weight = nullptr, float eps = 0.0f,
-                                             const float* sinks = nullptr) {
+                                             const float* sinks = nullptr, Rotation rotation = {}) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -225,8 +227,14 @@ struct AppendAttention {
     Attention::record(shared.merge.records[warp], state, g, t);
     Merge::await_sinks();
     __syncthreads();
-    Merge::run(shared.merge, out + place.first_out() * kHead, place.mine, workspace, counters,
-               absmax == nullptr ? nullptr : absmax + place.batch);
+    if constexpr (Rotation::kRotates) {
+      const ResultPlace to{static_cast<int>(place.batch), static_cast<int>(gridDim.z),
+                           static_cast<int>(place.head) * kHead};
+      Merge::run(shared.merge, out, place.mine, workspace, counters, nullptr, 0, rotation, to);
+    } else {
+      Merge::run(shared.merge, out + place.first_out() * kHead, place.mine, workspace, counters,
+                 absmax == nullptr ? nullptr : absmax + place.batch);
+    }
   }
 };
 

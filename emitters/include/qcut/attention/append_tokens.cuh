@@ -22,14 +22,15 @@ namespace qcut {
 // of a head of keys. The other sizes are those of AppendAttention.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, int kTokens,
           int kRows, bool kRotary, bool kWindowed = false, bool kCapped = false, bool kRing = false,
-          bool kNormed = false, bool kSettled = false, bool kSinks = false>
+          bool kNormed = false, bool kSettled = false, bool kSinks = false, class Rotation = NotRotated>
 struct AppendTokens {
   static constexpr int kColumns = kGroup * kTokens;
   using Attention =
       TensorAttention<T, C, V, kHead, kColumns, kWarps, kTiles, kCluster, kWindowed, kCapped, kRing, kSinks>;
   using One = AppendAttention<T, C, V, kHead, kColumns, kWarps, kTiles, kCluster, kRotary, kWindowed, kCapped, kRing,
                               kNormed, kSettled, kSinks>;
-  using Merge = AttentionMerge<T, kHead, kColumns, kWarps, kCluster, Attention::kTurnedValues, kSinks, kTokens>;
+  using Merge = AttentionMerge<T, kHead, kColumns, kWarps, kCluster, Attention::kTurnedValues, kSinks, kTokens,
+                               Rotation>;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
   using Stored = StoredRow<T, kHead>;
@@ -129,7 +130,7 @@ struct AppendTokens {
                                              int context, float scale, int window = 0, float softcap = 0.0f,
                                              int ring = 0, const T* query_weight = nullptr,
                                              const T* key_weight = nullptr, float eps = 0.0f,
-                                             const float* sinks = nullptr) {
+                                             const float* sinks = nullptr, Rotation rotation = {}) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -267,8 +268,14 @@ struct AppendTokens {
     Merge::await_sinks();
     __syncthreads();
     const long long at = first_token + place.token, width = place.heads * kHead;
-    Merge::run(shared.merge, out + at * width + place.head * kHead, columns, workspace, counters,
-               absmax == nullptr ? nullptr : absmax + at, width);
+    if constexpr (Rotation::kRotates) {
+      const ResultPlace to{static_cast<int>(at), static_cast<int>(gridDim.z) * kRows,
+                           static_cast<int>(place.head) * kHead};
+      Merge::run(shared.merge, out, columns, workspace, counters, nullptr, 0, rotation, to);
+    } else {
+      Merge::run(shared.merge, out + at * width + place.head * kHead, columns, workspace, counters,
+                 absmax == nullptr ? nullptr : absmax + at, width);
+    }
   }
 };
 

@@ -1,7 +1,7 @@
 // Rotates rows that a kernel has computed in registers, and stores them in blocks of tokens as rotate.cuh does.
 //
-// A thread holds vectors of 8 columns, a warp 256 neighbouring columns of each. Groups are whole ones of 32, 64 or 128
-// columns, so that butterflies stay within a warp.
+// A thread holds vectors of 8 columns, a warp 256 neighbouring columns of each; or of 4 columns, a warp 128. Groups are
+// whole ones of 32, 64 or 128 columns, so that butterflies stay within a warp.
 //
 // Exactness: bitwise RowRotation of the same rows.
 #pragma once
@@ -13,13 +13,12 @@ namespace qcut {
 // A kernel calls begin() before it waits for its predecessor, which does not write the signs, and store() last, with
 // all threads of the CTA. A CTA has one row, or with 16-bit tokens a part of one: the vectors from column `first` on,
 // `step` columns apart, kVecs for each of kThreads threads.
-template <class T, class Out, int kGroup, int kPasses, int kVecs, int kThreads>
+template <class T, class Out, int kGroup, int kPasses, int kVecs, int kThreads, int kSize = 8>
 struct RotatedRows {
   static constexpr bool kRotates = true;
   static constexpr bool kQuantized = sizeof(Out) == 1;
-  static constexpr int kSize = 8;
   static constexpr int kWarps = kThreads / 32;
-  static_assert(Vector<T>::kSize == kSize, "16-bit rows");
+  static_assert(sizeof(T) == 2 && (kSize == 8 || (kSize == 4 && !kQuantized)), "16-bit rows");
   static_assert(kGroup >= 32 && kGroup <= 128, "groups lie within a warp's columns");
 
   const uint32_t* signs;
@@ -70,10 +69,16 @@ struct RotatedRows {
         } else {
           const int place = first + i * step;
           if (place >= k_padded) continue;
-          uint32_t w[4];
+          uint32_t w[kSize / 2];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) w[j] = pack_pair<Out>(part[2 * j], part[2 * j + 1]);
-          store_chunk(static_cast<char*>(y), row, (rows + 7) / 8, 2 * (pass * k_padded + place), w);
+          for (int j = 0; j < kSize / 2; ++j) w[j] = pack_pair<Out>(part[2 * j], part[2 * j + 1]);
+          const int m8 = (rows + 7) / 8, column_bytes = 2 * (pass * k_padded + place);
+          if constexpr (kSize == 8) {
+            store_chunk(static_cast<char*>(y), row, m8, column_bytes, w);
+          } else {
+            char* const chunk = chunk_of(static_cast<char*>(y), row, m8, column_bytes);
+            *reinterpret_cast<uint2*>(chunk + column_bytes % 16) = make_uint2(w[0], w[1]);
+          }
         }
       }
     }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <qcut/core/quantize.cuh>
+#include <qcut/core/rotation.cuh>
 
 namespace qcut {
 
@@ -57,11 +58,6 @@ __device__ __forceinline__ float normalized(float v, float mean, float inv, floa
   const float scaled = (v - mean) * inv;
   return to_float(from_float<T>(kLayer ? fmaf(scaled, weight, bias) : to_float(from_float<T>(scaled)) * weight));
 }
-
-// Rows that are not rotated; codebook/rotate_rows.cuh rotates them.
-struct NotRotated {
-  static constexpr bool kRotates = false;
-};
 
 // A residual that has a row for each row of x.
 struct OneResidual {

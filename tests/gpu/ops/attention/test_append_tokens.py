@@ -12,6 +12,7 @@ from torch import Tensor
 from qcut.engine.kv_cache.cache import KVCache, KVDtype
 from qcut.engine.kv_cache.ring_cache import Ring
 from qcut.jit.waiting import dry_run_first
+from qcut.numerics.codebook import tokens as rotated
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same
 
@@ -235,6 +236,64 @@ def test_tokens_of_rings_are_those_without(
                 if mine is not None and theirs is not None:
                     places = torch.tensor(place, device=DEVICE)
                     assert_same(mine[b, :, places % count], theirs[b, :, places])
+
+
+ROTATED: list[tuple[torch.dtype, KVDtype, int, int, int, int, tuple[int, ...]]] = [
+    (F16, "auto", 128, 4, 1, 128, (1,)),
+    (F16, "auto", 128, 4, 2, 128, (1,)),
+    (F16, "auto", 128, 4, 3, 64, (1,)),
+    (F16, "auto", 128, 4, 4, 128, (1, 2)),
+    (F16, "auto", 128, 4, 8, 32, (1, 2)),
+    (F16, "int8", 128, 4, 4, 128, (1,)),
+    (F16, "int4", 128, 4, 3, 128, (1,)),  # values of 4 bits: a kernel of its own rotates
+    (BF16, "auto", 64, 8, 1, 128, (1,)),  # a group of two heads
+    (BF16, "auto", 64, 4, 4, 128, (1,)),
+    (BF16, "int8", 64, 3, 2, 64, (1, 2)),
+    (BF16, "auto", 64, 3, 2, 128, (1,)),  # groups that are not those of a CTA
+    (F16, "auto", 128, 12, 2, 128, (1,)),
+    (F16, "auto", 128, 9, 1, 128, (1,)),
+    (F16, "auto", 64, 9, 2, 128, (1,)),
+    (BF16, "auto", 256, 2, 4, 128, (1,)),
+    (F16, "auto", 256, 8, 8, 128, (1,)),
+]
+"""Types, the columns and number of queries of a head of keys, tokens of a sequence, columns of a group, seeds."""
+
+
+@pytest.mark.parametrize("context", STARTS)
+@pytest.mark.parametrize(("dtype", "kind", "head", "queries", "rows", "group", "seeds"), ROTATED)
+def test_results_are_rotated_in_their_kernel(
+    dtype: torch.dtype,
+    kind: KVDtype,
+    head: int,
+    queries: int,
+    rows: int,
+    group: int,
+    seeds: tuple[int, ...],
+    context: int,
+) -> None:
+    step = Step(dtype, kind, head, queries, rows, STARTS[context], context)
+    signs = rotated.operands("hadamard", group, step.heads * head, seeds, dtype, DEVICE)
+    turn = (signs, "hadamard", group, list(seeds), dtype)
+    for options in ({}, {"window": 37}, {"sinks": sinks_of(step.heads)}):
+        y, kept, _ = step.together(step.places, norms := norms_of(dtype, head), **options)
+        want, _ = OPS.rotate_tokens(y.flatten(1), *turn)
+        memory = step.copied()
+        given = (*step.tokens, *step.tables, step.places, step.places, *memory, 0.1, step.counters)
+        torch.cuda.synchronize()  # the promise of early_read
+        got = OPS.append_attention.early_read(
+            *given, rows=rows, operands=signs, group_size=group, seeds=list(seeds), **norms, **options
+        )
+        assert got.shape == want.shape
+        count = len(y)
+        for mine, theirs in zip(*(tokens_of(blocks, count) for blocks in (got, want)), strict=True):
+            assert_same(mine, theirs)
+        assert_same_caches(memory, kept)
+        assert not step.counters.any()
+
+
+def tokens_of(blocks: Tensor, count: int) -> Tensor:
+    """Rows of blocks; those behind the last token are not written."""
+    return blocks.flatten(1, 2)[:, :count]
 
 
 @pytest.mark.parametrize(("dtype", "kind", "head", "queries", "rows"), [FORMS[i] for i in (1, 2, 3, 5, 6, 12)])
