@@ -74,14 +74,14 @@ def looked_up(prompt: list[int], answer: list[int], lookup: qcut.Lookup, costs: 
     state = DraftState.of(1, lookup.drafts + 1, context, torch.device("cpu"))
     state.begin(0, prompt)
     state.put(0, torch.tensor(answer[:1]), [len(prompt)], context)
-    told, turn = torch.zeros(1, 1, lookup.drafts + 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    host_copy, turn = torch.zeros(1, 1, lookup.drafts + 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     record, new, steps, spent = DraftRecord(), 1, 0, 0.0
     padded = [*answer, *[-1] * max(widths)]
     while new < len(answer):
         width = next_width([record], widths, costs.__getitem__)
         chosen = torch.tensor([padded[new : new + width]])
-        torch.ops.qcut.accept(chosen, *state, context, lookup.shortest, lookup.longest, told, turn)
-        count, found = told[0, 0, :2].tolist()
+        torch.ops.qcut.accept(chosen, *state, context, lookup.shortest, lookup.longest, host_copy, turn)
+        count, found = host_copy[0, 0, :2].tolist()
         record.note(width, count, found)
         new, steps, spent = new + count, steps + 1, spent + costs[width]
     return steps, spent

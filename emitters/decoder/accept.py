@@ -48,15 +48,15 @@ class AcceptTokens(Kernel):
 
         ``counts``, ``positions`` and ``slots``, int32 ``[sequences]``; ``text``, int32 ``[sequences, capacity]``;
         ``ends``, int32 ``[sequences]``. Then ``read``, ``width``, ``capacity``, ``context``, ``least`` and ``most``, up
-        to 8. ``told``, int64 ``[turns, sequences, width + 2]`` in pinned host memory, or null; ``turn``, int32
-        ``[sequences]``, and ``turns``, both read with ``told`` only.
+        to 8. ``host_copy``, int64 ``[turns, sequences, width + 2]`` in pinned host memory, or null; ``turn``, int32
+        ``[sequences]``, and ``turns``, both read with ``host_copy`` only.
         """
         return (
             Param("chosen", "ptr", "const long long*"),
             Param("tokens", "ptr", "long long*"),
             *(Param(name, "ptr", "int*") for name in ("counts", "positions", "slots", "text", "ends")),
             *(Param(name, "i32") for name in ("read", "width", "capacity", "context", "least", "most")),
-            Param("told", "ptr", "long long*"),
+            Param("host_copy", "ptr", "long long*"),
             Param("turn", "ptr", "int*"),
             Param("turns", "i32"),
         )

@@ -72,8 +72,8 @@ class ArgmaxRows(Kernel):
         """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``.
 
         Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` after the
-        columns. With a host copy, ``told``, int64 ``[turns, m]`` in pinned host memory; ``turn``, int32 ``[m]``, the
-        row of ``told`` that the step writes; ``turns``.
+        columns. With a host copy, ``host_copy``, int64 ``[turns, m]`` in pinned host memory; ``turn``, int32 ``[m]``,
+        the row of ``host_copy`` that the step writes; ``turns``.
         """
         state = (Param("positions", "ptr", "int*"), Param("slots", "ptr", "int*")) if self.advances else ()
         context = (Param("context", "i32"),) * self.advances
@@ -84,7 +84,8 @@ class ArgmaxRows(Kernel):
             Param("stride", "i64"),
             Param("columns", "i32"),
             *context,
-            *(Param("told", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32")) * self.host_copy,
+            *(Param("host_copy", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32"))
+            * self.host_copy,
         )
 
     def emit(self) -> KernelSource:
@@ -93,10 +94,10 @@ class ArgmaxRows(Kernel):
         state = call_arguments(("positions", "slots"), params)
         context = call_arguments(("context",), params, absent="0")
         parts = f", {self.parts}" if self.parts > 1 else ""
-        told = ", told, turn, turns" if self.host_copy else ""
+        host_copy = ", host_copy, turn, turns" if self.host_copy else ""
         return self._source(
             f"qcut::argmax_rows<{self.x.cpp}, {flag(self.advances)}, {self.block}, {_UNROLL}{parts}>"
-            f"(x, best, {state}, stride, columns, {context}{told});",
+            f"(x, best, {state}, stride, columns, {context}{host_copy});",
             device_code=include("decoder/argmax.cuh"),
             cluster=self.parts,
         )

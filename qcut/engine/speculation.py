@@ -238,7 +238,6 @@ class DraftedLoop:
         self._host.make_room()
         logits, chosen = self._queue(key)
         if choose is not None:
-            chosen = torch.zeros_like(chosen)
             chosen[:n] = choose(logits[: n * width]).view(n, width)
             self._accept(chosen)
         self._host.queued()
@@ -268,17 +267,19 @@ class DraftedLoop:
                 self._drafter.propose(runner.companion, state, width - 1, self._hidden)
             tokens, places = state.tokens[:width], (state.positions, state.slots)
             logits = runner.forward_tokens(tokens, *places, max_seq_len, others)
-        chosen = torch.ops.qcut.argmax(logits).view(-1, width)
         if takes_likeliest:
+            chosen = torch.ops.qcut.argmax(logits).view(-1, width)
             self._accept(chosen)
+        else:
+            chosen = torch.zeros((len(logits) // width, width), dtype=torch.int64, device=self._device)
         return logits, chosen
 
     def _accept(self, chosen: Tensor) -> None:
         state, drafter, before = self.state, self._drafter, None
         if self._hidden is not None:
             before = state.slots.clone()
-        told = (self._host.memory, self._host.row)
-        torch.ops.qcut.accept(chosen, *state, self._context, drafter.shortest, drafter.longest, *told)
+        host_copy = (self._host.memory, self._host.row)
+        torch.ops.qcut.accept(chosen, *state, self._context, drafter.shortest, drafter.longest, *host_copy)
         if self._hidden is not None and before is not None:
             last = (state.slots - before - 1).clamp(min=0).long()
             rows = torch.arange(len(chosen), dtype=torch.int64, device=self._device) * chosen.shape[1] + last

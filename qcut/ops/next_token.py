@@ -34,18 +34,23 @@ def _check_state(
         raise ShapeError(f"qcut::{op}: {name} have strides {list(state.stride())}; allowed: contiguous")
 
 
-def _check_told(op: str, told: Tensor | None, turn: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raises unless told is ``[R, *shape]`` on the host and given together with turn."""
-    if (told is None) != (turn is None):
-        raise ConfigError(f"qcut::{op}: told and turn go together; give both or neither")
-    if told is not None:
-        check_dtype(op, "told", told.dtype, (torch.int64,))
-        if told.dim() != len(shape) + 1 or told.shape[1:] != shape or not len(told) or not told.is_contiguous():
-            given = f"{list(told.shape)} and strides {list(told.stride())}"
+def _check_host_copy(op: str, host_copy: Tensor | None, turn: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises unless host_copy is ``[R, *shape]`` on the host and given together with turn."""
+    if (host_copy is None) != (turn is None):
+        raise ConfigError(f"qcut::{op}: host_copy and turn go together; give both or neither")
+    if host_copy is not None:
+        check_dtype(op, "host_copy", host_copy.dtype, (torch.int64,))
+        if (
+            host_copy.dim() != len(shape) + 1
+            or host_copy.shape[1:] != shape
+            or not len(host_copy)
+            or not host_copy.is_contiguous()
+        ):
+            given = f"{list(host_copy.shape)} and strides {list(host_copy.stride())}"
             allowed = ", ".join(("R", *map(str, shape)))
-            raise ShapeError(f"qcut::{op}: told has shape {given}; allowed: [{allowed}], contiguous")
-        if told.device.type not in ("cpu", "meta"):
-            raise DeviceError(f"qcut::{op}: told is on {told.device}; allowed: the host")
+            raise ShapeError(f"qcut::{op}: host_copy has shape {given}; allowed: [{allowed}], contiguous")
+        if host_copy.device.type not in ("cpu", "meta"):
+            raise DeviceError(f"qcut::{op}: host_copy is on {host_copy.device}; allowed: the host")
 
 
 def _check_context(op: str, context: int) -> None:
@@ -93,13 +98,13 @@ class AdvanceOp(NamedTuple):
         positions: int32 ``[B]``, contiguous, the position of each sequence's token; raised by one.
         slots: int32 ``[B]``, contiguous, the place of each sequence's token in the cache; raised by one.
         context: tokens that the cache has room for, at least 1.
-        told: int64 ``[R, B]`` on the host, contiguous, pinned where the logits are on a GPU: row ``turn[b]`` gets token
-            b, too. Who reads waits for the device. None: nobody is told.
-        turn: int32 ``[B]``, contiguous, with ``told``, each 0 to R - 1; raised by one, from R - 1 to 0.
+        host_copy: int64 ``[R, B]`` on the host, contiguous, pinned where the logits are on a GPU: row ``turn[b]`` gets
+            token b, too. Who reads waits for the device. None: there is none.
+        turn: int32 ``[B]``, contiguous, with ``host_copy``, each 0 to R - 1; raised by one, from R - 1 to 0.
 
     Raises:
         DtypeError, ShapeError, DeviceError: a tensor is not as above.
-        ConfigError: ``context`` is below 1, or one of ``told`` and ``turn`` without the other.
+        ConfigError: ``context`` is below 1, or one of ``host_copy`` and ``turn`` without the other.
 
     Exactness: bitwise.
     """
@@ -109,7 +114,7 @@ class AdvanceOp(NamedTuple):
     positions: Annotated[Tensor, MUTATED]
     slots: Annotated[Tensor, MUTATED]
     context: int
-    told: Annotated[Tensor | None, MUTATED] = None
+    host_copy: Annotated[Tensor | None, MUTATED] = None
     turn: Annotated[Tensor | None, MUTATED] = None
 
     def check(self) -> None:
@@ -124,7 +129,7 @@ class AdvanceOp(NamedTuple):
             if state is not None:
                 _check_state(op, name, state, dtype, logits.shape[:1], logits.device)
         _check_context(op, self.context)
-        _check_told(op, self.told, self.turn, logits.shape[:1])
+        _check_host_copy(op, self.host_copy, self.turn, logits.shape[:1])
 
     def fake(self) -> None:
         return None
@@ -133,9 +138,9 @@ class AdvanceOp(NamedTuple):
         self.tokens.copy_(sampling.argmax(self.logits))
         self.positions.add_(1).clamp_(max=self.context - 1)
         self.slots.add_(1).clamp_(max=self.context)
-        if self.told is not None and self.turn is not None:
-            self.told.scatter_(0, self.turn.long()[None], self.tokens[None])
-            self.turn.add_(1).remainder_(len(self.told))
+        if self.host_copy is not None and self.turn is not None:
+            self.host_copy.scatter_(0, self.turn.long()[None], self.tokens[None])
+            self.turn.add_(1).remainder_(len(self.host_copy))
 
 
 @operator("accept", returns="()")
@@ -146,7 +151,7 @@ class AcceptOp(NamedTuple):
     the number of leading t from 0 to m - 2 with ``chosen[b, t] == tokens[t + 1, b]``. The ``n = a + 1`` new tokens are
     ``chosen[b, :n]``: appended to ``text`` as far as they fit, the last one in ``tokens[0, b]``, ``positions = min(s +
     n, context - 1)``, ``slots = min(s + n, context)``. If s is ``context`` or more, the sequence is full or padding:
-    n and d are 0, ``counts`` becomes 1, ``told`` and ``turn`` are written, and all else stays.
+    n and d are 0, ``counts`` becomes 1, ``host_copy`` and ``turn`` are written, and all else stays.
 
     Drafts continue the text after an earlier occurrence of its last tokens. With ``E = ends[b]``, the g tokens that
     end at j, j < E - 1, equal the g last ones of ``text[b, :E]``: g is as large as possible from ``least`` to ``most``,
@@ -166,14 +171,15 @@ class AcceptOp(NamedTuple):
         context: tokens that the cache has room for, at least 1.
         least: tokens of the shortest n-gram that gives drafts, 1 to ``most``.
         most: tokens of the longest n-gram that is compared, 0 to 8. 0: no drafts, and ``least`` may be anything.
-        told: int64 ``[R, B, W + 2]`` on the host, contiguous, pinned where the tokens are on a GPU: ``told[turn[b],
-            b]`` gets n, d, the n new tokens, and zeros. Who reads waits for the device. None: nobody is told.
-        turn: int32 ``[B]``, contiguous, with ``told``, each 0 to R - 1; raised by one, from R - 1 to 0.
+        host_copy: int64 ``[R, B, W + 2]`` on the host, contiguous, pinned where the tokens are on a GPU: row b of
+            ``host_copy[turn[b]]`` gets n, d, the n new tokens, and zeros. Who reads waits for the device. None: there
+            is none.
+        turn: int32 ``[B]``, contiguous, with ``host_copy``, each 0 to R - 1; raised by one, from R - 1 to 0.
 
     Raises:
         DtypeError, ShapeError, DeviceError: a tensor is not as above.
-        ConfigError: ``context``, ``least`` or ``most`` is not as above, or one of ``told`` and ``turn`` without the
-            other.
+        ConfigError: ``context``, ``least`` or ``most`` is not as above, or one of ``host_copy`` and ``turn`` without
+            the other.
 
     Exactness: bitwise.
     """
@@ -188,7 +194,7 @@ class AcceptOp(NamedTuple):
     context: int
     least: int = 2
     most: int = 4
-    told: Annotated[Tensor | None, MUTATED] = None
+    host_copy: Annotated[Tensor | None, MUTATED] = None
     turn: Annotated[Tensor | None, MUTATED] = None
 
     def check(self) -> None:
@@ -219,7 +225,7 @@ class AcceptOp(NamedTuple):
             raise ConfigError(f"qcut::{op}: most is {self.most}; allowed: 0 to {MOST_MATCHED}")
         if self.most and not 1 <= self.least <= self.most:
             raise ConfigError(f"qcut::{op}: least is {self.least}; allowed: 1 to {self.most}")
-        _check_told(op, self.told, self.turn, (sequences, width + 2))
+        _check_host_copy(op, self.host_copy, self.turn, (sequences, width + 2))
 
     def fake(self) -> None:
         return None
@@ -231,12 +237,12 @@ class AcceptOp(NamedTuple):
                 new = self._accept(b, slot)
                 drafts = self._draft(b)
             self.counts[b] = 1 + len(drafts)
-            if self.told is not None and self.turn is not None:
-                told = self.told[int(self.turn[b]), b].zero_()
-                told[0], told[1] = len(new), len(drafts)
-                told[2 : 2 + len(new)] = new
-        if self.told is not None and self.turn is not None:
-            self.turn.add_(1).remainder_(len(self.told))
+            if self.host_copy is not None and self.turn is not None:
+                host_copy = self.host_copy[int(self.turn[b]), b].zero_()
+                host_copy[0], host_copy[1] = len(new), len(drafts)
+                host_copy[2 : 2 + len(new)] = new
+        if self.host_copy is not None and self.turn is not None:
+            self.turn.add_(1).remainder_(len(self.host_copy))
 
     def _accept(self, b: int, slot: int) -> Tensor:
         """The new tokens of a sequence that is not full."""

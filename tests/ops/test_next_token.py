@@ -30,11 +30,11 @@ def test_step_takes_likeliest_token_and_next_position() -> None:
     OPS.advance(logits, tokens, positions, slots, 9)
     assert (tokens.tolist(), positions.tolist(), slots.tolist()) == ([0, 1, 2, 0], [1, 8, 8, 8], [1, 8, 9, 9])
     torch.library.opcheck(OPS.advance.default, (logits, tokens, positions, slots, 9))
-    told, turn = torch.full((3, 4), -1), torch.tensor([0, 1, 2, 2], dtype=torch.int32)
-    OPS.advance(logits, tokens, positions, slots, 9, told, turn)
-    assert told.tolist() == [[0, -1, -1, -1], [-1, 1, -1, -1], [-1, -1, 2, 0]]
+    host_copy, turn = torch.full((3, 4), -1), torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    OPS.advance(logits, tokens, positions, slots, 9, host_copy, turn)
+    assert host_copy.tolist() == [[0, -1, -1, -1], [-1, 1, -1, -1], [-1, -1, 2, 0]]
     assert turn.tolist() == [1, 2, 0, 0]
-    torch.library.opcheck(OPS.advance.default, (logits, tokens, positions, slots, 9, told, turn))
+    torch.library.opcheck(OPS.advance.default, (logits, tokens, positions, slots, 9, host_copy, turn))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -52,9 +52,9 @@ def test_advance_refuses() -> None:
         OPS.advance(logits, tokens, places, places[:1], 4)
     with pytest.raises(errors.ShapeError, match="allowed: contiguous"):
         OPS.advance(logits, torch.zeros(4, dtype=torch.int64)[::2], places, places.clone(), 4)
-    with pytest.raises(errors.ConfigError, match="told and turn go together"):
+    with pytest.raises(errors.ConfigError, match="host_copy and turn go together"):
         OPS.advance(logits, tokens, places, places.clone(), 4, torch.zeros(2, 2, dtype=torch.int64))
-    with pytest.raises(errors.ShapeError, match=r"told has shape \[2, 3\] .*; allowed: \[R, 2\], contiguous"):
+    with pytest.raises(errors.ShapeError, match=r"host_copy has shape \[2, 3\] .*; allowed: \[R, 2\], contiguous"):
         OPS.advance(logits, tokens, places, places.clone(), 4, torch.zeros(2, 3, dtype=torch.int64), places.clone())
     with pytest.raises(errors.ConfigError, match="context is 0"):
         OPS.advance(logits, tokens, places, places.clone(), 0)
@@ -169,12 +169,12 @@ def test_full_sequences_and_padding_stay() -> None:
     state = one([1, 2, 3], [4, 4], [4])
     for slot in (9, 10):
         state.slots = [slot]
-        told, turn = torch.full((2, 1, 7), -1), torch.tensor([1], dtype=torch.int32)
-        got = run(state, 9, told=told, turn=turn)
+        host_copy, turn = torch.full((2, 1, 7), -1), torch.tensor([1], dtype=torch.int32)
+        got = run(state, 9, host_copy=host_copy, turn=turn)
         assert got.counts == [1]
         got.counts = state.counts
         assert got == state
-        assert (told.tolist(), turn.tolist()) == ([[[-1] * 7], [[0] * 7]], [0])
+        assert (host_copy.tolist(), turn.tolist()) == ([[[-1] * 7], [[0] * 7]], [0])
 
 
 def test_full_text_loses_new_tokens() -> None:
@@ -188,13 +188,13 @@ def test_full_text_loses_new_tokens() -> None:
 
 
 def test_told_gets_new_tokens() -> None:
-    told, turn = torch.full((2, 1, 7), -1), torch.zeros(1, dtype=torch.int32)
-    state = run(one([5, 6, 1], [5, 6, 9], [5, 6]), 64, told=told, turn=turn)
-    assert (told[0, 0].tolist(), turn.tolist()) == ([3, 0, 5, 6, 9, 0, 0], [1])
+    host_copy, turn = torch.full((2, 1, 7), -1), torch.zeros(1, dtype=torch.int32)
+    state = run(one([5, 6, 1], [5, 6, 9], [5, 6]), 64, host_copy=host_copy, turn=turn)
+    assert (host_copy[0, 0].tolist(), turn.tolist()) == ([3, 0, 5, 6, 9, 0, 0], [1])
     state.chosen = [[6]]
-    assert run(state, 64, told=told, turn=turn, least=1).counts == [5]
-    assert (told[1, 0].tolist(), turn.tolist()) == ([1, 4, 6, 0, 0, 0, 0], [0])
-    assert told[0, 0].tolist() == [3, 0, 5, 6, 9, 0, 0]
+    assert run(state, 64, host_copy=host_copy, turn=turn, least=1).counts == [5]
+    assert (host_copy[1, 0].tolist(), turn.tolist()) == ([1, 4, 6, 0, 0, 0, 0], [0])
+    assert host_copy[0, 0].tolist() == [3, 0, 5, 6, 9, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -203,21 +203,21 @@ def test_accept_is_the_oracles(seed: int) -> None:
     state, context, options = random_state(random, sequences=random.randrange(6), text=random.choice((0, 3, 20, 60)))
     tensors, rows = state.tensors(), random.randint(1, 3)
     turn = torch.tensor([random.randrange(rows) for _ in state.ends], dtype=torch.int32)
-    told = torch.full((rows, len(state.ends), len(state.tokens) + 2), -1)
-    want_told, want_turn = told.tolist(), turn.tolist()
+    host_copy = torch.full((rows, len(state.ends), len(state.tokens) + 2), -1)
+    want_host_copy, want_turn = host_copy.tolist(), turn.tolist()
     for _ in range(4):
-        OPS.accept(*tensors.values(), context, **options, told=told, turn=turn)
-        accept_ref(state, context, **options, told=want_told, turn=want_turn)
+        OPS.accept(*tensors.values(), context, **options, host_copy=host_copy, turn=turn)
+        accept_ref(state, context, **options, host_copy=want_host_copy, turn=want_turn)
         assert State.of(tensors) == state
-        assert (told.tolist(), turn.tolist()) == (want_told, want_turn)
+        assert (host_copy.tolist(), turn.tolist()) == (want_host_copy, want_turn)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck_of_accept() -> None:
     state = one([5, 6, 1], [5, 6, 9], [5, 6]).tensors()
-    told, turn = torch.full((2, 1, 7), -1), torch.zeros(1, dtype=torch.int32)
+    host_copy, turn = torch.full((2, 1, 7), -1), torch.zeros(1, dtype=torch.int32)
     torch.library.opcheck(OPS.accept.default, (*state.values(), 64))
-    torch.library.opcheck(OPS.accept.default, (*state.values(), 64, 1, 2, told, turn))
+    torch.library.opcheck(OPS.accept.default, (*state.values(), 64, 1, 2, host_copy, turn))
 
 
 WRONG = [
@@ -243,11 +243,11 @@ WRONG = [
     ({"most": -1}, "most is -1; allowed: 0 to 8"),
     ({"least": 0}, "least is 0; allowed: 1 to 4"),
     ({"least": 5}, "least is 5; allowed: 1 to 4"),
-    ({"told": torch.zeros(2, 1, 7, dtype=torch.int64)}, "told and turn go together; give both or neither"),
-    ({"turn": torch.zeros(1, dtype=torch.int32)}, "told and turn go together; give both or neither"),
+    ({"host_copy": torch.zeros(2, 1, 7, dtype=torch.int64)}, "host_copy and turn go together; give both or neither"),
+    ({"turn": torch.zeros(1, dtype=torch.int32)}, "host_copy and turn go together; give both or neither"),
     (
-        {"told": torch.zeros(2, 1, 6, dtype=torch.int64), "turn": torch.zeros(1, dtype=torch.int32)},
-        r"told has shape \[2, 1, 6\] .*; allowed: \[R, 1, 7\], contiguous",
+        {"host_copy": torch.zeros(2, 1, 6, dtype=torch.int64), "turn": torch.zeros(1, dtype=torch.int32)},
+        r"host_copy has shape \[2, 1, 6\] .*; allowed: \[R, 1, 7\], contiguous",
     ),
 ]
 

@@ -50,7 +50,7 @@ def accept_ref(
     context: int,
     least: int = 2,
     most: int = 4,
-    told: list[list[list[int]]] | None = None,
+    host_copy: list[list[list[int]]] | None = None,
     turn: list[int] | None = None,
 ) -> None:
     """Change a state as the operator does, token by token."""
@@ -75,9 +75,9 @@ def accept_ref(
             for row, token in enumerate([new[-1], *drafts, *[0] * (width - 1 - len(drafts))]):
                 state.tokens[row][b] = token
         state.counts[b] = 1 + len(drafts)
-        if told is not None and turn is not None:
-            told[turn[b]][b] = [len(new), len(drafts), *new, *[0] * (width - len(new))]
-            turn[b] = (turn[b] + 1) % len(told)
+        if host_copy is not None and turn is not None:
+            host_copy[turn[b]][b] = [len(new), len(drafts), *new, *[0] * (width - len(new))]
+            turn[b] = (turn[b] + 1) % len(host_copy)
 
 
 def drafts_ref(text: list[int], least: int, most: int, count: int) -> list[int]:

@@ -29,14 +29,14 @@ def argmax(call: ArgmaxOp) -> Tensor:
 @serves(AdvanceOp)
 def advance(call: AdvanceOp) -> None:
     call.check()
-    told = _told("advance", call.told, call.turn)
-    _launch(call.logits, (call.tokens, call.positions, call.slots), (call.context,), told)
+    host_copy = _host_copy("advance", call.host_copy, call.turn)
+    _launch(call.logits, (call.tokens, call.positions, call.slots), (call.context,), host_copy)
 
 
 @serves(AcceptOp)
 def accept(call: AcceptOp) -> None:
     call.check()
-    told = _told("accept", call.told, call.turn) or (0, 0, 0)
+    host_copy = _host_copy("accept", call.host_copy, call.turn) or (0, 0, 0)
     (sequences, read), width, capacity = call.chosen.shape, len(call.tokens), call.text.shape[1]
     if sequences == 0:
         return
@@ -44,20 +44,20 @@ def accept(call: AcceptOp) -> None:
     state = call.chosen, call.tokens, call.counts, call.positions, call.slots, call.text, call.ends
     sizes = read, width, capacity, call.context, call.least if call.most else 1, call.most
     plan = _accept_plans[device,]
-    plan.launch(sequences, (*(t.data_ptr() for t in state), *sizes, *told), current_stream(device))
+    plan.launch(sequences, (*(t.data_ptr() for t in state), *sizes, *host_copy), current_stream(device))
 
 
-def _told(op: str, told: Tensor | None, turn: Tensor | None) -> tuple[int, ...]:
+def _host_copy(op: str, host_copy: Tensor | None, turn: Tensor | None) -> tuple[int, ...]:
     """A kernel's arguments for the host's copy; none without one."""
-    if told is None or turn is None:
+    if host_copy is None or turn is None:
         return ()
-    if not told.is_pinned():
-        raise DeviceError(f"qcut::{op}: told is in memory that is not pinned; the GPU cannot write to it")
-    return told.data_ptr(), turn.data_ptr(), len(told)
+    if not host_copy.is_pinned():
+        raise DeviceError(f"qcut::{op}: host_copy is in memory that is not pinned; the GPU cannot write to it")
+    return host_copy.data_ptr(), turn.data_ptr(), len(host_copy)
 
 
 def _launch(
-    logits: Tensor, written: tuple[Tensor, ...], context: tuple[int, ...] = (), told: tuple[int, ...] = ()
+    logits: Tensor, written: tuple[Tensor, ...], context: tuple[int, ...] = (), host_copy: tuple[int, ...] = ()
 ) -> None:
     """Write the likeliest tokens and, where a context is given, their positions and slots; tell the host."""
     rows, columns = logits.shape
@@ -70,10 +70,10 @@ def _launch(
     is_long = columns * logits.element_size() >= SPLIT_BYTES
     if is_long and gpu.exchanges_in_clusters and rows * PARTS <= gpu.sm_count:
         parts = PARTS
-    key = (logits.dtype, bool(context), parts, bool(told), device)
+    key = (logits.dtype, bool(context), parts, bool(host_copy), device)
     plan = _plans[key]
     pointers = (t.data_ptr() for t in (logits, *written))
-    plan.launch(rows, (*pointers, logits.stride(0), columns, *context, *told), current_stream(device))
+    plan.launch(rows, (*pointers, logits.stride(0), columns, *context, *host_copy), current_stream(device))
 
 
 @PlanCache

@@ -197,13 +197,13 @@ def test_the_next_token(noted: Callable[[Any], Launches], monkeypatch: pytest.Mo
     has(launches[-1], x=logits, best=tokens, positions=positions, slots=slots, stride=20, columns=17, context=9)
     next_token.argmax(ArgmaxOp(torch.randn(17, 3).t()))
     assert launches[-1]["stride"] == 17
-    told, turn = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
-    telling = AdvanceOp(logits, tokens, positions, slots, 9, told, turn)
-    with pytest.raises(DeviceError, match="told is in memory that is not pinned"):
+    host_copy, turn = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    telling = AdvanceOp(logits, tokens, positions, slots, 9, host_copy, turn)
+    with pytest.raises(DeviceError, match="host_copy is in memory that is not pinned"):
         next_token.advance(telling)
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is told)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is host_copy)
     next_token.advance(telling)
-    has(launches[-1], best=tokens, context=9, told=told, turn=turn, turns=2)
+    has(launches[-1], best=tokens, context=9, host_copy=host_copy, turn=turn, turns=2)
     del launches[-1]
     assert next_token.argmax(ArgmaxOp(logits[:0])).shape == (0,)
     assert len(launches) == 3
@@ -221,14 +221,14 @@ def test_accepted_tokens(noted: Callable[[Any], Launches], monkeypatch: pytest.M
     next_token.accept(call)
     state = {"tokens": tokens, "counts": counts, "positions": positions, "slots": slots, "text": text, "ends": ends}
     sizes = {"read": 2, "width": 5, "capacity": 20, "context": 9, "least": 1, "most": 3}
-    has(launches[-1], chosen=chosen, **state, **sizes, told=0, turn=0)
+    has(launches[-1], chosen=chosen, **state, **sizes, host_copy=0, turn=0)
     assert launches[-1]["grid"] == (3, 1, 1)
-    told = torch.zeros(4, 3, 7, dtype=torch.int64)
-    with pytest.raises(DeviceError, match="qcut::accept: told is in memory that is not pinned"):
-        next_token.accept(call._replace(told=told, turn=turn))
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is told)
-    next_token.accept(call._replace(told=told, turn=turn))
-    has(launches[-1], **state, **sizes, told=told, turn=turn, turns=4)
+    host_copy = torch.zeros(4, 3, 7, dtype=torch.int64)
+    with pytest.raises(DeviceError, match="qcut::accept: host_copy is in memory that is not pinned"):
+        next_token.accept(call._replace(host_copy=host_copy, turn=turn))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is host_copy)
+    next_token.accept(call._replace(host_copy=host_copy, turn=turn))
+    has(launches[-1], **state, **sizes, host_copy=host_copy, turn=turn, turns=4)
     none = (counts[:0],) * 3
     next_token.accept(AcceptOp(chosen[:0], tokens[:, :0].contiguous(), *none, text[:0], ends[:0], 9))
     assert len(launches) == 2

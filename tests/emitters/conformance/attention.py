@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from qcut.emitters.attention import append_tokens, mma, prompt_mma, prompt_wgmma, scores, simt
+from qcut.emitters.attention import append, append_tokens, mma, prompt_mma, prompt_wgmma, scores, simt
 from qcut.emitters.attention.append import AttentionAppend
 from qcut.emitters.attention.append_tokens import AttentionAppendTokens
 from qcut.emitters.attention.mma import AttentionMma
@@ -14,6 +14,7 @@ from qcut.emitters.attention.prompt_mma import PromptMma
 from qcut.emitters.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.attention.scores import FORMS, PLAIN, SUNK, Scores
 from qcut.emitters.attention.simt import AttentionDecode
+from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.core.source import DType, KernelSource
 from tests.emitters.conformance.row import Row
 
@@ -77,6 +78,25 @@ def append_sources(arch: str) -> Iterator[KernelSource]:
             cluster = 8 if arch == ARCH and queries == 4 and head == 128 else 1
             kernel = AttentionMma.for_shape(x, keys, head, queries, arch, cluster, values, form)
             yield AttentionAppend(kernel, True, True).emit()
+
+
+ROTATED = (
+    (F16, F16, 128, 4, 128, 1),
+    (BF16, BF16, 64, 8, 128, 2),
+    (BF16, BF16, 64, 1, 64, 1),
+    (F16, S8, 128, 2, 32, 1),
+)
+"""Types, columns and queries of a head of keys, columns of a group and passes of a rotation."""
+
+
+def rotated_sources(arch: str) -> Iterator[KernelSource]:
+    for x, keys, head, queries, group, passes in ROTATED:
+        rotation = RowsRotation(x, group, passes)
+        for form, cluster in ((PLAIN, 8 if arch == ARCH else 1), (SUNK[1], 1)):
+            kernel = AttentionMma.for_shape(x, keys, head, queries, arch, cluster, None, form)
+            step = AttentionAppend(kernel, True, settled=True, rotation=rotation)
+            yield step.emit()
+            yield AttentionAppendTokens(step, 4).emit()
 
 
 def append_tokens_sources(arch: str) -> Iterator[KernelSource]:
@@ -205,6 +225,22 @@ ROWS = {
         {"ring": [{"ring": True}]},
         legal=PLAIN,
         instructions=mma_instructions,
+    ),
+    "attention_append_rotated": Row(
+        AttentionAppend.emit,
+        rotated_sources,
+        append.CONSTRAINTS,
+        {
+            "rotation": [
+                {"rotation": RowsRotation(S8, 128)},
+                {"rotation": RowsRotation(BF16, 128)},
+                {"rotation": RowsRotation(F16, 256)},
+                {"attention": AttentionMma(F16, F16, 64, 1, ARCH)},
+                {"attention": AttentionMma(F16, S8, 128, 4, ARCH, values=U4)},
+            ]
+        },
+        legal=AttentionAppend(MMA, True, rotation=RowsRotation(F16, 128)),
+        instructions=lambda source: (*mma_instructions(source), r"SHFL\.BFLY"),
     ),
     "attention_append_tokens": Row(
         AttentionAppendTokens.emit,

@@ -9,12 +9,12 @@
 namespace qcut {
 
 // The kernel: `qcut.ops.next_token.AcceptOp`. chosen is [sequences, read], tokens [width, sequences], text [sequences,
-// capacity], told null or [turns, sequences, width + 2] in pinned host memory. A warp holds width + 2 words; n-grams
-// have up to kMost tokens.
+// capacity], host_copy null or [turns, sequences, width + 2] in pinned host memory. A warp holds width + 2 words;
+// n-grams have up to kMost tokens.
 template <int kThreads, int kMost, int kUnroll>
 __device__ __forceinline__ void accept_tokens(const long long* chosen, long long* tokens, int* counts, int* positions,
                                               int* slots, int* text, int* ends, int read, int width, int capacity,
-                                              int context, int least, int most, long long* told, int* turn,
+                                              int context, int least, int most, long long* host_copy, int* turn,
                                               int turns) {
   constexpr unsigned kAll = 0xffffffffu;
   constexpr int kWarps = kThreads / 32;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void accept_tokens(const long long* chosen, long long
   const int thread = threadIdx.x, lane = thread % 32;
   launch_dependents();
   wait_for_dependencies();
-  const int now = told != nullptr ? turn[at] : 0;
+  const int now = host_copy != nullptr ? turn[at] : 0;
   const int slot = slots[at];
   const bool running = slot < context;
   int* row = text + static_cast<long long>(at) * capacity;
@@ -78,9 +78,9 @@ __device__ __forceinline__ void accept_tokens(const long long* chosen, long long
     if (lane < width) tokens[lane * sequences + at] = next;
   }
   const long long earlier = __shfl_up_sync(kAll, token, 2);
-  if (told != nullptr && lane < width + 2) {
+  if (host_copy != nullptr && lane < width + 2) {
     const long long word = lane == 0 ? added : lane == 1 ? drafts : lane - 2 < added ? earlier : 0;
-    told[(static_cast<long long>(now) * sequences + at) * (width + 2) + lane] = word;
+    host_copy[(static_cast<long long>(now) * sequences + at) * (width + 2) + lane] = word;
   }
   if (lane == 0) {
     counts[at] = 1 + drafts;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void accept_tokens(const long long* chosen, long long
       slots[at] = slot + added;
       ends[at] = end;
     }
-    if (told != nullptr) turn[at] = now + 1 < turns ? now + 1 : 0;
+    if (host_copy != nullptr) turn[at] = now + 1 < turns ? now + 1 : 0;
   }
 }
 

@@ -18,12 +18,12 @@ __device__ __forceinline__ unsigned long long argmax_key(float v, int index) {
 
 // The kernel. Rows of `columns` elements are `stride` elements apart and may start at any element. With kAdvances, each
 // row's position and slot are raised by one, up to context - 1 and context. A cluster of kParts CTAs along x has a row,
-// and rows are along y; without clusters, rows are along x. If told is not null, [turns, rows] in pinned host memory,
-// its row turn[row] also gets the result, and turn[row] is raised by one, modulo turns.
+// and rows are along y; without clusters, rows are along x. If host_copy is not null, [turns, rows] in pinned host
+// memory, its row turn[row] also gets the result, and turn[row] is raised by one, modulo turns.
 template <class T, bool kAdvances, int kThreads, int kUnroll, int kParts = 1>
 __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* positions, int* slots, long long stride,
-                                            int columns, int context, long long* told = nullptr, int* turn = nullptr,
-                                            int turns = 0) {
+                                            int columns, int context, long long* host_copy = nullptr,
+                                            int* turn = nullptr, int turns = 0) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kWarps = kThreads / 32;
   constexpr int kStep = kThreads * kParts;
@@ -87,9 +87,9 @@ __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* po
       positions[at] = min(positions[at] + 1, context - 1);
       slots[at] = min(slots[at] + 1, context);
     }
-    if (told != nullptr) {
+    if (host_copy != nullptr) {
       const int now = turn[at];
-      told[static_cast<long long>(now) * (kParts > 1 ? gridDim.y : gridDim.x) + at] = index;
+      host_copy[static_cast<long long>(now) * (kParts > 1 ? gridDim.y : gridDim.x) + at] = index;
       turn[at] = now + 1 < turns ? now + 1 : 0;
     }
   }

@@ -45,11 +45,11 @@ def compare(state: State, context: int, options: dict[str, Any], seed: int, rows
     sequences, width = len(state.ends), len(state.tokens)
     gpu, memory = guarded(cpu)
     captured, captured_memory = guarded(cpu)
-    tolds = [torch.full((rows, sequences, width + 2), -7, pin_memory=True) for _ in range(3)]
+    host_copies = [torch.full((rows, sequences, width + 2), -7, pin_memory=True) for _ in range(3)]
     turns = [torch.arange(sequences, dtype=torch.int32, device=place) % rows for place in ("cpu", DEVICE, DEVICE)]
 
     def step(which: int, tensors: dict[str, Tensor]) -> None:
-        OPS.accept(*tensors.values(), context, **options, told=tolds[which], turn=turns[which])
+        OPS.accept(*tensors.values(), context, **options, host_copy=host_copies[which], turn=turns[which])
 
     OPS.accept(*state.tensors(DEVICE).values(), context, **options)  # loads the kernel
     graph = torch.cuda.CUDAGraph()
@@ -67,10 +67,10 @@ def compare(state: State, context: int, options: dict[str, Any], seed: int, rows
         step(1, gpu)
         graph.replay()
         torch.cuda.synchronize()
-        for found, told, turn in zip((gpu, captured), tolds[1:], turns[1:], strict=True):
+        for found, host_copy, turn in zip((gpu, captured), host_copies[1:], turns[1:], strict=True):
             for name, tensor in cpu.items():
                 assert_same(found[name].cpu(), tensor)
-            assert_same(told, tolds[0])
+            assert_same(host_copy, host_copies[0])
             assert_same(turn.cpu(), turns[0])
     assert_guards(memory, gpu)
     assert_guards(captured_memory, captured)
@@ -94,7 +94,7 @@ def test_drafts_of_long_texts(known: int, kinds: int) -> None:
     compare(state, 8192, {"least": 2, "most": 8}, known)
 
 
-def test_accept_without_told() -> None:
+def test_accept_without_host_copy() -> None:
     state, context, options = random_state(Random(5), 8, 300)
     cpu, gpu = state.tensors(), state.tensors(DEVICE)
     for tensors in (cpu, gpu):

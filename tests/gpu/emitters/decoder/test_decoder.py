@@ -381,14 +381,14 @@ def test_argmax(x: DType, columns: int) -> None:
     assert torch.equal(again, best)
     assert positions.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 11]
     assert slots.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 12]
-    told = torch.full((3, 11), -7, dtype=torch.int64, pin_memory=True)
+    host_copy = torch.full((3, 11), -7, dtype=torch.int64, pin_memory=True)
     turn = (torch.arange(11, dtype=torch.int32, device=DEVICE) % 3).contiguous()
     for parts in (1, PARTS) if target_named(arch()).exchanges_in_clusters else (1,):
         desc = ArgmaxRows(x, arch(), True, parts, True)
-        args = (logits.to(DEVICE), again, positions, slots, *sizes, told, turn, 3)
+        args = (logits.to(DEVICE), again, positions, slots, *sizes, host_copy, turn, 3)
         for shift in range(3):
             launch(desc.emit(), desc.grid(11), *args)
             torch.cuda.synchronize()
-            assert [told[(row + shift) % 3, row].item() for row in range(11)] == best[:11].tolist()
-        told.fill_(-7)
+            assert [host_copy[(row + shift) % 3, row].item() for row in range(11)] == best[:11].tolist()
+        host_copy.fill_(-7)
     assert turn.tolist() == [row % 3 for row in range(11)]
