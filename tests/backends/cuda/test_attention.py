@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qcut.backends.cuda import attention as attention_cuda
 from qcut.backends.cuda.attention import Counters
 from qcut.dispatch.gpus import Target
+from qcut.numerics.codebook.tokens import operands
 from qcut.ops.attention.decode import AppendAttentionOp, AppendKvOp, DecodeAttentionOp
+from qcut.ops.codebook import RotateTokensOp
 from tests.support.fakes.launches import A100, H200, Launches, note_launches
 
 HEAD, KV_HEADS, CONTEXT = 64, 2, 1024
@@ -120,6 +122,35 @@ def test_several_tokens_of_a_sequence_are_one_launch(
     ctas = -(-rows // 4)
     assert launch["grid"] == (first["grid"][0], first["grid"][1] * ctas, 3)
     same(launch, many, "q", "k", "v", "positions", "slots", "keys", "values", "absmax")
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_results_are_rotated_in_the_same_launch(launches: Launches, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except where a CTA's queries are no whole groups, and of a wheel's kernels."""
+    rotated: list[RotateTokensOp] = []
+
+    def rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
+        rotated.append(call)
+        return call.fake()
+
+    monkeypatch.setattr(attention_cuda, "rotate", rotate)
+    one = tokens_of_each(step(), rows)
+    turn: dict[str, Any] = {"operands": operands("hadamard", 128, 4 * HEAD, [1], torch.float16), "seeds": [1]}
+    turn["group_size"] = 128
+    blocks = attention_cuda.append_attention(one._replace(**turn))
+    assert blocks.shape == (4, 1, 8, 64)
+    (launch,) = launches
+    assert (launch["out"], launch["signs"]) == (blocks.data_ptr(), turn["operands"].data_ptr())
+    assert launch["k_padded"] == 4 * HEAD
+    assert "_h128p1" in launch["kernel"]
+    assert not rotated
+    narrow = step(queries=1)
+    turn["operands"] = operands("hadamard", 128, 2 * HEAD, [1], torch.float16)
+    assert attention_cuda.append_attention(narrow._replace(**turn)).shape == (2, 1, 8, 64)
+    monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, ahead_of_time=True))
+    attention_cuda.append_attention(narrow._replace(**turn))
+    assert [call.group_size for call in rotated] == [128, 128]
+    assert not any("_h128p1" in launch["kernel"] for launch in launches[1:])
 
 
 def test_settled_tokens_are_read_early(launches: Launches, gpu: Target) -> None:
