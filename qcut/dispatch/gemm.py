@@ -45,7 +45,7 @@ from qcut.jit.debug import logs_choice
 
 W8A16_CUTLASS_WALK = (4, 1)
 """Swizzle and raster if none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
-FP8_CUTLASS_WALK = (4, 2)
+FP8_CUTLASS_WALK = (1, 2)
 """Of ``fp8_cutlass``, the fastest of four on an H200 at most sizes."""
 _MOST_E4M3_TOKENS = 16
 """e4m3 tokens up to which streaming is as fast as ``fp8_cutlass`` on an H200."""
