@@ -131,6 +131,45 @@ def expert_prompts(rows: Rows) -> str:
     return markdown(["experts of", "scheme", "tokens", "product", "µs", "dense, µs", "its speed"], lines)
 
 
+def speculation(rows: Rows) -> str:
+    """By sequences and context: what a wide step costs, and what drafts bring at best and at worst."""
+    found = rows.of("bench_speculation", case="llama-3-8b-codebook4")
+    if not found:
+        return missing("bench_speculation")
+    us = {
+        (int(row["batch"]), int(row["context"]), row["what"], int(row["width"])): float(row["median_us"])
+        for row in found
+    }
+    widths = sorted({width for _, _, what, width in us if what == "wrong drafts"})
+    most, paying = max(widths), "drafts, steps as they pay"
+    lines = []
+    for batch, context in dict.fromkeys(key[:2] for key in us):
+        here = {key[2:]: time for key, time in us.items() if key[:2] == (batch, context)}
+        plain = here["plain", 1]
+        costs = (f"{here['wrong drafts', width] / plain:.3f}" for width in widths)
+        gains = (f"{plain / here['right drafts', width]:.2f} ×" for width in widths)
+        least = (here["look-up finds nothing", 1], here[f"wrong {paying}", most])
+        speeds = (f"{plain / time:.3f} ×" for time in least)
+        lines.append([f"{batch}", f"{context:,}", figures(plain), *costs, *gains, *speeds])
+    header = ["sequences", "context", "plain step, µs", *(f"{width} tokens" for width in widths)]
+    header += [*(f"{width - 1} right" for width in widths), "nothing found", "all wrong"]
+    return markdown(header, lines)
+
+
+def speculation_texts(rows: Rows) -> str:
+    """New tokens a step, by text and drafter, and how much faster that is at the cost of the 8B shape's steps."""
+    found = rows.of("speculation_texts")
+    if not found:
+        return missing("speculation_texts")
+    lines = []
+    for row in found:
+        looked = row["drafter"] == "look-up"
+        drafter = "look-up" if looked else "{}, {} drafts".format(*row["drafter"].split(", "))
+        speed = f"{float(row['speedup']):.2f} ×" if looked else MISSING
+        lines.append([row["text"], row["model"], drafter, f"{float(row['tokens_a_step']):.2f}", speed])
+    return markdown(["text", "model", "drafter", "tokens a step", "speed"], lines)
+
+
 TABLES: Mapping[str, Callable[[Rows], str]] = {
     "batching": batching,
     "server": server,
@@ -138,4 +177,6 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "experts": experts,
     "expert prompts": expert_prompts,
     "breakdown": breakdown,
+    "speculation": speculation,
+    "speculation texts": speculation_texts,
 }

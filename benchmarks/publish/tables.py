@@ -38,6 +38,7 @@ PAGES = (
     DOCS / "scale.md",
     DOCS / "server.md",
     DOCS / "serving.md",
+    DOCS / "speculation.md",
     DOCS / "transformers.md",
     DOCS / "kernel-notes" / "decoder.md",
     DOCS / "kernel-notes" / "experts.md",
@@ -140,6 +141,22 @@ def linear(rows: Rows) -> str:
     names = [name for name in LINEARS if all(name in measured[shape] for shape in LINEAR_SHAPES)]
     lines = ([name_of(shape), *(us(measured[shape][name]) for name in names)] for shape in LINEAR_SHAPES)
     return markdown(["M × N × K", *(name.removeprefix("qcut_") for name in names)], lines)
+
+
+def float8(rows: Rows) -> str:
+    """Products of e4m3 tokens and weights, and whole layers with them, next to torch's products of e4m3."""
+    measured = times(rows, "bench_linear")
+    torchs, products = ("torch_scaled_mm", "torch_scaled_mm_fast"), ("qcut_fp8_product",)
+    layers = ("qcut_fp8_dynamic", "qcut_fp8_static")
+    shapes = sorted(shape for shape, one in measured.items() if "qcut_fp8_product" in one)
+    names = (*torchs, *products, *layers)
+    lines = (
+        [name_of(shape), *(us(one[name]) for name in names), f"{one[torchs[0]] / one[products[0]]:.2f} ×"]
+        for shape in shapes
+        for one in (measured[shape],)
+    )
+    header = ["`_scaled_mm`", "`_scaled_mm`, fast sums", "product", *(name.removeprefix("qcut_") for name in layers)]
+    return markdown(["M × N × K", *header, "product, speed over `_scaled_mm`"], lines)
 
 
 def peers(rows: Rows) -> str:
@@ -598,6 +615,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "quality": quality,
     "gemm": gemm,
     "linear": linear,
+    "float8": float8,
     "peers": peers,
     "codebook kernel": codebook_kernel,
     "codebook scales": codebook_scales,

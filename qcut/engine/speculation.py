@@ -26,8 +26,10 @@ from qcut.engine.runner import MOST_FUSED_ROWS, HostCopy, HostTokens, MaxSeqLens
 
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
-_UNTRIED_DECAY = 0.9975
-"""That of a step whose drafts were not verified: after wrong ones, drafts are tried again now and then."""
+_FORGOTTEN = 0.01
+"""Share of what is known that a step forgets if its drafts were not verified: after wrong ones, drafts are tried again."""
+_RIGHT, _COMPARED = 1.0, 1.5
+"""What is known before the first drafts: two of three are right."""
 _TIMED, _SETTLING = 8, 3
 """Steps that are timed on a GPU, and steps before them; on the CPU the fastest of `_SETTLING` counts."""
 _SPREAD = 7919
@@ -43,8 +45,8 @@ class DraftRecord:
     """
 
     found: int = 0
-    _right: float = 0.0
-    _compared: float = 0.0
+    _right: float = _RIGHT
+    _compared: float = _COMPARED
 
     def note(self, width: int, new: int, found: int) -> int:
         """Note a step of so many tokens: how many new ones it gave, and how many drafts there are now.
@@ -56,16 +58,18 @@ class DraftRecord:
         verified = min(had, width - 1)
         if not new or not had:
             return 0
-        decay = _DECAY if verified else _UNTRIED_DECAY
-        self._right = self._right * decay + new - 1
-        self._compared = self._compared * decay + min(verified, new)
+        if verified:
+            self._right = self._right * _DECAY + new - 1
+            self._compared = self._compared * _DECAY + min(verified, new)
+        else:
+            self._right += (_RIGHT - self._right) * _FORGOTTEN
+            self._compared += (_COMPARED - self._compared) * _FORGOTTEN
         return verified
 
     def expected(self, width: int) -> float:
         """New tokens that a step of this width is expected to give."""
         drafts = min(self.found, width - 1)
-        # Before the first drafts: two of three are right.
-        share = (self._right + 1) / (self._compared + 1.5)
+        share = self._right / self._compared
         return float(drafts + 1) if share >= 1 else (1 - share ** (drafts + 1)) / (1 - share)
 
 

@@ -446,18 +446,20 @@ def test_widths_follow_drafts_and_costs() -> None:
 
 
 def test_wrong_drafts_are_tried_again_now_and_then() -> None:
-    widths, costs = widths_of(7, 8), {1: 1.0, 2: 1.1, 4: 1.15, 8: 1.25}
-    one, spent = record(7, 20, 0), 0.0
-    for _ in range(1000):  # never right
-        width = next_width([one], widths, costs.__getitem__)
-        spent += costs[width]
-        one.note(width, 1, 7)
-    assert 1000 < spent < 1020
-    steps = 0
-    while one.expected(8) < 7:  # from now on right
-        width, steps = next_width([one], widths, costs.__getitem__), steps + 1
-        one.note(width, width, 7)
-    assert steps < 60
+    widths = widths_of(7, 8)
+    for costs in ({1: 1.0, 2: 1.08, 4: 1.11, 8: 1.25}, {1: 1.0, 2: 1.2, 4: 1.43, 8: 1.77}):
+        one, spent = DraftRecord(7), []
+        for _ in range(1000):  # never right
+            width = next_width([one], widths, costs.__getitem__)
+            spent.append(costs[width])
+            one.note(width, 1, 7)
+        assert sum(spent[:128]) < 128 / 0.98
+        assert 1000 < sum(spent) < 1000 / 0.98
+        steps = 0
+        while one.expected(8) < 7:  # from now on right
+            width, steps = next_width([one], widths, costs.__getitem__), steps + 1
+            one.note(width, width, 7)
+        assert steps < 60
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.1, seed=2)], ids=["greedy", "drawn"])
