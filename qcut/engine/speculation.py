@@ -27,7 +27,7 @@ from qcut.engine.runner import MOST_FUSED_ROWS, HostCopy, HostTokens, MaxSeqLens
 _DECAY = 0.9
 """Weight of a step's drafts next to those of the step after it."""
 _FORGOTTEN = 0.01
-"""Share of what is known that a step forgets if its drafts were not verified: after wrong ones, drafts are tried again."""
+"""Share of what is known that a step without verified drafts forgets: after wrong ones, drafts are tried again."""
 _RIGHT, _COMPARED = 1.0, 1.5
 """What is known before the first drafts: two of three are right."""
 _TIMED, _SETTLING = 8, 3
