@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import qcut
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant
+from benchmarks.layers import float8
 from benchmarks.layers.codebook import float_layer
 from benchmarks.layers.gemm import require_close
 from benchmarks.layers.linear import qcut_layer
@@ -31,6 +32,10 @@ from qcut.schemes import parse_scheme
 
 BASELINE = "fp16"
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8")
+FLOAT8 = ("fp8_dynamic", "torch_fp8")
+"""Layers of e4m3 tokens, qcut's and torch's, next to which ``--float8`` measures the others."""
+FLOAT8_TOKENS = 64
+"""Tokens from which on ``w8a8`` is to be no slower than these."""
 NK = ((1280, 1280), (5120, 1280), (1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336))
 TOKENS = (1, 2, 4, 8, 16, 17, 32, 33, 48, 64, 65, 96, 128, 192, 256, 384, 512, 1024, 4096)
 QUICK_NK = ((1280, 1280), (4096, 4096))
@@ -47,7 +52,12 @@ FLOAT_TOKENS = ("w8a16", "codebook4")
 
 
 def to_reach(scheme: str, m: int) -> float:
-    """Least speed over float16: not slower, except for noise; 16-bit tokens beyond 1,024 have float16's arithmetic."""
+    """Least speed over float16: not slower, except for noise; 16-bit tokens beyond 1,024 have float16's arithmetic.
+
+    Layers of e4m3 tokens have none.
+    """
+    if scheme in FLOAT8:
+        return 0.0
     return LONG_PROMPT if scheme in FLOAT_TOKENS and m > 1024 else NOISE
 
 
@@ -57,6 +67,8 @@ def tolerance(scheme: str) -> float:
     float16 tokens and results: a few of their roundings. Int8 tokens: 4.5 / 127 / sqrt(12); one range for all tokens
     is wider than each token's own.
     """
+    if scheme in FLOAT8:
+        return float8.TOLERANCE
     return 2e-3 if scheme in FLOAT_TOKENS else 0.03
 
 
@@ -82,6 +94,8 @@ def copies_of(layer: nn.Module) -> list[Any]:
 
 def variant(name: str, layers: Sequence[Any], tokens: tuple[Tensor, Tensor]) -> Variant:
     """Copies of a layer, called with alternating tokens; the first copy is checked against float64."""
+    if name == "torch_fp8":
+        tokens = (tokens[0].bfloat16(), tokens[1].bfloat16())
 
     def call(i: int) -> Tensor:
         return layers[i](tokens[i % 2])  # type: ignore[no-any-return]
@@ -134,7 +148,23 @@ def summary(rows: Sequence[Row], most: int = 40) -> str:
         below = sum(row["variant"] == scheme for row in slow)
         mean = harness.geomean(own)
         lines.append(f"{scheme}: {below} of {len(own)} cells too slow, mean {mean:.3f}x, least {min(own):.3f}x")
-    return "\n".join(lines)
+    return "\n".join([*lines, *float8_faster(rows)])
+
+
+def float8_faster(rows: Iterable[Row]) -> list[str]:
+    """Cells of `FLOAT8_TOKENS` tokens and more in which a layer of e4m3 tokens is faster than ``w8a8``."""
+    us: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if int(row["m"]) >= FLOAT8_TOKENS:
+            us.setdefault(row["variant"], {})[f"{row['m']}x{row['n']}x{row['k']}"] = float(row["median_us"])
+    lines, int8 = [], us.get("w8a8", {})
+    for name in FLOAT8:
+        ratios = {cell: int8[cell] / time for cell, time in us.get(name, {}).items() if cell in int8}
+        slow = [f"{cell} {ratio:.2f}x" for cell, ratio in ratios.items() if ratio > 1 / NOISE]
+        if ratios:
+            found = f"{len(slow)} of {len(ratios)} cells from {FLOAT8_TOKENS} tokens on"
+            lines.append(f"{name}: faster than w8a8 in {found}: {', '.join(slow) or 'none'}")
+    return lines
 
 
 def least_by_tokens(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
@@ -167,6 +197,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
     parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="NxK", help="out_features x in_features")
     parser.add_argument("--tokens", nargs="+", type=int, metavar="M")
+    parser.add_argument("--float8", action="store_true", help="measure layers of e4m3 tokens next to the schemes")
     parser.add_argument("--build-only", action="store_true", help="build the kernels and measure nothing")
 
 
@@ -174,7 +205,8 @@ def build(options: argparse.Namespace, device: int) -> None:
     """Build every kernel of the cells, in parallel."""
     from qcut.backends.cuda.launch.prebuild import prebuild
 
-    cells = [(s, Shape(m, n, k)) for s in options.schemes for n, k in options.shapes for m in options.tokens]
+    schemes = [*options.schemes, *FLOAT8[:1] * options.float8]
+    cells = [(s, Shape(m, n, k)) for s in schemes for n, k in options.shapes for m in options.tokens]
     start = time.monotonic()
     prebuild([call for scheme, shape in cells for call in layer_calls(scheme, shape)], device)
     print(f"kernels of {len(cells)} cells ready after {time.monotonic() - start:.1f} s", flush=True)
@@ -197,7 +229,9 @@ def main(options: argparse.Namespace) -> int:
     for n, k in options.shapes:
         linear = float_layer(n, k)
         sample = torch.randn(256, k, device="cuda")
-        made = {scheme: qcut_layer(linear, scheme, sample) for scheme in options.schemes}
+        made: dict[str, nn.Module] = {scheme: qcut_layer(linear, scheme, sample) for scheme in options.schemes}
+        if options.float8:
+            made |= dict(zip(FLOAT8, (qcut_layer(linear, FLOAT8[0], sample), float8.TorchFloat8(linear)), strict=True))
         layers = {name: copies_of(layer) for name, layer in {BASELINE: linear, **made}.items()}
         for m in options.tokens:
             shape, now = Shape(m, n, k), time.monotonic()
@@ -212,7 +246,7 @@ def main(options: argparse.Namespace) -> int:
                 shape.name, variants, clock, options, now + share, settle_us=settle_us, **rounds
             )
             failures += wrong
-            names = {scheme: kernels(scheme, shape, device) for scheme in options.schemes}
+            names = {name: "" if name == FLOAT8[1] else kernels(name, shape, device) for name in made}
             add_rows(results, shape, timings, names)
         results.write_csv(options.out, KEY)
         print(f"{n}x{k}: {time.monotonic() - start:.1f} s", flush=True)

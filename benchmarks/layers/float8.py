@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import qcut
 from benchmarks.harness import Variant
@@ -26,6 +27,43 @@ from qcut.numerics import float8
 if TYPE_CHECKING:
     from qcut.backends.cuda.launch.plans import LaunchSpec
     from qcut.emitters.core.source import KernelSource
+
+
+class TorchFloat8(nn.Module):
+    """A layer of e4m3 tokens and weights by torch: row-wise ``torch._scaled_mm`` after a compiled quantization.
+
+    Args:
+        linear: on a GPU with products of e4m3, of whole 16 channels and columns, with a bias.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        q, scale = float8.quantize_tokens_ref(linear.weight.detach(), linear.in_features)
+        self.register_buffer("codes", q)
+        self.register_buffer("scale", scale[None])
+        self.register_buffer("bias", linear.bias.detach().bfloat16())
+
+    def dequantized_weight(self) -> Tensor:
+        """float64 ``[N, K]``."""
+        return cast(Tensor, self.codes).double() * cast(Tensor, self.scale).double().t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """bfloat16 ``[M, N]`` of bfloat16 ``[M, K]``: row-wise scales give no other type."""
+        q, scale = _compiled()(x)
+        weight, columns, bias = (cast(Tensor, part) for part in (self.codes, self.scale, self.bias))
+        return torch._scaled_mm(q, weight.t(), scale_a=scale, scale_b=columns, bias=bias, out_dtype=x.dtype)
+
+
+@cache
+def _compiled() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    return torch.compile(_quantized, dynamic=True)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    largest = x.abs().amax(1, keepdim=True).float()
+    scale = torch.where(largest > 0, largest / 448, 1.0)
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
 
 NAMES = ("torch_scaled_mm", "torch_scaled_mm_fast", "qcut_fp8_product", "qcut_fp8_product_fast")
 TOLERANCE = 0.06

@@ -81,7 +81,7 @@ def test_linear_variant_is_within_its_tolerance(scheme: str) -> None:
         check()
 
 
-@pytest.mark.parametrize("scheme", crossover.SCHEMES)
+@pytest.mark.parametrize("scheme", [*crossover.SCHEMES, crossover.FLOAT8[0]])
 def test_a_wrong_layer_is_caught(scheme: str) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(512, 64, dtype=torch.float16)
@@ -111,6 +111,17 @@ def test_a_row_holds_its_float16() -> None:
     assert [(row["variant"], row["fp16_us"], row["x_fp16"]) for row in results.rows] == [
         ("w8a8", 5.0, 1.25),
         ("codebook4", 5.0, 0.5),
+    ]
+
+
+def test_layers_of_float8_are_compared_with_int8() -> None:
+    some, few = Shape(64, 128, 128), Shape(32, 128, 128)
+    times = {"fp16": 9.0, "w8a8": 4.0, "torch_fp8": 3.0, "fp8_dynamic": 4.05}
+    rows = [{name: str(value) for name, value in row.items()} for row in results_of((some, times), (few, times)).rows]
+    assert not any(crossover.is_slow(row) for row in rows if row["variant"] in crossover.FLOAT8)
+    assert crossover.float8_faster(rows) == [
+        "fp8_dynamic: faster than w8a8 in 0 of 1 cells from 64 tokens on: none",
+        "torch_fp8: faster than w8a8 in 1 of 1 cells from 64 tokens on: 64x128x128 1.33x",
     ]
 
 
