@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from qcut.schemes import Float as Float
     from qcut.schemes import Int16x8 as Int16x8
     from qcut.schemes import StaticRange as StaticRange
+    from qcut.schemes import W8A8Rotated as W8A8Rotated
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ refuse_other_distribution(Path(__file__).parent)
 
 _HOME = {
     "W8A8": "schemes",
+    "W8A8Rotated": "schemes",
     "FP8": "schemes",
     "W8A16": "schemes",
     "Codebook": "schemes",

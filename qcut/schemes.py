@@ -24,6 +24,8 @@ K_MAX_ZERO_POINT = 66_311
 K_ALIGNMENT = 16
 """Rows of int8 are zero padded to a multiple of this many columns, 16 bytes: one vector load."""
 
+LEAST_ROTATED_GROUP = 32
+"""Least columns of a group that `W8A8Rotated` rotates."""
 E2M1_GROUP = 32
 """Columns that share a power of two in MXFP4."""
 NVFP4_GROUP = 16
@@ -162,6 +164,76 @@ class W8A8(Int8Products):
 
     kind: ClassVar[str] = "w8a8"
     usual: ClassVar[tuple[str, ...]] = ("w8a8", "w8a8_static")
+
+
+_ROTATED_NAME = re.compile(
+    r"w8a8_rotated(?:_g(?P<group>[1-9]\d{0,8})|(?P<rows>_rows))?(?:_seed(?P<seed>\d{1,18}))?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class W8A8Rotated(Scheme):
+    """int8 weights and int8 activations of `W8A8`, both rotated before they are quantized.
+
+    A Hadamard rotation with random signs spreads an outlier over its group, so that the scale of a token, its largest
+    magnitude, becomes smaller. Weights are rotated once, when they are quantized.
+
+    Attributes:
+        group_size: columns of a group, a power of two from 32 on; the last group may have fewer, also a power of two.
+            None for whole rows.
+        seed: of the signs; a group's seed is ``seed`` plus its first column.
+
+    Raises:
+        ConfigError: a value is not allowed.
+
+    Exactness: see `qcut.layers.int8.W8A8RotatedLinear`.
+
+    Source: docs/schemes.md, section 2.
+    """
+
+    group_size: int | None = 128
+    seed: int = 42
+
+    kind: ClassVar[str] = "w8a8_rotated"
+    usual: ClassVar[tuple[str, ...]] = ("w8a8_rotated",)
+
+    def __post_init__(self) -> None:
+        size = self.group_size
+        if size is not None and (type(size) is not int or size < LEAST_ROTATED_GROUP or size & (size - 1)):
+            raise ConfigError(
+                f"W8A8Rotated group_size is {size!r}; allowed: powers of two from {LEAST_ROTATED_GROUP} on, or None "
+                "for whole rows"
+            )
+        if type(self.seed) is not int or not 0 <= self.seed < 1 << 62:
+            raise ConfigError(f"W8A8Rotated seed is {self.seed!r}; allowed: 0 to 2**62 - 1")
+
+    @classmethod
+    def from_name(cls, name: str) -> W8A8Rotated | None:
+        """Reads `name`."""
+        match = _ROTATED_NAME.fullmatch(name)
+        if match is None:
+            return None
+        part = match.groupdict()
+        return cls(None if part["rows"] else int(part["group"] or 128), int(part["seed"] or 42))
+
+    @property
+    def name(self) -> str:
+        """The kind, then ``_g{group size}`` or ``_rows``, and ``_seed{seed}``, if they differ from the defaults."""
+        group = "" if self.group_size == 128 else "_rows" if self.group_size is None else f"_g{self.group_size}"
+        return self.kind + group + (f"_seed{self.seed}" if self.seed != 42 else "")
+
+    def group_columns(self, k: int) -> int:
+        """Columns of a full group in a row of k columns; k itself where a group is a whole row."""
+        return k if self.group_size is None else self.group_size
+
+    @property
+    def int8_products(self) -> bool:
+        """See `Scheme`."""
+        return True
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """One byte a value."""
+        return float(n * k)
 
 
 @dataclass(frozen=True)
@@ -538,7 +610,8 @@ _NEAR = {
     "a8w8": "w8a8",
     "int8_dynamic": "w8a8",
     "int8_static": "w8a8_static",
-    "smoothquant": "w8a8 with smooth=0.5 and a calibration",
+    "smoothquant": "w8a8 with smooth=0.5 and a calibration, or w8a8_rotated without one",
+    "quarot": "w8a8_rotated",
     "w8a8_fp8": "fp8_dynamic (weights and activations in 8-bit floats) or fp8 (only weights)",
     "4bit": "codebook4 (the more exact) or int4 (equal steps)",
     "w4a16": "int4 (equal steps, groups of 128) or codebook4 (the more exact)",

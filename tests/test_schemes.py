@@ -10,12 +10,23 @@ import pytest
 from qcut import errors, schemes
 from qcut.emitters.core import epilogue
 from qcut.emitters.gemm import problem as gemm
-from qcut.schemes import FP8, W8A8, W8A16, Codebook, Float, Int16x8, StaticRange, parse_scheme, scheme_from_json
+from qcut.schemes import (
+    FP8,
+    W8A8,
+    W8A16,
+    Codebook,
+    Float,
+    Int16x8,
+    StaticRange,
+    W8A8Rotated,
+    parse_scheme,
+    scheme_from_json,
+)
 
 FP8_NAMES = ("fp8", "fp8_blocks", "fp8_dynamic", "fp8_static")
-PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", *FP8_NAMES, "int16x8", "int16x8_static", "fp16")
+PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a8_rotated", "w8a16", *FP8_NAMES, "int16x8", "int16x8_static", "fp16")
 FP8S = (FP8(), FP8(blocks=True), FP8(tokens="dynamic"), FP8(tokens="static"))
-PLAIN = (W8A8(), W8A8("static"), W8A16(), *FP8S, Int16x8(), Int16x8("static"), Float())
+PLAIN = (W8A8(), W8A8("static"), W8A8Rotated(), W8A16(), *FP8S, Int16x8(), Int16x8("static"), Float())
 CODEBOOKS = {
     "codebook4": Codebook(),
     "codebook3": Codebook(3),
@@ -41,7 +52,8 @@ CODEBOOKS = {
     "mxfp4_fp32norms": Codebook(group_size=32, levels="e2m1", rotation="none", norm_dtype="fp32"),
     "int3_g32_int8": Codebook(3, group_size=32, rotation="none", activation="int8", levels="steps"),
 }
-SCHEMES = (*PLAIN, *CODEBOOKS.values())
+ROTATED = (W8A8Rotated(64), W8A8Rotated(None, 7), W8A8Rotated(seed=0))
+SCHEMES = (*PLAIN, *ROTATED, *CODEBOOKS.values())
 
 
 def test_constants_agree_with_the_emitters():
@@ -62,7 +74,9 @@ def test_scheme_names():
     assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(schemes.SCHEME_NAMES[: len(PLAIN)])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
     assert list(schemes.SCHEME_NAMES[len(PLAIN) :]) == list(CODEBOOKS)[:11]
-    assert [s.name for s in PLAIN if s.int8_products] == ["w8a8", "w8a8_static", "int16x8", "int16x8_static"]
+    int8 = ["w8a8", "w8a8_static", "w8a8_rotated", "int16x8", "int16x8_static"]
+    assert [s.name for s in PLAIN if s.int8_products] == int8
+    assert [s.name for s in ROTATED] == ["w8a8_rotated_g64", "w8a8_rotated_rows_seed7", "w8a8_rotated_seed0"]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
 
@@ -75,6 +89,7 @@ def test_schemes_say_what_they_need():
     assert said == {
         "w8a8": (True, False, False, False, 1),
         "w8a8_static": (True, False, True, False, 1),
+        "w8a8_rotated": (True, False, False, False, 1),
         "w8a16": (False, False, False, False, 1),
         "fp8": (False, False, False, False, 1),
         "fp8_blocks": (False, False, False, False, 1),
@@ -100,6 +115,17 @@ def test_fp8_has_tokens_of_three_kinds():
         scheme_from_json({"kind": "fp8", "tokens": "int8"})
     with pytest.raises(errors.ConfigError, match="FP8 blocks is 1; allowed: true, false"):
         FP8(blocks=1)
+
+
+def test_rotated_groups_are_powers_of_two():
+    for size in (0, 16, 96, 64.0, True):
+        with pytest.raises(errors.ConfigError, match=r"W8A8Rotated group_size is .*; allowed: powers of two from 32"):
+            W8A8Rotated(size)
+    with pytest.raises(errors.ConfigError, match="W8A8Rotated group_size is 16; allowed: powers of two from 32 on"):
+        parse_scheme("w8a8_rotated_g16")
+    for seed in (-1, 1 << 62, 1.0):
+        with pytest.raises(errors.ConfigError, match=r"W8A8Rotated seed is .*; allowed: 0 to 2\*\*62 - 1"):
+            scheme_from_json({"kind": "w8a8_rotated", "seed": seed})
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
@@ -182,7 +208,8 @@ def test_what_pairs_do_not_go_with():
 def test_foreign_scheme_json():
     for data in [None, [], {}, {"kind": "w4"}, {"kind": ["w8a8"]}]:
         with pytest.raises(
-            errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, fp8, int16x8, fp16, codebook"
+            errors.ConfigError,
+            match=r"not a scheme: .*'kind' is one of w8a8, w8a8_rotated, w8a16, fp8, int16x8, fp16, codebook",
         ):
             scheme_from_json(data)
 

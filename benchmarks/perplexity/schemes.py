@@ -33,6 +33,7 @@ SCHEMES = {
     "w8a16": "int8 weights only",
     "int16x8": "int16 tokens, dynamic scales",
     "w8a8": "dynamic scales per token",
+    "w8a8_rotated": "the same after a rotation of groups of 128 columns",
     "w8a8_static": "one range per layer, min/max",
     "static_mse": "one range per layer, least squared error",
     "smooth": "min/max ranges after smoothing, alpha 0.5",

@@ -11,7 +11,7 @@ from torch import nn
 from qcut.errors import ConfigError, QuantizationError
 from qcut.layers.linear import Linear
 from qcut.models.modules import weight_nk
-from qcut.schemes import Codebook, Scheme
+from qcut.schemes import LEAST_ROTATED_GROUP, W8A8, Codebook, Scheme, W8A8Rotated
 
 
 class Fit(NamedTuple):
@@ -22,7 +22,7 @@ class Fit(NamedTuple):
 
 
 def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False) -> Fit:
-    """The scheme for a linear layer: the one given, the same with another rotation, or none.
+    """The scheme for a linear layer: the one given, the same with another rotation or without, or none.
 
     A layer stays in float where K is beyond the scheme's exact range, or odd with a codebook of pairs, or where its
     quantized form would take as many bytes as it has now or more.
@@ -54,7 +54,13 @@ def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False
 
 
 def rotatable(scheme: Scheme, k: int) -> tuple[Scheme, str]:
-    """A codebook whose rotation takes K columns, and why it is not the one given: ``qr`` takes any number."""
+    """A scheme whose rotation takes K columns, and why it is not the one given.
+
+    A codebook gets the rotation ``qr``, which takes any number; `W8A8Rotated` the largest smaller group whose last one
+    is a power of two, or no rotation.
+    """
+    if isinstance(scheme, W8A8Rotated):
+        return _rotatable_int8(scheme, k)
     if isinstance(scheme, Codebook) and scheme.rotation == "hadamard":
         from qcut.numerics.codebook.rotation import check_group_size
 
@@ -65,6 +71,21 @@ def rotatable(scheme: Scheme, k: int) -> tuple[Scheme, str]:
             last = k if whole else k % scheme.group_columns(k)
             return replace(scheme, rotation="qr"), f"rotation qr: a group of {last} of its {k} columns is no power of 2"
     return scheme, ""
+
+
+def _rotatable_int8(scheme: W8A8Rotated, k: int) -> tuple[Scheme, str]:
+    from qcut.layers.rotated import can_rotate_groups
+
+    size = min(scheme.group_columns(k), 1 << k.bit_length())
+    if can_rotate_groups(size, k):
+        return scheme, ""
+    reason = f"a group of {k % min(size, k) or k} of its {k} columns is no power of 2"
+    size = 1 << (size.bit_length() - 1)
+    while size >= LEAST_ROTATED_GROUP:
+        if can_rotate_groups(size, k):
+            return replace(scheme, group_size=size), f"groups of {size}: {reason}"
+        size //= 2
+    return W8A8(), f"no rotation: {reason}, nor of smaller groups"
 
 
 @lru_cache(maxsize=4096)

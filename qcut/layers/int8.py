@@ -55,7 +55,7 @@ class Int8Linear(Linear):
     weight_scale: Tensor
     least_code: ClassVar[int] = -128
 
-    def table(self, dtype: torch.dtype) -> Table:
+    def table(self, dtype: torch.dtype) -> Table | None:
         """See `Linear.table`."""
         return Table(self.codes, self.weight_scale, dtype)
 

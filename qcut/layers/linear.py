@@ -33,6 +33,7 @@ from qcut.schemes import (
     Scheme,
     ShiftedCodebook,
     StaticRange,
+    W8A8Rotated,
     check_activation,
     parse_scheme,
     scheme_from_json,
@@ -51,6 +52,7 @@ V = TypeVar("V")
 
 _MODULES: dict[type[Scheme], str] = {
     W8A8: "int8",
+    W8A8Rotated: "rotated",
     W8A16: "int8",
     FP8: "float8",
     Int16x8: "int8",
@@ -211,7 +213,7 @@ class Linear(QuantizedLayer):
                 then fitted with it (`qcut.numerics.codebook.fitting.fit`); the other schemes refuse it.
             row_absmax: float32 ``[N]``, the largest magnitude of each whole row, where the layer has a part of the
                 columns of a larger one: scales of int8 weights are then those of the larger layer. Codebooks have
-                norms of groups, and ignore it.
+                norms of groups, rotated rows have other magnitudes, and both ignore it.
             name: name of the layer, for error messages.
 
         Returns:

@@ -18,7 +18,7 @@ from qcut.errors import CheckpointError, UnsupportedError, layer_prefix
 from qcut.layers.linear import Linear
 from qcut.layers.quantized import quantized_layers
 from qcut.numerics.int8 import colsum_ref
-from qcut.schemes import FP8, Codebook, Scheme
+from qcut.schemes import FP8, Codebook, Scheme, W8A8Rotated
 
 CUT = {
     **dict.fromkeys(("weight_scale", "col_scale", "colsum", "norm_scale"), (0,)),
@@ -42,15 +42,17 @@ def part_scheme(scheme: Scheme, first: int, k: int, name: str | None = None) -> 
     """
     if isinstance(scheme, FP8) and scheme.blocks:
         raise UnsupportedError(f"layer {name!r}: {scheme.name} in parts of {k} input channels; allowed: whole layers")
-    if not isinstance(scheme, Codebook):
+    if not isinstance(scheme, Codebook | W8A8Rotated):
         return scheme
-    size = scheme.group_size
-    whole = size is not None and not k % size and not first % size and not any(k * b % 8 for b in scheme.widths)
+    size, bits = scheme.group_size, scheme.widths if isinstance(scheme, Codebook) else ()
+    whole = size is not None and not k % size and not first % size and not any(k * b % 8 for b in bits)
     if not whole or getattr(scheme, "ordered", False):
         raise UnsupportedError(
             f"layer {name!r}: {scheme.name} in parts of {k} input channels, groups of {size or 'whole rows'}; allowed: "
             "parts of whole groups and bytes, so fewer devices or smaller groups"
         )
+    if isinstance(scheme, W8A8Rotated):
+        return replace(scheme, seed=scheme.seed + first)
     return replace(scheme, seed=scheme.seed + first, residual_seed=scheme.residual_seed + first)
 
 

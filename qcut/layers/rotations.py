@@ -18,6 +18,7 @@ from qcut.numerics.codebook.rotation import Kind
 from qcut.ops import paths
 
 _ROTATE = torch.ops.qcut.rotate_tokens.early_read
+_QUANTIZE = torch.ops.qcut.quantize_rotated.early_read
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -107,7 +108,9 @@ class SharedRotations:
     def __init__(self) -> None:
         self._last: _Shared | None = None
 
-    def rotate(self, user: object, rotation: Rotation, x: Tensor, tokens: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotate(
+        self, user: object, rotation: Rotation, x: Tensor, tokens: torch.dtype, *, in_rows: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Token blocks of x ``[..., K]``, and their scales; see ``torch.ops.qcut.rotate_tokens``.
 
         Args:
@@ -115,16 +118,17 @@ class SharedRotations:
             rotation: of the layer.
             x: the layer's input, the very object it was called with.
             tokens: dtype of the blocks.
+            in_rows: return int8 rows in place of blocks; see ``torch.ops.qcut.quantize_rotated``.
         """
         constants = rotation.operands_for(x)
-        unknown = torch.compiler.is_compiling() or x.is_inference() or not paths.is_usual()
+        unknown = torch.compiler.is_compiling() or x.is_inference() or not (x.is_cuda and paths.is_usual())
         state = None if unknown else stream_state(x.device)
         if state is None:
-            return _rotate(rotation.spec, x, tokens, constants)
-        key = (x._version, rotation.spec, tokens, state)
+            return _rotate(rotation.spec, x, tokens, constants, in_rows)
+        key = (x._version, rotation.spec, tokens, in_rows, state)
         last = self._last
         if last is None or last.x() is not x or last.key != key or last.served(user):
-            result = _rotate(rotation.spec, x, tokens, constants)
+            result = _rotate(rotation.spec, x, tokens, constants, in_rows)
             last = self._last = _Shared(weakref.ref(x, self._forget), key, result)
         last.users.append(weakref.ref(user))
         return last.result
@@ -154,9 +158,15 @@ shared = SharedRotations()
 """The shared rotations of the process."""
 
 
-def _rotate(spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate(
+    spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor, in_rows: bool
+) -> tuple[Tensor, Tensor]:
     rows = x if x.dim() == 2 else x.reshape(-1, spec.k)  # even a view that changes nothing takes time
-    result: tuple[Tensor, Tensor] = _ROTATE(rows, operands, spec.kind, spec.group_size, spec.seeds, tokens)
+    result: tuple[Tensor, Tensor]
+    if in_rows:
+        result = _QUANTIZE(rows, operands, spec.group_size, *spec.seeds)
+    else:
+        result = _ROTATE(rows, operands, spec.kind, spec.group_size, spec.seeds, tokens)
     return result
 
 

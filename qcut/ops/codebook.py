@@ -20,9 +20,9 @@ from qcut.errors import ConfigError, QuantizationError, ShapeError
 from qcut.numerics.codebook import layout, pairs, products, rotation, tokens
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
 from qcut.numerics.codebook.quantizer import NORM_DTYPES, check_even
-from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_k, check_tensor
 from qcut.ops.registry import SYMBOLIC, operator
-from qcut.schemes import K_MAX, check_activation
+from qcut.schemes import K_MAX, LEAST_ROTATED_GROUP, check_activation, padded_k
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 KINDS = (*rotation.KINDS, rotation.NO_ROTATION)
@@ -103,6 +103,59 @@ class RotateTokensOp(NamedTuple):
         kind = cast(rotation.Kind, self.kind)
         rows, scale = tokens.rotate_tokens(x, kind, self.group_size, tuple(self.seeds), self.out_dtype)
         return layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
+
+
+@operator("quantize_rotated", returns="(Tensor, Tensor)", layers=True)
+class QuantizeRotatedOp(NamedTuple):
+    """Rotates tokens by groups of columns, and rounds each to int8 with a scale of its own, ``max |r[m]| / 127``.
+
+    r is the token after a Hadamard rotation with random signs. Results are the operands of ``int8_linear``.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[M, K]``, K from 1 to `qcut.schemes.K_MAX`, of any strides.
+        operands: int32 signs of the rotation, as `qcut.numerics.codebook.tokens.operands` makes them, which kernels
+            read; the CPU reads ``seed``.
+        group_size: columns of a group, a power of two from `qcut.schemes.LEAST_ROTATED_GROUP` on, as the last group of
+            fewer columns is; K or more takes whole rows.
+        seed: of the signs.
+
+    Returns:
+        q, int8 ``[M, padded_k(K)]``, and its scales, float32 ``[M]``.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: a group that the rotation cannot take.
+        QuantizationError: K beyond the exact range.
+
+    Exactness: bitwise `qcut.numerics.codebook.tokens.quantize_rotated_ref`, on every device.
+    """
+
+    x: Tensor
+    operands: Tensor
+    group_size: int
+    seed: int
+    early_read: bool = False
+
+    def check(self) -> None:
+        op, x, size = "quantize_rotated", self.x, self.group_size
+        check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
+        if x.dim() != 2 or x.shape[1] < 1:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
+        k = x.shape[1]
+        check_k(op, k, K_MAX)
+        if size < min(k, LEAST_ROTATED_GROUP):
+            raise ConfigError(f"qcut::{op}: group_size is {size}; allowed: {LEAST_ROTATED_GROUP} and more")
+        _check_rotation(op, "hadamard", k, size, [self.seed])
+        dtypes, shape = tokens.operand_layout("hadamard", size, int(k), x.dtype, 1)
+        check_tensor(op, "operands", self.operands, dtypes, shape, x.device)
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        m, k = self.x.shape
+        q = self.x.new_empty((m, padded_k(k)), dtype=torch.int8)
+        return q, self.x.new_empty((m,), dtype=torch.float32)
+
+    def cpu(self) -> tuple[Tensor, Tensor]:
+        return tokens.quantize_rotated_ref(self.x, self.group_size, self.seed, padded_k(self.x.shape[1]))
 
 
 @operator("codebook_gemm", returns="Tensor", layers=True)

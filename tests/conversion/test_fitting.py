@@ -43,6 +43,29 @@ def test_the_rotation_follows_k(name: str, k: int, served: str, group: int | Non
     assert ((made(x) - layer(x)).norm() / layer(x).norm()).item() < 0.3
 
 
+@pytest.mark.parametrize(
+    ("name", "k", "served", "note"),
+    [
+        ("w8a8_rotated", 256, "w8a8_rotated", ""),
+        ("w8a8_rotated", 160, "w8a8_rotated", ""),
+        ("w8a8_rotated", 16, "w8a8_rotated", ""),
+        ("w8a8_rotated_seed7", 1376, "w8a8_rotated_g64_seed7", "groups of 64: a group of 96 of its 1376 columns"),
+        ("w8a8_rotated", 100, "w8a8_rotated_g32", "groups of 32: a group of 100 of its 100 columns"),
+        ("w8a8_rotated_rows", 300, "w8a8", "no rotation: a group of 300 of its 300 columns is no power of 2, nor"),
+        ("w8a8_rotated_rows", 320, "w8a8_rotated_g256", "groups of 256: a group of 320 of its 320 columns"),
+        ("w8a8_rotated", 20, "w8a8", "no rotation: a group of 20 of its 20 columns"),
+    ],
+)
+def test_int8_groups_follow_k(name: str, k: int, served: str, note: str) -> None:
+    scheme, reason = rotatable(parse_scheme(name), k)
+    assert scheme.name == served
+    assert reason.startswith(note)
+    assert bool(reason) == bool(note)
+    layer, x = nn.Linear(k, 32), torch.randn(4, k)
+    made = qcut.Linear.from_float(layer, scheme)
+    assert ((made(x) - layer(x)).norm() / layer(x).norm()).item() < 0.03
+
+
 class Awkward(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -83,21 +83,25 @@ def stacked(scheme: str) -> Kind:
 
 
 BYTES = (*SCHEMES, *FLOAT8)
+ROTATED = ("w8a8_rotated", "w8a8_rotated_g32_seed7")
 LINEAR = {
     **{scheme: linear(quantized, scheme, 33, 21) for scheme in BYTES},
     **{f"{scheme} without bias": linear(quantized, scheme, 33, 21, False) for scheme in BYTES},
+    **{s: linear(quantized, s, 77, 320) for s in ROTATED},
     **{s: linear(test_codebook.quantized, s, 77, 320) for s in (*test_codebook.SCHEMES, *test_codebook.INT8)},
     **{f"shifted {case}": shifted(case) for case in test_shifted.CASES},
 }
 CHAINS = {f"chain of int{bits}": chain(bits) for bits in (8, 16)}
 STACKED = (
-    *("w8a8", "w8a8_static", "w8a16", "fp8_static", "int16x8"),
+    *("w8a8", "w8a8_static", "w8a8_rotated", "w8a16", "fp8_static", "int16x8"),
     *("codebook4", "codebook2", "codebook4+4_int8", "int4", "nvfp4"),
 )
 STACKS = {f"experts of {scheme}": stacked(scheme) for scheme in STACKED}
-EMBEDDINGS = {f"embedding of {scheme}": embedding(scheme) for scheme in ("w8a16", "codebook4", "codebook4+4")}
+EMBEDDINGS = {
+    f"embedding of {scheme}": embedding(scheme) for scheme in ("w8a16", "w8a8_rotated", "codebook4", "codebook4+4")
+}
 KINDS = LINEAR | CHAINS | STACKS | EMBEDDINGS
-COMPILED = (*BYTES, f"shifted {test_shifted.CASES[0]}", *CHAINS)
+COMPILED = (*BYTES, *ROTATED, f"shifted {test_shifted.CASES[0]}", *CHAINS)
 
 
 @pytest.mark.parametrize("name", KINDS)

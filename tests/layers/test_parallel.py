@@ -61,6 +61,26 @@ def test_shard_of_columns_equals_quantizing_those_columns(module: nn.Linear, sch
     torch.testing.assert_close(total, whole(x), rtol=0, atol=atol)
 
 
+def test_rotated_parts_add_up(module: nn.Linear) -> None:
+    whole = qcut.Linear.from_float(module, "w8a8_rotated_g64")
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))
+    stored = quantized = whole.bias.expand(5, N)
+    for part in range(PARTS):
+        own, at = part_scheme(whole.scheme, columns(part).start, K // PARTS), columns(part)
+        cut = part_layer(own, N, K // PARTS, of_columns(whole, part), "h.down")
+        assert torch.allclose(cut.dequantized_weight(), whole.dequantized_weight()[:, at], atol=1e-6)
+        alone = nn.Linear(K // PARTS, N, bias=False)
+        alone.weight = nn.Parameter(module.weight[:, at])
+        made = qcut.Linear.from_float(alone, own, row_absmax=module.weight.detach().abs().amax(1))
+        assert bool((made.weight_scale <= cut.weight_scale).all())  # of the part's own columns
+        stored, quantized = stored + cut(x[:, at]), quantized + made(x[:, at])
+    for total in (stored, quantized):
+        torch.testing.assert_close(total, whole(x), rtol=0, atol=0.1)
+    for first, k in ((32, 64), (0, 96)):
+        with pytest.raises(UnsupportedError, match=rf"w8a8_rotated_g64 in parts of {k} input channels, groups of 64;"):
+            part_scheme(whole.scheme, first, k)
+
+
 def test_static_parts_have_column_sums_of_their_own(module: nn.Linear) -> None:
     whole = qcut.Linear.from_float(module, "w8a8_static", static_range=qcut.StaticRange(-3.0, 4.0))
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1))

@@ -17,8 +17,9 @@ from qcut.numerics.codebook import tokens as rotated_tokens
 from qcut.numerics.codebook.layout import Geometry, to_blocks
 from qcut.numerics.codebook.passes import quantize_weight
 from qcut.numerics.codebook.products import pack_book, unpack_book
-from qcut.ops.codebook import RotateTokensOp, can_rotate
-from qcut.schemes import parse_scheme
+from qcut.numerics.codebook.rotation import rotate_groups
+from qcut.ops.codebook import QuantizeRotatedOp, RotateTokensOp, can_rotate
+from qcut.schemes import K_MAX, padded_k, parse_scheme
 from tests.support.oracles import FLOATS, NAN
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -280,6 +281,29 @@ def test_codebook_gemv_refuses(place, change, error, message):
         OPS.codebook_gemv(*arguments)
 
 
+# ── quantize_rotated ─────────────────────────────────────────────────────────────────────────────
+
+
+def quantize_arguments(x: Tensor, size: int = 64, seed: int = 1) -> list[Any]:
+    return [x, rotated_tokens.operands("hadamard", size, x.shape[1], (seed,), torch.float16), size, seed]
+
+
+def test_quantized_rotated_tokens_lie_in_rows():
+    for dtype, (m, k, size) in product_of(FLOATS, ((3, 256, 128), (1, 136, 64), (5, 20 + 12, 32), (2, 8, 128))):
+        x = (torch.randn(m, k + 1) * 30).to(dtype)[:, 1:]
+        x[0, 0] = NAN
+        q, scale = OPS.quantize_rotated(*quantize_arguments(x, size))
+        rotated = rotate_groups(x, "hadamard", size, 1)
+        want, want_scale = numerics.quantize_per_token_ref(rotated, padded_k(k))
+        assert torch.equal(q, want)
+        assert torch.equal(scale.isnan(), want_scale.isnan())
+        assert torch.equal(scale.nan_to_num(), want_scale.nan_to_num())
+        assert scale.isnan().tolist() == [True, *[False] * (m - 1)]
+        torch.testing.assert_close(rotated[1:].norm(dim=1), x[1:].float().norm(dim=1))
+    q, scale = OPS.quantize_rotated(*quantize_arguments(torch.empty(0, 96)))
+    assert (q.shape, scale.shape) == ((0, 96), (0,))
+
+
 # ── registration ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -290,6 +314,7 @@ def test_opcheck():
         torch.library.opcheck(OPS.rotate_tokens.default, tuple(rotate_arguments(x, out)))
         arguments, _ = product(tokens=out, m=5, n=20)
         torch.library.opcheck(OPS.codebook_gemm.default, tuple(arguments.values()))
+    torch.library.opcheck(OPS.quantize_rotated.default, tuple(quantize_arguments(torch.randn(3, 72))))
     torch.library.opcheck(OPS.codebook_gemv.default, tuple(one_token()[2]))
     layer = quantized("codebook4+3")
     torch.library.opcheck(OPS.codebook_linear.default, layer_arguments(layer, torch.randn(2, 3, 64)))
@@ -316,6 +341,24 @@ def test_the_whole_layer_is_one_operator():
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"group_size": 16}, errors.ConfigError, "group_size is 16; allowed: 32 and more"),
+        ({"group_size": 48}, errors.ConfigError, "a Hadamard rotation of 48 columns"),
+        ({"x": torch.zeros(2, 3, 96)}, errors.ShapeError, r"x has shape \[2, 3, 96\]; allowed: \[M, K\]"),
+        ({"x": torch.zeros(2, 96, dtype=torch.int32)}, errors.DtypeError, "x is int32"),
+        ({"x": torch.zeros(1, K_MAX + 1)}, errors.QuantizationError, f"{K_MAX}"),
+        ({"operands": torch.zeros(1, 3, dtype=torch.int32)}, errors.ShapeError, r"operands has shape \[1, 3\]"),
+    ],
+)
+def test_quantize_rotated_refuses(changes, error, message):
+    names = ("x", "operands", "group_size", "seed")
+    arguments = dict(zip(names, quantize_arguments(torch.randn(2, 96)), strict=True))
+    with pytest.raises(error, match=message):
+        QuantizeRotatedOp(**{**arguments, **changes}).check()
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class OnlineMethod(QcutMethod):
     """Quantizes a float weight when it has arrived, one layer's at a time.
 
     Exactness: each GPU has bitwise its part of what one GPU makes of the weight. Scales of int8 weights are those of
-    whole rows, which pass through the loader of each GPU.
+    whole rows, which pass through the loader of each GPU; rotated rows have scales of each GPU's columns.
     """
 
     uses_meta_device = True

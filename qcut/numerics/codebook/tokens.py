@@ -75,6 +75,29 @@ def rotate_tokens(
     return flat.to(out), None
 
 
+def quantize_rotated_ref(x: Tensor, group_size: int, seed: int, k_padded: int) -> tuple[Tensor, Tensor]:
+    """Rotates tokens by groups of columns, and quantizes each by its own largest magnitude afterwards.
+
+    `qcut.numerics.int8.quantize_per_token_ref` of `qcut.numerics.codebook.rotation.rotate_groups` of kind ``hadamard``.
+    Unlike those of `rotate_tokens`, a shorter last group has a rotation without a further factor.
+
+    Args:
+        x: ``[M, K]`` float16, bfloat16 or float32, any strides; M may be 0.
+        group_size: columns of a group; K or more takes whole rows. All groups are powers of two.
+        seed: of the group at column 0.
+        k_padded: columns of ``q``, at least K; those past K are 0.
+
+    Returns:
+        ``q`` int8 ``[M, k_padded]`` and ``scale`` float32 ``[M]``.
+
+    Raises:
+        ConfigError: a group that the rotation cannot take.
+
+    Exactness: bitwise.
+    """
+    return quantize_per_token_ref(rotation.rotate_groups(x, "hadamard", group_size, seed), k_padded)
+
+
 @functools.cache
 def operand_layout(
     kind: Kind, group_size: int, k: int, dtype: torch.dtype, passes: int

@@ -1,0 +1,105 @@
+"""Linear layers with rotated int8 weights and rotated int8 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from qcut.errors import ConfigError, layer_prefix
+from qcut.layers.int8 import Int8Linear
+from qcut.layers.linear import Known
+from qcut.layers.rotations import RotationSpec, rotation_for, shared
+from qcut.numerics import int8 as numerics
+from qcut.numerics.chunks import row_chunks
+from qcut.numerics.codebook import rotation
+from qcut.numerics.codebook.lookup import lookup_for
+from qcut.numerics.codebook.tokens import quantize_rotated_ref
+from qcut.schemes import K_MAX, LEAST_ROTATED_GROUP, Scheme, W8A8Rotated
+
+if TYPE_CHECKING:
+    from qcut.backends.cuda.launch.prebuild import LayerCall
+
+_INT8 = torch.ops.qcut.int8_linear.early_read
+
+
+class W8A8RotatedLinear(Int8Linear, schemes=[W8A8Rotated]):
+    """A W8A8 layer that rotates each token by groups of columns before it quantizes the token; sums are int32.
+
+    Attributes:
+        qweight: int8 ``[N, padded_k(K)]``: rows of the weight, rotated in float32, then quantized as those of ``w8a8``.
+        weight_scale: float32 ``[N]``.
+
+    Raises:
+        ConfigError: a group, or the shorter last one, is no power of two.
+
+    Exactness: bitwise ``int8_linear`` of `qcut.numerics.codebook.tokens.quantize_rotated_ref`.
+
+    Source: docs/schemes.md, section 2.
+    """
+
+    scheme: W8A8Rotated
+
+    k_max = K_MAX
+
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
+        k, self.group_size = self.in_features, self.scheme.group_columns(self.in_features)
+        if not can_rotate_groups(self.group_size, k):
+            full = min(self.group_size, k)
+            raise ConfigError(
+                f"{layer_prefix(self.name)}{self.scheme.name} rotates K={k} in groups of {full}, the last of "
+                f"{k % full or full}; allowed: powers of two, in groups of {LEAST_ROTATED_GROUP} and more"
+            )
+        self._rotation = rotation_for(RotationSpec("hadamard", self.group_size, k, (self.scheme.seed,)))
+        return super()._empty_buffers(device)
+
+    @classmethod
+    def cuda_calls(
+        cls, scheme: Scheme, *, dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, activation: str
+    ) -> Sequence[LayerCall]:
+        """See `Linear.cuda_calls`."""
+        from qcut.backends.cuda.linear import RotatedLayer
+
+        return [RotatedLayer(dtype, rows, n, k, cast(W8A8Rotated, scheme).group_columns(k), bias, activation)]
+
+    def table(self, dtype: torch.dtype) -> None:
+        """See `Linear.table`: no operator rotates int8 rows back."""
+
+    def dequantized_weight(self) -> Tensor:
+        """float32 ``[N, K]``: ``f32(q[n, k]) * weight_scale[n]``, rotated back."""
+        return self._rotated_back(super().dequantized_weight())
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See `Linear.rows`; bitwise the rows of `dequantized_weight`."""
+        return self._rotated_back(super().rows(ids))
+
+    def quantized_tokens(self, x: Tensor) -> Tensor:
+        """See `Linear.quantized_tokens`; rotated back."""
+        q, scale = quantize_rotated_ref(x, self.group_size, self.scheme.seed, x.shape[1])
+        return self._rotated_back(numerics.dequantize_ref(q, scale))
+
+    def _rotated_back(self, rows: Tensor) -> Tensor:
+        size = self.group_size
+        constants = lookup_for("hadamard", size, self.in_features, self.scheme.seed, rows.device)
+        return rotation.rotate_groups_back_by(rows, "hadamard", size, constants.inverse_rotations)
+
+    def _quantize(self, weight: Tensor, known: Known) -> None:
+        # Two copies of a chunk at a time, and one float32 copy of the weight.
+        rotated = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in row_chunks(*weight.shape):
+            rotated[rows] = rotation.rotate_groups(weight[rows], "hadamard", self.group_size, self.scheme.seed)
+        super()._quantize(rotated, known._replace(row_absmax=None))
+
+    def _product(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        q, scale = shared.rotate(self, self._rotation, x, torch.int8, in_rows=True)
+        y: Tensor = _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, x.dtype)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
+
+
+def can_rotate_groups(group_size: int, k: int) -> bool:
+    """Whether all groups of K columns are powers of two, as a Hadamard rotation requires."""
+    full = min(group_size, k)
+    return not full & (full - 1) and not k % full & (k % full - 1)
