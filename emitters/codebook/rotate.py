@@ -1,8 +1,9 @@
-"""Kernels that rotate tokens by Hadamard matrices and store them in the layout of the codebook products.
+"""Kernels that rotate tokens by Hadamard matrices and store them as products read them, in blocks or in rows.
 
 ``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g of d_g columns, where full groups have d columns and products divide
 all groups by ``sqrt(d)``. Each pass has its own rotation; passes follow one another along K.
-`qcut.numerics.codebook.layout` describes the layout in memory.
+`qcut.numerics.codebook.layout` describes the layout of blocks, which codebook products read. Rows are for products with
+int8 weights; their groups have no factor: ``r[g] = Pi_g x[g]``.
 
 `qcut.emitters.codebook.rotate_dense` rotates by other matrices. Device code:
 ``include/qcut/codebook/rotate.cuh``.
@@ -85,6 +86,11 @@ CONSTRAINTS = (
     ),
     Constraint("natural", "is said of int8 columns", lambda t: t.out is DType.S8 or not t.natural),
     Constraint(
+        "row_major",
+        "is said of rotated int8 columns in natural order, of one pass, and not of routes",
+        lambda t: not t.row_major or (t.kind == "hadamard" and t.natural and t.passes == 1 and not t.routed),
+    ),
+    Constraint(
         "aligned",
         "groups start at multiples of 16 bytes",
         lambda t: not t.aligned or groups_aligned(t.group, t.x),
@@ -106,6 +112,8 @@ class RotateTokens(Kernel):
     ``scale[m] = max|r| / 127`` over the row's passes (1 where that is 0; NaN and q = 0 where a row holds NaN or Inf).
     Padding is 0. Rows from m on in the last block of 8 are not written.
 
+    If row-major, output is rows ``[m, k_padded]`` of q, and the factor of every group is ``f32(1 / sqrt(d_g))``.
+
     Attributes:
         x: element type of the input.
         out: s8, or a 16-bit float.
@@ -122,8 +130,9 @@ class RotateTokens(Kernel):
         routed: rows of the blocks may be routes to experts, in any order, and several of one row of x. The next kernel
             begins when the last one has ended.
         natural: int8 columns lie in natural order, as those of int8 weights; False: in that of decoded codebooks.
+        row_major: int8 columns lie in rows and not in blocks.
 
-    Exactness: bitwise `qcut.numerics.codebook.tokens.rotate_tokens`.
+    Exactness: bitwise `qcut.numerics.codebook.tokens.rotate_tokens`; row-major, ``quantize_rotated_ref`` there.
     """
 
     x: DType
@@ -138,6 +147,7 @@ class RotateTokens(Kernel):
     aligned: bool = True
     routed: bool = False
     natural: bool = False
+    row_major: bool = False
 
     constraints = CONSTRAINTS
 
@@ -157,6 +167,7 @@ class RotateTokens(Kernel):
         sm_count: int = 132,
         routed: bool = False,
         natural: bool = False,
+        row_major: bool = False,
     ) -> RotateTokens:
         """The kernel for m rows of k columns in groups of ``group_size``.
 
@@ -176,6 +187,7 @@ class RotateTokens(Kernel):
             sm_count: multiprocessors of the device.
             routed: see `RotateTokens`.
             natural: see `RotateTokens`.
+            row_major: see `RotateTokens`.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
@@ -197,15 +209,16 @@ class RotateTokens(Kernel):
             spread = m * _ceil_div(columns, 4 * _WARP_COLUMNS) < sm_count
             threads = min(whole, smallest if spread else max(smallest, 128))
         rows = max(1, 128 // threads) if m >= 4 * sm_count else 1
-        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned, routed, natural)
+        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned, routed, natural, row_major)
 
     @property
     def name(self) -> str:
         """``qcut_rotate_{arch}_{x}to{out}_{kind}{group}p{passes}_t{threads}r{rows}``.
 
-        Then ``_loop`` (not held), ``_u`` (unaligned), ``_e`` (routed), ``_n`` (natural).
+        Then ``_loop`` (not held), ``_u`` (unaligned), ``_e`` (routed), ``_n`` (natural), ``_rows`` (row-major).
         """
         suffix = "_loop" * (not self.held) + "_u" * (not self.aligned) + "_e" * self.routed + "_n" * self.natural
+        suffix += "_rows" * self.row_major
         return (
             f"qcut_rotate_{self.arch.replace('_', '')}_{self.x.value}to{self.out.value}_{self.kind}{self.group}"
             f"p{self.passes}_t{self.threads}r{self.rows}{suffix}"
@@ -250,11 +263,11 @@ class RotateTokens(Kernel):
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 only); ``signs``: int32 ``[passes, k_padded / 32]`` of
-        `qcut.numerics.codebook.tokens.operands` (hadamard only); ``x_stride`` in elements, ``m``, ``k``, ``k_padded``
-        (of one pass). If routed, ``routes``: int32 ``[m]``, routes from 0 to ``total - 1``; of other numbers blocks
-        are left as they are, and ``scale``, which is that of routes, has none; null: rows are those of x. ``per_row``:
-        routes of a row of x.
+        ``x``; ``y``: blocks, or rows; ``scale``: float32 ``[m]`` (s8 only); ``signs``: int32 words of each pass, those
+        of `qcut.numerics.codebook.tokens.operands` (hadamard only); ``x_stride`` in elements, ``m``, ``k``,
+        ``k_padded`` (of one pass; row-major, of a row of y). If routed, ``routes``: int32 ``[m]``, routes from 0 to
+        ``total - 1``; of other numbers blocks are left as they are, and ``scale``, which is that of routes, has none;
+        null: rows are those of x. ``per_row``: routes of a row of x.
         """
         return (
             Param("x", "ptr", f"const {self.x.cpp}*"),
@@ -274,7 +287,7 @@ class RotateTokens(Kernel):
         The previous kernel may write x (programmatic dependent launch); all other inputs are read before its end.
         """
         params = self.params()
-        flags = ", ".join(map(flag, (self.held, self.aligned, self.natural)))
+        flags = ", ".join(map(flag, (self.held, self.aligned, self.natural, self.row_major)))
         template = (
             f"{self.x.cpp}, {self.out.cpp}, {flag(self.kind == 'hadamard')}, {self.group}, {self.padded_group}, "
             f"{self.passes}, {self.threads}, {self.rows}, {flags}"

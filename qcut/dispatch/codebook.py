@@ -68,6 +68,7 @@ def select_rotation(
     aligned: bool = True,
     routed: bool = False,
     natural: bool = False,
+    row_major: bool = False,
 ) -> tuple[Rotation, ...]:
     """Choose the kernels that rotate tokens: two, with float32 rows between, for dense rotations to int8; else one.
 
@@ -83,6 +84,7 @@ def select_rotation(
         aligned: whether rows start at multiples of 16 bytes.
         routed: whether rows of the blocks are routes to experts; not with qr.
         natural: whether int8 columns lie in natural order; not with qr.
+        row_major: whether int8 columns lie in rows and not in blocks; only with hadamard.
 
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
@@ -91,7 +93,7 @@ def select_rotation(
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
-        layout = {"aligned": aligned, "routed": routed, "natural": natural}
+        layout = {"aligned": aligned, "routed": routed, "natural": natural, "row_major": row_major}
         one = RotateTokens.for_shape(x, out, checked, arch, m, k, group_size, passes=passes, sm_count=sms, **layout)
         return (one,)
     to = DType.F32 if out is DType.S8 else out

@@ -194,9 +194,11 @@ def _rotations(target: Target) -> Iterator[Kernel]:
             (*ahead_of_time.ROTATION_POINTS, *ahead_of_time.FEW_ROTATION_POINTS, *known),
         ):
             if out in (x, DType.S8):
+                given = (kind, x, out, m, k, group, passes, target)
                 with suppress(EmitError):  # qr takes no float32
-                    rotations = codebook.select_rotation(kind, x, out, m, k, group, passes, target, aligned=aligned)
-                    yield from rotations
+                    yield from codebook.select_rotation(*given, aligned=aligned)
+                if (kind, out, passes) == ("hadamard", DType.S8, 1):
+                    yield from codebook.select_rotation(*given, aligned=aligned, natural=True, row_major=True)
 
 
 # ── a decoder's rows and attention ───────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from qcut.backends.cuda.gemm import has_cutlass
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.backends.cuda.operands import dense, parameters
+from qcut.backends.cuda.operands import dense, parameters, row_major
 from qcut.dispatch import ahead_of_time
 from qcut.dispatch import codebook as dispatch
 from qcut.dispatch.gemm import alignment_of
@@ -33,7 +33,7 @@ from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREA
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 from qcut.numerics.codebook.products import is_pair_book
-from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp, can_rotate
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp, can_rotate
 from qcut.ops.registry import serves
 
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
@@ -54,6 +54,7 @@ class Rotation(NamedTuple):
         early_read: whether the signs or matrices are ready, as those of a layer are.
         routed: whether rows of the blocks are routes to experts. Kernels then wait before they read anything.
         natural: whether int8 columns lie in natural order.
+        row_major: whether int8 columns lie in rows and not in blocks.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Rotation(NamedTuple):
     early_read: bool = True
     routed: bool = False
     natural: bool = False
+    row_major: bool = False
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches in order: two for dense rotations to int8, else one."""
@@ -82,6 +84,7 @@ class Rotation(NamedTuple):
             aligned=self.aligned,
             routed=self.routed,
             natural=self.natural,
+            row_major=self.row_major,
         )
         k_padded = Geometry(self.k, self.group_size, self.kind).k_padded
         early = (self.early_read or self.kind == rotation.NO_ROTATION) and dispatch.starts_early(self.rows, self.k)
@@ -93,9 +96,9 @@ class Rotation(NamedTuple):
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
 
     def load(self, device: int) -> tuple[LaunchPlan, ...]:
-        """The launch plans in order, handed to C++ except of routes."""
+        """The launch plans in order, handed to C++ except of routes and of rows."""
         plans = tuple(spec.load(device) for spec in self.specs(target(device)))
-        if self.routed:
+        if self.routed or self.row_major:
             return plans
         key = native.key(
             "rotate_tokens",
@@ -384,6 +387,28 @@ def rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     plans[0].launch(m, (x.data_ptr(), rows.data_ptr(), *matrices, stride, m, k, k_padded), stream)
     plans[1].launch(m, (rows.data_ptr(), blocks.data_ptr(), *scales, width, m, width, width), stream)
     return blocks, scale
+
+
+def rows_of_int8(x: torch.dtype, rows: int, k: int, group_size: int, aligned: bool, early_read: bool) -> Rotation:
+    """The rotation whose plan `quantize_rotated` uses; see `Rotation` for the arguments."""
+    options = {"routed": False, "natural": True, "row_major": True}
+    return Rotation("hadamard", x, torch.int8, m_bucket(rows), k, group_size, 1, aligned, early_read, **options)
+
+
+@serves(QuantizeRotatedOp)
+def quantize_rotated(call: QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
+    call.check()
+    q, scale = call.fake()
+    m, k_padded = q.shape
+    if m:
+        (x, stride), device = row_major(call.x), q.get_device()
+        aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
+        signs = dense(call.operands)
+        early_read = call.early_read and signs is call.operands
+        (plan,) = _rotation_plans[rows_of_int8(x.dtype, m, x.shape[1], call.group_size, aligned, early_read), device]
+        args = (x.data_ptr(), q.data_ptr(), scale.data_ptr(), signs.data_ptr(), stride, m, x.shape[1], k_padded)
+        plan.launch(m, args, current_stream(device))
+    return q, scale
 
 
 @lru_cache(maxsize=1 << 12)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qcut.backends.cuda.codebook import rows_of_int8
 from qcut.backends.cuda.gemm import TMA_ROWS, Product, fp8_spec, w8a16_spec
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
@@ -401,6 +402,45 @@ class Int8Layer(NamedTuple):
         if few is not None:
             return few, self.absmax
         return product.spec(gpu), False
+
+
+class RotatedLayer(NamedTuple):
+    """A layer with rotated int8 tokens at up to ``rows`` tokens: all that chooses its kernels.
+
+    Attributes:
+        dtype: dtype of tokens and result.
+        rows: number of tokens.
+        n: number of output channels.
+        k: columns of the tokens.
+        group_size: columns of a group.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    n: int
+    k: int
+    group_size: int
+    bias: bool
+    activation: str
+
+    def launches(self, device: int) -> list[LaunchSpec]:
+        """The launches of a call on a device, in order: that of ``quantize_rotated`` and that of ``int8_linear``."""
+        aligned = self.k * self.dtype.itemsize % 16 == 0
+        rotation = rows_of_int8(self.dtype, self.rows, self.k, self.group_size, aligned, True)
+        options = (self.n, padded_k(self.k), self.bias, self.activation, False)
+        product, _ = Int8Layer(self.dtype, m_bucket(self.rows), *options).spec(device)
+        return [*rotation.specs(target(device)), product]
+
+    def sources(self, device: int) -> list[KernelSource]:
+        """The kernels that a call launches on a device."""
+        return [spec.source for spec in self.launches(device)]
+
+    @property
+    def calls_native(self) -> bool:
+        """Whether C++ serves calls: it knows neither operator."""
+        return False
 
 
 class Int8Plan(NamedTuple):

@@ -1,5 +1,5 @@
-// Rotates tokens and stores them in blocks: walsh_hadamard(x * signs) * factor for each group of columns, or x itself,
-// in the 16-bit type or as int8 with a scale for each token.
+// Rotates tokens and stores them in blocks or in rows: walsh_hadamard(x * signs) * factor for each group of columns, or x
+// itself, in the 16-bit type or as int8 with a scale for each token.
 //
 // A thread holds 16 neighbouring columns of a group with its padding: one 16-byte chunk of int8 tokens, or two chunks
 // of 16-bit tokens. Butterflies over 1 to 8 columns stay in the thread's registers, butterflies over 16 to 256 columns
@@ -84,9 +84,10 @@ __device__ __forceinline__ void store_chunk(char* y, int row, int m8, int column
 // kThreads threads own a row; kRows rows share a CTA. With kHeld, threads hold all columns that the CTA writes, which
 // blockIdx.y chooses; otherwise the CTA goes over its rows a second time once their maximum is known. kPaddedGroup is
 // the number of columns of a group in memory. With kAligned, rows of x and their groups start at multiples of 16 bytes.
-// With kNaturalOrder, int8 columns lie in natural order.
+// With kNaturalOrder, int8 columns lie in natural order. With kRowMajor they lie in rows of k_padded columns, a multiple
+// of 16 that need not be whole units, and all groups are rotated without a factor of the last.
 template <class T, class Out, bool kHadamard, int kGroup, int kPaddedGroup, int kPasses, int kThreads, int kRows,
-          bool kHeld, bool kAligned, bool kNaturalOrder>
+          bool kHeld, bool kAligned, bool kNaturalOrder, bool kRowMajor>
 struct RowRotation {
   static constexpr int kSize = Vector<T>::kSize;
   static constexpr int kVecs = kLaneColumns / kSize;
@@ -140,7 +141,9 @@ struct RowRotation {
       }
       butterflies<kGroup, kThreads * kRows>(r, size, thread, exchange);
       // kGroup and size are powers of two: the product with their ratio is exact.
-      const float scaled = factor * static_cast<float>(kGroup >> (31 - __clz(max(size, 1))));
+      const int columns = max(size, 1);
+      const float scaled = kRowMajor ? __frsqrt_rn(static_cast<float>(columns))
+                                     : factor * static_cast<float>(kGroup >> (31 - __clz(columns)));
 #pragma unroll
       for (int i = 0; i < kLaneColumns; ++i) r[i] *= scaled;
     }
@@ -199,7 +202,12 @@ struct RowRotation {
       packed[i] = words[0];
       packed[i + 1] = words[1];
     }
-    store_chunk(y, row, m8, pass * k_padded + place, packed);
+    if constexpr (kRowMajor) {
+      char* const to = y + static_cast<long long>(row) * k_padded + place;
+      *reinterpret_cast<uint4*>(to) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    } else {
+      store_chunk(y, row, m8, pass * k_padded + place, packed);
+    }
   }
 
   // Returns the row's quantization and stores the row's scale.
