@@ -15,7 +15,7 @@ from qcut.backends.triton.kernels import codebook as kernels
 from qcut.backends.triton.kernels import rotate as rotations
 from qcut.numerics.codebook import products
 from qcut.numerics.codebook.layout import Geometry
-from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp
 from qcut.ops.registry import serves
 
 _HALF_COLUMNS = 2048
@@ -108,6 +108,43 @@ def _rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
     return call.cpu()
 
 
+@serves(QuantizeRotatedOp, "triton")
+def quantize_rotated(call: QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
+    call.check()
+    runtime.require_device(call.x.device)
+    x, (m, k), full = call.x, call.x.shape, min(call.group_size, call.x.shape[1])
+    if m == 0:
+        return call.fake()
+    if k % full or full > _MOST_COLUMNS:
+        return call.cpu()  # as in `_rotate`
+    if x.stride(1) != 1 and k > 1:
+        x = x.contiguous()
+    q, scale = call.fake()
+    width, factor = q.shape[1], math.sqrt(full) / full
+    columns, warps = _whole_token(full, width, m)
+    with runtime.on(x.device):
+        rotations.to_int8[(m,)](
+            x,
+            call.operands.contiguous(),
+            q,
+            scale,
+            *(x.stride(0) if m > 1 else k, m, k, width, width, 0, factor),
+            COLUMNS=columns,
+            STAGES=full.bit_length() - 1,
+            ONCE=columns >= width,
+            ROWS=True,
+            num_warps=warps,
+        )
+    return q, scale
+
+
+def _whole_token(group: int, width: int, m: int) -> tuple[int, int]:
+    """Columns that a program holds of a token of some width, and its warps, if it quantizes the token."""
+    columns = min(max(group, 1 << (width - 1).bit_length()), _MOST_COLUMNS)
+    # Few tokens are few programs: more threads shorten them. Many tokens are done sooner with less to exchange.
+    return columns, min(32, max(1, columns // (256 if m <= _FEW else 1024)))
+
+
 def _blocks(
     call: RotateTokensOp, x: Tensor, k_padded: int, width: int, stages: int, factor: float
 ) -> tuple[Tensor, Tensor]:
@@ -116,11 +153,8 @@ def _blocks(
     (m, k), rows = x.shape, out.shape[1]
     signs = call.operands.contiguous() if stages else x
     sizes = (x.stride(0) if m > 1 else k, m, k, k_padded, width, rows, factor)
-    # Few tokens are few programs: more threads shorten them. Many tokens are done sooner with less to exchange.
-    per_warp = 256 if m <= _FEW else 1024
     if call.out_dtype is torch.int8:
-        columns = min(max(1 << stages, 1 << (width - 1).bit_length()), _MOST_COLUMNS)
-        once = columns >= width
+        columns, warps = _whole_token(1 << stages, width, m)
         rotations.to_int8[(8 * rows,)](
             x,
             signs,
@@ -129,8 +163,8 @@ def _blocks(
             *sizes,
             COLUMNS=columns,
             STAGES=stages,
-            ONCE=once,
-            num_warps=min(32, max(1, columns // per_warp)),
+            ONCE=columns >= width,
+            num_warps=warps,
         )
     else:
         columns = max(1 << stages, min(_HALF_COLUMNS, 1 << (width - 1).bit_length()))
@@ -141,7 +175,7 @@ def _blocks(
             *sizes,
             COLUMNS=columns,
             STAGES=stages,
-            num_warps=min(32, max(1, columns // min(per_warp, 512))),
+            num_warps=min(32, max(1, columns // (256 if m <= _FEW else 512))),
         )
     return out, scale
 

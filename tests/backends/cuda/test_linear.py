@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from qcut.backends.cuda import codebook as codebook_cuda
 from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.backends.cuda import linear as linear_cuda
 from qcut.backends.cuda.launch.plans import LaunchSpec, PlanCache, m_bucket
@@ -18,7 +19,8 @@ from qcut.emitters.core.source import DType
 from qcut.errors import DtypeError
 from qcut.layers.linear import Linear
 from qcut.numerics import float8
-from qcut.ops.linear import FP8DynamicLinearOp, FP8StaticLinearOp, W8A16LinearOp
+from qcut.ops.codebook import QuantizeRotatedOp
+from qcut.ops.linear import FP8DynamicLinearOp, FP8StaticLinearOp, Int8LinearOp, W8A16LinearOp
 from qcut.schemes import parse_scheme
 from tests.support.fakes.launches import A100, H200
 
@@ -50,6 +52,41 @@ def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
             problem = linear_problem(DType.F16, 1280, 4096, True, "none", scheme)
             choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 4096, gpu, cutlass=False)
             assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (m > 16)
+
+
+def test_rotated_calls_launch_what_is_built_ahead(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Linear.from_float(torch.nn.Linear(640, 1280), "w8a8_rotated", activation="relu")
+    monkeypatch.setattr(codebook_cuda, "target", lambda device: gpu)
+    monkeypatch.setattr(codebook_cuda, "current_stream", lambda device: 0)
+    launched: list[str] = []
+
+    class Noted(Recorded):
+        def __init__(self, spec: LaunchSpec) -> None:
+            super().__init__(spec)
+            self.name, self.raises_absmax, self.product = spec.source.name, False, self
+
+        def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:
+            super().run(m, args, device)
+            launched.append(self.name)
+
+        def launch(self, m: int, args: tuple[int | float, ...], stream: int) -> None:
+            self.run(m, args, 0)
+
+    monkeypatch.setattr(codebook_cuda, "_rotation_plans", PlanCache(lambda one, _: [Noted(s) for s in one.specs(gpu)]))
+    monkeypatch.setattr(linear_cuda, "_int8_plans", PlanCache(lambda one, device: Noted(one.spec(device)[0])))
+    operands = made._rotation.operands_for(made.qweight)  # type: ignore[attr-defined]
+    for m in (1, 8, 17, 64, 65, 300):
+        launched.clear()
+        call = QuantizeRotatedOp(torch.randn(m, 640).half(), operands, 128, 42, early_read=True)
+        q, scale = codebook_cuda.quantize_rotated(call)
+        last = (made.bias, "relu", torch.float16)
+        product = Int8LinearOp(q, scale, made.qweight, made.weight_scale, *last, early_read=True)  # type: ignore[arg-type]
+        linear_cuda.int8_linear(product)
+        described = {"dtype": torch.float16, "rows": m, "n": 1280, "k": 640, "bias": True, "activation": "relu"}
+        (ahead,) = type(made).cuda_calls(made.scheme, **described)  # type: ignore[arg-type]
+        assert launched == [spec.source.name for spec in ahead.launches(0)]
+        assert launched[0].startswith("qcut_rotate_")
+        assert launched[0].endswith("_n_rows")
 
 
 def test_product_of_one_w8a8_token_quantizes(gpu: Target) -> None:

@@ -49,6 +49,10 @@ def both(layer: qcut.Linear, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         ("int16x8", HALF, 70, 24, 48),
         ("int16x8_static", HALF, 3, 40, 100),
         ("int16x8_static", SINGLE, 2, 16, 64),
+        ("w8a8_rotated", HALF, 5, 40, 256),
+        ("w8a8_rotated_g32", SINGLE, 1, 33, 96),
+        ("w8a8_rotated_rows", HALF, 70, 24, 16),
+        ("w8a8_rotated", HALF, 3, 40, 192),
         ("codebook4_int8", HALF, 3, 40, 256),
         ("codebook4_pairs_int8", HALF, 3, 40, 256),
         ("codebook3_g64_int8", SINGLE, 2, 20, 192),
@@ -115,10 +119,10 @@ def test_activations_are_those_of_the_definition(activation):
     assert (kernels - reference).abs().max() <= 8 * 2.0**-23 * v
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "int16x8", "int16x8_static"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_rotated_g32", "int16x8", "int16x8_static"])
 def test_special_tokens(scheme):
-    layer = quantized(scheme, 24, 40)
-    x = torch.randn(4, 40)
+    layer = quantized(scheme, 24, 64)
+    x = torch.randn(4, 64)
     x[0, 3], x[1, 5], x[2] = float("nan"), float("inf"), 0
     kernels, reference = both(layer, x)
     assert torch.equal(kernels.nan_to_num(), reference.nan_to_num())

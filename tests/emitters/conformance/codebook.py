@@ -197,6 +197,9 @@ def rotations(arch: str) -> Iterator[KernelSource]:
     for x, m, k in ((F16, 4096, 2048), (F32, 8, 768)):
         found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, m, k, 128, routed=True))
         found.append(RotateTokens.for_shape(x, S8, "none", arch, m, k, 128, routed=True, natural=True))
+    for x, m, k, group in ((F16, 1, 4096, 128), (BF16, 4096, 1376, 32), (F32, 8, 20480, 128), (F16, 8, 1024, 1024)):
+        rows = {"natural": True, "row_major": True, "aligned": x is not BF16}
+        found.append(RotateTokens.for_shape(x, S8, "hadamard", arch, m, k, group, **rows))
     found.append(RotateTokens.for_shape(BF16, BF16, "none", arch, 64, 4096, 128, routed=True))
     found.append(RotateTokens.for_shape(F16, F16, "none", arch, 64, 4096, 12, aligned=False))
     yield from {desc.name: desc.emit() for desc in found}.values()
@@ -220,6 +223,12 @@ ROTATE_REFUSALS: dict[str, list[Any]] = {
     "held": [{"held": False}],
     "pieces": [{"held": False, "out": S8, "group": 1024, "threads": 32}],
     "natural": [{"natural": True}],
+    "row_major": [
+        {"out": S8, "row_major": True},
+        {"out": S8, "row_major": True, "natural": True, "passes": 2},
+        {"out": S8, "row_major": True, "natural": True, "routed": True},
+        {"out": S8, "row_major": True, "natural": True, "kind": "none"},
+    ],
     "aligned": [{"group": 4}],
 }
 DENSE_REFUSALS: dict[str, list[Any]] = {

@@ -1,4 +1,4 @@
-"""Kernels that rotate tokens group by group, and put them in the blocks that products read."""
+"""Kernels that rotate tokens group by group, and put them in the blocks or rows that products read."""
 
 import triton
 import triton.language as tl
@@ -69,8 +69,12 @@ def to_int8(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     ONCE: tl.constexpr,
+    ROWS: tl.constexpr = False,
 ):
-    """Rotate a token and quantize it by its largest magnitude, all passes together; tokens from M on are zeros."""
+    """Rotate a token and quantize it by its largest magnitude, all passes together; tokens from M on are zeros.
+
+    With ROWS, output is rows of WIDTH columns in place of blocks.
+    """
     m = tl.program_id(0)
     row = x + m.to(tl.int64) * stride
     largest = tl.zeros((COLUMNS,), tl.float32)
@@ -91,7 +95,11 @@ def to_int8(
         if not ONCE:
             v = rotated(row, signs, at, (at < WIDTH) & (m < M), K, K_PADDED, factor, COLUMNS, STAGES)
         steps = rounded(tl.minimum(tl.maximum(tl.div_rn(v, step), -127.0), 127.0))
-        tl.store(out + place(at, m, blocks, 1), tl.where(whole, steps, 0.0).to(tl.int8), mask=at < WIDTH)
+        if ROWS:
+            to = m.to(tl.int64) * WIDTH + at
+        else:
+            to = place(at, m, blocks, 1)
+        tl.store(out + to, tl.where(whole, steps, 0.0).to(tl.int8), mask=at < WIDTH)
 
 
 @triton.jit
