@@ -134,6 +134,8 @@ def _quantization() -> Iterator[Check]:
     x[2, 7] = 6e4
     q, scale = int8.quantize_per_token_ref(x, 336)
     yield Check("quantize_per_token", "5x333 float16", OPS.quantize_per_token, (x, 336))
+    signs = tokens.operands("hadamard", 128, 320, (3,), HALF)  # of a last group of 64 columns
+    yield Check("quantize_rotated", "5x320 float16", OPS.quantize_rotated, (x[:, :320], signs, 128, 3))
     yield Check("quantize_per_tensor", "5x333 float16", OPS.quantize_per_tensor, (x, 0.05, -7, 336))
     yield Check("dequantize", "5x336 to float16", OPS.dequantize, (q, scale, HALF))
     yield Check("colsum", "5x336", OPS.colsum, (q,))

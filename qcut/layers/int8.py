@@ -175,8 +175,6 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
-        b = stack.tensors
-        weight = b["qweight"], b["weight_scale"], b["bias"]
         if not isinstance(x, Tensor):
             q, scale = x[:2]
         else:
@@ -185,23 +183,30 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
                 q, scale = _in_order(x, tiles, per_row, torch.int8)
             else:
                 q, scale = torch.ops.qcut.quantize_per_token(x, padded_k(x.shape[1]))
-        y: Tensor = torch.ops.qcut.w8a8_experts(
-            q,
-            scale,
-            tiles.total // per_row,
-            per_row,
-            tiles.experts,
-            tiles.routes,
-            *weight,
-            stack.form.activation,
-            x.dtype,
-        )
-        return _summed(y, tiles, len(weight[0]), weights)
+        return int8_routed(stack, q, scale, x.dtype, tiles, per_row, weights)
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
         return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+
+def int8_routed(
+    stack: Stacked,
+    q: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    tiles: RouteTiles,
+    per_row: int,
+    weights: Tensor | None,
+) -> Tensor:
+    """The products of routes whose tokens are int8; see `Linear.routed` and `qcut.ops.experts.W8A8ExpertsOp`."""
+    b, options = stack.tensors, (stack.form.activation, dtype)
+    weight = b["qweight"], b["weight_scale"], b["bias"]
+    y: Tensor = torch.ops.qcut.w8a8_experts(
+        q, scale, tiles.total // per_row, per_row, tiles.experts, tiles.routes, *weight, *options
+    )
+    return _summed(y, tiles, len(weight[0]), weights)
 
 
 def _in_order(x: Tensor, tiles: RouteTiles, per_row: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

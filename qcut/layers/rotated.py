@@ -9,20 +9,24 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
-from qcut.layers.int8 import Int8Linear
-from qcut.layers.linear import Known
+from qcut.layers.int8 import Int8Linear, W8A8Linear, int8_routed
+from qcut.layers.linear import Known, Stacked, gated
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.numerics import int8 as numerics
 from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.lookup import lookup_for
 from qcut.numerics.codebook.tokens import quantize_rotated_ref
+from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.schemes import K_MAX, LEAST_ROTATED_GROUP, Scheme, W8A8Rotated
 
 if TYPE_CHECKING:
     from qcut.backends.cuda.launch.prebuild import LayerCall
+    from qcut.layers.tokens import Prepared
+    from qcut.numerics.gating import GatedSilu
 
 _INT8 = torch.ops.qcut.int8_linear.early_read
+_QUANTIZE = torch.ops.qcut.quantize_rotated.default
 
 
 class W8A8RotatedLinear(Int8Linear, schemes=[W8A8Rotated]):
@@ -63,6 +67,39 @@ class W8A8RotatedLinear(Int8Linear, schemes=[W8A8Rotated]):
         from qcut.backends.cuda.linear import RotatedLayer
 
         return [RotatedLayer(dtype, rows, n, k, cast(W8A8Rotated, scheme).group_columns(k), bias, activation)]
+
+    @property
+    def largest_tile(self) -> int:
+        """See `Linear.largest_tile`: kernels that put rotated tokens in order give a shorter last group a factor."""
+        return W8A8Linear.largest_tile if self._whole_groups else MOST_GATHERED
+
+    @property
+    def _whole_groups(self) -> bool:
+        return self.in_features % min(self.group_size, self.in_features) == 0
+
+    @classmethod
+    def routed(
+        cls,
+        stack: Stacked,
+        x: Tensor | Prepared,
+        tiles: RouteTiles,
+        per_row: int,
+        *,
+        gate: GatedSilu | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor | None:
+        """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
+        one = stack.form
+        if not isinstance(x, Tensor) or (tiles.ordered and not one._whole_groups):
+            return None
+        x = gated(x, gate)
+        signs, size, seed = one._rotation.operands_for(x), one.group_size, one.scheme.seed
+        if tiles.ordered:
+            groups = "hadamard", size, [seed], torch.int8
+            q, scale = torch.ops.qcut.rotate_routes(x, signs, *groups, tiles.routes, per_row, natural=True)
+        else:
+            q, scale = _QUANTIZE(x, signs, size, seed)
+        return int8_routed(stack, q, scale, x.dtype, tiles, per_row, weights)
 
     def table(self, dtype: torch.dtype) -> None:
         """See `Linear.table`: no operator rotates int8 rows back."""

@@ -39,7 +39,7 @@ TRAINED = [
 # ── against Hugging Face ─────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "codebook4"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a8_rotated", "codebook4"])
 @pytest.mark.parametrize("folder", TRAINED, ids=lambda folder: folder.name)
 def test_greedy_tokens_of_trained_models_are_hugging_faces(folder: Path, scheme: str | None) -> None:
     """Of random ones, with every scheme: `test_stacked_engine`."""

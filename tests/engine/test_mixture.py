@@ -53,6 +53,7 @@ def mixtures_of(model: Any) -> list[Mixture]:
     ("kind", "scheme"),
     [
         *((kind, "w8a8") for kind in MIXTURES),
+        ("qwen3_moe", "w8a8_rotated"),
         *(("qwen3_moe", scheme) for scheme in ("w8a16", "codebook4_g32", "codebook4_g32_int8")),
     ],
 )

@@ -23,12 +23,12 @@ from qcut.layers import codebook, rotations
 from tests.support.decoders import VOCABULARY, WIDE, last_logits, prompts_of, small, theirs
 
 SCHEMES = (
-    *(None, "w8a8", "w8a16", "fp8_dynamic", "int16x8"),
+    *(None, "w8a8", "w8a8_rotated", "w8a16", "fp8_dynamic", "int16x8"),
     *("codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr", "nvfp4"),
 )
 FAMILIES = ("qwen3", "olmo2", "phi3_partial", "smollm3", "starcoder2", "gpt_neox", "gemma", "gemma2", "gemma3")
 WIDE_HEADS = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma2", "gemma3")}
-EXACT = ("w8a8", "codebook4+4_g64_int8")
+EXACT = ("w8a8", "w8a8_rotated", "codebook4+4_g64_int8")
 
 
 def model_of(scheme: str | None = None, **changes: Any) -> Any:

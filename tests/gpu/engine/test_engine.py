@@ -35,7 +35,7 @@ def test_float32_tokens_are_the_cpus(graphs: bool, kv_cache: Any) -> None:
     assert engine.generate(prompts[:1], 40) == want[:1]
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "int16x8", "codebook4", "codebook4_int8"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a8_rotated", "w8a16", "int16x8", "codebook4", "codebook4_int8"])
 def test_graphs_are_the_launches(scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if scheme == "int16x8":  # whose kernels of nvcc's no other test shares
         monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)

@@ -13,6 +13,7 @@ from tests.gpu.support.oracles import DEVICE, assert_same
 
 SCHEMES = (
     "w8a8",
+    "w8a8_rotated",
     "w8a8_static",
     "w8a16",
     "fp8_dynamic",

@@ -17,9 +17,12 @@ from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 COUNT, H, WIDTH = 6, 256, 192
+IN_GRAPHS = ("codebook4", "codebook4_int8", "w8a8", "w8a8_rotated_g64", "w8a16", "int16x8", "fp8", "fp8_blocks")
 FLOAT_SUMS = ("codebook4", "codebook3", "codebook4+4", "w8a16", "fp8", "fp8_blocks")
 SCHEMES = (
     "w8a8",
+    "w8a8_rotated",
+    "w8a8_rotated_g64",
     "w8a8_static",
     "w8a16",
     "fp8",
@@ -83,7 +86,9 @@ def mixture(scheme: str) -> Experts:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 80, 400])
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a16", "int16x8", "fp8", "fp8_blocks"])
+@pytest.mark.parametrize(
+    "scheme", ["codebook4", "codebook4_int8", "w8a8", "w8a8_rotated_g64", "w8a16", "int16x8", "fp8", "fp8_blocks"]
+)
 def test_graphs_follow_their_routes(scheme: str, tokens: int) -> None:
     experts = mixture(scheme)
     held = [t.clone() for t in routes(tokens, 2)]

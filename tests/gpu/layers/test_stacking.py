@@ -15,7 +15,7 @@ from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-EXACT = ("w8a8", "codebook4_int8", "codebook3_g64_int8", "codebook4+4_int8", "int4_g32_int8")
+EXACT = ("w8a8", "w8a8_rotated", "codebook4_int8", "codebook3_g64_int8", "codebook4+4_int8", "int4_g32_int8")
 FLOAT = (None, "w8a16", "codebook4", "codebook2_g64", "codebook4+4", "codebook4+2", "codebook4_g32_qr", "int4")
 LIMIT = {HALF: 2.0**-10, BRAIN: 2.0**-7}
 """Of the error of either product, relative: one rounding of each weight and one of the output, in the tokens' type."""

@@ -24,6 +24,7 @@ from tests.support.files import rewrite
 
 SCHEMES = (
     "w8a8",
+    "w8a8_rotated",
     "w8a16",
     "fp8",
     "fp8_blocks",

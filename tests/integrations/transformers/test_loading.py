@@ -25,6 +25,7 @@ from tests.support.files import write_tensors
 
 SCHEMES = (
     "w8a8",
+    "w8a8_rotated",
     "w8a16",
     "fp8",
     "fp8_blocks",

@@ -23,13 +23,15 @@ SIZES = (1, 8, 16, 32, 128, 256)
         *(("w8a8", dtype, size) for dtype in FLOATS for size in SIZES),
         *(("w8a16", torch.float16, size) for size in SIZES),
         *(("int16x8", dtype, size) for dtype in FLOATS for size in SIZES[:2]),
+        *(("w8a8_rotated_g32", dtype, size) for dtype in FLOATS for size in SIZES),
     ],
 )
 def test_routes_are_those_of_single_layers(scheme: str, dtype: torch.dtype, size: int) -> None:
+    k = 96 if "rotated" in scheme else K
     for bias in (True, False):
-        stack = stack_of(scheme, E, N, K, bias)
+        stack = stack_of(scheme, E, N, k, bias)
         for rows, per_row in ((1, 2), (40, 3), (24, 1)):
-            x, chosen = normal(rows, K, seed=rows).to(dtype), random_experts(rows, per_row, E)
+            x, chosen = normal(rows, k, seed=rows).to(dtype), random_experts(rows, per_row, E)
             y = stack.routed(x, tiles_of(chosen, E, size), per_row)
             assert y is not None
             assert (y.dtype, y.shape) == (dtype, (rows * per_row, N))
@@ -74,6 +76,18 @@ def test_tokens_may_be_quantized_before() -> None:
     assert want is not None
     assert torch.equal(got, want)
     assert stack_of("w8a16", E, N, K).routed(prepared, tiles, 2) is None
+
+
+@torch.no_grad()
+def test_rotated_tiles_are_small_if_the_last_group_is_shorter() -> None:
+    stack, chosen = stack_of("w8a8_rotated", E, N, 192), random_experts(40, 2, E)
+    x = normal(40, 192).half()
+    few = tiles_of(chosen, E, stack.form.largest_tile)
+    y = stack.routed(x, few, 2)
+    assert y is not None
+    for route in in_tiles(chosen, E).nonzero()[:, 0].tolist():
+        assert torch.equal(y[route], stack.expert(int(chosen.flatten()[route]))(x[route // 2][None])[0])
+    assert stack.routed(x, tiles_of(chosen, E, 128), 2) is None
 
 
 @torch.no_grad()

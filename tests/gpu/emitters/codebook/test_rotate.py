@@ -10,7 +10,8 @@ from qcut.emitters.codebook.rotate import RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType
 from qcut.numerics.codebook.layout import Geometry, from_blocks
-from qcut.numerics.codebook.tokens import operands, rotate_tokens
+from qcut.numerics.codebook.tokens import operands, quantize_rotated_ref, rotate_tokens
+from qcut.schemes import padded_k
 from tests.gpu.support.launching import SENTINEL, Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, half_ulp
 
@@ -118,6 +119,30 @@ def test_hadamard_bitwise(k: int, group: int, x: DType, out: DType):
         aligned = k * x.bits % 128 == 0
         desc = RotateTokens.for_shape(x, out, "hadamard", arch(), m, k, group, passes=passes, aligned=aligned)
         check(desc, tokens(m, k, x), group, pad=number % 2, pdl=bool(number % 2))
+
+
+@pytest.mark.parametrize("x", [F16, BF16, F32])
+@pytest.mark.parametrize(
+    ("k", "group"),
+    [
+        *((1, 1), (16, 16), (40, 32), (136, 32), (96, 64), (320, 128), (257, 128), (768, 256), (1280, 1024)),
+        *((4096, 128), (4096, 4096), (14336, 128), (16384, 16384), (20480, 128)),
+    ],
+)
+def test_rows_of_int8_bitwise(k: int, group: int, x: DType):
+    signs, k_padded = operands("hadamard", group, k, (42,), torch.float16, DEVICE), padded_k(k)
+    for number, m in enumerate((*ROWS, 600)):
+        aligned, pad = k * x.bits % 128 == 0, number % 2
+        rows = {"natural": True, "row_major": True, "aligned": aligned}
+        desc = RotateTokens.for_shape(x, S8, "hadamard", arch(), m, k, group, **rows)
+        given, stride = tokens(m, k, x), k + (8 * pad if aligned else pad)
+        want, want_scale = quantize_rotated_ref(given, group, 42, k_padded)
+        for _ in range(2):
+            q, scale = Guarded(m, k_padded, torch.int8), Guarded(1, m, torch.float32)
+            args = strided(given, stride), q.tensor, scale.tensor, signs, stride, m, k, k_padded
+            launch(desc.emit(), desc.grid(m, Geometry(k, group).k_padded), *args, pdl=bool(pad))
+            assert_same(q.take(k_padded), want)
+            assert_same(scale.take(m)[0], want_scale)
 
 
 @pytest.mark.parametrize("out", [F16, S8])
