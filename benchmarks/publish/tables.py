@@ -292,7 +292,9 @@ def quality(rows: Rows) -> str:
     lines: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows.of("quality"):
         lines.setdefault((row["model"], row["condition"]), {})[row["scheme"]] = row
-    names = ("w8a16", "int16x8", "w8a8", "w8a8_static", "smooth", "hybrid")
+    measured = {name for of_scheme in lines.values() for name in of_scheme}
+    every = ("w8a16", "int16x8", "w8a8", "w8a8_rotated", "w8a8_static", "smooth", "hybrid")
+    names = [name for name in every if name in measured]
     table = []
     for (model, condition), of_scheme in lines.items():
         changes = [of_scheme.get(name, {}).get("change_percent") for name in names]

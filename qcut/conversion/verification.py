@@ -43,7 +43,7 @@ from qcut.models.modules import (
     weight_nk,
 )
 from qcut.numerics.int8 import apply_activation
-from qcut.schemes import FP8, Codebook
+from qcut.schemes import FP8, Codebook, W8A8Rotated
 
 SAMPLE_ROWS = 16
 """Tokens of each layer's input that the layer is checked on; and tokens of a batch that qcut makes up."""
@@ -274,6 +274,10 @@ def _weight_bound(source: nn.Module, layer: Linear, fitted: bool) -> float:
         return min(1.2, (24 if fitted else 8) * 2.0**-bits + 0.01)
     # Half a step at most: int8's, or e4m3's, which is a sixteenth of a value, and 2**-10 of the scale for the least.
     is_fp8, weight = isinstance(layer.scheme, FP8), weight_nk(source).float()
+    if isinstance(layer.scheme, W8A8Rotated):
+        from qcut.numerics.codebook.rotation import rotate_groups
+
+        weight = rotate_groups(weight, "hadamard", layer.scheme.group_columns(weight.shape[1]), layer.scheme.seed)
     steps = weight.abs().amax(1) / (448 * 1024 if is_fp8 else 254)
     share = math.sqrt(weight.shape[1]) * steps.norm().item() / max(weight.norm().item(), 1e-30)
     return 1.05 * (share + is_fp8 / 16) + 1e-6

@@ -21,7 +21,7 @@ FAMILIES = {
     *("int8_mma", "int8_wmma", "int8_dp4a", "int8_cutlass", "int8_stream", "int16x8", "integers8", "integers16"),
     *("w8a16", "w8a16_mma", "w8a16_stream", "codebook", "rotate", "rotate_dense", "norm", "append_kv", "attention"),
     *("append_attention", "prompt_attention", "embed", "argmax", "advance", "accept", "quantize_per_token"),
-    *("quantize_per_tensor", "dequantize", "colsum", "silu_mul", "gelu_tanh"),
+    *("quantize_per_tensor", "quantize_rotated", "dequantize", "colsum", "silu_mul", "gelu_tanh"),
     *("route", "linear_route", "sort_routes", "sum_routes"),
 }
 

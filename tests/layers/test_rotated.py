@@ -103,6 +103,15 @@ def test_gradients_pass_the_rotation_back():
     assert int8.sqnr_db(want, got) > 35
 
 
+def test_verifying_knows_rotated_steps():
+    signs = torch.randint(0, 2, (256, 192)) * 2.0 - 1  # whose rotated rows have larger extremes
+    model = nn.Sequential(nn.Linear(192, 256))
+    with torch.no_grad():
+        model[0].weight.copy_(signs)
+    qcut.quantize(model, "w8a8_rotated", verify=torch.randn(8, 192), progress=False)
+    assert model[0].scheme == qcut.W8A8Rotated()
+
+
 def test_reports_and_files(tmp_path):
     model = nn.Sequential(nn.Linear(192, 256), nn.ReLU(), nn.Linear(256, 100), nn.ReLU(), nn.Linear(100, 64))
     x = torch.randn(8, 192)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-SHORTHANDS = ("w8a8", "w8a16", "fp8", "int16x8", "codebook4", "codebook4_int8", "codebook4+4", "codebook3", "int4")
+SHORTHANDS = (
+    *("w8a8", "w8a8_rotated", "w8a16", "fp8", "int16x8"),
+    *("codebook4", "codebook4_int8", "codebook4+4", "codebook3", "int4"),
+)
 """Schemes that ``--quantization qcut-<scheme>`` names; every other one goes into a ``quantization_config``."""
 
 

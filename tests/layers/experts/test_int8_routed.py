@@ -79,7 +79,7 @@ def test_tokens_may_be_quantized_before() -> None:
 
 
 @torch.no_grad()
-def test_rotated_tiles_are_small_if_the_last_group_is_shorter() -> None:
+def test_shorter_last_group_takes_small_tiles() -> None:
     stack, chosen = stack_of("w8a8_rotated", E, N, 192), random_experts(40, 2, E)
     x = normal(40, 192).half()
     few = tiles_of(chosen, E, stack.form.largest_tile)

@@ -20,6 +20,8 @@ from tests.gpu.support.oracles import DEVICE, assert_same
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 EXACT = (
     "w8a8",
+    "w8a8_rotated",
+    "w8a8_rotated_g32",
     "w8a8_static",
     "int16x8",
     "int16x8_static",
