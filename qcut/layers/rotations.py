@@ -121,7 +121,7 @@ class SharedRotations:
             in_rows: return int8 rows in place of blocks; see ``torch.ops.qcut.quantize_rotated``.
         """
         constants = rotation.operands_for(x)
-        unknown = torch.compiler.is_compiling() or x.is_inference() or not (x.is_cuda and paths.is_usual())
+        unknown = torch.compiler.is_compiling() or x.is_inference() or not paths.is_usual()
         state = None if unknown else stream_state(x.device)
         if state is None:
             return _rotate(rotation.spec, x, tokens, constants, in_rows)
@@ -140,7 +140,9 @@ class SharedRotations:
 
 
 def stream_state(device: torch.device) -> tuple[int, int] | None:
-    """`qcut.backends.cuda.launch.streams.stream_state` of a CUDA device."""
+    """`qcut.backends.cuda.launch.streams.stream_state` of a CUDA device; None of another."""
+    if device.type != "cuda":
+        return None
     state: tuple[int, int] | None = _streams().stream_state(device)
     return state
 

@@ -16,6 +16,7 @@ from qcut import errors
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.linear import Linear
 from qcut.ops.paths import execution_path, path
 from tests.layers.test_codebook import INT8, SCHEMES, quantized
 from tests.support.oracles import FLOATS
@@ -100,6 +101,19 @@ def test_layers_that_read_one_tensor_share_its_rotation(rotations):
     assert rotations == [5]
     assert all(torch.equal(y, layer(x.clone())) for y, layer in zip(shared, (q, k, v), strict=True))
     assert len(rotations) == 4
+
+
+def test_int8_rows_are_shared_apart_from_blocks(kernels, monkeypatch):
+    real, calls = shared_rotations._QUANTIZE, []
+    monkeypatch.setattr(shared_rotations, "_QUANTIZE", lambda *call: calls.append(len(call[0])) or real(*call))
+    schemes = ("w8a8_rotated", "w8a8_rotated", "codebook4_int8")
+    q, k, other = (Linear.from_float(torch.nn.Linear(64, 16), scheme) for scheme in schemes)
+    x = torch.randn(2, 3, 64).half()
+    shared = [layer(x) for layer in (q, k)]
+    assert calls == [6]
+    other(x)
+    assert torch.equal(q(x), shared[0])
+    assert calls == [6, 6]
 
 
 def test_what_differs_is_not_shared(rotations, monkeypatch):
