@@ -33,8 +33,8 @@ struct SinkRoom<true, kGroup> {
   float sinks[kGroup];
 };
 
-// Where a launch's results go that are rotated: the row of a CTA's first token, the launch's rows, and the column of the
-// CTA's first query in a row of all heads.
+// Where rotated results of a CTA go: the row of its first token, the rows of the launch, and the column of the CTA's
+// first query in a row of all heads.
 struct ResultPlace {
   int row, rows, column;
 };
@@ -52,7 +52,8 @@ struct AttentionMerge {
   static constexpr int kVectors = kGroup * kHead / 4;                  // vectors of a CTA's records
   static constexpr bool kRotates = Rotation::kRotates;
   static constexpr int kSide = kRotates ? 32 : 1;  // neighbouring vectors that a CTA of the cluster adds up
-  static constexpr int kShare = ((kVectors + kSide - 1) / kSide + kCluster - 1) / kCluster * kSide;  // all of its vectors
+  static constexpr int kSides = (kVectors + kSide - 1) / kSide;
+  static constexpr int kShare = (kSides + kCluster - 1) / kCluster * kSide;  // vectors of a CTA of the cluster
   static constexpr int kMaxParts = kCluster > 1 ? kCluster : 64;
   static constexpr int kHeads = kGroup / kTokens;  // queries of a token
   static_assert(kHead % 4 == 0, "heads are whole vectors");
@@ -72,8 +73,8 @@ struct AttentionMerge {
     float4 value;
   };
 
-  // Adds up `count` states in order, for four columns of each of kWide queries. `part(i, j)` is the maximum and the sum of
-  // state i of the j-th one, `value(i, j)` its weighted values; those of kAtOnce states are loaded at once.
+  // Adds up `count` states in order, for four columns of each of kWide queries. `part(i, j)` is the maximum and the sum
+  // of state i of the j-th one, `value(i, j)` its weighted values; those of kAtOnce states are loaded at once.
   template <int kAtOnce, int kWide, class Part, class Value>
   static __device__ __forceinline__ void combine(Combined (&sums)[kWide], int count, const Part& part,
                                                  const Value& value) {
@@ -230,8 +231,8 @@ struct AttentionMerge {
   // first query; four columns lie at a multiple of 8 bytes. The workspace holds a record for every part and query.
   // Counters, one for each CTA of a part, are 0 before the first launch and after every launch. A cluster uses neither.
   // If absmax is not null, the element of each token is raised to the largest magnitude that the CTA stores of it.
-  // Tokens' results are `stride` elements apart. With a rotation `out` is the first block of all tokens, and absmax is not
-  // raised.
+  // Tokens' results are `stride` elements apart. With a rotation `out` is the first block of all tokens, and absmax is
+  // not raised.
   static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
                                              float* absmax = nullptr, long long stride = 0, Rotation rotation = {},
                                              const ResultPlace& to = {}) {

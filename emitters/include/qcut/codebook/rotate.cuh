@@ -1,5 +1,5 @@
-// Rotates tokens and stores them in blocks or in rows: walsh_hadamard(x * signs) * factor for each group of columns, or x
-// itself, in the 16-bit type or as int8 with a scale for each token.
+// Rotates tokens and stores them in blocks or in rows: walsh_hadamard(x * signs) * factor for each group of columns, or
+// x itself, in the 16-bit type or as int8 with a scale for each token.
 //
 // A thread holds 16 neighbouring columns of a group with its padding: one 16-byte chunk of int8 tokens, or two chunks
 // of 16-bit tokens. Butterflies over 1 to 8 columns stay in the thread's registers, butterflies over 16 to 256 columns
@@ -84,8 +84,8 @@ __device__ __forceinline__ void store_chunk(char* y, int row, int m8, int column
 // kThreads threads own a row; kRows rows share a CTA. With kHeld, threads hold all columns that the CTA writes, which
 // blockIdx.y chooses; otherwise the CTA goes over its rows a second time once their maximum is known. kPaddedGroup is
 // the number of columns of a group in memory. With kAligned, rows of x and their groups start at multiples of 16 bytes.
-// With kNaturalOrder, int8 columns lie in natural order. With kRowMajor they lie in rows of k_padded columns, a multiple
-// of 16 that need not be whole units, and all groups are rotated without a factor of the last.
+// With kNaturalOrder, int8 columns lie in natural order. With kRowMajor they lie in rows of k_padded columns, which need
+// not be whole units but are a multiple of 16, and all groups are rotated without a factor of the last.
 template <class T, class Out, bool kHadamard, int kGroup, int kPaddedGroup, int kPasses, int kThreads, int kRows,
           bool kHeld, bool kAligned, bool kNaturalOrder, bool kRowMajor>
 struct RowRotation {
