@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from qcut.layers.tokens import Prepared
     from qcut.numerics.gating import GatedSilu
 
-_INT8 = torch.ops.qcut.int8_linear.early_read
+_INT8 = torch.ops.qcut.int8_linear_pure.default
 _QUANTIZE = torch.ops.qcut.quantize_rotated.default
 
 

@@ -377,7 +377,7 @@ class Int16x8StaticLinearOp(NamedTuple):
         return _by_rows(int16.int16x8_static_linear_ref, *self[:-1])
 
 
-@operator("int8_linear", returns="Tensor", layers=True)
+@operator("int8_linear", returns="Tensor", layers=True, pure=True)
 class Int8LinearOp(NamedTuple):
     """``y = act(f32(acc) * q_scale[m] * s_w[n] + b[n])`` on tokens that are int8 already, as a norm leaves them.
 

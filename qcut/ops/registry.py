@@ -17,6 +17,10 @@ An operator whose class ends in the field `EARLY_READ` has an overload of this n
 arguments. Its caller promises that weights are ready: no kernel queued just before writes them, so a kernel may read
 them under programmatic dependent launch, while its predecessor on the stream still runs. Layers and the engine call the
 overload; with ``default`` every argument may come from the kernel just before.
+
+An operator of which all written tensors may be left out can come a second time without these arguments, as `EARLY_READ`
+and with the suffix `PURE` after its name, for layers that are compiled: torch's compiler makes a wrong graph of an
+operator that may write and writes nothing.
 """
 
 from __future__ import annotations
@@ -47,6 +51,9 @@ SYMBOLIC = "symbolic"
 
 EARLY_READ = "early_read"
 """The last field of an operator that may read its weights early: no argument, set by the overload of this name."""
+
+PURE = "_pure"
+"""Suffix of an operator's name without its written arguments: see above."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -84,10 +91,15 @@ _SIDES = {"cuda": "qcut.backends.cuda.operators", "triton": "qcut.backends.trito
 """Modules that register what serves operators on a path, imported at a path's first call: they lie above this one."""
 
 
-def schema_of(name: str, call: type, returns: str, positional: int | None = None) -> str:
+def arguments_of(call: type, *, pure: bool = False) -> dict[str, Any]:
+    """Names and types of an operator's arguments; ``pure``: only of those that it reads."""
+    hints = get_type_hints(call, include_extras=True)
+    return {name: hint for name, hint in hints.items() if name != EARLY_READ and not (pure and _is_written(hint))}
+
+
+def schema_of(name: str, call: type, returns: str, positional: int | None = None, *, pure: bool = False) -> str:
     """The schema of an operator from the fields of its class; those after ``positional`` are keyword-only."""
-    hints, mutable, arguments = get_type_hints(call, include_extras=True), iter(ascii_lowercase), []
-    hints.pop(EARLY_READ, None)
+    hints, mutable, arguments = arguments_of(call, pure=pure), iter(ascii_lowercase), []
     defaults: dict[str, Any] = call._field_defaults  # type: ignore[attr-defined]
     for i, (field, hint) in enumerate(hints.items()):
         if i == positional:
@@ -109,6 +121,7 @@ def operator(
     positional: int | None = None,
     composed: bool = False,
     layers: bool = False,
+    pure: bool = False,
 ) -> Callable[[type[C]], type[C]]:
     """Register a class as the operator ``torch.ops.qcut.<name>``.
 
@@ -118,6 +131,7 @@ def operator(
         positional: how many arguments may be given by position; None: all.
         composed: ``cpu`` calls only other operators, and serves CUDA too.
         layers: computes a layer or a part of one: `qcut.execution_path` says who serves it.
+        pure: comes a second time, as `PURE`.
     """
 
     def register(call: type[C]) -> type[C]:
@@ -150,7 +164,7 @@ def operator(
                 found = sides[path] = _served[call, served_on]
             return found
 
-        def put(qualified: str, make: Callable[..., C]) -> None:
+        def put(qualified: str, make: Callable[..., C], *, pure: bool = False) -> None:
             """Define and implement one overload, whose calls ``make`` makes of the arguments."""
 
             def on_cpu(*args: Any, **kwargs: Any) -> Any:
@@ -175,15 +189,24 @@ def operator(
                     raise UnsupportedError(f"qcut::{name}: {reason}; only layers run on others, in Triton")
                 return run(made, side(paths.path_on(device)))
 
-            define(library, name, schema_of(qualified, call, returns, positional))
+            own_name = qualified.partition(".")[0]
+            define(library, own_name, schema_of(qualified, call, returns, positional, pure=pure))
             library.impl(qualified, on_cpu, "CPU")
             library.impl(qualified, on_cpu if composed else on_cuda, "CUDA")
-            _keep_from_autocast(name, qualified)
+            _keep_from_autocast(own_name, qualified)
             torch.library.register_fake(f"qcut::{qualified}", fake, lib=library)
 
         put(name, call)
         if EARLY_READ in call._fields:  # type: ignore[attr-defined]
             put(f"{name}.{EARLY_READ}", partial(call, early_read=True))  # type: ignore[call-arg]
+        if pure:
+            names = list(arguments_of(call, pure=True))
+
+            def make_pure(*args: Any, **kwargs: Any) -> C:
+                given = dict(zip(names, args, strict=False))
+                return call(**given, **kwargs, early_read=True)  # type: ignore[call-arg]
+
+            put(f"{name}{PURE}", make_pure, pure=True)
         return call
 
     return register

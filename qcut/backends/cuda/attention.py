@@ -25,6 +25,7 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend
 from qcut.errors import DtypeError
 from qcut.numerics import int8
+from qcut.numerics.codebook.layout import Geometry
 from qcut.ops.attention.decode import AppendAttentionOp, AppendKvOp, DecodeAttentionOp
 from qcut.ops.attention.prefill import PromptAttentionOp
 from qcut.ops.registry import serves
@@ -308,8 +309,10 @@ def _plan_for(form: Form, call: DecodeAttentionOp | AppendAttentionOp) -> Attent
     if isinstance(call, AppendAttentionOp):
         rotation = None
         if call.operands is not None:
-            group = min(call.group_size, q.shape[1] * q.shape[2])
-            rotation = RowsRotation(DTYPES[q.dtype], group, len(call.seeds or ()))
+            columns = q.shape[1] * q.shape[2]
+            group = min(call.group_size, columns)
+            if Geometry(columns, group).k_padded == columns:  # the kernel writes no padding
+                rotation = RowsRotation(DTYPES[q.dtype], group, len(call.seeds or ()))
         steps = (len(call.norms) > 0, call.early_read, call.rows, rotation)
     types, shapes = (q.dtype, keys.dtype, call.values.dtype), (q.shape, kv_heads, places)
     key = (form, *types, *shapes, options, *steps, q.get_device())

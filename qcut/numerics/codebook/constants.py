@@ -25,7 +25,16 @@ def outside_capture(device: torch.device) -> Iterator[None]:
     from qcut.jit.device import capture_tolerated
 
     with capture_tolerated():
-        stream = torch.cuda.Stream(device)
+        stream = _stream_outside(device)
         with torch.cuda.stream(stream):
             yield
         stream.synchronize()
+
+
+def _stream_outside(device: torch.device) -> torch.cuda.Stream:
+    """A stream that is no part of a capture: torch hands out its few streams in turn, also one that is captured."""
+    while True:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream

@@ -126,7 +126,7 @@ def test_several_tokens_of_a_sequence_are_one_launch(
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_results_are_rotated_in_the_same_launch(launches: Launches, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except where a CTA's queries are no whole groups, and of a wheel's kernels."""
+    """Except where a CTA's queries are no whole groups, where blocks have padding, and of a wheel's kernels."""
     rotated: list[RotateTokensOp] = []
 
     def rotate(call: RotateTokensOp) -> tuple[Tensor, Tensor]:
@@ -147,10 +147,12 @@ def test_results_are_rotated_in_the_same_launch(launches: Launches, rows: int, m
     narrow = step(queries=1)
     turn["operands"] = operands("hadamard", 128, 2 * HEAD, [1], torch.float16)
     assert attention_cuda.append_attention(narrow._replace(**turn)).shape == (2, 1, 8, 64)
+    padded = {"operands": operands("hadamard", 32, 64, [1], torch.float16), "group_size": 32, "seeds": [1]}
+    assert attention_cuda.append_attention(step(head=32, queries=1)._replace(**padded)).shape == (2, 1, 8, 64)
     monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, ahead_of_time=True))
     attention_cuda.append_attention(narrow._replace(**turn))
-    assert [call.group_size for call in rotated] == [128, 128]
-    assert not any("_h128p1" in launch["kernel"] for launch in launches[1:])
+    assert [call.group_size for call in rotated] == [128, 32, 128]
+    assert not any("_h128p1" in launch["kernel"] or "_h32p1" in launch["kernel"] for launch in launches[1:])
 
 
 def test_settled_tokens_are_read_early(launches: Launches, gpu: Target) -> None:

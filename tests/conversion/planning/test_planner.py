@@ -208,7 +208,7 @@ def test_save_edit_load(tmp_path: Path) -> None:
         (lambda d: d.pop("budget"), "budget"),
         (lambda d: d.update(measured="low"), "'measured': found 'low'; allowed: a finite number"),
         (lambda d: d.update(extra=1), "extra"),
-        (lambda d: d["layers"]["blocks.0.q"].update(scheme="w4"), r"blocks\.0\.q.*w8a8_static, w8a16"),
+        (lambda d: d["layers"]["blocks.0.q"].update(scheme="w4"), r"blocks\.0\.q.*w8a8_static, w8a8_rotated, w8a16"),
         (lambda d: d["layers"]["blocks.0.q"].update(scheme="w8a8_static", static_range=None), "needs a static_range"),
         (lambda d: d["layers"]["blocks.0.q"].update(static_range={"lo": 1, "hi": 2}), r"static_range\.lo': found 1"),
         (lambda d: d["layers"]["blocks.0.q"].update(shceme="w8a8"), "shceme"),

@@ -220,6 +220,7 @@ def test_compiles(library: _native.Library, scheme: str) -> None:
     gpu = layer(scheme).to(DEVICE)
     x = tokens(17).to(DEVICE)
     expected = by_python(library, lambda: gpu(x))
+    torch.compiler.reset()  # code is kept for few layers of a class
     compiled = torch.compile(nn.Sequential(gpu), fullgraph=True)
     for got in (compiled(x), by_cpp(library, lambda: compiled(x), operators(gpu, x))):
         # Where two products are added, a kernel of the compiler's ends the sum.
