@@ -141,18 +141,19 @@ def speculation(rows: Rows) -> str:
         for row in found
     }
     widths = sorted({width for _, _, what, width in us if what == "wrong drafts"})
-    most, paying = max(widths), "drafts, steps as they pay"
+    wrong = ("wrong drafts, steps as they pay", max(widths))
+    has_wrong = any(key[2:] == wrong for key in us)
     lines = []
     for batch, context in dict.fromkeys(key[:2] for key in us):
         here = {key[2:]: time for key, time in us.items() if key[:2] == (batch, context)}
         plain = here["plain", 1]
         costs = (f"{here['wrong drafts', width] / plain:.3f}" for width in widths)
         gains = (f"{plain / here['right drafts', width]:.2f} ×" for width in widths)
-        least = (here["look-up finds nothing", 1], here[f"wrong {paying}", most])
-        speeds = (f"{plain / time:.3f} ×" for time in least)
+        least = (("look-up finds nothing", 1), *(wrong,) * has_wrong)
+        speeds = (f"{plain / here[key]:.3f} ×" for key in least)
         lines.append([f"{batch}", f"{context:,}", figures(plain), *costs, *gains, *speeds])
     header = ["sequences", "context", "plain step, µs", *(f"{width} tokens" for width in widths)]
-    header += [*(f"{width - 1} right" for width in widths), "nothing found", "all wrong"]
+    header += [*(f"{width - 1} right" for width in widths), "nothing found", *["all wrong"] * has_wrong]
     return markdown(header, lines)
 
 
@@ -164,7 +165,7 @@ def speculation_texts(rows: Rows) -> str:
     lines = []
     for row in found:
         looked = row["drafter"] == "look-up"
-        drafter = "look-up" if looked else "{}, {} drafts".format(*row["drafter"].split(", "))
+        drafter = "look-up" if looked else "{}, drafts: {}".format(*row["drafter"].split(", "))
         speed = f"{float(row['speedup']):.2f} ×" if looked else MISSING
         lines.append([row["text"], row["model"], drafter, f"{float(row['tokens_a_step']):.2f}", speed])
     return markdown(["text", "model", "drafter", "tokens a step", "speed"], lines)
