@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,6 +94,23 @@ def test_a_wrong_layer_is_caught(scheme: str) -> None:
         variant.check()
         right = layer.forward
         layer.forward = lambda t: 1.1 * right(t)
+        with pytest.raises(CheckError):
+            variant.check()
+
+
+def test_torchs_float8_layer_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "_compiled", lambda: float8._quantized)  # compiling takes seconds
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 32, dtype=torch.float16)
+    x, layer = torch.randn(5, 64).half(), float8.TorchFloat8(linear)
+    variant = crossover.variant("torch_fp8", [layer], (x, x))
+    assert variant.check is not None
+    with torch.no_grad():
+        variant.check()
+        cast(torch.Tensor, layer.scale).mul_(2)
+        assert layer(x.bfloat16()).dtype is torch.bfloat16
+        layer.bias = 2 * cast(torch.Tensor, layer.bias)
+        layer.dequantized_weight = lambda: linear.weight.double()  # type: ignore[method-assign]
         with pytest.raises(CheckError):
             variant.check()
 

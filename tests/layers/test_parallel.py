@@ -46,10 +46,10 @@ def test_shard_of_columns_equals_quantizing_those_columns(module: nn.Linear, sch
     total = whole.bias.expand(5, N)
     for part in range(PARTS):
         own, at = part_scheme(whole.scheme, columns(part).start, K // PARTS), columns(part)
-        alone = nn.Linear(K // PARTS, N, bias=False)
-        alone.weight = nn.Parameter(module.weight[:, at])
+        piece = nn.Linear(K // PARTS, N, bias=False)
+        piece.weight = nn.Parameter(module.weight[:, at])
         absmax = module.weight.detach().abs().amax(1)
-        made = qcut.Linear.from_float(alone, own, row_absmax=absmax)
+        made = qcut.Linear.from_float(piece, own, row_absmax=absmax)
         cut = part_layer(own, N, K // PARTS, of_columns(whole, part), "h.down")
         for (name, buffer), (_, other) in zip(made.named_buffers(), cut.named_buffers(), strict=True):
             assert torch.equal(buffer, other), (part, name)
@@ -69,9 +69,9 @@ def test_rotated_parts_add_up(module: nn.Linear) -> None:
         own, at = part_scheme(whole.scheme, columns(part).start, K // PARTS), columns(part)
         cut = part_layer(own, N, K // PARTS, of_columns(whole, part), "h.down")
         assert torch.allclose(cut.dequantized_weight(), whole.dequantized_weight()[:, at], atol=1e-6)
-        alone = nn.Linear(K // PARTS, N, bias=False)
-        alone.weight = nn.Parameter(module.weight[:, at])
-        made = qcut.Linear.from_float(alone, own, row_absmax=module.weight.detach().abs().amax(1))
+        piece = nn.Linear(K // PARTS, N, bias=False)
+        piece.weight = nn.Parameter(module.weight[:, at])
+        made = qcut.Linear.from_float(piece, own, row_absmax=module.weight.detach().abs().amax(1))
         assert bool((made.weight_scale <= cut.weight_scale).all())  # of the part's own columns
         stored, quantized = stored + cut(x[:, at]), quantized + made(x[:, at])
     for total in (stored, quantized):
