@@ -109,19 +109,6 @@ struct PairBook {
   uint32_t w[kWords];
 };
 
-// Selects four bytes of a table of sixteen. Each nibble of `low` is the lower three bits of an index. Nibble i
-// of `half`, i counted from the lowest, is i, plus 4 if the value lies in the table's upper half.
-__device__ __forceinline__ uint32_t select_4_of_16(const uint32_t (&table)[4], uint32_t low, uint32_t half) {
-  return permute_bytes(permute_bytes(table[0], table[1], low), permute_bytes(table[2], table[3], low), half);
-}
-
-// The selector `half` of a word of indices, by one LOP3; the compiler would use two.
-__device__ __forceinline__ uint32_t half_selector(uint32_t word) {
-  uint32_t d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(word >> 1), "r"(0x44444444u), "r"(0x32103210u));
-  return d;
-}
-
 // The upper half of a word of selectors, twice: as a product with 1 of float16 values, none of which is NaN or infinite
 // because each nibble's highest bit is 0. Decoding int8 keeps the pipe of shifts and PRMT busy, and this pipe idle.
 __device__ __forceinline__ uint32_t upper_half(uint32_t selectors) {
@@ -132,12 +119,55 @@ __device__ __forceinline__ uint32_t upper_half(uint32_t selectors) {
   return d;
 }
 
+// Words of a table with one byte for each value of a codebook.
+template <int kBits>
+constexpr int kTableWords = 1 << kBits >> 2;
+
+// The selectors of PRMT for a word of eight indices. `select` chooses bytes of a table for the lower four indices, as
+// do the selectors that `upper` returns for the upper four. `kShifts` takes upper halves by shifts, which need fewer
+// registers. Indices of 2 and 3 bits are selectors themselves.
+template <int kBits>
+struct Selectors {
+  uint32_t index;
+
+  __device__ __forceinline__ explicit Selectors(uint32_t word) : index(word) {}
+  template <bool kShifts>
+  __device__ __forceinline__ Selectors upper() const {
+    return Selectors(kShifts ? index >> 16 : upper_half(index));
+  }
+  __device__ __forceinline__ uint32_t select(const uint32_t (&table)[kTableWords<kBits>]) const {
+    return permute_bytes(table[0], table[kTableWords<kBits> - 1], index);
+  }
+};
+
+// Each nibble of `low` is the lower three bits of an index. Nibble i of `half`, i counted from the lowest, is i, plus 4
+// if the value lies in the table's upper half.
+template <>
+struct Selectors<4> {
+  uint32_t low, half;
+
+  // One LOP3 makes `half`; the compiler would use two.
+  __device__ __forceinline__ explicit Selectors(uint32_t word) : low(word & 0x77777777u) {
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(half) : "r"(word >> 1), "r"(0x44444444u), "r"(0x32103210u));
+  }
+  __device__ __forceinline__ Selectors(uint32_t low, uint32_t half) : low(low), half(half) {}
+  template <bool kShifts>
+  __device__ __forceinline__ Selectors upper() const {
+    return kShifts ? Selectors(low >> 16, half >> 16) : Selectors(upper_half(low), upper_half(half));
+  }
+  __device__ __forceinline__ uint32_t select(const uint32_t (&table)[4]) const {
+    return permute_bytes(permute_bytes(table[0], table[1], low), permute_bytes(table[2], table[3], low), half);
+  }
+};
+
+template <int kBits>
 struct RegisterBook {
-  uint32_t low[4], high[4];  // lower and upper bytes of values 4i..4i+3
+  static constexpr int kWords = kTableWords<kBits>;
+  uint32_t low[kWords], high[kWords];  // lower and upper bytes of values 4i..4i+3
 
   __device__ __forceinline__ explicit RegisterBook(const Book& book) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kWords; ++i) {
       low[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], 0x6420);
       high[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], 0x7531);
     }
@@ -145,16 +175,14 @@ struct RegisterBook {
 
   // Decodes a word of indices to the registers of m16n8k16's first operand.
   __device__ __forceinline__ void decode(uint32_t (&a)[4], uint32_t word) const {
-    uint32_t index = word & 0x77777777u;
-    uint32_t half = half_selector(word);
+    const Selectors<kBits> first(word), second = first.template upper<true>();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32_t l = select_4_of_16(low, index, half);
-      const uint32_t h = select_4_of_16(high, index, half);
+      const auto& selectors = i ? second : first;
+      const uint32_t l = selectors.select(low);
+      const uint32_t h = selectors.select(high);
       a[i] = __byte_perm(l, h, 0x5140);
       a[i + 2] = __byte_perm(l, h, 0x7362);
-      index >>= 16;
-      half >>= 16;
     }
   }
 };
@@ -260,17 +288,18 @@ struct PairValues {
   }
 };
 
-// The part of the codebook that lane 4g + t converts to int8: values 4t..4t+3.
+// The part of the codebook that a lane converts to int8: values 4t..4t+3 for word t of a table, t = lane % kTableWords.
+template <int kBits>
 struct QuarterBook {
   float value[4];
 
   __device__ __forceinline__ explicit QuarterBook(const Book& book) {
-    const int t = threadIdx.x % 4;
+    const int t = threadIdx.x % kTableWords<kBits>;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t w = book.w[i];
 #pragma unroll
-      for (int j = 1; j < 4; ++j) w = t == j ? book.w[2 * j + i] : w;
+      for (int j = 1; j < kTableWords<kBits>; ++j) w = t == j ? book.w[2 * j + i] : w;
       const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&w));
       value[2 * i] = pair.x;
       value[2 * i + 1] = pair.y;
@@ -278,19 +307,28 @@ struct QuarterBook {
   }
 };
 
-// The sixteen int8 values of one row and slot.
+// The int8 values of one row and slot.
+template <int kBits>
 struct RowBook {
-  uint32_t table[4];
+  static constexpr int kWords = kTableWords<kBits>;
+  uint32_t table[kWords];
 
   // `factor` is norm * fold of the row that the four lanes of a quad share. The fused addition of 1.5 * 2^23
   // rounds the exact product once, to an integer in the sum's low byte.
-  __device__ __forceinline__ void build(const QuarterBook& book, float factor) {
+  __device__ __forceinline__ void build(const QuarterBook<kBits>& book, float factor) {
     uint32_t q[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[i] = __float_as_uint(fmaf(book.value[i], factor, kRoundingBias));
     const uint32_t mine = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) table[i] = __shfl_sync(0xffffffffu, mine, i, 4);
+    for (int i = 0; i < kWords; ++i) table[i] = kWords > 1 ? __shfl_sync(0xffffffffu, mine, i, kWords) : mine;
+  }
+  // Loads the table from the first of 16 bytes of shared memory.
+  __device__ __forceinline__ void load_shared(uint32_t at) {
+    uint32_t w[4];
+    load_shared_16(w, at);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) table[i] = w[i];
   }
 };
 
@@ -300,21 +338,15 @@ constexpr int kStepSlots = kSlots > 4 ? kSlots / 4 : 1;
 
 // Decodes two words of indices (32 columns) to the registers of an int8 m16n8k32 first operand: columns from 16i
 // on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match. The words have a book
-// together, or one each. `kShifts` takes the upper halves by shifts, which need fewer registers.
-template <bool kShifts = false, int kBooks>
-__device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const RowBook (&row)[kBooks],
-                                          const RowBook (&row8)[kBooks]) {
+// together, or one each.
+template <bool kShifts = false, int kBits, int kBooks>
+__device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1,
+                                          const RowBook<kBits> (&row)[kBooks], const RowBook<kBits> (&row8)[kBooks]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t word = i ? word1 : word0;
-    const uint32_t index = word & 0x77777777u;
-    const uint32_t half = half_selector(word);
-    a[2 * i] = select_4_of_16(row[i % kBooks].table, index, half);
-    if constexpr (kShifts) {
-      a[2 * i + 1] = select_4_of_16(row8[i % kBooks].table, index >> 16, half >> 16);
-    } else {
-      a[2 * i + 1] = select_4_of_16(row8[i % kBooks].table, upper_half(index), upper_half(half));
-    }
+    const Selectors<kBits> selectors(i ? word1 : word0);
+    a[2 * i] = selectors.select(row[i % kBooks].table);
+    a[2 * i + 1] = selectors.template upper<kShifts>().select(row8[i % kBooks].table);
   }
 }
 

@@ -23,7 +23,7 @@ namespace qcut {
 template <class T, int kBits, int kSlots, bool kOffsets, bool kPairs>
 struct UnitDecoder {
   using Acc = float;
-  using Table = typename Either<kPairs, PairValues<DensePairTable>, RegisterBook>::Type;
+  using Table = typename Either<kPairs, PairValues<DensePairTable>, RegisterBook<kBits>>::Type;
   static constexpr int kSteps = 8, kStepSlots = 1;
   UnitWords<kBits> words;
   SlotNorms<kOffsets> norms;
@@ -68,10 +68,10 @@ struct UnitDecoder<int8_t, kBits, kSlots, false, true> {
 template <int kBits, int kSlots>
 struct UnitDecoder<int8_t, kBits, kSlots, false, false> {
   using Acc = int;
-  using Table = QuarterBook;
+  using Table = QuarterBook<kBits>;
   static constexpr int kSteps = 4, kStepSlots = qcut::kStepSlots<kSlots>;
   UnitWords<kBits> words;
-  RowBook row[kStepSlots], row8[kStepSlots];
+  RowBook<kBits> row[kStepSlots], row8[kStepSlots];
   float fold, fold8;
 
   // `fold_g` is the address of row g's fold.

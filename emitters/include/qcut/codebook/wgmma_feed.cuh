@@ -126,7 +126,8 @@ struct UnitStream {
 template <class T>
 struct PromptDecoder {
   static constexpr int kSteps = 8;
-  RegisterBook book;
+  using Book16 = RegisterBook<T::kBits>;
+  Book16 book;
 
   // The compiler would keep tables made of kernel arguments in uniform registers and copy them before each
   // PRMT. Words that are exchanged between the lanes of a quad are not uniform to the compiler.
@@ -134,12 +135,12 @@ struct PromptDecoder {
     const int t = lane % 4;
     uint32_t low = book.low[0], high = book.high[0];
 #pragma unroll
-    for (int i = 1; i < 4; ++i) {
+    for (int i = 1; i < Book16::kWords; ++i) {
       low = t == i ? book.low[i] : low;
       high = t == i ? book.high[i] : high;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < Book16::kWords; ++i) {
       book.low[i] = __shfl_sync(0xffffffffu, low, i, 4);
       book.high[i] = __shfl_sync(0xffffffffu, high, i, 4);
     }
@@ -194,7 +195,7 @@ struct PromptTableDecoder {
   static constexpr int kSteps = 4;
   static constexpr int kCount = kStepSlots<T::kSlots>;            // norms of a product
   static constexpr int kSlotSteps = kSteps * kCount / T::kSlots;  // products that share them
-  RowBook row[kCount], row8[kCount];
+  RowBook<T::kBits> row[kCount], row8[kCount];
   uint32_t my_tables;
 
   __device__ __forceinline__ PromptTableDecoder(const Book&, uint32_t base, int warp, int lane)
@@ -204,8 +205,8 @@ struct PromptTableDecoder {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const uint32_t at = my_tables + stage * T::kSupplyBytes + (step / kSlotSteps * kCount + i) * (16 * T::kRows);
-        load_shared_16(row[i].table, at);
-        load_shared_16(row8[i].table, at + 16 * 8);
+        row[i].load_shared(at);
+        row8[i].load_shared(at + 16 * 8);
       }
     }
   }
@@ -345,9 +346,9 @@ __device__ __forceinline__ void build_tables(const PromptWork<T, Rows>& work, co
     for (int s = 0; s < T::kSlots; ++s) {
       const float2 pair = norm_pair(row_norms[s]);
       const float factor = (row % 16 < 8 ? pair.x : pair.y) * row_fold;
-      uint32_t w[4];
+      uint32_t w[4] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kTableWords<T::kBits>; ++i) {
         uint32_t q[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) q[j] = __float_as_uint(fmaf(values[4 * i + j], factor, kRoundingBias));

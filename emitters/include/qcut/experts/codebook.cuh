@@ -29,7 +29,7 @@ struct CodebookForm {
   using Unit = WeightUnit<kBits, kSlots, kOffsets>;
   using Fold = RowFold<T>;
   using Tokens = ExpertTokens<T, Tile, kSlots, kOffsets>;
-  using Product = UnitProduct<T, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
+  using Product = UnitProduct<T, kBits, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
   const char* x;
   const char* units;
   const char* norms;

@@ -153,7 +153,7 @@ struct TokenSums<T, kSlots, kTokenTiles, true> {
 
 // Adds the products of a unit's 16 rows with the warp's tokens. b holds chunks of 16 bytes of eight tokens; each chunk
 // is one 8 x 8 matrix of the second operand. Values, a TableBook or a RegisterBook, decodes 16-bit weights.
-template <class T, class Values>
+template <class T, int kBits, class Values>
 struct UnitProduct {
   using Acc = float;
   Values values;
@@ -161,7 +161,7 @@ struct UnitProduct {
   template <class... Args>
   __device__ __forceinline__ explicit UnitProduct(const Args&... args) : values(args...) {}
 
-  template <int kBits, int kSlots, bool kOffsets, int kTokenTiles>
+  template <int kSlots, bool kOffsets, int kTokenTiles>
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, kOffsets>& unit,
                                       const RowFold<T>&, const uint32_t (&b)[kTokenTiles][16],
                                       const TokenSums<T, kSlots, kTokenTiles, kSumsTokens<kSlots, kOffsets>>& sums)
@@ -211,14 +211,14 @@ struct UnitProduct {
   }
 };
 
-template <class Table>
-struct UnitProduct<int8_t, PairValues<Table>> {
+template <int kBits, class Table>
+struct UnitProduct<int8_t, kBits, PairValues<Table>> {
   using Acc = int;
   PairValues<Table> values;
 
   __device__ __forceinline__ UnitProduct(const PairBook& book, const char* table) : values(book, table) {}
 
-  template <int kBits, int kSlots, int kTokenTiles>
+  template <int kSlots, int kTokenTiles>
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, false>& unit,
                                       const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8],
                                       const TokenSums<int8_t, kSlots, kTokenTiles, false>&) const {
@@ -242,22 +242,22 @@ struct UnitProduct<int8_t, PairValues<Table>> {
   }
 };
 
-template <class Values>
-struct UnitProduct<int8_t, Values> {
+template <int kBits, class Values>
+struct UnitProduct<int8_t, kBits, Values> {
   using Acc = int;
-  QuarterBook quarter;
+  QuarterBook<kBits> quarter;
 
   template <class... Args>
   __device__ __forceinline__ explicit UnitProduct(const Book& book, const Args&...) : quarter(book) {}
 
-  template <int kBits, int kSlots, int kTokenTiles>
+  template <int kSlots, int kTokenTiles>
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, false>& unit,
                                       const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8],
                                       const TokenSums<int8_t, kSlots, kTokenTiles, false>&) const {
     constexpr int kCount = kStepSlots<kSlots>, kSteps = 4 * kCount / kSlots;  // of 32 columns
 #pragma unroll
     for (int s = 0; s < kSlots / kCount; ++s) {
-      RowBook row[kCount], row8[kCount];
+      RowBook<kBits> row[kCount], row8[kCount];
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const float2 norm = norm_pair(unit.norms[s * kCount + i].norms);
@@ -305,7 +305,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
                                                 const B& book, typename E::Args args, Routes routes = Routes()) {
   constexpr bool kTable = !kIsInt8<T> || B::kPairs;
   using Shared = typename Routes::template Shared<T, Tile, kTable>;
-  using Product = UnitProduct<T, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
+  using Product = UnitProduct<T, kBits, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kUnits = Tile::kUnits;

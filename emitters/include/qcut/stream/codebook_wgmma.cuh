@@ -51,7 +51,7 @@ struct StreamWgmmaShared {
 };
 
 // Decodes units to the first operands of products: kUnitSteps for a unit.
-template <class T, int kSlots, bool kPairs>
+template <class T, int kBits, int kSlots, bool kPairs>
 struct UnitDecoder {
   static constexpr int kUnitSteps = 8;
   const char* table;
@@ -62,15 +62,15 @@ struct UnitDecoder {
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
 
   // Decodes the weights of a product. `step` is a constant after unrolling; steps come in order.
-  template <int kBits, bool kOffsets>
+  template <bool kOffsets>
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, kOffsets>& unit, int step) {
     PairTable::decode(a, unit.words.word(step), table, lane4);
     NormScale<T, kOffsets>(unit.norms[step * kSlots / 8]).apply(a);
   }
 };
 
-template <int kSlots>
-struct UnitDecoder<int8_t, kSlots, true> {
+template <int kBits, int kSlots>
+struct UnitDecoder<int8_t, kBits, kSlots, true> {
   static constexpr int kUnitSteps = 4, kStepSlots = qcut::kStepSlots<kSlots>;
   PairValues<PairTable> values;
   RowFold<int8_t> fold;
@@ -79,7 +79,6 @@ struct UnitDecoder<int8_t, kSlots, true> {
   __device__ __forceinline__ UnitDecoder(const PairBook& book, const char* table, const RowFold<int8_t>& fold)
       : values(book, table), fold(fold) {}
 
-  template <int kBits>
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, false>& unit, int step) {
     if (step * kSlots % 4 == 0) {
 #pragma unroll
@@ -92,17 +91,16 @@ struct UnitDecoder<int8_t, kSlots, true> {
   }
 };
 
-template <int kSlots>
-struct UnitDecoder<int8_t, kSlots, false> {
+template <int kBits, int kSlots>
+struct UnitDecoder<int8_t, kBits, kSlots, false> {
   static constexpr int kUnitSteps = 4, kStepSlots = qcut::kStepSlots<kSlots>;
-  QuarterBook quarter;
+  QuarterBook<kBits> quarter;
   RowFold<int8_t> fold;
-  RowBook row[kStepSlots], row8[kStepSlots];  // the books of rows g and g + 8 for the slots decoded last
+  RowBook<kBits> row[kStepSlots], row8[kStepSlots];  // the books of rows g and g + 8 for the slots decoded last
 
   __device__ __forceinline__ UnitDecoder(const Book& book, const char*, const RowFold<int8_t>& fold)
       : quarter(book), fold(fold) {}
 
-  template <int kBits>
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, false>& unit, int step) {
     if (step * kSlots % 4 == 0) {
 #pragma unroll
@@ -125,7 +123,7 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   using Shared = StreamWgmmaShared<T, Tile, kTable>;
   using Product = Wgmma<T, Tile::kTokens>;
   using Acc = typename Product::Acc;
-  using Decoder = UnitDecoder<T, kSlots, B::kPairs>;
+  using Decoder = UnitDecoder<T, kBits, kSlots, B::kPairs>;
   constexpr int kBatch = Decoder::kUnitSteps / 2;  // half a unit is multiplied while the other half is decoded
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kStages = Tile::kStages;

@@ -81,6 +81,8 @@ PROMPT_TILES = (
 FORMATS = ((2, 4), (3, 2), (4, 1), (4, 8), (3, 8))
 """(bits, slots)."""
 DTYPES = (DType.F16, DType.BF16, DType.S8)
+BOOKS = {"symmetric": (-2.7, 2.7), "positive": (0.1, 2.7), "negative": (-2.7, -0.1), "more_negative": (-2.7, 0.9)}
+"""Least and largest of the values, which are evenly spaced."""
 EPILOGUES = (
     Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True),
     Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.RELU),
@@ -149,6 +151,15 @@ def pair_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
                 yield problem, tile
 
 
+def int8_cases(bits: int) -> Iterator[tuple[CodebookProblem, Tile]]:
+    """Tiles of up to sixteen tokens, with one group scale of int8 values and with several."""
+    for slots in (1, 4):
+        problem = problem_of(DType.S8, bits, slots)
+        for tile in TILES:
+            if tile.tokens <= 16 and has_tile(tile) and family_of(tile).is_legal(problem, tile, arch()):
+                yield problem, tile
+
+
 def epilogue_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
     for epilogue in EPILOGUES:
         for tile in EACH:
@@ -201,6 +212,7 @@ def _built() -> None:
     cases += [
         *pair_cases(),
         *format_cases(),
+        *(case for bits in (2, 3, 4) for case in int8_cases(bits)),
         *epilogue_cases(),
         *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()]),
     ]
@@ -222,7 +234,15 @@ class Product:
     args: dict[str, Tensor]
 
     @classmethod
-    def random(cls, problem: CodebookProblem, m: int, n: int, units: int, seed: int = 0) -> Product:
+    def random(
+        cls,
+        problem: CodebookProblem,
+        m: int,
+        n: int,
+        units: int,
+        seed: int = 0,
+        book: tuple[float, float] = BOOKS["symmetric"],
+    ) -> Product:
         """Norms of every size: a row of zeros, one with the largest float16 beside ``2**-20`` of it, subnormal ones."""
         generator = torch.Generator().manual_seed(seed)
         k, bits, out = 128 * units, problem.bits, TORCH_DTYPE[problem.epilogue.out]
@@ -235,7 +255,7 @@ class Product:
         norms[2 * n // 3] *= 2.0**-18
         dtype = torch.float16 if problem.x is DType.S8 else TORCH_DTYPE[problem.x]
         values = torch.zeros(16, dtype=dtype)
-        values[: 2**bits] = torch.linspace(-2.7, 2.7, 2**bits).to(dtype)
+        values[: 2**bits] = torch.linspace(*book, 2**bits).to(dtype)
         if problem.pairs:
             values = pairs.codebook().to(dtype)
         floats = torch.randn(m, k, generator=generator).to(dtype)
@@ -413,6 +433,18 @@ def test_formats(problem: CodebookProblem, tile: Tile) -> None:
     for m, n, units in ((1, 64, 3), (5, 65, 7), (16, 130, 8), (9, 33, 1)):
         product = Product.random(problem, m, n, units, seed=m)
         product.check(product.run(tile), tile)
+
+
+@pytest.mark.parametrize("book", BOOKS.values(), ids=BOOKS)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_int8_tokens_with_values_of_all_signs(bits: int, book: tuple[float, float]) -> None:
+    cases = list(int8_cases(bits))
+    assert len(cases) > 10
+    for problem, tile in cases:
+        units = min(tile.capacity, 12) if isinstance(tile, CodebookStreamTile) else 12
+        for m in {1, max(1, tile.tokens - 1), tile.tokens}:
+            product = Product.random(problem, m, 130, units, seed=m, book=book)
+            product.check(product.run(tile), tile)
 
 
 @pytest.mark.parametrize(("problem", "tile"), list(pair_cases()), ids=lambda v: v.name)
