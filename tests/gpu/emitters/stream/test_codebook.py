@@ -81,7 +81,14 @@ PROMPT_TILES = (
 FORMATS = ((2, 4), (3, 2), (4, 1), (4, 8), (3, 8))
 """(bits, slots)."""
 DTYPES = (DType.F16, DType.BF16, DType.S8)
-BOOKS = {"symmetric": (-2.7, 2.7), "positive": (0.1, 2.7), "negative": (-2.7, -0.1), "more_negative": (-2.7, 0.9)}
+BOOKS = {
+    "symmetric": (-2.7, 2.7),
+    "integers": (-8, 7),  # with 4 bits the second half begins with 0
+    "one_zero_below": (-7, 8),  # with 4 bits the first half ends with 0
+    "positive": (0.1, 2.7),
+    "negative": (-2.7, -0.1),
+    "more_negative": (-2.7, 0.9),
+}
 """Least and largest of the values, which are evenly spaced."""
 EPILOGUES = (
     Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True),
