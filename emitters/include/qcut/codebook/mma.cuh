@@ -85,7 +85,7 @@ struct UnitDecoder<int8_t, kBits, kSlots, false, false> {
     row8[i].build(table, norm.y * fold8);
   }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const Table&, int step) const {
-    decode_s8<true>(a, words.word(2 * step), words.word(2 * step + 1), row, row8);
+    decode_s8<kBits == 4>(a, words.word(2 * step), words.word(2 * step + 1), row, row8);
   }
   static __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     mma_s8(c, a, b0, b1);

@@ -25,7 +25,8 @@ __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile
                                                        typename E::Args args) {
   static_assert(Tile::kUnits == 1 && Tile::kSplits == 1 && Tile::kPrefetch == Tile::kRowTiles);
   using Shared = StreamShared<T, Tile, B::kPairs, DensePairTable>;
-  using Product = UnitProduct<T, kBits, typename Either<B::kPairs, PairValues<DensePairTable>, RegisterBook<kBits>>::Type>;
+  using Values = typename Either<B::kPairs, PairValues<DensePairTable>, RegisterBook<kBits>>::Type;
+  using Product = UnitProduct<T, kBits, Values>;
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kTiles = Tile::kRowTiles;
