@@ -31,7 +31,7 @@ from benchmarks.publish.rows import Row
 from qcut.schemes import parse_scheme
 
 BASELINE = "fp16"
-SCHEMES = ("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8")
+SCHEMES = ("w8a8", "w8a8_static", "w8a8_rotated", "w8a16", "codebook4", "codebook4_int8")
 FLOAT8 = ("fp8_dynamic", "torch_fp8")
 """Layers of e4m3 tokens, qcut's and torch's, next to which ``--float8`` measures the others."""
 FLOAT8_TOKENS = 64
