@@ -32,12 +32,11 @@ _STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedSta
 _SHAPES = (
     (256, 1, 1, "", "tf"),
     (256, 2, 1, "", "t"),
-    (192, 1, 1, "f", "tf"),
+    (192, 1, 1, "f", "t"),
     (160, 2, 1, None, "t"),
-    (128, 1, 1, "", "tf"),
+    (128, 1, 1, "", "t"),
     (128, 1, 2, "", None),
-    (96, 1, 1, None, "tf"),
-    (256, 1, 2, "", ""),
+    (256, 1, 2, "", "tf"),
 )
 """Tokens, cluster and splits of the menu's tiles: the fastest of some shape on an H200.
 

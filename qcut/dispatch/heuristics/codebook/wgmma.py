@@ -88,7 +88,7 @@ class _StreamCost(NamedTuple):
     launch: float  # of a launch
 
 
-_STREAM_F16 = _StreamCost(0.985, 221, 0.76, 626, 2900, 15.4, 375, 0)
+_STREAM_F16 = _StreamCost(0.759, 371, 0.85, 747, 2178, 22.4, 853, 0)
 _STREAM_S8 = _StreamCost(0.638, 365, 0.412, 759, 1760, 17.9, 400, 0)
 _SLOT = 60
 """Cycles of a unit for each group scale after the first."""
@@ -122,7 +122,7 @@ class _WgmmaCost(NamedTuple):
     launch: float  # of a launch
 
 
-_WGMMA_F16 = _WgmmaCost(1194, 4.89, 1099, 4.87, 0, 18.3, 18, 100, 3900)
+_WGMMA_F16 = _WgmmaCost(644, 6.04, 915, 6.52, 0, 6.3, 41, 50, 3043)
 _WGMMA_S8 = _WgmmaCost(974, 1.05, 1160, 1.05, 494, 22.5, 18, 916, 2800)
 
 
