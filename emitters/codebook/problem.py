@@ -46,6 +46,8 @@ class CodebookProblem:
             experts are read before that one ends.
         summed: whether rows of D are tokens: the sums of their routes' results, each rounded to D's type and multiplied
             by the route's weight.
+        mirrored: whether, of 16 values, value i is value 15 - i with the other sign, bit by bit, and values 0 to 7 have
+            the sign bit; norms are at least 0. Tiles of int8 tokens may use that; the name does not have it.
     """
 
     x: DType = DType.F16
@@ -60,6 +62,7 @@ class CodebookProblem:
     experts: bool = False
     early_routes: bool = False
     summed: bool = False
+    mirrored: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -95,6 +98,10 @@ class CodebookProblem:
             ),
             (not self.early_routes or self.experts, "early_routes: those to experts"),
             (not self.summed or self.experts, "summed: routes to experts"),
+            (
+                not self.mirrored or (self.x is DType.S8 and self.bits == 4 and not self.pairs),
+                "mirrored: int8 tokens, 4 bits, no pairs",
+            ),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")

@@ -35,6 +35,8 @@ class CodebookStreamTile:
         prefetch: row tiles of units that a warp has in flight.
         alone: whether a CTA has its multiprocessor to itself. Otherwise the early CTAs of the next kernel would share
             busy multiprocessors instead of taking idle ones.
+        mirrored: whether int8 products take two passes, of negative and of positive values, with the same results; the
+            codebook must be mirrored.
     """
 
     tokens: int
@@ -44,12 +46,13 @@ class CodebookStreamTile:
     splits: int = 1
     prefetch: int = 1
     alone: bool = False
+    mirrored: bool = False
 
     @property
     def name(self) -> str:
-        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``, and ``_a`` if alone."""
+        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``, ``_a`` if alone, ``_m`` if mirrored."""
         sizes = f"t{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_k{self.splits}_p{self.prefetch}"
-        return sizes + "_a" * self.alone
+        return sizes + "_a" * self.alone + "_m" * self.mirrored
 
     @property
     def capacity(self) -> int:
@@ -118,6 +121,11 @@ CONSTRAINTS = (
     ),
     SPLITS,
     Constraint(
+        "mirrored",
+        "is of up to 8 tokens and mirrored codebooks; more would not leave enough registers for second sums",
+        lambda p, t, arch: not t.mirrored or (p.mirrored and t.tokens <= 8),
+    ),
+    Constraint(
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",
         lambda p, t, arch: t.tokens == 1 or p.rotates is None,
@@ -170,7 +178,7 @@ class CodebookStream(StreamFamily[CodebookProblem, CodebookStreamTile]):
             arch,
             header="stream/codebook_sums" if problem.summed else "stream/codebook",
             function="codebook_stream",
-            tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
+            tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}{', true' * tile.mirrored}>",
             shared="qcut::SumsShared" if problem.summed else "qcut::StreamShared",
             shared_last=table if problem.summed else shared_last(problem),
             tokens=_row_token(problem) if problem.rotates else tokens,

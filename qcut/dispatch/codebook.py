@@ -129,6 +129,7 @@ def problem_of(
     experts: bool = False,
     early_routes: bool = False,
     summed: bool = False,
+    mirrored: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -148,6 +149,7 @@ def problem_of(
         experts: whether weights are those of experts, and rows of the result are routes.
         early_routes: whether the last kernel has not written which routes there are.
         summed: whether rows of the result are tokens, the sums of their routes.
+        mirrored: whether the codebook is mirrored, see `qcut.numerics.codebook.products.is_mirrored_book`.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -161,7 +163,19 @@ def problem_of(
         residual=residual,
     )
     return CodebookProblem(
-        x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs, experts, early_routes, summed
+        x,
+        bits,
+        slots,
+        epilogue,
+        alignment_n,
+        rotates,
+        row_norm,
+        offsets,
+        pairs,
+        experts,
+        early_routes,
+        summed,
+        mirrored,
     )
 
 

@@ -150,6 +150,8 @@ def _codebook(target: Target) -> Iterator[KernelSource]:
             found = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment)
             if ahead_of_time.covers(found):
                 yield from _codebook_products(found, target)
+                if x is DType.S8 and bits == 4:
+                    yield from _codebook_products(replace(found, mirrored=True), target)
         if out in HALVES and (bits, slots) == (4, 1):
             for alignment in (16, 1):
                 row = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment, rotates=out)
@@ -160,7 +162,10 @@ def _codebook(target: Target) -> Iterator[KernelSource]:
         yield from _codebook_products(codebook.problem_of(x, 4, slots, out, True, "none", False, 1, pairs=True), target)
     # Passes of different widths: float32 sums, to which the second product adds its own.
     for x, bits, residual in product((*HALVES, DType.S8), (2, 3, 4), _BOOLS):
-        yield from _codebook_products(codebook.problem_of(x, bits, 1, DType.F32, False, "none", residual, 1), target)
+        found = codebook.problem_of(x, bits, 1, DType.F32, False, "none", residual, 1)
+        yield from _codebook_products(found, target)
+        if x is DType.S8 and bits == 4:
+            yield from _codebook_products(replace(found, mirrored=True), target)
 
 
 def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[KernelSource]:

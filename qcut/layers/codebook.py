@@ -155,6 +155,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             activation=activation,
             pairs=scheme.pairs,
             row_norm=_has_one_norm(scheme, geometry) and scheme.levels == "normal",
+            mirrored=scheme.int8_products and scheme.bits == 4 and scheme.levels == "normal" and not scheme.pairs,
         )
         return [call]
 

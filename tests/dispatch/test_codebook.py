@@ -122,6 +122,18 @@ def test_kernels_that_read_norms_ignore_row_norm():
             assert codebook_dispatch.emit(choice, rows, target.arch) == apart
 
 
+def test_few_int8_tokens_have_kernels_of_mirrored_codebooks():
+    for slots, m in itertools.product((1, 4, 8), TOKENS):
+        plain = problem(DType.S8, slots=slots, out=DType.F16)
+        mirrored = replace(plain, mirrored=True)
+        of_plain, of_mirrored = (select(p, m, 4096, 32, H200) for p in (plain, mirrored))
+        if m <= 8:
+            assert of_mirrored.tile.mirrored
+            codebook_dispatch.emit(of_mirrored, mirrored, "sm_90a")
+        else:
+            assert of_mirrored == of_plain
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("slots", [1, 2, 4, 8])

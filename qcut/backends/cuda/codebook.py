@@ -32,7 +32,7 @@ from qcut.emitters.core.source import EmitError, KernelSource
 from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_ROUNDS, CUTLASS_FAMILIES
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
-from qcut.numerics.codebook.products import is_pair_book
+from qcut.numerics.codebook.products import is_mirrored_book, is_pair_book
 from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp, can_rotate
 from qcut.ops.registry import serves
 
@@ -136,6 +136,7 @@ class Product(NamedTuple):
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets.
         pairs: whether the codebook is of pairs.
+        mirrored: whether the codebook, of 4 bits and for int8 tokens, is mirrored.
     """
 
     x: torch.dtype
@@ -153,6 +154,7 @@ class Product(NamedTuple):
     row_norm: bool = False
     offsets: bool = False
     pairs: bool = False
+    mirrored: bool = False
 
     @property
     def problem(self) -> CodebookProblem:
@@ -170,6 +172,7 @@ class Product(NamedTuple):
             row_norm=self.row_norm,
             offsets=self.offsets,
             pairs=self.pairs,
+            mirrored=self.mirrored,
         )
 
     def spec(self, gpu: Target) -> LaunchSpec:
@@ -204,6 +207,7 @@ class Product(NamedTuple):
             row_norm=self.row_norm,
             offsets=self.offsets,
             pairs=self.pairs,
+            mirrored=self.mirrored,
             fold=self.x is torch.int8,
         )
         hand_over(key, [plan])
@@ -272,6 +276,7 @@ class CodebookLayer:
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets.
         pairs: whether the codebook is of pairs.
+        mirrored: see `Product`.
     """
 
     rows: int
@@ -288,6 +293,7 @@ class CodebookLayer:
     row_norm: bool = False
     offsets: bool = False
     pairs: bool = False
+    mirrored: bool = False
 
     @property
     def rotation(self) -> Rotation:
@@ -319,6 +325,7 @@ class CodebookLayer:
             row_norm=self.row_norm,
             offsets=self.offsets,
             pairs=self.pairs,
+            mirrored=self.mirrored,
         )
 
     @property
@@ -491,4 +498,5 @@ def _product_of(
         row_norm=isinstance(call, CodebookGemmOp) and call.row_norm,
         offsets=isinstance(call, CodebookGemmOp) and call.offsets,
         pairs=is_pair_book(call.book),
+        mirrored=call.tokens is torch.int8 and call.bits == 4 and is_mirrored_book(call.book),
     )

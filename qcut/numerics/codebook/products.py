@@ -60,6 +60,20 @@ def is_pair_book(book: Sequence[int]) -> bool:
     return len(book) == pairs.POINTS
 
 
+def is_mirrored_book(book: Sequence[int]) -> bool:
+    """Whether 16 values of `pack_book` are mirrored, bit by bit.
+
+    Value i is value 15 - i with the other sign, and values 0 to 7 have the sign bit, zeros too. Kernels can then decode
+    indices of 4 bits by sign and magnitude.
+    """
+    if is_pair_book(book):
+        return False
+    words = [word & 0xFFFFFFFF for word in book]
+    pairs_of_words = zip(words[:4], words[:3:-1], strict=True)
+    mirrored = all(low ^ 0x80008000 == (high >> 16 | high << 16) & 0xFFFFFFFF for low, high in pairs_of_words)
+    return mirrored and all(low & 0x80008000 == 0x80008000 for low in words[:4])
+
+
 def has_one_table(values: Tensor) -> bool:
     """Whether rows with one norm have the same int8 values, whatever the norm is; see `layout.int8_weight`.
 

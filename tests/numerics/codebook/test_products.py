@@ -1,12 +1,13 @@
-"""Which codebooks give rows of one norm the same int8 values."""
+"""Which codebooks give rows of one norm the same int8 values, and which are mirrored."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from qcut.numerics.codebook import layout, lloyd_max
+from qcut.numerics.codebook import layout, lloyd_max, pairs
 from qcut.numerics.codebook.layout import Geometry
-from qcut.numerics.codebook.products import has_one_table
+from qcut.numerics.codebook.products import has_one_table, is_mirrored_book, pack_book
 
 GEOMETRY = Geometry(128, 128)
 
@@ -37,3 +38,18 @@ def test_values_on_midpoints_have_no_single_table() -> None:
     norms = (torch.rand(4096, generator=torch.Generator().manual_seed(0)) + 0.5).half()
     found = tables(book, norms)
     assert not torch.equal(found, found[:1].expand_as(found))  # what it is asked for
+
+
+def changed(values: torch.Tensor, at: int, value: float) -> torch.Tensor:
+    return values.index_fill(0, torch.tensor(at), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mirrored_books_are_bitwise_symmetric(dtype: torch.dtype) -> None:
+    book = lloyd_max.codebook(4)
+    zeros = changed(changed(book, 7, -0.0), 8, 0.0)
+    assert all(is_mirrored_book(pack_book(values, dtype)) for values in (book, zeros, book * 2.0**-20))
+    others = [book.flip(0), book - 0.5, torch.arange(16.0) - 8, lloyd_max.codebook(3), pairs.codebook()]
+    others += [changed(book, i, 2 * float(book[i])) for i in range(16)]
+    others += [changed(zeros, 7, 0.0), changed(zeros, 8, -0.0), zeros.abs()]
+    assert not any(is_mirrored_book(pack_book(values, dtype)) for values in others)

@@ -350,18 +350,6 @@ __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint
   }
 }
 
-// Whether values 0 to 7 of a codebook are at most 0, and values 8 to 15 at least 0.
-__device__ __forceinline__ bool has_signed_halves(const Book& book) {
-  const __half2 zero = __float2half2_rn(0.0f);
-  bool all = true;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    all = all && __hble2(reinterpret_cast<const __half2&>(book.w[i]), zero);
-    all = all && __hbge2(reinterpret_cast<const __half2&>(book.w[4 + i]), zero);
-  }
-  return all;
-}
-
 // The upper half of a word, by the pipe of integer products, which decoding leaves idle.
 __device__ __forceinline__ uint32_t upper_half_by_product(uint32_t word) {
   uint32_t d;
@@ -369,24 +357,24 @@ __device__ __forceinline__ uint32_t upper_half_by_product(uint32_t word) {
   return d;
 }
 
-// decode_s8 of a codebook with signed halves, by books of magnitudes. `minus` gets the magnitudes of values 0 to 7, and
-// `plus` values 8 to 15; each is 0 where the other is not. The weights are plus - minus. Where a selector's highest bit
-// is 1, PRMT replicates the sign of the byte that the lower bits choose, and the sign of a magnitude is 0. Norms and
-// folds are at least 0.
+// decode_s8 of a mirrored codebook, in which value i of 16 is value 15 - i with the other sign, by tables of the magnitudes
+// of values 0 to 7, which are negative. `minus` gets the magnitudes of negative values, `plus` those of positive ones;
+// each is 0 where the other is not. The weights are plus - minus. Where a selector's highest bit is 1, PRMT replicates
+// the sign of the byte that the lower bits choose, and the sign of a magnitude is 0; the inverse of index i chooses as
+// index 15 - i does. Norms and folds are at least 0.
 template <int kBooks>
-__device__ __forceinline__ void decode_halves_s8(uint32_t (&minus)[4], uint32_t (&plus)[4], uint32_t word0,
-                                                 uint32_t word1, const RowBook<4> (&row)[kBooks],
-                                                 const RowBook<4> (&row8)[kBooks]) {
+__device__ __forceinline__ void decode_mirrored_s8(uint32_t (&minus)[4], uint32_t (&plus)[4], uint32_t word0,
+                                                   uint32_t word1, const RowBook<3> (&row)[kBooks],
+                                                   const RowBook<3> (&row8)[kBooks]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t word = i ? word1 : word0;
-    const uint32_t flipped = word ^ 0x88888888u;
     const auto& of_row = row[i % kBooks].table;
     const auto& of_row8 = row8[i % kBooks].table;
     minus[2 * i] = permute_bytes(of_row[0], of_row[1], word);
     minus[2 * i + 1] = permute_bytes(of_row8[0], of_row8[1], upper_half_by_product(word));
-    plus[2 * i] = permute_bytes(of_row[2], of_row[3], flipped);
-    plus[2 * i + 1] = permute_bytes(of_row8[2], of_row8[3], upper_half_by_product(flipped));
+    plus[2 * i] = permute_bytes(of_row[0], of_row[1], ~word);
+    plus[2 * i + 1] = permute_bytes(of_row8[0], of_row8[1], upper_half_by_product(~word));
   }
 }
 

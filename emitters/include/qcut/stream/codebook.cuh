@@ -8,9 +8,8 @@
 // warps with few loads in flight each hide latency better than few warps with many loads, and keep the load-store unit
 // busy, through which decoding reads the table.
 //
-// In most codebooks of 16 values, the first eight are at most 0 and the last eight at least 0. Int8 products of up to 8
-// tokens then take two passes: one PRMT decodes each half of the codebook, and the sums of the first half's magnitudes
-// are subtracted. The codebook is an argument of the launch, so that a kernel has the code for other codebooks as well.
+// Int8 products with a mirrored codebook (kMirrored) take two passes: one PRMT decodes the values of each sign, and the
+// sums with the negative values' magnitudes are subtracted.
 //
 // Exactness: int8 products are added in int32. 16-bit products of a slot are added by the tensor core, in two chains
 // where one chain would make the tensor core wait; sums of slots, warps and CTAs are added in float32 in a fixed order.
@@ -246,22 +245,24 @@ struct UnitProduct<int8_t, kBits, PairValues<Table>> {
   }
 };
 
-// Int8 values of a codebook with signed halves (has_signed_halves), multiplied in two passes.
-struct SignedHalves {};
+// Int8 values of a mirrored codebook of 16 values, by the magnitudes of values 0 to 7.
+struct MirroredBytes {};
 
 template <class Values>
-constexpr bool kInHalves = false;
+constexpr bool kIsMirrored = false;
 template <>
-constexpr bool kInHalves<SignedHalves> = true;
+constexpr bool kIsMirrored<MirroredBytes> = true;
 
 template <int kBits, class Values>
 struct UnitProduct<int8_t, kBits, Values> {
   using Acc = int;
-  QuarterBook<kBits> quarter;
+  static constexpr bool kMirrored = kIsMirrored<Values>;
+  static constexpr int kTableBits = kMirrored ? 3 : kBits;
+  QuarterBook<kTableBits> quarter;
 
   template <class... Args>
   __device__ __forceinline__ explicit UnitProduct(const Book& book, const Args&...) : quarter(book) {
-    if constexpr (kInHalves<Values>) {
+    if constexpr (kMirrored) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) quarter.value[i] = fabsf(quarter.value[i]);
     }
@@ -275,7 +276,7 @@ struct UnitProduct<int8_t, kBits, Values> {
     Acc negative[kTokenTiles][4] = {};
 #pragma unroll
     for (int s = 0; s < kSlots / kCount; ++s) {
-      RowBook<kBits> row[kCount], row8[kCount];
+      RowBook<kTableBits> row[kCount], row8[kCount];
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const float2 norm = norm_pair(unit.norms[s * kCount + i].norms);
@@ -285,19 +286,19 @@ struct UnitProduct<int8_t, kBits, Values> {
 #pragma unroll
       for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
         uint32_t a[4], minus[4];
-        if constexpr (kInHalves<Values>) {
-          decode_halves_s8(minus, a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
+        if constexpr (kMirrored) {
+          decode_mirrored_s8(minus, a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
         } else {
           decode_s8(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
         }
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) {
           mma_s8(sum[j], a, b[j][2 * i], b[j][2 * i + 1]);
-          if constexpr (kInHalves<Values>) mma_s8(negative[j], minus, b[j][2 * i], b[j][2 * i + 1]);
+          if constexpr (kMirrored) mma_s8(negative[j], minus, b[j][2 * i], b[j][2 * i + 1]);
         }
       }
     }
-    if constexpr (kInHalves<Values>) {
+    if constexpr (kMirrored) {
 #pragma unroll
       for (int j = 0; j < kTokenTiles; ++j) {
 #pragma unroll
@@ -316,42 +317,6 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
   float added = 0.0f;
   if constexpr (E::kHasResidual) added = to_float(args.residual[at]);
   d[at] = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), added, args));
-}
-
-// Multiplies a warp's units of all tiles, and stores the sums of each tile in the warp's region; `mine` is the address
-// of the lane's first sum. load(s, u, tile) loads unit u of a later tile into place s of those in flight, end(s, tile)
-// the tile's folds.
-template <class Tile, int kPitch, class Product, class Unit, class Fold, class Tokens, class Sums, class Load,
-          class End>
-__device__ __forceinline__ void walk_tiles(const Product& product, const Unit (&weights)[Tile::kPrefetch][Tile::kUnits],
-                                           const Fold (&folds)[Tile::kPrefetch], const Tokens& tokens,
-                                           const Sums (&sums)[Tile::kUnits], int tiles, int m, uint32_t mine,
-                                           const Load& load, const End& end) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; tile += Tile::kPrefetch) {
-#pragma unroll
-    for (int s = 0; s < Tile::kPrefetch; ++s) {
-      if (s > 0 && tile + s >= tiles) break;
-      typename Product::Acc sum[Tile::kTokenTiles][4] = {};
-#pragma unroll
-      for (int u = 0; u < Tile::kUnits; ++u) {
-        product.add(sum, weights[s][u], folds[s], tokens.b[u], sums[u]);
-        load(s, u, tile + s + Tile::kPrefetch);
-      }
-      end(s, tile + s + Tile::kPrefetch);
-      const uint32_t place = mine + 64 * (tile + s);
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; ++j) {
-#pragma unroll
-        for (int e = 0; e < (Tile::kTokens > 1 ? 2 : 1); ++e) {
-          const bool there = 8 * j + 2 * (lane % 4) + e < m;
-          store_shared_4_if(place + 4 * (8 * j + e) * kPitch, bits(sum[j][e]), there);
-          store_shared_4_if(place + 4 * ((8 * j + e) * kPitch + 8), bits(sum[j][2 + e]), there);
-        }
-      }
-    }
-  }
 }
 
 // D is the product of all tokens with one weight.
@@ -373,10 +338,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
                                                 const B& book, typename E::Args args, Routes routes = Routes()) {
   constexpr bool kTable = !kIsInt8<T> || B::kPairs;
   using Shared = typename Routes::template Shared<T, Tile, kTable>;
-  using Product = UnitProduct<T, kBits, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
+  using Values = typename Either<Tile::kMirrored, MirroredBytes, TableBook>::Type;
+  using Product = UnitProduct<T, kBits, typename Either<B::kPairs, PairValues<PairTable>, Values>::Type>;
   using Acc = typename Product::Acc;
-  // With more than 8 tokens, and with slots of 16 columns, the second sums and books leave too few registers.
-  constexpr bool kMayHaveHalves = kIsInt8<T> && kBits == 4 && kSlots < 8 && !B::kPairs && Tile::kTokenTiles == 1;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kUnits = Tile::kUnits;
   constexpr int kPitch = Shared::kPitch;
@@ -479,25 +443,36 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) pin(weights[s][u].words);
   }
+  const Product product(book, shared);
   TokenSums<T, kSlots, Tile::kTokenTiles, kSumsTokens<kSlots, kOffsets>> sums[kUnits];
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) sums[u].load(tokens.b[u]);
   uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);
   asm volatile("" : "+r"(mine));  // keeps the compiler from computing the address anew for every tile
-  const auto load_next = [&](int s, int u, int tile) { load_unit(weights[s][u], u, tile < tiles); };
-  const auto end_tile = [&](int s, int tile) {
-    folds[s].load_if(fold, row_tile0 + tile, tile < tiles);
-    next_tile();
-  };
-  if constexpr (kMayHaveHalves) {
-    if (has_signed_halves(book)) {
-      const UnitProduct<T, kBits, SignedHalves> product(book);
-      walk_tiles<Tile, kPitch>(product, weights, folds, tokens, sums, tiles, m, mine, load_next, end_tile);
-    } else {
-      walk_tiles<Tile, kPitch>(Product(book), weights, folds, tokens, sums, tiles, m, mine, load_next, end_tile);
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; tile += Tile::kPrefetch) {
+#pragma unroll
+    for (int s = 0; s < Tile::kPrefetch; ++s) {
+      if (s > 0 && tile + s >= tiles) break;
+      Acc sum[Tile::kTokenTiles][4] = {};
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        product.add(sum, weights[s][u], folds[s], tokens.b[u], sums[u]);
+        load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
+      }
+      folds[s].load_if(fold, row_tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
+      next_tile();
+      const uint32_t place = mine + 64 * (tile + s);
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < (Tile::kTokens > 1 ? 2 : 1); ++e) {
+          const bool there = 8 * j + 2 * (lane % 4) + e < m;
+          store_shared_4_if(place + 4 * (8 * j + e) * kPitch, bits(sum[j][e]), there);
+          store_shared_4_if(place + 4 * ((8 * j + e) * kPitch + 8), bits(sum[j][2 + e]), there);
+        }
+      }
     }
-  } else {
-    walk_tiles<Tile, kPitch>(Product(book, shared), weights, folds, tokens, sums, tiles, m, mine, load_next, end_tile);
   }
 
   copy_async_wait<0>();

@@ -13,8 +13,9 @@
 
 namespace qcut {
 
-template <int kTokens_, int kRowTiles_, int kWarps_, int kUnits_, int kSplits_, int kPrefetch_>
+template <int kTokens_, int kRowTiles_, int kWarps_, int kUnits_, int kSplits_, int kPrefetch_, bool kMirrored_ = false>
 struct StreamTile {
+  static constexpr bool kMirrored = kMirrored_;  // whether int8 products take two passes of a mirrored codebook
   static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
   static constexpr int kTokenTiles = (kTokens + 7) / 8;
   static constexpr int kRowTiles = kRowTiles_;

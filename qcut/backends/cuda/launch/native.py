@@ -32,7 +32,19 @@ LINEAR_OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_line
 """The operators of int8 layers."""
 OPS = (*LINEAR_OPS, "rotate_tokens", "codebook_gemm", "codebook_gemv")
 """The operators, in the order of ``Op`` in ``launch.h``."""
-FLAGS = ("aligned", "early_read", "bias", "residual", "row_norm", "offsets", "pairs", "fold", "e4m3", "unit_scales")
+FLAGS = (
+    "aligned",
+    "early_read",
+    "bias",
+    "residual",
+    "row_norm",
+    "offsets",
+    "pairs",
+    "fold",
+    "e4m3",
+    "unit_scales",
+    "mirrored",
+)
 """The flags of a key, in the order of ``Flags`` in ``launch.h``."""
 
 _NAME = "qcut_linear_ops"

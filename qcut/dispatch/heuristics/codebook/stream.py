@@ -23,9 +23,9 @@ from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.family import ROW_TILE
 
 # Where the memory is slower, fewer units are read in the time of a sum or an exchange.
-_LATENCY = 6.0  # latency of an SM with one warp; divided by the number of its warps
+_LATENCY, _MIRRORED_LATENCY = 6.0, 2.0  # latency of an SM with one warp; divided by the number of its warps
 _MORE_UNITS = 0.06  # share by which each unit of a warp after the first adds to the time
-_SUMS = 55  # sums, one per token and row tile, that take the time of a unit
+_SUMS, _MIRRORED_SUMS = 55, 15  # sums, one per token and row tile, that take the time of a unit
 _EXCHANGE = 4  # exchange in a cluster, for each of its CTAs
 _TABLE = 8  # filling the table of a CTA
 _WAVE = 100  # each wave after the first
@@ -49,8 +49,11 @@ def candidates(
         raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 32")
     machine, arch, units_k, found = target.machine, target.arch, -(-k // 128), False
     alone = _is_alone(problem, arch)
-    latency, pace = _LATENCY * machine.bandwidth, machine.cycle_bandwidth
+    pace = machine.cycle_bandwidth
     tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
+    mirrored = problem.mirrored and tokens <= 8
+    latency = machine.bandwidth * (_MIRRORED_LATENCY if mirrored else _LATENCY)
+    of_a_unit = _MIRRORED_SUMS if mirrored else _SUMS
     row_tiles = -(-n // ROW_TILE)
     sizes = CLUSTER_SIZES if architecture(arch).clusters else (1,)
     of_route = units_k // routes
@@ -63,14 +66,13 @@ def candidates(
             continue
         slots = max(1, machine.clusters_at_once(splits)) * ctas
         wanted = min(-(-row_tiles // slots), MAX_ROW_TILES)
-        tile = _largest(
-            problem, CodebookStreamTile(tokens, wanted, warps, units, splits, alone=ctas == 1 and alone), arch
-        )
+        most = CodebookStreamTile(tokens, wanted, warps, units, splits, alone=ctas == 1 and alone, mirrored=mirrored)
+        tile = _largest(problem, most, arch)
         if tile is None or not _fit_together(problem, tile, ctas, arch):
             continue
         waves = -(-row_tiles // (tile.row_tiles * slots))
         read = ctas * tile.row_tiles * warps * units * (1 + latency / (warps * ctas) + _MORE_UNITS * (units - 1))
-        sums = pace * (ctas * warps * m * tile.row_tiles / _SUMS)
+        sums = pace * (ctas * warps * m * tile.row_tiles / of_a_unit)
         exchange = pace * _EXCHANGE * splits if splits > 1 else 0
         cost = waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
         found = True

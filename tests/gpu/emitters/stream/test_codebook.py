@@ -28,7 +28,7 @@ from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.numerics import int8 as numerics
 from qcut.numerics.codebook import layout as codebook_layout
-from qcut.numerics.codebook import pairs, products
+from qcut.numerics.codebook import lloyd_max, pairs, products
 from qcut.numerics.codebook.layout import Geometry
 from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_range, half_ulp, smooth
@@ -78,16 +78,20 @@ PROMPT_TILES = (
     CodebookStreamWgmmaTile(192, 2, 2, 3, 2),
 )
 """Tiles that a prompt is divided into."""
+MIRRORED_BOOKS = {
+    "normal": lloyd_max.codebook(4),
+    "zeros": torch.tensor([-3.0, -2.0, -1.5, -1.0, -0.7, -0.3, -0.1, -0.0]),
+    "subnormal": torch.tensor([-8.0, -7.0, -5.0, -4.0, -3.0, -2.0, -1.0, -0.0]) * 2.0**-24,
+    "bits": torch.tensor([-16384.0, -256.0, -255.75, -128.125, -1.0, -0.00390625, -0.0000610352, -0.00000005960464]),
+}
+"""Values 0 to 7, or all, of codebooks that are mirrored: of zeros of both signs, and of many exponents."""
 FORMATS = ((2, 4), (3, 2), (4, 1), (4, 8), (3, 8))
 """(bits, slots)."""
 DTYPES = (DType.F16, DType.BF16, DType.S8)
 BOOKS = {
     "symmetric": (-2.7, 2.7),
-    "integers": (-8, 7),  # with 4 bits the second half begins with 0
-    "one_zero_below": (-7, 8),  # with 4 bits the first half ends with 0
+    "integers": (-8, 7),
     "positive": (0.1, 2.7),
-    "negative": (-2.7, -0.1),
-    "more_negative": (-2.7, 0.9),
 }
 """Least and largest of the values, which are evenly spaced."""
 EPILOGUES = (
@@ -160,11 +164,20 @@ def pair_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
 
 def int8_cases(bits: int) -> Iterator[tuple[CodebookProblem, Tile]]:
     """Tiles of up to sixteen tokens, with one group scale of int8 values and with several."""
-    for slots in (1, 4):
+    for slots in (1, 4, 8):
         problem = problem_of(DType.S8, bits, slots)
         for tile in TILES:
             if tile.tokens <= 16 and has_tile(tile) and family_of(tile).is_legal(problem, tile, arch()):
                 yield problem, tile
+
+
+def mirrored_int8_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
+    """Int8 tokens that are multiplied in two passes, of negative and of positive values."""
+    for problem, tile in int8_cases(4):
+        if isinstance(tile, CodebookStreamTile):
+            mirrored = replace(problem, mirrored=True), replace(tile, mirrored=True)
+            if CODEBOOK_STREAM.is_legal(*mirrored, arch()):
+                yield mirrored
 
 
 def epilogue_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
@@ -220,6 +233,7 @@ def _built() -> None:
         *pair_cases(),
         *format_cases(),
         *(case for bits in (2, 3, 4) for case in int8_cases(bits)),
+        *mirrored_int8_cases(),
         *epilogue_cases(),
         *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()]),
     ]
@@ -248,7 +262,7 @@ class Product:
         n: int,
         units: int,
         seed: int = 0,
-        book: tuple[float, float] = BOOKS["symmetric"],
+        book: tuple[float, float] | Tensor = BOOKS["symmetric"],
     ) -> Product:
         """Norms of every size: a row of zeros, one with the largest float16 beside ``2**-20`` of it, subnormal ones."""
         generator = torch.Generator().manual_seed(seed)
@@ -262,7 +276,7 @@ class Product:
         norms[2 * n // 3] *= 2.0**-18
         dtype = torch.float16 if problem.x is DType.S8 else TORCH_DTYPE[problem.x]
         values = torch.zeros(16, dtype=dtype)
-        values[: 2**bits] = torch.linspace(*book, 2**bits).to(dtype)
+        values[: 2**bits] = (book if isinstance(book, Tensor) else torch.linspace(*book, 2**bits)).to(dtype)
         if problem.pairs:
             values = pairs.codebook().to(dtype)
         floats = torch.randn(m, k, generator=generator).to(dtype)
@@ -442,16 +456,29 @@ def test_formats(problem: CodebookProblem, tile: Tile) -> None:
         product.check(product.run(tile), tile)
 
 
-@pytest.mark.parametrize("book", BOOKS.values(), ids=BOOKS)
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_int8_tokens_with_values_of_all_signs(bits: int, book: tuple[float, float]) -> None:
-    cases = list(int8_cases(bits))
-    assert len(cases) > 10
+def check_int8(cases: list[tuple[CodebookProblem, Tile]], book: tuple[float, float] | Tensor) -> None:
+    assert len(cases) > 5
     for problem, tile in cases:
         units = min(tile.capacity, 12) if isinstance(tile, CodebookStreamTile) else 12
         for m in {1, max(1, tile.tokens - 1), tile.tokens}:
             product = Product.random(problem, m, 130, units, seed=m, book=book)
             product.check(product.run(tile), tile)
+
+
+def mirrored_book(name: str) -> Tensor:
+    values = MIRRORED_BOOKS[name]
+    return values if len(values) == 16 else torch.cat([values, -values.flip(0)])
+
+
+@pytest.mark.parametrize("book", BOOKS.values(), ids=BOOKS)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_int8_tokens_and_books_of_all_signs(bits: int, book: tuple[float, float]) -> None:
+    check_int8(list(int8_cases(bits)), book)
+
+
+@pytest.mark.parametrize("book", MIRRORED_BOOKS)
+def test_int8_tokens_and_mirrored_books(book: str) -> None:
+    check_int8(list(mirrored_int8_cases()), mirrored_book(book))
 
 
 @pytest.mark.parametrize(("problem", "tile"), list(pair_cases()), ids=lambda v: v.name)

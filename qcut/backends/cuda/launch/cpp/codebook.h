@@ -106,6 +106,17 @@ inline bool is_token(at::Tensor const& x, at::Tensor const& operands, std::int64
          is_dense(operands, at::kInt, x.device(), {passes, pass * (kUnitColumns / 32)});
 }
 
+// Whether value i of a codebook of 16 is value 15 - i with the other sign, and values 0 to 7 have the sign bit.
+inline bool is_mirrored(c10::ArrayRef<c10::IValue> book) {
+  constexpr std::uint32_t kSigns = 0x80008000;
+  if (book.size() != 8) return false;
+  for (std::size_t i = 0; i < 4; ++i) {
+    auto const low = static_cast<std::uint32_t>(book[i].toInt()), high = static_cast<std::uint32_t>(book[7 - i].toInt());
+    if ((low & kSigns) != kSigns || (low ^ kSigns) != (high >> 16 | high << 16)) return false;
+  }
+  return true;
+}
+
 template <Op op>
 std::array<at::Tensor, 1> multiply(c10::IValue const* args, bool early_read) {
   auto const* const weight = args + kWeight<op>;
@@ -139,7 +150,9 @@ std::array<at::Tensor, 1> multiply(c10::IValue const* args, bool early_read) {
 
   auto const flags = (early_read ? kEarlyRead : 0) | (bias.isNone() ? 0 : kBias) |
                      (residual.isNone() ? 0 : kResidual) | (fold.isNone() ? 0 : kFold) | (width == 4 ? kOffsets : 0) |
-                     (book.size() == 64 ? kPairs : 0) | (op == kGemm && args[13].toBool() ? kRowNorm : 0);
+                     (book.size() == 64 ? kPairs : 0) |
+                     (!fold.isNone() && bits == 4 && is_mirrored(book) ? kMirrored : 0) |
+                     (op == kGemm && args[13].toBool() ? kRowNorm : 0);
   Key key{.n = n, .k = units_k, .rows = bucket(m), .op = op, .dtype = number(x.scalar_type()), .out = number(out),
           .device = device.index(), .flags = flags, .bits = static_cast<std::int32_t>(bits),
           .slots = static_cast<std::int32_t>(slots)};

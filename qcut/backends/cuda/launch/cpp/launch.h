@@ -55,6 +55,7 @@ enum Flags : std::int32_t {
   kFold = 128,
   kE4M3 = 256,  // weights, which are int8 otherwise
   kUnitScales = 512,
+  kMirrored = 1024,  // codebooks, see is_mirrored
 };
 
 // A call at one bucket of rows. Plans hold no address: what a call's parameters must be is the same for all plans, and
