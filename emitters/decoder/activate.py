@@ -49,8 +49,8 @@ class ActivateRows(Kernel):
         x: element type.
         arch: real architecture.
         aligned: rows start at multiples of 16 bytes, those of y too. False loads single elements.
-        rotation: rotates y into blocks of tokens, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` makes
-            them; or None.
+        rotation: rotates y into blocks of tokens or int8 rows, bitwise as `qcut.emitters.codebook.rotate.RotateTokens`
+            makes them; or None.
         threads: threads of a CTA.
         vectors: vectors of 16 bytes of a thread.
 
@@ -71,7 +71,7 @@ class ActivateRows(Kernel):
     def rotating(
         cls, kind: str, x: DType, arch: str, columns: int, rotation: RowsRotation, *, aligned: bool = True
     ) -> ActivateRows:
-        """The kernel that rotates rows of so many columns. For int8 blocks one CTA has a whole row.
+        """The kernel that rotates rows of so many columns. For int8 one CTA has a whole row.
 
         Raises:
             EmitError: rows longer than 1024 threads hold; see `CONSTRAINTS`.
@@ -144,4 +144,6 @@ class ActivateRows(Kernel):
         return self._source(
             statement,
             device_code=(rotation.device_code if rotation else "") + include("decoder/activate.cuh"),
+            # Without the bound of one CTA to an SM, ptxas spills a word of two vectors to fit two.
+            ctas_per_sm=1 if rotation and rotation.in_rows and self.vectors > 1 else None,
         )

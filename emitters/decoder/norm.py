@@ -51,8 +51,9 @@ class NormRows(Kernel):
         layer  y = rne((s - mean(s)) * rsqrt(mean((s - mean(s))**2) + eps) * weight + bias)
 
     With ``quantized``, y becomes int8 with a scale for each row, bitwise as
-    `qcut.emitters.decoder.quantize.QuantizePerToken` quantizes y. With a rotation, y becomes blocks of tokens, bitwise
-    as `qcut.emitters.codebook.rotate.RotateTokens` makes them. With ``plain``, the kernel writes y of x's type too.
+    `qcut.emitters.decoder.quantize.QuantizePerToken` quantizes y. With a rotation, y becomes blocks of tokens or
+    int8 rows, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` makes them. With ``plain``, the kernel writes y
+    of x's type too.
 
     Attributes:
         x: element type.

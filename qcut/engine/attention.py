@@ -12,8 +12,7 @@ from torch import Tensor
 
 from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.kv_cache.cache import KVCache
-from qcut.layers.codebook import RotationArguments
-from qcut.layers.tokens import RotatedTokens
+from qcut.layers.tokens import RotatedTokens, RotationArguments
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,8 @@ class StepAttention:
         attend = torch.ops.qcut.append_attention
         overload = attend.early_read if self.early_read else attend.default
         run = partial(overload, *step, scores.scaling, self.counters, sinks=scores.sinks, rows=self.rows)
-        if rotation is not None and rotation[3] is q.dtype:  # int8 tokens have a scale that is of all heads
-            operands, group_size, seeds, _ = rotation
+        if rotation is not None and rotation.out_dtype is q.dtype:  # int8 tokens have a scale that is of all heads
+            operands, group_size, seeds = rotation[:3]
             run = partial(run, operands=operands, group_size=group_size, seeds=seeds)
         else:
             rotation = None

@@ -15,12 +15,13 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.layers.codebook import CodebookLinear, RotationArguments
+from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Table, table_of
 from qcut.layers.experts.experts import Experts, RoutedResults, summed
 from qcut.layers.int8 import W8A8Linear
+from qcut.layers.rotated import W8A8RotatedLinear
 from qcut.layers.stacking import Stacker
-from qcut.layers.tokens import Int8Tokens, Prepared, RotatedTokens, TokensWithAbsmax
+from qcut.layers.tokens import Int8Tokens, Prepared, RotatedTokens, RotationArguments, TokensWithAbsmax
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
 # ── activations between layers ──────────────────────────────────────────────────────────────────
@@ -44,6 +45,8 @@ class PreparedTokens(NamedTuple):
 Activations = Tensor | Int8Tokens | TokensWithAbsmax | RotatedTokens | PreparedTokens
 Branch = Tensor | RoutedResults
 """What is added to the residual, ``[M, hidden]``, or results of routes that the next `AddNorm` adds on its way."""
+Rotating = CodebookLinear | W8A8RotatedLinear
+"""Layers that take tokens rotated."""
 
 
 def takes_absmax(module: nn.Module, tokens: int) -> bool:
@@ -85,7 +88,7 @@ class AddNorm:
     module: nn.Module
     eps: float
     k_padded: int | None
-    rotating: CodebookLinear | None = None
+    rotating: Rotating | None = None
     experts: Experts | None = None
 
     @classmethod
@@ -114,8 +117,9 @@ class AddNorm:
         plain = None if experts is None else x.new_empty(x.shape)
         prepared: Prepared
         if rotation is not None:
-            total, blocks, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *rotation, plain, routes)
-            prepared = RotatedTokens(blocks, scale, len(x), x.dtype)
+            *turned, in_rows = rotation
+            total, rotated, scale = torch.ops.qcut.add_norm_rotated.early_read(*given, *turned, plain, routes, in_rows)
+            prepared = rotation.prepared(rotated, scale, x)
         else:
             total, q, scale = torch.ops.qcut.add_norm_int8.early_read(*given, k_padded, plain, routes)
             prepared = Int8Tokens(q, scale, x.dtype)
@@ -123,7 +127,7 @@ class AddNorm:
         return x if branch is None else total, both
 
 
-def _read_by(readers: Sequence[nn.Module]) -> tuple[int | None, CodebookLinear | None, Experts | None]:
+def _read_by(readers: Sequence[nn.Module]) -> tuple[int | None, Rotating | None, Experts | None]:
     """``k_padded``, ``rotating`` and ``experts`` of an `AddNorm`."""
     experts = next((reader for reader in readers if isinstance(reader, Experts)), None)
     return _int8_columns(readers), _rotating(readers), experts
@@ -143,9 +147,9 @@ def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
     return columns.pop() if len(columns) == 1 else None
 
 
-def _rotating(readers: Sequence[nn.Module]) -> CodebookLinear | None:
+def _rotating(readers: Sequence[nn.Module]) -> Rotating | None:
     """The first of layers that all rotate tokens alike; None if one does not."""
-    layers = [layer for layer in _layers_of(readers) if isinstance(layer, CodebookLinear)]
+    layers = [layer for layer in _layers_of(readers) if isinstance(layer, Rotating)]
     return layers[0] if len(layers) == len(readers) and len({layer.reads for layer in layers}) == 1 else None
 
 
@@ -389,8 +393,9 @@ class MLP:
         rotating = _rotating([self.down]) if by_kernel else None
         rotation = None if rotating is None else rotating.rotation_of(gate)
         if rotation is not None:
-            blocks, scale = torch.ops.qcut.activate_rotated.early_read(gate, up, *rotation)
-            return project(self.down, RotatedTokens(blocks, scale, len(gate), gate.dtype))
+            *turned, in_rows = rotation
+            rotated, scale = torch.ops.qcut.activate_rotated.early_read(gate, up, *turned, in_rows=in_rows)
+            return project(self.down, rotation.prepared(rotated, scale, gate))
         if up is not None:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:

@@ -23,8 +23,8 @@ from qcut.layers.codebook_buffers import (
 from qcut.layers.host_values import Reading
 from qcut.layers.linear import Known, Linear, Stacked, gated
 from qcut.layers.quantized import StateEntry
-from qcut.layers.rotations import RotationSpec, rotation_for, shared
-from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens
+from qcut.layers.rotations import RotationSpec, by_kernels, rotation_for, shared
+from qcut.layers.tokens import MOST_PREPARED, Prepared, RotatedTokens, RotationArguments
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
@@ -46,7 +46,6 @@ from qcut.numerics.plain_state import in_plain_state
 from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.ops.codebook import can_rotate
 from qcut.ops.embed import can_embed
-from qcut.ops.paths import path
 from qcut.schemes import K_MAX, Codebook, Scheme
 
 if TYPE_CHECKING:
@@ -63,9 +62,6 @@ _REFERENCE = torch.ops.qcut.codebook_linear.default
 
 Books = dict[torch.dtype, tuple[int, ...]]
 """A codebook in both 16-bit types, as launches take it."""
-
-RotationArguments = tuple[Tensor, int, tuple[int, ...], torch.dtype]
-"""Signs, columns of a group, seeds and type of the tokens, as operators take them that rotate the rows they make."""
 
 RowOperands = tuple[list[Tensor], Tensor, list[Tensor], list[int], rotation.Kind, int, tuple[int, ...], int]
 """Units, norms, codebooks, bits, kind, group size, seeds and columns, as `look_up_rows` takes them after the ids."""
@@ -333,7 +329,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def reads(self) -> tuple[Any, bool]:
+    def reads(self) -> tuple[object, ...]:
         """What layers have in common that can read the same rotated rows: the rotation, and whether rows are int8."""
         return self._rotation, self.int8
 
@@ -348,12 +344,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             routed: whether `routed` multiplies the rows.
         """
         least = 1 if routed else 2
-        if not least <= len(like) <= MOST_PREPARED or like.dtype not in _HALVES or not _by_kernels(like.device):
+        if not least <= len(like) <= MOST_PREPARED or like.dtype not in _HALVES or not by_kernels(like.device):
             return None
         if not can_rotate(self.kind, self.group_size, self.in_features):
             return None
         tokens = torch.int8 if self.int8 else like.dtype
-        return self._rotation.operands_for(like), self.group_size, self.scheme.seeds, tokens
+        return RotationArguments(self._rotation.operands_for(like), self.group_size, self.scheme.seeds, tokens)
 
     def forward_rotated(self, blocks: Tensor, scale: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
         """Applies the layer to rows that were rotated before, as `rotation_of` says.
@@ -428,7 +424,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return RotatedTokens(blocks, scale, len(x), dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        return self._by_kernel(x) if _by_kernels(x.device) else self._by_reference(x, self.activation)
+        return self._by_kernel(x) if by_kernels(x.device) else self._by_reference(x, self.activation)
 
     def _by_reference(self, x: Tensor, activation: str) -> Tensor:
         """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
@@ -634,15 +630,6 @@ def _common_books(codebooks: Tensor) -> Books | None:
     if not bool((codebooks == codebooks[:1]).all()):
         return None
     return {dtype: products.pack_book(codebooks[0], dtype) for dtype in _HALVES}
-
-
-def _by_kernels(device: torch.device) -> bool:
-    """Whether the operators of kernels compute a layer on a device."""
-    return path.name == "triton" or (path.name == "cuda" and _has_kernels(device))
-
-
-def _has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda"
 
 
 def _has_one_norm(scheme: Codebook, geometry: Geometry) -> bool:

@@ -11,13 +11,15 @@ from torch import Tensor
 from qcut.errors import ConfigError, layer_prefix
 from qcut.layers.int8 import Int8Linear, W8A8Linear, int8_routed
 from qcut.layers.linear import Known, Stacked, gated
-from qcut.layers.rotations import RotationSpec, rotation_for, shared
+from qcut.layers.rotations import RotationSpec, by_kernels, rotation_for, shared
+from qcut.layers.tokens import RotationArguments
 from qcut.numerics import int8 as numerics
 from qcut.numerics.chunks import row_chunks
 from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.lookup import lookup_for
 from qcut.numerics.codebook.tokens import quantize_rotated_ref
 from qcut.numerics.routing import MOST_GATHERED, RouteTiles
+from qcut.ops.codebook import can_rotate
 from qcut.schemes import K_MAX, LEAST_ROTATED_GROUP, Scheme, W8A8Rotated
 
 if TYPE_CHECKING:
@@ -26,7 +28,10 @@ if TYPE_CHECKING:
     from qcut.numerics.gating import GatedSilu
 
 _INT8 = torch.ops.qcut.int8_linear_pure.default
+_OF_TOKENS = torch.ops.qcut.int8_linear.early_read
 _QUANTIZE = torch.ops.qcut.quantize_rotated.default
+_ACTIVATE = torch.ops.qcut.activate_rotated.early_read
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class W8A8RotatedLinear(Int8Linear, schemes=[W8A8Rotated]):
@@ -89,17 +94,47 @@ class W8A8RotatedLinear(Int8Linear, schemes=[W8A8Rotated]):
         weights: Tensor | None = None,
     ) -> Tensor | None:
         """See `Linear.routed`; bitwise what the layers' `forward` makes of the routes' tokens."""
-        one = stack.form
-        if not isinstance(x, Tensor) or (tiles.ordered and not one._whole_groups):
+        one, dtype = stack.form, x.dtype
+        if tiles.ordered and not one._whole_groups:
             return None
-        x = gated(x, gate)
-        signs, size, seed = one._rotation.operands_for(x), one.group_size, one.scheme.seed
-        if tiles.ordered:
-            groups = "hadamard", size, [seed], torch.int8
-            q, scale = torch.ops.qcut.rotate_routes(x, signs, *groups, tiles.routes, per_row, natural=True)
+        if not isinstance(x, Tensor):
+            q, scale = x[:2]
+        elif gate is not None and not tiles.ordered and (rotation := one.rotation_of(x)) is not None:
+            q, scale = _ACTIVATE(*x.chunk(2, -1), *rotation[:4], *gate, True)
         else:
-            q, scale = _QUANTIZE(x, signs, size, seed)
-        return int8_routed(stack, q, scale, x.dtype, tiles, per_row, weights)
+            x = gated(x, gate)
+            signs, size, seed = one._rotation.operands_for(x), one.group_size, one.scheme.seed
+            if tiles.ordered:
+                groups = "hadamard", size, [seed], torch.int8
+                q, scale = torch.ops.qcut.rotate_routes(x, signs, *groups, tiles.routes, per_row, natural=True)
+            else:
+                q, scale = _QUANTIZE(x, signs, size, seed)
+        return int8_routed(stack, q, scale, dtype, tiles, per_row, weights)
+
+    @property
+    def reads(self) -> tuple[object, ...]:
+        """What layers have in common that can read the same rotated rows: the rotation, and that they are no blocks."""
+        return self._rotation, "int8 rows"
+
+    def rotation_of(self, like: Tensor, *, routed: bool = False) -> RotationArguments | None:
+        """How an operator is to rotate rows that it makes for this layer, or None if the layer takes plain tokens.
+
+        Args:
+            like: a tensor with the rows' dtype and device.
+            routed: whether `routed` multiplies the rows, which changes nothing here.
+        """
+        if like.dtype not in _HALVES or not by_kernels(like.device):
+            return None
+        if not can_rotate("hadamard", self.group_size, self.in_features):
+            return None
+        signs = self._rotation.operands_for(like)
+        return RotationArguments(signs, self.group_size, (self.scheme.seed,), torch.int8, in_rows=True)
+
+    def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype, absmax: Tensor | None = None) -> Tensor:
+        """See `W8A8Linear.forward_int8`; tokens are those of ``torch.ops.qcut.quantize_rotated``."""
+        b = self._buffers
+        y: Tensor = _OF_TOKENS(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
+        return y
 
     def table(self, dtype: torch.dtype) -> None:
         """See `Linear.table`: no operator rotates int8 rows back."""

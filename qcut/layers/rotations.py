@@ -160,6 +160,16 @@ shared = SharedRotations()
 """The shared rotations of the process."""
 
 
+def by_kernels(device: torch.device) -> bool:
+    """Whether the operators of kernels compute a layer that rotates tokens on a device."""
+    return paths.path.name == "triton" or (paths.path.name == "cuda" and has_kernels(device))
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels of CUDA run on a device."""
+    return device.type == "cuda"
+
+
 def _rotate(
     spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor, in_rows: bool
 ) -> tuple[Tensor, Tensor]:

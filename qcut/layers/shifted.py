@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
-from qcut.layers.codebook import CodebookLinear, _by_kernels
+from qcut.layers.codebook import CodebookLinear
 from qcut.layers.linear import Known
 from qcut.layers.quantized import StateEntry
+from qcut.layers.rotations import by_kernels
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.codebook import layout as codebook_layout
 from qcut.numerics.codebook import rotation
@@ -169,7 +170,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
     def _product(self, x: Tensor) -> Tensor:
         if (order := self._buffers["order"]) is not None:
             x = x.index_select(-1, order)
-        if self._buffers["offsets"] is None or _by_kernels(x.device):
+        if self._buffers["offsets"] is None or by_kernels(x.device):
             return super()._product(x)
         rows = x.reshape(-1, self.in_features)
         added = self._group_sums(rows) @ cast(Tensor, self._shifts()).t()

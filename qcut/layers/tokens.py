@@ -15,14 +15,17 @@ Prefill was not measured so.
 
 
 class Int8Tokens(NamedTuple):
-    """Tokens quantized by `torch.ops.qcut.quantize_per_token`: int8 ``[M, K_padded]``, scales float32 ``[M]``."""
+    """Tokens quantized by `torch.ops.qcut.quantize_per_token`, or rotated and quantized by ``quantize_rotated``.
+
+    q is int8 ``[M, K_padded]``, scales are float32 ``[M]``.
+    """
 
     q: Tensor
     scale: Tensor
     dtype: torch.dtype
 
     def project(self, layer: Any, absmax: Tensor | None) -> Tensor:
-        """The layer's `W8A8Linear.forward_int8`."""
+        """The layer's `W8A8Linear.forward_int8`, or that of `W8A8RotatedLinear`."""
         return cast(Tensor, layer.forward_int8(*self, absmax))
 
 
@@ -52,3 +55,27 @@ class RotatedTokens(NamedTuple):
 
 Prepared = Int8Tokens | RotatedTokens
 """Tokens as W8A8 layers read them, or layers with codebooks."""
+
+
+class RotationArguments(NamedTuple):
+    """How operators rotate the rows that they make, as they take it.
+
+    Attributes:
+        signs: int32, those of the rotation.
+        group_size: columns of a group.
+        seeds: one for each pass.
+        out_dtype: type of the tokens.
+        in_rows: whether tokens are rows of int8, and not blocks.
+    """
+
+    signs: Tensor
+    group_size: int
+    seeds: tuple[int, ...]
+    out_dtype: torch.dtype
+    in_rows: bool = False
+
+    def prepared(self, rotated: Tensor, scale: Tensor, like: Tensor) -> Prepared:
+        """What an operator has made of rows as ``like``, for `project`."""
+        if self.in_rows:
+            return Int8Tokens(rotated, scale, like.dtype)
+        return RotatedTokens(rotated, scale, len(like), like.dtype)

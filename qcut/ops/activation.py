@@ -12,7 +12,7 @@ from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 from qcut.numerics.gating import check_clamped_silu, clamped_silu_mul
 from qcut.ops.checks import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor
-from qcut.ops.codebook import RotateTokensOp, check_rotated
+from qcut.ops.codebook import QuantizeRotatedOp, RotateTokensOp, check_rotated, rotation_of_rows
 from qcut.ops.registry import MUTATED, operator
 
 
@@ -106,6 +106,8 @@ class GeluTanhOp(NamedTuple):
 class ActivateRotatedOp(NamedTuple):
     """An MLP's activation, rotated for a product with codebook weights by `RotateTokensOp` with ``hadamard``.
 
+    For a product with int8 weights, `QuantizeRotatedOp` rotates it.
+
     Args:
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
         up: as x: the activation is `SiluMulOp` of both; None: it is `GeluTanhOp` of x.
@@ -117,15 +119,18 @@ class ActivateRotatedOp(NamedTuple):
         alpha: as in `SiluMulOp`, like the two that follow; 1 without ``up``.
         limit: 0 without ``up``.
         plus_one: False without ``up``.
+        in_rows: return int8 rows ``[M, K]`` as `QuantizeRotatedOp` does, in place of blocks; only with int8, one seed.
 
     Returns:
-        Blocks and scales, as `RotateTokensOp` returns them.
+        Blocks and scales, as `RotateTokensOp` returns them, or rows and scales.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: another group, alpha or limit, no seed, or an option of `SiluMulOp` without ``up``.
+        ConfigError: another group, alpha or limit, no seed, several in rows, or an option of `SiluMulOp` without
+            ``up``.
+        QuantizationError: K beyond the exact range of products of int8 rows.
 
-    Exactness: bitwise `RotateTokensOp` of the activation's result on the same device.
+    Exactness: bitwise those operators of the activation's result on the same device.
     """
 
     x: Tensor
@@ -137,6 +142,7 @@ class ActivateRotatedOp(NamedTuple):
     alpha: float = 1.0
     limit: float = 0.0
     plus_one: bool = False
+    in_rows: bool = False
     early_read: bool = False
 
     @property
@@ -144,9 +150,9 @@ class ActivateRotatedOp(NamedTuple):
         """The activation without its rotation."""
         return GeluTanhOp(self.x) if self.up is None else SiluMulOp(self.x, self.up, None, *self[6:9])
 
-    def rotation(self, y: Tensor) -> RotateTokensOp:
+    def rotation(self, y: Tensor) -> RotateTokensOp | QuantizeRotatedOp:
         """The rotation of the activation's result y."""
-        return RotateTokensOp(y, self.operands, "hadamard", *self[3:6], self.early_read)
+        return rotation_of_rows(y, *self[2:6], self.in_rows, self.early_read)
 
     def check(self) -> None:
         op, x = "activate_rotated", self.x
@@ -158,7 +164,7 @@ class ActivateRotatedOp(NamedTuple):
             raise ConfigError(f"qcut::{op}: alpha, limit and plus_one go with up")
         if not x.shape[1]:
             raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
-        check_rotated(op, x, *self[2:6])
+        check_rotated(op, x, *self[2:6], self.in_rows)
 
     def fake(self) -> tuple[Tensor, Tensor]:
         return self.rotation(self.x).fake()

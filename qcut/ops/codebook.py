@@ -360,17 +360,45 @@ class CodebookGemvOp(NamedTuple):
         return self.product(*self.rotation.cpu()).cpu()
 
 
-def check_rotated(op: str, x: Tensor, operands: Tensor, group_size: int, seeds: list[int], out: torch.dtype) -> None:
+def check_rotated(
+    op: str,
+    x: Tensor,
+    operands: Tensor,
+    group_size: int,
+    seeds: list[int],
+    out: torch.dtype,
+    in_rows: bool = False,
+) -> None:
     """Check what an operator is given that rotates rows ``[M, K]`` before they are in memory.
 
     Raises:
-        DtypeError, ShapeError, DeviceError: x is not float16 or bfloat16, ``out`` neither int8 nor x's type, or
-            operands are not those of the rotation.
-        ConfigError: no seed, or a rotation that `can_rotate` does not name.
+        DtypeError, ShapeError, DeviceError: x is not float16 or bfloat16, ``out`` neither int8 nor x's type, or another
+            than int8 in rows, or operands are not those of the rotation.
+        ConfigError: no seed, several in rows, or a rotation that `can_rotate` does not name.
+        QuantizationError: K beyond the exact range of products of int8 rows.
     """
     check_dtype(op, "x", x.dtype, (torch.float16, torch.bfloat16))
-    check_dtype(op, "out_dtype", out, (x.dtype, torch.int8))
+    check_dtype(op, "out_dtype, in rows," if in_rows else "out_dtype", out, (*(x.dtype,) * (not in_rows), torch.int8))
     _check_signs(op, operands, x, group_size, len(seeds))
+    if in_rows:
+        check_k(op, x.shape[1], K_MAX)
+        if len(seeds) > 1:
+            raise ConfigError(f"qcut::{op}: {len(seeds)} seeds; allowed: one, for rows of int8")
+
+
+def rotation_of_rows(
+    y: Tensor,
+    operands: Tensor,
+    group_size: int,
+    seeds: list[int],
+    out: torch.dtype,
+    in_rows: bool,
+    early_read: bool,
+) -> RotateTokensOp | QuantizeRotatedOp:
+    """The operator that rotates rows y as one does that rotates them before they are in memory."""
+    if in_rows:
+        return QuantizeRotatedOp(y, operands, group_size, seeds[0], early_read)
+    return RotateTokensOp(y, operands, "hadamard", group_size, seeds, out, early_read)
 
 
 @operator("codebook_linear", returns="Tensor", composed=True)

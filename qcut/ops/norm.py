@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8, routing
 from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
-from qcut.ops.codebook import RotateTokensOp, check_rotated
+from qcut.ops.codebook import QuantizeRotatedOp, RotateTokensOp, check_rotated, rotation_of_rows
 from qcut.ops.registry import MUTATED, operator
 
 
@@ -141,9 +141,9 @@ class AddNormInt8Op(NamedTuple):
 
 @operator("add_norm_rotated", returns="(Tensor, Tensor, Tensor)")
 class AddNormRotatedOp(NamedTuple):
-    """The sum of a layer's output and the residual, and its norm rotated for products with codebook weights.
+    """The sum of a layer's output and the residual, and its norm rotated for products with codebook or int8 weights.
 
-    s and y are those of `AddNormOp`; y is rotated by `RotateTokensOp` with ``hadamard``.
+    s and y are those of `AddNormOp`; y is rotated by `RotateTokensOp` with ``hadamard``, or by `QuantizeRotatedOp`.
 
     Args:
         x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
@@ -159,16 +159,19 @@ class AddNormRotatedOp(NamedTuple):
         out_dtype: int8, or x's type.
         plain: as x, contiguous, to which y is written, too; None: not wanted.
         route_weights: see `AddNormOp`.
+        in_rows: return int8 rows ``[M, K]`` as `QuantizeRotatedOp` does, in place of blocks; only with int8, one seed.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; blocks and scales of y, as
-        `RotateTokensOp` returns them.
+        `RotateTokensOp` returns them, or rows and scales.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: an RMSNorm is given a bias; another group, or no seed.
+        ConfigError: an RMSNorm is given a bias; another group, no seed, or several in rows.
+        QuantizationError: K beyond the exact range of products of int8 rows.
 
-    Exactness: blocks and scales are bitwise `RotateTokensOp` of `AddNormOp`'s y on the same device, and ``plain`` is y.
+    Exactness: blocks, or rows, and scales are bitwise those operators' of `AddNormOp`'s y on the same device, and
+        ``plain`` is y.
     """
 
     x: Tensor
@@ -183,6 +186,7 @@ class AddNormRotatedOp(NamedTuple):
     out_dtype: torch.dtype
     plain: Annotated[Tensor | None, MUTATED] = None
     route_weights: Tensor | None = None
+    in_rows: bool = False
     early_read: bool = False
 
     @property
@@ -190,14 +194,14 @@ class AddNormRotatedOp(NamedTuple):
         """The same norm without its rotation."""
         return AddNormOp(*self[:6], self.route_weights, self.early_read)
 
-    def rotation(self, y: Tensor) -> RotateTokensOp:
+    def rotation(self, y: Tensor) -> RotateTokensOp | QuantizeRotatedOp:
         """The rotation of the norm y."""
-        return RotateTokensOp(y, self.operands, "hadamard", *self[7:10], self.early_read)
+        return rotation_of_rows(y, *self[6:10], self.in_rows, self.early_read)
 
     def check(self) -> None:
         _check_norm("add_norm_rotated", self)
         _check_plain("add_norm_rotated", self)
-        check_rotated("add_norm_rotated", self.x, *self[6:10])
+        check_rotated("add_norm_rotated", self.x, *self[6:10], self.in_rows)
 
     def fake(self) -> tuple[Tensor, Tensor, Tensor]:
         total, y = self.unrotated.fake()

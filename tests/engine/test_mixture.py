@@ -19,7 +19,7 @@ from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
 from qcut.engine.mixture import Mixture
 from qcut.errors import UnsupportedError
-from qcut.layers import codebook, rotations
+from qcut.layers import rotations
 from qcut.layers.experts import experts
 from qcut.layers.experts.experts import Experts
 from qcut.layers.experts.linear_stack import LinearStack
@@ -176,8 +176,8 @@ class Calls(TorchDispatchMode):
 
 def as_on_gpus(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA on the CPU, with tiles of a size: the operators' CPU implementations behind it."""
-    for module in (codebook, experts):
-        monkeypatch.setattr(module, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(experts, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "has_kernels", lambda device: True)
     monkeypatch.setattr(rotations, "stream_state", lambda device: None)
     monkeypatch.setattr(experts_cuda, "tile_size", lambda *_: size)
 
@@ -193,7 +193,7 @@ def counted_steps(model: Any, batch: int) -> tuple[list[Tensor], Counter[str]]:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "hunyuan_v1_moe", "gpt_oss"])
-@pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8"])
+@pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8", "w8a8_rotated_g32"])
 def test_norms_of_steps_prepare_tokens_of_experts(
     scheme: str, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +211,9 @@ def test_norms_of_steps_prepare_tokens_of_experts(
         assert calls["quantize_per_token"] == layers  # of the activation
         assert apart["quantize_per_token"] == 2 * layers
         assert (calls["w8a8_linear"], apart["w8a8_linear"]) == (0, layers if shared else 0)
+    elif scheme == "w8a8_rotated_g32":
+        assert apart["quantize_rotated"] - calls["quantize_rotated"] == layers * (2 if shared else 1)
+        assert calls["activate_rotated"] == apart["activate_rotated"] >= layers  # activations of experts rotate, too
     else:
         assert (calls["rotate_routes"], apart["rotate_routes"]) == (0, layers)
         assert (calls["rotate_tokens"] < apart["rotate_tokens"]) is (shared and batch > 1)

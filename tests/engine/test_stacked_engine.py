@@ -20,6 +20,7 @@ import qcut
 from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
 from qcut.layers import codebook, rotations
+from qcut.layers.rotated import W8A8RotatedLinear
 from tests.support.decoders import VOCABULARY, WIDE, last_logits, prompts_of, small, theirs
 
 SCHEMES = (
@@ -251,7 +252,7 @@ def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
 @pytest.mark.parametrize("stack", [False, True])
 def test_kernels_that_make_tokens_rotate_them(scheme: str, stack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
-    monkeypatch.setattr(codebook, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "has_kernels", lambda device: True)
     monkeypatch.setattr(rotations, "stream_state", lambda device: None)
     made: list[int] = []
     forward = codebook.CodebookLinear.forward_rotated
@@ -269,3 +270,34 @@ def test_kernels_that_make_tokens_rotate_them(scheme: str, stack: bool, monkeypa
     assert made.count(2) == 2 * layers * readers
     monkeypatch.setattr(codebook.CodebookLinear, "rotation_of", lambda layer, like, **_: None)
     assert all(torch.equal(a, b) for a, b in zip(within, steps(Engine(model, batch=2, stack=stack)), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kernels_that_make_tokens_rotate_int8_rows(kind: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts too; attention makes plain ones, which the output projection rotates."""
+    monkeypatch.setattr(rotations, "has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "stream_state", lambda device: None)
+    made: list[int] = []
+    forward = W8A8RotatedLinear.forward_int8
+
+    def counted(layer: Any, q: Tensor, *rest: Any) -> Tensor:
+        made.append(len(q))
+        return forward(layer, q, *rest)
+
+    monkeypatch.setattr(W8A8RotatedLinear, "forward_int8", counted)
+    model = copy.deepcopy(quantized("w8a8_rotated_g32", kind=kind)).half()
+    prompts = prompts_of(VOCABULARY, *(9, 14, 5)[:batch])
+
+    def logits() -> list[Tensor]:
+        engine = Engine(model, batch=batch)
+        return [engine.prefill(prompts), engine.decode([3] * batch), engine.decode([5] * batch)]
+
+    within = logits()
+    readers = {"llama": 3, "gpt2": 2}[kind]  # qkv, up, and down unless GELU is in the epilogue of up
+    assert made.count(batch) == 2 * readers * len(decoder_of(model).blocks)
+    assert max(made) > batch
+    monkeypatch.setattr(W8A8RotatedLinear, "rotation_of", lambda layer, like, **_: None)
+    made.clear()
+    assert all(map(torch.equal, within, logits()))
+    assert not made

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import qcut
 from qcut import errors
-from qcut.layers import codebook as codebook_linear
+from qcut.layers import rotations
 from qcut.layers.shifted import ShiftedCodebookLinear
 from qcut.layers.stacking import Stacker
 from qcut.numerics.codebook import layout, products
@@ -90,7 +90,7 @@ def test_float32_computes_on_the_cpu_alone(monkeypatch):
     layer, weight = made()
     x = torch.randn(4, K)
     torch.testing.assert_close(layer(x).double(), x.double() @ weight.T + layer.bias.double(), rtol=1e-5, atol=1e-4)
-    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "has_kernels", lambda device: True)
     with pytest.raises(
         errors.DtypeError, match="layer 'l': x is float32; int4_g32_shifted_ordered computes in float16"
     ):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers import stacking
 from qcut.layers.linear import Linear
@@ -69,7 +68,7 @@ def test_a_stack_gives_all_the_results(scheme: str | None, kernels: bool, monkey
     """Float sums of two orders: of K products, each rounded, and ``K 2**-24`` of their sizes apart at most, twice."""
     modules = siblings_of(scheme, bias=scheme != "w8a8")
     if kernels:  # the operators that CUDA has, by their references
-        monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
+        monkeypatch.setattr(shared_rotations, "has_kernels", lambda device: True)
         monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
     dtype = torch.float16 if kernels else torch.float32
     inputs = [torch.randn(*shape, K).to(dtype) for shape in ((1,), (2, 3))]

@@ -91,6 +91,11 @@ def test_rotated_activations_are_the_activations_rotated(to: torch.dtype) -> Non
             for got, want in zip(overload(x, factor, signs, 32, (3,), to, *numbers), rotated, strict=True):
                 assert torch.equal(got, want)
         torch.library.opcheck(OPS.activate_rotated.default, (x, factor, signs, 32, (3,), to, *numbers))
+        if to is torch.int8:
+            given, rows = (x, factor, signs, 32, (3,), to, *numbers), {"in_rows": True}
+            want = OPS.quantize_rotated(y, signs, 32, 3)
+            assert all(map(torch.equal, OPS.activate_rotated.early_read(*given, **rows), want))
+            torch.library.opcheck(OPS.activate_rotated.default, given, rows)
 
 
 def test_activations_refuse() -> None:

@@ -66,6 +66,20 @@ def test_rotated_norms_are_the_norms_rotated(to: torch.dtype, residual: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_norms_rotated_in_rows_are_those_of_quantize_rotated() -> None:
+    x, other = torch.randn(2, 9, 160).half()
+    given = (x, other, torch.randn(160).half(), None, False, 1e-5)
+    signs = operands("hadamard", 32, 160, (7,), torch.float16)
+    turned, plain = (signs, 32, (7,), torch.int8), torch.zeros(9, 160).half()
+    total, y = OPS.add_norm(*given)
+    want = (total, *OPS.quantize_rotated(y, signs, 32, 7))
+    for op in (OPS.add_norm_rotated.default, OPS.add_norm_rotated.early_read):
+        assert all(map(torch.equal, op(*given, *turned, plain, in_rows=True), want))
+    assert torch.equal(plain, y)
+    torch.library.opcheck(OPS.add_norm_rotated.default, (*given, *turned, None), {"in_rows": True})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
     x, weight, turned = torch.randn(3, 8), torch.randn(8), torch.randn(8, 3).t()
     for plain in (None, torch.zeros(3, 8)):
@@ -141,6 +155,12 @@ def test_int8_norms_refuse(k_padded: int) -> None:
         ({"out_dtype": torch.bfloat16}, errors.DtypeError, "out_dtype is bfloat16; allowed: float16, int8"),
         ({"group_size": 16}, errors.ConfigError, "groups of 16 of 64 columns; allowed: whole ones of 32, 64 or 128"),
         ({"group_size": 128, "seeds": []}, errors.ConfigError, "no seed"),
+        ({"in_rows": True}, errors.DtypeError, "out_dtype, in rows, is float16; allowed: int8"),
+        (
+            {"in_rows": True, "out_dtype": torch.int8, "seeds": [1, 2], "operands": torch.zeros(2, 4).int()},
+            errors.ConfigError,
+            "2 seeds; allowed: one, for rows of int8",
+        ),
         ({"operands": torch.zeros(1, 2, dtype=torch.int32)}, errors.ShapeError, r"operands has shape \[1, 2\]"),
         ({"bias": torch.zeros(64).half()}, errors.ConfigError, "an RMS norm has no bias"),
     ],

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.codebook import rotate, rotates_rows
+from qcut.backends.cuda.codebook import rotate_apart, rotates_rows
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
@@ -34,12 +34,12 @@ def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     call.check()
     kind, gate = ("gelu_tanh", ()) if call.up is None else _gate(call)
     columns, dtype = call.x.shape[1], call.x.dtype
-    rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, columns), len(call.seeds))
+    rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, columns), len(call.seeds), call.in_rows)
     device = call.x.get_device()
     gpu = target(device)
     if not rotates_rows(gpu, ActivateRows.rotating, kind, DTYPES[dtype], gpu.arch, columns, rotation):
         y = _launch(kind, gate, None, call.x, *(() if call.up is None else (call.up,)))
-        return rotate(call.rotation(y))
+        return rotate_apart(call.rotation(y))
     blocks, scale = call.rotation(call.x).fake()
     if len(call.x) == 0:
         return blocks, scale
@@ -49,7 +49,7 @@ def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     key = (kind, dtype, aligned, columns, device, rotation, early_read)
     plan = _plans[key]
     scales = (scale.data_ptr(),) if rotation.quantized else ()
-    rotation_args = (signs.data_ptr(), 32 * signs.shape[1])
+    rotation_args = (signs.data_ptr(), blocks.shape[1] if call.in_rows else 32 * signs.shape[1])
     args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *gate, *rotation_args)
     plan.launch(len(call.x), args, current_stream(device))
     return blocks, scale

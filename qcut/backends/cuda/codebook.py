@@ -418,6 +418,11 @@ def quantize_rotated(call: QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
+def rotate_apart(call: RotateTokensOp | QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
+    """The rotation of rows that the kernel which made them does not rotate; arguments were checked."""
+    return quantize_rotated(call) if isinstance(call, QuantizeRotatedOp) else rotate(call)
+
+
 @lru_cache(maxsize=1 << 12)
 def rotates_rows(gpu: Target, describe: Callable[..., object], *shape: Hashable, **flags: Hashable) -> bool:
     """Whether a kernel that makes rows has registers to rotate them, too; no such kernel is built ahead of time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.codebook import rotate, rotates_rows
+from qcut.backends.cuda.codebook import rotate_apart, rotates_rows
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
@@ -43,11 +43,11 @@ def add_norm_int8(call: AddNormInt8Op) -> tuple[Tensor, Tensor, Tensor]:
 def add_norm_rotated(call: AddNormRotatedOp) -> tuple[Tensor, Tensor, Tensor]:
     call.check()
     (m, k), gpu = call.x.shape, target(call.x.get_device())
-    rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds))
+    rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds), call.in_rows)
     shape = DTYPES[call.x.dtype], call.layer, gpu.arch, k
     if not rotates_rows(gpu, NormRows.for_shape, *shape, many=m >= MANY_ROWS, rotation=rotation):
         y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device) if call.plain is None else call.plain
-        return _launch(call.unrotated, y), *rotate(call.rotation(y))
+        return _launch(call.unrotated, y), *rotate_apart(call.rotation(y))
     blocks, scale = call.rotation(call.x).fake()
     return _launch(call, blocks, scale if rotation.quantized else None, rotation), blocks, scale
 
@@ -88,7 +88,8 @@ def _launch(
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
     results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
     sizes = (k, k, y.shape[1]) if quantized else (k, k)
-    rotation_args = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
+    in_rows = rotation is not None and rotation.in_rows
+    rotation_args = () if signs is None else (signs.data_ptr(), y.shape[1] if in_rows else 32 * signs.shape[1])
     plains = () if plain is None else (plain.data_ptr(),)
     routed = () if routes is None else (routes.data_ptr(), routes.shape[1])
     args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *rotation_args, *plains, *routed)

@@ -17,7 +17,7 @@ from qcut.engine.attention import PromptAttention
 from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.runner import ModelRunner
 from qcut.engine.sequence import Generated
-from qcut.layers.codebook import RotationArguments
+from qcut.layers.tokens import RotationArguments
 from qcut.numerics import int4
 from qcut.numerics.sampling import Sampling
 

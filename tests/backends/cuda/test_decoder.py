@@ -119,6 +119,33 @@ def test_rotated_rows(
     has(activations[-1], alpha=1.5, limit=7.0, plus_one=1)
 
 
+def test_int8_rows_are_rotated_by_the_kernels_that_make_them(
+    noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norms, activations, rotations = noted(norm), noted(activation), noted(codebook)
+    x, residual = torch.randn(2, 9, 160).half()
+    signs = operands("hadamard", 32, 160, (3,), HALF)
+    turned = {"operands": signs, "group_size": 32, "seeds": [3], "out_dtype": torch.int8, "in_rows": True}
+    of_norm = AddNormRotatedOp(x, residual, torch.randn(160).half(), None, False, 1e-6, **turned)
+    of_gate = ActivateRotatedOp(x, residual, **turned)
+    _, q, scale = norm.add_norm_rotated(of_norm)
+    assert (q.shape, q.dtype) == ((9, 160), torch.int8)
+    has(norms[-1], x=x, residual=residual, y=q, scale=scale, signs=signs, k=160, k_padded=160)
+    q, scale = activation.activate_rotated(of_gate)
+    has(activations[-1], x=x, up=residual, y=q, scale=scale, signs=signs, columns=160, k_padded=160)
+    assert all("_h32p1s8_rows_t" in launch["kernel"] for launch in (norms[-1], activations[-1]))
+    assert not rotations
+    for module, serve, call in (
+        (norm, norm.add_norm_rotated, of_norm),
+        (activation, activation.activate_rotated, of_gate),
+    ):
+        monkeypatch.setattr(module, "rotates_rows", lambda *_, **__: False)
+        *_, q, scale = serve(call)
+        has(rotations[-1], y=q, scale=scale, signs=signs, m=9, k=160, k_padded=160)
+        assert rotations[-1]["kernel"].endswith("_n_rows")
+    assert (len(norms), len(activations), len(rotations)) == (2, 2, 2)
+
+
 def plain_norms(x: Tensor, **options: Any) -> list[tuple[Callable[..., Any], Any]]:
     """Norms of rows of 192 columns that are written as they are, beside rotated and quantized ones."""
     weight, signs = torch.randn(192).half(), operands("hadamard", 64, 192, [1], HALF)

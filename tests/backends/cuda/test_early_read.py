@@ -189,7 +189,7 @@ def test_norms_ask_for_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> Non
             (AddNormOp(x, None, given, None, False, 1e-6, None, early_read), norm_cuda.add_norm),
             (AddNormInt8Op(x, None, given, None, False, 1e-6, 64, None, None, early_read), norm_cuda.add_norm_int8),
             (
-                AddNormRotatedOp(x, None, given, None, False, 1e-6, *turned, None, early_read),
+                AddNormRotatedOp(x, None, given, None, False, 1e-6, *turned, None, early_read=early_read),
                 norm_cuda.add_norm_rotated,
             ),
         ):

@@ -79,7 +79,7 @@ def setting(
         cache = PlanCache(vars(codebook_cuda)[name].maker, limit=LIMIT, on_clear=partial(library.clear, *ops))
         monkeypatch.setattr(codebook_cuda, name, cache)
     monkeypatch.setattr(_native, "library", lambda **_: library)
-    monkeypatch.setattr(codebook_layers, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "has_kernels", lambda device: True)
     monkeypatch.setattr(codebook_layers, "_GEMM", operator("codebook_gemm"))
     monkeypatch.setattr(codebook_layers, "_GEMV", operator("codebook_gemv"))
     monkeypatch.setattr(rotations, "_ROTATE", operator("rotate_tokens"))

@@ -25,12 +25,14 @@ ARCH = "sm_90a"
 F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
 FLOATS = (F16, BF16, F32)
 ROTATION = RowsRotation(S8, 128)
+IN_ROWS = RowsRotation(S8, 64, in_rows=True)
 NORM = NormRows(F16, False, ARCH)
 PLAIN_NORMS = (
     NormRows.for_shape(F16, False, ARCH, 2048, residual=True, rotation=RowsRotation(F16, 128), plain=True),
     NormRows.for_shape(BF16, False, ARCH, 4096, residual=True, rotation=ROTATION, plain=True),
     NormRows.for_shape(BF16, True, ARCH, 4096, many=True, rotation=ROTATION, plain=True),
     NormRows.for_shape(F16, False, ARCH, 160, aligned=False, rotation=RowsRotation(S8, 32, 2), plain=True),
+    NormRows.for_shape(F16, False, ARCH, 4096, many=True, residual=True, rotation=IN_ROWS, plain=True),
     NormRows.for_shape(BF16, False, ARCH, 2048, residual=True, quantized=True, plain=True),
     NormRows.for_shape(F32, True, ARCH, 77, quantized=True, aligned=False, plain=True),
 )
@@ -40,7 +42,7 @@ CODEBOOK = EmbedCodebook(F16, F16, (4,), 128, ARCH)
 
 
 def rotations() -> tuple[RowsRotation, ...]:
-    return RowsRotation(F16, 128), RowsRotation(S8, 64, 2), ROTATION
+    return RowsRotation(F16, 128), RowsRotation(S8, 64, 2), ROTATION, IN_ROWS
 
 
 def norms(arch: str) -> Iterator[KernelSource]:
@@ -52,7 +54,7 @@ def norms(arch: str) -> Iterator[KernelSource]:
         yield NormRows.for_shape(x, layer, arch, k, residual=residual, quantized=quantized).emit()
     yield NormRows.for_shape(F16, True, arch, 77, residual=True, quantized=True, aligned=False).emit()
     for rotation in rotations():
-        many = rotation is ROTATION
+        many = rotation in (ROTATION, IN_ROWS)
         yield NormRows.for_shape(F16, False, arch, 4096, residual=True, many=many, rotation=rotation).emit()
     yield from (replace(desc, arch=arch).emit() for desc in PLAIN_NORMS)
     for x, k, many, options in (
@@ -177,6 +179,8 @@ NORM_REFUSALS: dict[str, list[Any]] = {
         {"rotation": RowsRotation(F16, 256)},
         {"rotation": RowsRotation(S8, 128, 2), "vectors": 3},
         {"rotation": ROTATION, "x": F32},
+        {"rotation": RowsRotation(F16, 64, in_rows=True)},
+        {"rotation": RowsRotation(S8, 64, 2, in_rows=True)},
     ],
     "quantized": [{"rotation": ROTATION, "quantized": True}],
     "plain": [{"plain": True}],

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.errors import DeviceError, DtypeError
-from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers.codebook import CodebookLinear
 from qcut.numerics.codebook import products as codebook_numerics
@@ -49,7 +48,7 @@ def tokens(m: int, k: int = 320, dtype: torch.dtype = HALF) -> Tensor:
 def on_the_cpu(cpu: CodebookLinear, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """What the CPU's implementations of the kernels' operators make of it."""
     with monkeypatch.context() as patch:
-        patch.setattr(codebook_linear, "_has_kernels", lambda device: True)
+        patch.setattr(shared_rotations, "has_kernels", lambda device: True)
         return cpu(x)
 
 

@@ -44,6 +44,17 @@ def rows(count: int, m: int, k: int, dtype: torch.dtype) -> list[Tensor]:
     return found
 
 
+IN_ROWS = (
+    # dtype, rows, columns, group
+    (torch.float16, 1, 4096, 128),
+    (torch.bfloat16, 9, 160, 32),
+    (torch.float16, 17, 12288, 64),
+    (torch.bfloat16, 130, 14336, 128),
+    (torch.float16, 1030, 4096, 128),
+    (torch.bfloat16, 5, 32 * 257, 32),
+)
+
+
 def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], m: int) -> None:
     """Hold blocks and scales to others; rows of blocks past m are unwritten."""
     for blocks, expected in zip(got, want, strict=True):
@@ -80,6 +91,35 @@ def test_rotated_rows_are_those_of_two_kernels(
                     same(op(gate, up, *turned, *numbers), want, m)
     for end in ("_t", "_p_t") if not ahead_of_time else ():
         assert any(f"_h{group}p{passes}{'s8' * (to is torch.int8)}{end}" in name for name in loaded)
+
+
+@pytest.mark.parametrize(("dtype", "m", "k", "group"), IN_ROWS)
+def test_int8_rows_are_those_of_two_kernels(dtype: torch.dtype, m: int, k: int, group: int) -> None:
+    x, other = (made[-m:] for made in rows(2, max(m, 4), k, dtype))
+    weight, bias = 1 + 0.3 * torch.randn(k, device=DEVICE, dtype=dtype), torch.randn(k, device=DEVICE, dtype=dtype)
+    signs = operands("hadamard", group, k, [3], dtype, DEVICE)
+    turned, ahead_of_time = (signs, group, [3], torch.int8), target(torch.cuda.current_device()).ahead_of_time
+    with watched_loads() as loaded:
+        for layer, residual in ((False, other), (True, None)):
+            given = (x, residual, weight, bias if layer else None, layer, 1e-5)
+            total, y = OPS.add_norm(*given)
+            want = (total, *OPS.quantize_rotated(y, signs, group, 3))
+            for op in (OPS.add_norm_rotated.default, OPS.add_norm_rotated.early_read):
+                plain = torch.full_like(y, 9.0)
+                for beside in (None, plain):
+                    for got, expected in zip(op(*given, *turned, beside, in_rows=True), want, strict=True):
+                        assert_same(got, expected)
+                assert_same(plain, y)
+        for gate, up in ((x, None), torch.cat((x, other), 1).chunk(2, 1)):
+            for numbers in GATES if up is not None else ((),):
+                y = OPS.gelu_tanh(gate) if up is None else OPS.silu_mul(gate, up, None, *numbers)
+                want = OPS.quantize_rotated(y, signs, group, 3)
+                for op in (OPS.activate_rotated.default, OPS.activate_rotated.early_read):
+                    for got, expected in zip(op(gate, up, *turned, *numbers, in_rows=True), want, strict=True):
+                        assert_same(got, expected)
+    if not ahead_of_time:
+        fused = {name.split("_")[1] for name in loaded if f"_h{group}p1s8_rows_t" in name}
+        assert fused == {"norm", "silu", "gelu", "clamped"}
 
 
 @pytest.mark.parametrize("m", [1, 9, 1030])
@@ -143,7 +183,7 @@ def test_unaligned_rows() -> None:
             same(OPS.activate_rotated(x, other, signs, 128, [1], to, *numbers), want, m)
 
 
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8"])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a8_rotated"])
 def test_engines_give_the_logits_of_rotations_apart(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(scheme)
 
@@ -161,7 +201,7 @@ def test_engines_give_the_logits_of_rotations_apart(scheme: str, monkeypatch: py
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
-@pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8"])
+@pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4_g32_int8", "w8a8", "w8a8_rotated_g32"])
 def test_mixtures_give_the_logits_of_tokens_prepared_apart(
     scheme: str, kind: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-// Rotates rows that a kernel has computed in registers, and stores them in blocks of tokens as rotate.cuh does.
+// Rotates rows that a kernel has computed in registers, and stores them in blocks of tokens, or in rows of int8, as
+// rotate.cuh does.
 //
 // A thread holds vectors of 8 columns, a warp 256 neighbouring columns of each; or of 4 columns, a warp 128. Groups are
 // whole ones of 32, 64 or 128 columns, so that butterflies stay within a warp.
@@ -12,13 +13,15 @@ namespace qcut {
 
 // A kernel calls begin() before it waits for its predecessor, which does not write the signs, and store() last, with
 // all threads of the CTA. A CTA has one row, or with 16-bit tokens a part of one: the vectors from column `first` on,
-// `step` columns apart, kVecs for each of kThreads threads.
-template <class T, class Out, int kGroup, int kPasses, int kVecs, int kThreads, int kSize = 8>
+// `step` columns apart, kVecs for each of kThreads threads. With kInRows, int8 columns lie in natural order in rows of
+// k_padded columns, a multiple of kSize.
+template <class T, class Out, int kGroup, int kPasses, int kVecs, int kThreads, int kSize = 8, bool kInRows = false>
 struct RotatedRows {
   static constexpr bool kRotates = true;
   static constexpr bool kQuantized = sizeof(Out) == 1;
   static constexpr int kWarps = kThreads / 32;
   static_assert(sizeof(T) == 2 && (kSize == 8 || (kSize == 4 && !kQuantized)), "16-bit rows");
+  static_assert(!kInRows || (kQuantized && kPasses == 1), "rows are of int8 products");
   static_assert(kGroup >= 32 && kGroup <= 128, "groups lie within a warp's columns");
 
   const uint32_t* signs;
@@ -89,7 +92,11 @@ struct RotatedRows {
       for (int i = 0; i < kVecs; ++i) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-          store_half(r[i][pass], quantized, row, (rows + 7) / 8, pass * k_padded, first + i * step, y);
+          if constexpr (kInRows) {
+            store_in_row(r[i][pass], quantized, row, first + i * step, y);
+          } else {
+            store_half(r[i][pass], quantized, row, (rows + 7) / 8, pass * k_padded, first + i * step, y);
+          }
         }
       }
     }
@@ -103,6 +110,15 @@ struct RotatedRows {
     if (lane == 0) peaks[threadIdx.x / 32] = peak;
     __syncthreads();
     return warp_max(lane < kWarps ? peaks[lane] : 0u);
+  }
+
+  __device__ __forceinline__ void store_in_row(const float (&r)[kSize], const QuantizedRow& quantized, int row,
+                                               int place, void* y) const {
+    if (place >= k_padded) return;
+    uint32_t words[2];
+    quantized.quantize(r, words);
+    char* const to = static_cast<char*>(y) + static_cast<long long>(row) * k_padded + place;
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   }
 
   // Lanes 2i and 2i + 1 hold the 16 columns of a chunk, in which word i has columns 2i, 2i + 1, 8 + 2i, 9 + 2i: each
