@@ -96,12 +96,12 @@ class Rotation(NamedTuple):
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
 
     def load(self, device: int) -> tuple[LaunchPlan, ...]:
-        """The launch plans in order, handed to C++ except of routes and of rows."""
+        """The launch plans in order, handed to C++ except of routes."""
         plans = tuple(spec.load(device) for spec in self.specs(target(device)))
-        if self.routed or self.row_major:
+        if self.routed:
             return plans
         key = native.key(
-            "rotate_tokens",
+            "quantize_rotated" if self.row_major else "rotate_tokens",
             n=self.group_size,
             k=self.k,
             rows=self.rows,
@@ -358,7 +358,7 @@ class CodebookLayer:
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
-_rotation_plans = PlanCache(Rotation.load, on_clear=partial(native.clear, "rotate_tokens"))
+_rotation_plans = PlanCache(Rotation.load, on_clear=partial(native.clear, "rotate_tokens", "quantize_rotated"))
 
 
 @serves(RotateTokensOp)

@@ -439,8 +439,8 @@ class RotatedLayer(NamedTuple):
 
     @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: it knows neither operator."""
-        return False
+        """Whether C++ serves calls: all."""
+        return True
 
 
 class Int8Plan(NamedTuple):
@@ -456,10 +456,27 @@ class AbsmaxPlan(NamedTuple):
     product: LaunchPlan | None
 
 
-@PlanCache
-def _int8_plans(layer: Int8Layer, device: int) -> Int8Plan:
+def _int8_plan(layer: Int8Layer, device: int) -> Int8Plan:
+    """The plan of a layer, handed to C++ unless magnitudes are wanted."""
     spec, raises_absmax = layer.spec(device)
-    return Int8Plan(spec.load(device), raises_absmax)
+    plan = Int8Plan(spec.load(device), raises_absmax)
+    if not layer.absmax:
+        key = native.key(
+            "int8_linear",
+            n=layer.n,
+            k=layer.k,
+            rows=layer.rows,
+            dtype=layer.dtype,
+            name=layer.activation,
+            device=device,
+            early_read=layer.early_read,
+            bias=layer.bias,
+        )
+        hand_over(key, [plan.product])
+    return plan
+
+
+_int8_plans = PlanCache(_int8_plan, on_clear=functools.partial(native.clear, "int8_linear"))
 
 
 @PlanCache

@@ -18,8 +18,9 @@ from qcut.backends.cuda.launch import native as _native
 from qcut.backends.cuda.launch.plans import LaunchPlan, LaunchSpec
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, RotateTokensOp
-from qcut.ops.linear import Int16x8LinearOp, W8A8LinearOp, W8A8StaticLinearOp, W8A16LinearOp
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp
+from qcut.ops.linear import Int8LinearOp, Int16x8LinearOp, W8A8LinearOp, W8A8StaticLinearOp, W8A16LinearOp
+from qcut.ops.registry import PURE
 
 STREAM = 0x5500_1234_5678
 BLOCK, SMEM = 384, 100_000
@@ -31,6 +32,9 @@ PYTHONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "rotate_tokens": (RotateTokensOp, codebook.rotate_tokens),
     "codebook_gemm": (CodebookGemmOp, codebook.codebook_gemm),
     "codebook_gemv": (CodebookGemvOp, codebook.codebook_gemv),
+    "quantize_rotated": (QuantizeRotatedOp, codebook.quantize_rotated),
+    "int8_linear": (Int8LinearOp, linear.int8_linear),
+    "int8_linear_pure": (Int8LinearOp, linear.int8_linear),
 }
 """Of each operator, the class of its calls and the function that serves them on CUDA."""
 
@@ -156,7 +160,7 @@ def registered(namespace: str, driver: Driver) -> Iterator[_native.Library]:
 def defined(namespace: str, serves: Callable[[str], Callable[..., Any]]) -> torch.library.Library:
     """The operators in a namespace, on CPU tensors served by a function for each overload."""
     definitions = torch.library.Library(namespace, "DEF")
-    for name, overload in product(_native.OPS, ("default", "early_read")):
+    for name, overload in (*product(_native.OPS, ("default", "early_read")), ("int8_linear_pure", "default")):
         qualified = name if overload == "default" else f"{name}.{overload}"
         definitions.define(str(getattr(getattr(torch.ops.qcut, name), overload)._schema).removeprefix("qcut::"))
         definitions.impl(qualified, serves(qualified), "CPU")
@@ -167,7 +171,8 @@ def by_python(op: str) -> Callable[..., Any]:
     """The operator as Python serves it on CUDA."""
     name, _, overload = op.partition(".")
     call, function = PYTHONS[name]
-    return lambda *args: function(call(*args, early_read=bool(overload)))
+    early_read = bool(overload) or op.endswith(PURE)
+    return lambda *args: function(call(*args, early_read=early_read))
 
 
 class Setting:

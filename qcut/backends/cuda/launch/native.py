@@ -30,8 +30,8 @@ from qcut.ops import paths
 SOURCE = Path(__file__).parent / "cpp" / "operators.cpp"
 LINEAR_OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_linear")
 """The operators of int8 layers."""
-OPS = (*LINEAR_OPS, "rotate_tokens", "codebook_gemm", "codebook_gemv")
-"""The operators, in the order of ``Op`` in ``launch.h``."""
+OPS = (*LINEAR_OPS, "rotate_tokens", "codebook_gemm", "codebook_gemv", "quantize_rotated", "int8_linear")
+"""The operators, in the order of ``Op`` in ``launch.h``; ``int8_linear`` has a `qcut.ops.registry.PURE` form too."""
 FLAGS = (
     "aligned",
     "early_read",
@@ -110,7 +110,7 @@ def key(
         n: number of output channels; of a rotation the columns of a group.
         k: columns of the tokens; of a codebook's product the units along K.
         rows: number of tokens, a `qcut.dispatch.buckets.m_bucket`.
-        dtype: dtype of the tokens.
+        dtype: dtype of the tokens; of int8 ones that of the result.
         name: activation, or kind of the rotation.
         device: CUDA ordinal.
         out: dtype of the result, if the operator takes one.

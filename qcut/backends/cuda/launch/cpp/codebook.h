@@ -16,6 +16,7 @@ namespace qcut {
 
 constexpr std::int64_t kUnitRows = 16, kUnitColumns = 128, kRowAlignment = 64;
 constexpr std::int64_t kTokenRows = 8, kTokenBytes = 128;  // of a block of tokens
+constexpr std::int64_t kRowColumns = 16;  // of which rows of int8 tokens have a multiple
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -80,6 +81,41 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args, bool ear
     if (launch(plan.last(), rows, arguments, stream) != 0) return {};
   }
   return {std::move(blocks), std::move(scale)};
+}
+
+// Of ``x, operands, group_size, seed``.
+constexpr std::size_t kQuantizeRotatedArguments = 4;
+
+inline std::array<at::Tensor, 2> quantize_rotated(c10::IValue const* args, bool early_read) {
+  at::Tensor const &x = args[0].toTensor(), &operands = args[1].toTensor();
+  std::int64_t const group_size = args[2].toInt();
+  if (x.dim() != 2 || group_size < 1) return {};
+  bool const dense = x.is_contiguous();
+  if (!dense && x.stride(1) != 1) return {};
+  std::int64_t const m = x.size(0), k = x.size(1), stride = dense ? k : x.stride(0);
+  if (m > kMaxInt || k > kMaxInt) return {};
+
+  c10::Device const device = x.device();
+  void const* const data = x.const_data_ptr();
+  bool const aligned = is_aligned(data) && stride * x.element_size() % 16 == 0;
+  Key key{.n = group_size, .k = k, .rows = bucket(m), .op = kQuantizeRotated, .dtype = number(x.scalar_type()),
+          .out = number(at::kChar), .device = device.index(),
+          .flags = (aligned ? kAligned : 0) | (early_read ? kEarlyRead : 0), .passes = 1};
+  static std::string const kind = "hadamard";
+  Plan plan;
+  if (!find_plan(key, kind, plan)) return {};
+  if (!are_operands(operands, kind, x, std::min(group_size, k), 1, plan.k_padded)) return {};
+  void* stream = nullptr;
+  if (runtime->current_stream(device.index(), &stream) != 0) return {};
+
+  std::int64_t const columns = ceil_div(k, kRowColumns) * kRowColumns;
+  at::Tensor q = at::empty({m, columns}, x.options().dtype(at::kChar));
+  at::Tensor scale = at::empty({m}, x.options().dtype(at::kFloat));
+  Arguments arguments(data, q.mutable_data_ptr(), scale.mutable_data_ptr(), operands.const_data_ptr(), stride);
+  auto const rows = static_cast<std::int32_t>(m);
+  arguments.add(rows, static_cast<std::int32_t>(k), static_cast<std::int32_t>(columns));
+  if (launch(plan.last(), rows, arguments, stream) != 0) return {};
+  return {std::move(q), std::move(scale)};
 }
 
 // Of ``x, row_scale, m`` or ``x, operands, group_size, seeds``, with those of a weight behind them: ``units, norms, fold,

@@ -110,4 +110,38 @@ std::array<at::Tensor, 1> linear(c10::IValue const* args, bool early_read) {
   return {std::move(out)};
 }
 
+// Of ``q, q_scale, qweight, weight_scale, bias, activation, dtype``, with ``absmax`` behind them unless the operator is the
+// pure one, all of whose calls read early.
+constexpr std::size_t kInt8Arguments = 7;
+
+template <bool has_absmax>
+std::array<at::Tensor, 1> int8_linear(c10::IValue const* args, bool early_read) {
+  at::Tensor const &q = args[0].toTensor(), &qweight = args[2].toTensor();
+  if (has_absmax && !args[kInt8Arguments].isNone()) return {};
+  if (q.dim() != 2 || qweight.dim() != 2) return {};
+  std::int64_t const m = q.size(0), k = q.size(1), n = qweight.size(0);
+  c10::Device const device = q.device();
+  if (m > kMaxInt || !is_dense(q, at::kChar, device) || !is_dense(args[1].toTensor(), at::kFloat, device, {m}) ||
+      !is_dense(qweight, at::kChar, device, {n, k}) || !is_dense(args[3].toTensor(), at::kFloat, device, {n}) ||
+      !fits(args[4], at::kFloat, device, {n})) {
+    return {};
+  }
+  at::ScalarType const out = args[6].toScalarType();
+  Key key{.n = n, .k = k, .rows = bucket(m), .op = kInt8, .dtype = number(out), .device = device.index(),
+          .flags = (early_read ? kEarlyRead : 0) | (args[4].isNone() ? 0 : kBias)};
+  Plan plan;
+  if (!find_plan(key, args[5].toStringRef(), plan)) return {};
+  void* stream = nullptr;
+  if (runtime->current_stream(device.index(), &stream) != 0) return {};
+
+  at::Tensor y = at::empty({m, n}, q.options().dtype(out));
+  auto const rows = static_cast<std::int32_t>(m), columns = static_cast<std::int32_t>(n);
+  auto const depth = static_cast<std::int32_t>(k);
+  Arguments arguments(q.const_data_ptr(), qweight.const_data_ptr(), y.mutable_data_ptr(), rows, columns, depth, depth,
+                      depth, columns, address(args[1]), address(args[3]));
+  arguments.add_present(address(args[4]));
+  if (launch(plan.last(), rows, arguments, stream) != 0) return {};
+  return {std::move(y)};
+}
+
 }  // namespace qcut

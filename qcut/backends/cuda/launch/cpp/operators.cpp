@@ -10,6 +10,7 @@
 #include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "codebook.h"
 #include "int8.h"
@@ -55,26 +56,37 @@ void serve(c10::OperatorHandle const& handle, c10::DispatchKeySet keys, torch::j
   for (at::Tensor& result : results) stack->emplace_back(std::move(result));
 }
 
-struct Operator {
-  char const* name;
-  torch::CppFunction usual, early;  // the overloads ``default`` and ``early_read``
+// Overloads of operators, and what serves them.
+class Operators {
+ public:
+  template <std::size_t count, auto run, bool early_read>
+  void add(char const* name, char const* overload) {
+    entries_.push_back({name, overload, torch::CppFunction::makeFromBoxedFunction<&serve<count, run, early_read>>()});
+  }
+  // The overloads ``default`` and ``early_read``.
+  template <std::size_t count, auto run>
+  void add(char const* name) {
+    add<count, run, false>(name, "");
+    add<count, run, true>(name, "early_read");
+  }
+  template <Op op>
+  void add_linear(char const* name) {
+    add<qcut::kLinearArguments<op>, &qcut::linear<op>>(name);
+  }
+  template <Op op>
+  void add_product(char const* name) {
+    add<qcut::kProductArguments, &qcut::multiply<op>>(name);
+  }
+
+  struct Entry {
+    std::string name, overload;
+    torch::CppFunction function;
+  };
+  std::vector<Entry>& entries() { return entries_; }
+
+ private:
+  std::vector<Entry> entries_;
 };
-
-template <std::size_t count, auto run>
-Operator served(char const* name) {
-  return {name, torch::CppFunction::makeFromBoxedFunction<&serve<count, run, false>>(),
-          torch::CppFunction::makeFromBoxedFunction<&serve<count, run, true>>()};
-}
-
-template <Op op>
-Operator linear(char const* name) {
-  return served<qcut::kLinearArguments<op>, &qcut::linear<op>>(name);
-}
-
-template <Op op>
-Operator product(char const* name) {
-  return served<qcut::kProductArguments, &qcut::multiply<op>>(name);
-}
 
 }  // namespace
 
@@ -85,26 +97,26 @@ Operator product(char const* name) {
 // mask, one word, as it was before or after.
 QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, qcut::LaunchKernel* launch_kernel,
                                       qcut::CurrentStream* current_stream) noexcept try {
-  Operator operators[] = {
-      linear<qcut::kDynamic>("w8a8_linear"),
-      linear<qcut::kStatic>("w8a8_static_linear"),
-      linear<qcut::kWeightOnly>("w8a16_linear"),
-      linear<qcut::kInt16>("int16x8_linear"),
-      served<qcut::kRotateArguments, &qcut::rotate_tokens>("rotate_tokens"),
-      product<qcut::kGemm>("codebook_gemm"),
-      product<qcut::kGemv>("codebook_gemv"),
-  };
-  for (auto const& op : operators) {
+  Operators operators;
+  operators.add_linear<qcut::kDynamic>("w8a8_linear");
+  operators.add_linear<qcut::kStatic>("w8a8_static_linear");
+  operators.add_linear<qcut::kWeightOnly>("w8a16_linear");
+  operators.add_linear<qcut::kInt16>("int16x8_linear");
+  operators.add<qcut::kRotateArguments, &qcut::rotate_tokens>("rotate_tokens");
+  operators.add_product<qcut::kGemm>("codebook_gemm");
+  operators.add_product<qcut::kGemv>("codebook_gemv");
+  operators.add<qcut::kQuantizeRotatedArguments, &qcut::quantize_rotated>("quantize_rotated");
+  operators.add<qcut::kInt8Arguments + 1, &qcut::int8_linear<true>>("int8_linear");
+  operators.add<qcut::kInt8Arguments, &qcut::int8_linear<false>, true>("int8_linear_pure", "");
+  for (auto const& op : operators.entries()) {
     std::string const name = std::string(ns) + "::" + op.name;
-    for (char const* overload : {"", "early_read"}) {
-      c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload);
-    }
+    c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), op.overload.c_str());
   }
   qcut::runtime = new qcut::Runtime{launch_kernel, current_stream, c10::Device(device).type()};
   auto* const library = new torch::Library(torch::Library::IMPL, ns, kInFront, __FILE__, __LINE__);
-  for (auto& op : operators) {
-    library->impl(op.name, std::move(op.usual));
-    library->impl((std::string(op.name) + ".early_read").c_str(), std::move(op.early));
+  for (auto& op : operators.entries()) {
+    std::string const name = op.overload.empty() ? op.name : op.name + "." + op.overload;
+    library->impl(name.c_str(), std::move(op.function));
   }
   return nullptr;
 } catch (std::exception const& error) {
