@@ -41,7 +41,9 @@ sensitivities are measured on a text: use a text like the model's inputs, and an
 layers, estimated for --gpu; no GPU is needed.
 """
 
-_CANDIDATES = "w8a8_static w8a8 w8a16 fp16; with --bits or --step-us codebook2 codebook3 codebook4 codebook4+4 w8a16"
+_CANDIDATES = (
+    "w8a8_static w8a8 w8a8_rotated w8a16 fp16; with --bits or --step-us codebook2 codebook3 codebook4 codebook4+4 w8a16"
+)
 
 _FIT_WINDOWS = 128
 """Windows for fitting codebooks, which gain from more windows than sensitivities do."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from qcut.layers.linear import Linear
-from qcut.schemes import Codebook, Scheme, parse_scheme
+from qcut.schemes import Codebook, Scheme, W8A8Rotated, parse_scheme
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ class TimeCost:
     Bytes are those of the weight (int8, 2 a value, or a codebook's indices and norms), of the input (int8 products:
     one byte a value, and 8 a token for dynamic scales) and of the output (2 a value); a second pass of a codebook
     reads and multiplies the input again. Launches, and separate passes that quantize or rotate the
-    input, are not counted, since fusion and CUDA graphs remove them. Products of e4m3 tokens, whose rate nobody has
-    measured here, count as those of 16-bit tokens. The defaults are rates that an H200 sustains;
+    input, are not counted, since fusion and CUDA graphs remove them; the float32 operations that rotate an input to
+    int8 are (``log2(group) + 2`` a value, at a rate that is an estimate). Products of e4m3 tokens, whose rate nobody
+    has measured here, count as those of 16-bit tokens. The defaults are rates that an H200 sustains;
     only the ratios between schemes matter to a plan. An expert computes its share of the tokens.
 
     Attributes:
@@ -102,7 +104,14 @@ class TimeCost:
         moved = layer.share_read(self.tokens) * parsed.weight_bytes(n, k)
         moved += passes * m * k * (1 if int8 else 2) + 2 * m * n
         moved += 8 * m if int8 and not parsed.needs_range else 0
-        return (2 * passes * m * n * k / rate + moved / self.bandwidth) * 1e-6
+        rotation = 0.0
+        if isinstance(parsed, W8A8Rotated):
+            rotation = m * k * (math.log2(parsed.group_columns(k)) + 2) / _ROTATION_TFLOPS
+        return (2 * passes * m * n * k / rate + rotation + moved / self.bandwidth) * 1e-6
+
+
+_ROTATION_TFLOPS = 20.0
+"""10¹² float32 operations a second of a rotation, whose values move between lanes; not measured."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class LayerPlan:
     """One layer of a plan, or one projection of all experts of a mixture (``mlp.experts.up``).
 
     Attributes:
-        scheme: ``w8a8_static``, ``w8a8``, ``w8a16``, ``fp16`` or a codebook's name. Users may edit this field.
+        scheme: ``w8a8_static``, ``w8a8``, ``w8a8_rotated``, ``w8a16``, ``fp16`` or a codebook's name. Users may edit
+            this field.
         in_features: K.
         out_features: N; of experts, that of all together.
         static_range: the range with which ``w8a8_static`` quantizes the input, for every layer that could use it.

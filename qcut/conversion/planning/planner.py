@@ -89,8 +89,8 @@ def plan(
             (`qcut.conversion.planning.costs`).
         candidates: schemes that may be used: names or objects, codebooks too. As in `qcut.quantize`, a codebook whose
             Hadamard rotation does not take a layer's K is tried with the rotation ``qr`` there, and a layer that would
-            grow under all candidates stays in float. None: w8a8_static, w8a8, w8a16 and fp16 within a loss; codebooks
-            of 2, 3, 4 and 4+4 bits and w8a16 within a cost.
+            grow under all candidates stays in float. None: w8a8_static, w8a8, w8a8_rotated, w8a16 and fp16 within a
+            loss; codebooks of 2, 3, 4 and 4+4 bits and w8a16 within a cost.
         calibration: of this model as it is now; by default the batches are used for it, if it is needed.
         second_moments: `qcut.collect_curvature` or `qcut.collect_second_moments` of this model: codebooks are fitted to
             them, here and, with the same argument, in `qcut.quantize`.

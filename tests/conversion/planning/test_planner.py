@@ -360,3 +360,23 @@ def test_int16_costs_two_int8_products() -> None:
     assert prompt(layer, "w8a8") < 0.6 * prompt(layer, "int16x8") < 0.6 * prompt(layer, "fp16")
     assert prompt(layer, "int16x8_static") < prompt(layer, "int16x8")
     assert decode(layer, "int16x8") == pytest.approx(decode(layer, "w8a8"), rel=0.02)
+
+
+def test_plan_moves_outlier_layer_to_rotated_tokens() -> None:
+    model, batches = outlier_lm(), token_batches()
+    start = plan(model, batches, budget=1.0, progress=False)
+    assert {"w8a8", "w8a16", "fp16"} < set(start.layers["blocks.0.up"].cost)
+    rotated = [name for name in start.layers["blocks.0.up"].cost if name.startswith("w8a8_rotated")]
+    assert rotated
+    found = plan(model, batches, budget=start.measured / 3, candidates=("w8a8", "w8a8_rotated"), progress=False)
+    assert found.schemes["blocks.0.up"] == rotated[0]
+    assert found.off_int8 == []
+
+
+def test_rotations_cost_little_beside_products() -> None:
+    layer = LayerSize("x", 14336, 4096, False, 2 * 14336 * 4096)
+    prompt, decode = TimeCost(tokens=4096), TimeCost(tokens=1)
+    for cost in (prompt, decode):
+        assert cost(layer, "w8a8") < cost(layer, "w8a8_rotated") < 1.05 * cost(layer, "w8a8")
+    assert prompt(layer, "w8a8_rotated") < 0.6 * prompt(layer, "w8a16")
+    assert memory_cost(layer, "w8a8_rotated") == memory_cost(layer, "w8a8")

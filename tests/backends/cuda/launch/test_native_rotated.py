@@ -196,6 +196,6 @@ def test_errors_are_pythons(setting: Setting, calls: dict[str, tuple[Any, list[A
                         op(*args[:i], wrong, *args[i + 1 :])
         values = {2: 96} if name == "quantize_rotated" else {5: "another", 6: torch.int16}
         for i, wrong_value in values.items():
-            with pytest.raises(QcutError, match="allowed: |does not exist"):
+            with pytest.raises(QcutError, match=r"allowed: |does not exist"):
                 op(*args[:i], wrong_value, *args[i + 1 :])
     assert setting.library.hits == hits
