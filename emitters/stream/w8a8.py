@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from qcut.emitters.codebook.rotate import BLOCK_FLOATS, group_factor
+from qcut.emitters.codebook.rotate_rows import GROUPS
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, shared_memory
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.experts import EXPERT_PARAMS, tile_rows
@@ -51,6 +53,8 @@ class W8A8Problem:
         absmax: whether ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN counts
             as the largest.
         experts: whether b is the weights of experts, one after the other, and rows of D are routes.
+        rotates: columns of a group of the Hadamard rotation that the kernel applies to its one token before it finds
+            the largest magnitude, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` row-major; 0: none.
     """
 
     tokens: Tokens
@@ -59,11 +63,12 @@ class W8A8Problem:
     aligned: bool = True
     absmax: bool = False
     experts: bool = False
+    rotates: int = 0
 
     @property
     def name(self) -> str:
-        """``{tokens}_{epilogue}``, with the type of rows before; then ``_absmax``, ``_u`` if unaligned, ``_e``."""
-        rows = f"_{self.x.value}" * self.quantizes
+        """``{tokens}_{epilogue}``, with type and group of rows before; ``_absmax``, ``_u`` if unaligned, ``_e``."""
+        rows = f"_{self.x.value}" * self.quantizes + f"_h{self.rotates}" * (self.rotates > 0)
         flags = f"{'_absmax' * self.absmax}{'' if self.aligned else '_u'}{'_e' * self.experts}"
         return f"{self.tokens}{rows}_{self.epilogue.name}{flags}"
 
@@ -76,8 +81,9 @@ class W8A8Problem:
         """Arguments, in order: those of a `GemmProblem`, ``absmax``, ``activation``, `EXPERT_PARAMS`, where needed.
 
         int8 and int16 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``,
-        ``floats`` neither. With halves, ``tokens`` is the number of tokens, and m is unused; with experts as well, m
-        counts routes, and ``tokens`` is unused.
+        ``floats`` neither. A rotation has ``signs`` after the sizes, those of ``RotateTokens``. With halves,
+        ``tokens`` is the number of tokens, and m is unused; with experts as well, m counts routes, and ``tokens`` is
+        unused.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
@@ -90,6 +96,7 @@ class W8A8Problem:
             Param("b", "ptr", "const int8_t*"),
             Param("d", "ptr", f"{self.epilogue.out.cpp}*"),
             *(Param(size, "i32") for size in sizes),
+            *(Param("signs", "ptr", "const uint32_t*"),) * (self.rotates > 0),
             *(param for param in scaling if param.name != "activation"),
             *(Param("absmax", "ptr", "float*"),) * self.absmax,
             *(param for param in scaling if param.name == "activation"),
@@ -188,6 +195,19 @@ CONSTRAINTS = (
             )
         ),
     ),
+    Constraint(
+        "rotates",
+        f"is 0, or one of {GROUPS} for one aligned token of 16-bit floats without halves and experts",
+        lambda p, t, arch: (
+            p.rotates == 0
+            or (
+                (p.tokens, t.tokens, p.aligned) == ("floats", 1, True)
+                and p.rotates in GROUPS
+                and p.x in BLOCK_FLOATS
+                and not (p.epilogue.halves or p.experts)
+            )
+        ),
+    ),
     ARCHITECTURE,
     Constraint("tokens", f"are one of {_TOKENS}", lambda p, t, arch: t.tokens in _TOKENS),
     Constraint(
@@ -250,6 +270,10 @@ class Int8Stream(StreamFamily[W8A8Problem, W8A8Tile]):
         function, m = "int16x8_stream" if halves else "int8_stream", "tokens" if halves and not problem.experts else "m"
         header = "int16x8" if halves else "w8a8"
         rows = f", {tile_rows(tile.tokens)}" if problem.experts else ""
+        if problem.rotates:
+            header = "w8a8_rotated"
+            factor = group_factor(problem.rotates)
+            rows = f", qcut::AllRows(), qcut::TokenRotation<{problem.rotates}>{{signs, {factor}}}"
         using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"
         call = (
             f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"

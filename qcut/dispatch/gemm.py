@@ -224,6 +224,7 @@ def few_tokens(
     *,
     aligned: bool = True,
     absmax: bool = False,
+    rotates: int = 0,
 ) -> tuple[W8A8Problem, Choice] | None:
     """The problem and the kernel that stream int8 weights past m tokens; None if tiled kernels are faster or needed.
 
@@ -236,10 +237,13 @@ def few_tokens(
         tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
         aligned: whether rows of tokens start at multiples of 16 bytes.
         absmax: whether the kernel also computes the largest magnitude of each row of its result.
+        rotates: columns of a group of the rotation that the kernel applies to its one token; 0: none.
     """
+    if rotates and target.ahead_of_time:
+        return None
     if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
         return None
-    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
+    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax, rotates=rotates)
     if ahead_of_time.holds(problem, target) and not ahead_of_time.covers(few):
         return None
     if not w8a8.is_legal(few, m, k, target.arch):

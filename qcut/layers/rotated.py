@@ -20,6 +20,7 @@ from qcut.numerics.codebook.lookup import lookup_for
 from qcut.numerics.codebook.tokens import quantize_rotated_ref
 from qcut.numerics.routing import MOST_GATHERED, RouteTiles
 from qcut.ops.codebook import can_rotate
+from qcut.ops.linear import FEW_ELEMENTS
 from qcut.schemes import K_MAX, LEAST_ROTATED_GROUP, Scheme, W8A8Rotated
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _INT8 = torch.ops.qcut.int8_linear_pure.default
 _OF_TOKENS = torch.ops.qcut.int8_linear.early_read
 _QUANTIZE = torch.ops.qcut.quantize_rotated.default
 _ACTIVATE = torch.ops.qcut.activate_rotated.early_read
+_OF_ONE = torch.ops.qcut.w8a8_rotated_linear.early_read
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -62,6 +64,7 @@ class W8A8RotatedLinear(Int8Linear, schemes=[W8A8Rotated]):
                 f"{k % full or full}; allowed: powers of two, in groups of {LEAST_ROTATED_GROUP} and more"
             )
         self._rotation = rotation_for(RotationSpec("hadamard", self.group_size, k, (self.scheme.seed,)))
+        self._rotates_one = k <= FEW_ELEMENTS and can_rotate("hadamard", self.group_size, k)
         return super()._empty_buffers(device)
 
     @classmethod
@@ -165,9 +168,15 @@ class W8A8RotatedLinear(Int8Linear, schemes=[W8A8Rotated]):
         super()._quantize(rotated, known._replace(row_absmax=None))
 
     def _product(self, x: Tensor) -> Tensor:
-        b = self._buffers
+        b, k = self._buffers, self.in_features
+        y: Tensor
+        if self._rotates_one and x.numel() == k and x.dtype in _HALVES and by_kernels(x.device):
+            signs = self._rotation.operands_for(x)
+            weight = b["qweight"], b["weight_scale"], b["bias"], self.activation
+            y = _OF_ONE(x if x.dim() == 2 else x.reshape(1, k), signs, self.group_size, self.scheme.seed, *weight)
+            return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
         q, scale = shared.rotate(self, self._rotation, x, torch.int8, in_rows=True)
-        y: Tensor = _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, x.dtype)
+        y = _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, x.dtype)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
 

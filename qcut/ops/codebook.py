@@ -20,7 +20,8 @@ from qcut.errors import ConfigError, QuantizationError, ShapeError
 from qcut.numerics.codebook import layout, pairs, products, rotation, tokens
 from qcut.numerics.codebook.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
 from qcut.numerics.codebook.quantizer import NORM_DTYPES, check_even
-from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_k, check_tensor
+from qcut.ops.checks import F32, FLOAT_DTYPES, S8, check_dtype, check_k, check_tensor
+from qcut.ops.linear import Int8LinearOp
 from qcut.ops.registry import SYMBOLIC, operator
 from qcut.schemes import K_MAX, LEAST_ROTATED_GROUP, check_activation, padded_k
 
@@ -156,6 +157,72 @@ class QuantizeRotatedOp(NamedTuple):
 
     def cpu(self) -> tuple[Tensor, Tensor]:
         return tokens.quantize_rotated_ref(self.x, self.group_size, self.seed, padded_k(self.x.shape[1]))
+
+
+@operator("w8a8_rotated_linear", returns="Tensor", layers=True)
+class W8A8RotatedLinearOp(NamedTuple):
+    """`QuantizeRotatedOp` and ``int8_linear`` of one token in one launch, for rotations that `can_rotate` names.
+
+    Args:
+        x: float16 or bfloat16 ``[1, K]``, K a multiple of the group.
+        operands: int32 signs of the rotation, as `qcut.numerics.codebook.tokens.operands` makes them, which kernels
+            read; the CPU reads ``seed``.
+        group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
+        seed: of the signs.
+        qweight: int8 ``[N, K]``, N at least 1.
+        weight_scale: float32 ``[N]``.
+        bias: float32 ``[N]``; None: zeros.
+        activation: one of `qcut.schemes.ACTIVATIONS`.
+
+    Returns:
+        y ``[1, N]`` of x's type, contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: another group or activation.
+        QuantizationError: K beyond the exact range.
+
+    Exactness: bitwise the two operators one after the other.
+    """
+
+    x: Tensor
+    operands: Tensor
+    group_size: int
+    seed: int
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+    early_read: bool = False
+
+    @property
+    def rotation(self) -> QuantizeRotatedOp:
+        """The first of the two operators that together compute the same."""
+        return QuantizeRotatedOp(*self[:4], self.early_read)
+
+    def product(self, q: Tensor, scale: Tensor) -> Int8LinearOp:
+        """The second of them."""
+        return Int8LinearOp(q, scale, *self[4:8], self.x.dtype, None, self.early_read)
+
+    def check(self) -> None:
+        op, x = "w8a8_rotated_linear", self.x
+        if x.dim() != 2 or x.shape[0] != 1 or x.shape[1] < 1:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [1, K] with K >= 1")
+        check_rotated(op, x, self.operands, self.group_size, [self.seed], torch.int8, in_rows=True)
+        n = self.qweight.shape[0] if self.qweight.dim() == 2 else 0
+        if n < 1:
+            raise ShapeError(f"qcut::{op}: qweight has shape {list(self.qweight.shape)}; allowed: [N, K] with N >= 1")
+        check_tensor(op, "qweight", self.qweight, S8, (n, x.shape[1]), x.device)
+        check_tensor(op, "weight_scale", self.weight_scale, F32, (n,), x.device)
+        if self.bias is not None:
+            check_tensor(op, "bias", self.bias, F32, (n,), x.device)
+        check_activation(self.activation)
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((1, self.qweight.shape[0]))
+
+    def cpu(self) -> Tensor:
+        return self.product(*self.rotation.cpu()).cpu()
 
 
 @operator("codebook_gemm", returns="Tensor", layers=True)

@@ -10,6 +10,8 @@ from torch import nn
 
 import qcut
 from qcut.errors import ConfigError, UnsupportedError
+from qcut.layers import rotated as rotated_layers
+from qcut.layers import rotations
 from qcut.numerics import int8
 from qcut.numerics.codebook.rotation import rotate_groups
 from qcut.numerics.hadamard import walsh_hadamard
@@ -37,6 +39,24 @@ def test_rotates_then_computes_as_w8a8():
         got = layer(x)
         assert (got.shape, got.dtype) == ((2, 3, 33), dtype)
         assert torch.equal(got.reshape(6, 33), want)
+
+
+@pytest.mark.parametrize(("k", "group", "calls"), [(192, 64, 4), (96, 64, 0), (512, None, 0), (16_416, 32, 0)])
+def test_one_token_takes_one_operator(k: int, group: int | None, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 bits, and with groups that kernels rotate themselves; the path of CUDA on the CPU."""
+    _, layer = layer_of(k, group, activation="relu")
+    given = [tokens(*shape, k, dtype=dtype) for dtype in FLOATS for shape in ((1,), (1, 1), (2,))]
+    want, made, run = [layer(x) for x in given], [], rotated_layers._OF_ONE
+
+    def counted(x, *args):
+        made.append(x.shape)
+        return run(x, *args)
+
+    monkeypatch.setattr(rotations, "has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "stream_state", lambda device: None)
+    monkeypatch.setattr(rotated_layers, "_OF_ONE", counted)
+    assert all(map(torch.equal, map(layer, given), want))
+    assert made == [(1, k)] * calls
 
 
 def test_a_group_is_rotated_by_its_own_signs():

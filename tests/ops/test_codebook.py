@@ -304,6 +304,46 @@ def test_quantized_rotated_tokens_lie_in_rows():
     assert (q.shape, scale.shape) == ((0, 96), (0,))
 
 
+# ── w8a8_rotated_linear ──────────────────────────────────────────────────────────────────────────
+
+
+def one_rotated(k: int = 96, n: int = 20) -> dict[str, Any]:
+    """Arguments of ``w8a8_rotated_linear`` by name."""
+    names = ("x", "operands", "group_size", "seed")
+    rotation = dict(zip(names, quantize_arguments(torch.randn(1, k).bfloat16(), 32), strict=True))
+    weight = torch.randint(-127, 128, (n, k), dtype=torch.int8)
+    return {**rotation, "qweight": weight, "weight_scale": torch.rand(n), "bias": torch.randn(n), "activation": "relu"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_one_rotated_token_is_that_of_two_operators():
+    arguments = one_rotated()
+    *rotation, weight, scale, bias, activation = arguments.values()
+    q, q_scale = OPS.quantize_rotated(*rotation)
+    want = OPS.int8_linear(q, q_scale, weight, scale, bias, activation, torch.bfloat16)
+    for op in (OPS.w8a8_rotated_linear.default, OPS.w8a8_rotated_linear.early_read):
+        assert torch.equal(op(*arguments.values()), want)
+    torch.library.opcheck(OPS.w8a8_rotated_linear.default, tuple(arguments.values()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 96).half()}, errors.ShapeError, r"x has shape \[2, 96\]; allowed: \[1, K\]"),
+        ({"x": torch.zeros(1, 96)}, errors.DtypeError, "x is float32; allowed: float16, bfloat16"),
+        ({"group_size": 64}, errors.ConfigError, "groups of 64 of 96 columns; allowed: whole ones of 32, 64 or 128"),
+        ({"operands": torch.zeros(1, 3).int()}, errors.ShapeError, r"operands has shape \[1, 3\]"),
+        ({"qweight": torch.zeros(0, 96).char()}, errors.ShapeError, r"qweight has shape \[0, 96\]; allowed: \[N, K\]"),
+        ({"qweight": torch.zeros(20, 80).char()}, errors.ShapeError, r"qweight has shape \[20, 80\]"),
+        ({"weight_scale": torch.zeros(19)}, errors.ShapeError, r"weight_scale has shape \[19\]"),
+        ({"bias": torch.zeros(20).half()}, errors.DtypeError, "bias is float16; allowed: float32"),
+    ],
+)
+def test_one_rotated_token_refuses(changes, error, message):
+    with pytest.raises(error, match=f"^qcut::w8a8_rotated_linear: {message}"):
+        OPS.w8a8_rotated_linear(*{**one_rotated(), **changes}.values())
+
+
 # ── registration ─────────────────────────────────────────────────────────────────────────────────
 
 

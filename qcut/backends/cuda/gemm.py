@@ -106,6 +106,7 @@ class Product(NamedTuple):
         aligned: bool = True,
         absmax: bool = False,
         early_read: bool = False,
+        rotates: int = 0,
     ) -> LaunchSpec | None:
         """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
 
@@ -116,9 +117,10 @@ class Product(NamedTuple):
             absmax: whether the kernel also computes the largest magnitude of each row of its result.
             early_read: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel
                 that takes tokens as ``none`` reads nothing so early, and always may.
+            rotates: columns of a group of the rotation that the kernel applies to its one token; 0: none.
         """
         sizes = (self.rows, self.n, self.k)
-        found = dispatch.few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
+        found = dispatch.few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax, rotates=rotates)
         if found is None:
             return None
         problem, tail = ahead_of_time.bounded_problem(found[0], gpu)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.codebook import rows_of_int8
+from qcut.backends.cuda.codebook import quantize_rotated, rows_of_int8
 from qcut.backends.cuda.gemm import TMA_ROWS, Product, fp8_spec, w8a16_spec
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
@@ -30,6 +30,7 @@ from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
 from qcut.ops.checks import check_scale, check_zero_point
+from qcut.ops.codebook import W8A8RotatedLinearOp, can_rotate
 from qcut.ops.linear import (
     FEW_ELEMENTS,
     FP8DynamicLinearOp,
@@ -52,6 +53,7 @@ FLOAT_TOKENS = frozenset(("w8a16", "fp8", "fp8_blocks"))
 """Schemes of tokens of 16 bits."""
 FP8_TOKENS = frozenset(("fp8_dynamic", "fp8_static"))
 """Schemes of tokens in 8-bit floats."""
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def float_token_scheme(qweight: Tensor, weight_scale: Tensor) -> str:
@@ -426,7 +428,12 @@ class RotatedLayer(NamedTuple):
     activation: str
 
     def launches(self, device: int) -> list[LaunchSpec]:
-        """The launches of a call on a device, in order: that of ``quantize_rotated`` and that of ``int8_linear``."""
+        """The launches of a call on a device, in order: of one token one, where a kernel rotates it."""
+        if self.rows == 1 and self.dtype in _HALVES and can_rotate("hadamard", self.group_size, self.k):
+            group = min(self.group_size, self.k)
+            whole = RotatedToken(self.dtype, self.n, self.k, group, self.bias, self.activation).spec(target(device))
+            if whole is not None:
+                return [whole]
         aligned = self.k * self.dtype.itemsize % 16 == 0
         rotation = rows_of_int8(self.dtype, self.rows, self.k, self.group_size, aligned, True)
         options = (self.n, padded_k(self.k), self.bias, self.activation, False)
@@ -443,6 +450,36 @@ class RotatedLayer(NamedTuple):
         return True
 
 
+class RotatedToken(NamedTuple):
+    """A layer with rotated int8 tokens at one token that its product's kernel rotates.
+
+    Attributes:
+        dtype: float16 or bfloat16, of token and result.
+        n: number of output channels.
+        k: columns of the token.
+        group: columns of a group, one of those of `qcut.ops.codebook.can_rotate`.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        early_read: whether weight, bias and signs are ready.
+    """
+
+    dtype: torch.dtype
+    n: int
+    k: int
+    group: int
+    bias: bool
+    activation: str
+    early_read: bool = True
+
+    def spec(self, gpu: Target) -> LaunchSpec | None:
+        """The launch; None if no kernel rotates the token, or one of its own takes less time."""
+        if self.k > FEW_ELEMENTS:
+            return None
+        problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
+        product = Product(problem, 1, self.n, self.k)
+        return product.stream_spec("floats", gpu, early_read=self.early_read, rotates=self.group)
+
+
 class Int8Plan(NamedTuple):
     """Launch plan of a layer with int8 tokens, and whether its kernel computes the largest magnitudes."""
 
@@ -450,8 +487,8 @@ class Int8Plan(NamedTuple):
     raises_absmax: bool
 
 
-class AbsmaxPlan(NamedTuple):
-    """Launch plan of the product that quantizes rows by their largest magnitudes; None where no kernel does."""
+class ProductPlan(NamedTuple):
+    """Launch plan of a product that quantizes its tokens, or None where no kernel does."""
 
     product: LaunchPlan | None
 
@@ -480,10 +517,53 @@ _int8_plans = PlanCache(_int8_plan, on_clear=functools.partial(native.clear, "in
 
 
 @PlanCache
-def _absmax_plans(layer: LinearLayer, device: int) -> AbsmaxPlan:
+def _absmax_plans(layer: LinearLayer, device: int) -> ProductPlan:
     product = Product(layer.problem(), layer.rows, layer.n, layer.k)
     spec = product.stream_spec("rows", target(device), aligned=layer.aligned, early_read=layer.early_read)
-    return AbsmaxPlan(None if spec is None else spec.load(device))
+    return ProductPlan(None if spec is None else spec.load(device))
+
+
+def _token_plan(layer: RotatedToken, device: int) -> ProductPlan:
+    """The plan of a layer, handed to C++ if there is one."""
+    spec = layer.spec(target(device))
+    if spec is None:
+        return ProductPlan(None)
+    plan = spec.load(device)
+    key = native.key(
+        "w8a8_rotated_linear",
+        n=layer.n,
+        k=layer.k,
+        rows=1,
+        dtype=layer.dtype,
+        name=layer.activation,
+        device=device,
+        slots=layer.group,
+        early_read=layer.early_read,
+        bias=layer.bias,
+    )
+    hand_over(key, [plan])
+    return ProductPlan(plan)
+
+
+_token_plans = PlanCache(_token_plan, on_clear=functools.partial(native.clear, "w8a8_rotated_linear"))
+
+
+@serves(W8A8RotatedLinearOp)
+def w8a8_rotated_linear(call: W8A8RotatedLinearOp) -> Tensor:
+    call.check()
+    (x, _), (n, k), device = row_major(call.x), call.qweight.shape, call.x.get_device()
+    weight, signs = parameters(call.qweight, call.weight_scale, call.bias), dense(call.operands)
+    early_read = call.early_read and not weight.copied and signs is call.operands
+    options = (call.bias is not None, call.activation, early_read)
+    plan = None
+    if x.data_ptr() % 16 == 0:
+        plan = _token_plans[RotatedToken(x.dtype, n, k, min(call.group_size, k), *options), device].product
+    if plan is None:
+        return int8_linear(call.product(*quantize_rotated(call.rotation)))
+    y = call.fake()
+    b, *vectors = weight.addresses
+    plan.run(1, (x.data_ptr(), b, y.data_ptr(), 1, n, k, k, k, n, signs.data_ptr(), *vectors), device)
+    return y
 
 
 @serves(Int8LinearOp)

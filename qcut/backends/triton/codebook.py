@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from qcut.backends.triton import launch as runtime
+from qcut.backends.triton.int8 import int8_linear
 from qcut.backends.triton.kernels import codebook as kernels
 from qcut.backends.triton.kernels import rotate as rotations
 from qcut.numerics.codebook import products
 from qcut.numerics.codebook.layout import Geometry
-from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp, W8A8RotatedLinearOp
 from qcut.ops.registry import serves
 
 _HALF_COLUMNS = 2048
@@ -136,6 +137,12 @@ def quantize_rotated(call: QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
             num_warps=warps,
         )
     return q, scale
+
+
+@serves(W8A8RotatedLinearOp, "triton")
+def w8a8_rotated_linear(call: W8A8RotatedLinearOp) -> Tensor:
+    call.check()
+    return int8_linear(call.product(*quantize_rotated(call.rotation)))
 
 
 def _whole_token(group: int, width: int, m: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from qcut.emitters.core.source import DType
 from qcut.errors import DtypeError
 from qcut.layers.linear import Linear
 from qcut.numerics import float8
-from qcut.ops.codebook import QuantizeRotatedOp
+from qcut.ops.codebook import QuantizeRotatedOp, W8A8RotatedLinearOp
 from qcut.ops.linear import FP8DynamicLinearOp, FP8StaticLinearOp, Int8LinearOp, W8A16LinearOp
 from qcut.schemes import parse_scheme
 from tests.support.fakes.launches import A100, H200
@@ -75,7 +75,17 @@ def test_rotated_calls_launch_what_is_built_ahead(gpu: Target, monkeypatch: pyte
     monkeypatch.setattr(codebook_cuda, "_rotation_plans", PlanCache(lambda one, _: [Noted(s) for s in one.specs(gpu)]))
     monkeypatch.setattr(linear_cuda, "_int8_plans", PlanCache(lambda one, device: Noted(one.spec(device)[0])))
     operands = made._rotation.operands_for(made.qweight)  # type: ignore[attr-defined]
-    for m in (1, 8, 17, 64, 65, 300):
+    monkeypatch.setattr(
+        linear_cuda, "_token_plans", PlanCache(lambda one, device: linear_cuda.ProductPlan(Noted(one.spec(gpu))))
+    )
+    weight = (made.qweight, made.weight_scale, made.bias, "relu")
+    x = torch.randn(1, 640).half()
+    linear_cuda.w8a8_rotated_linear(W8A8RotatedLinearOp(x, operands, 128, 42, *weight, early_read=True))  # type: ignore[arg-type]
+    described = {"dtype": torch.float16, "rows": 1, "n": 1280, "k": 640, "bias": True, "activation": "relu"}
+    (ahead,) = type(made).cuda_calls(made.scheme, **described)  # type: ignore[arg-type]
+    assert launched == [spec.source.name for spec in ahead.launches(0)]
+    assert "_floats_f16_h128_" in launched[0]
+    for m in (8, 17, 64, 65, 300):
         launched.clear()
         call = QuantizeRotatedOp(torch.randn(m, 640).half(), operands, 128, 42, early_read=True)
         q, scale = codebook_cuda.quantize_rotated(call)

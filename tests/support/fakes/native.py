@@ -18,7 +18,7 @@ from qcut.backends.cuda.launch import native as _native
 from qcut.backends.cuda.launch.plans import LaunchPlan, LaunchSpec
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp
+from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp, W8A8RotatedLinearOp
 from qcut.ops.linear import Int8LinearOp, Int16x8LinearOp, W8A8LinearOp, W8A8StaticLinearOp, W8A16LinearOp
 from qcut.ops.registry import PURE
 
@@ -33,6 +33,7 @@ PYTHONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "codebook_gemm": (CodebookGemmOp, codebook.codebook_gemm),
     "codebook_gemv": (CodebookGemvOp, codebook.codebook_gemv),
     "quantize_rotated": (QuantizeRotatedOp, codebook.quantize_rotated),
+    "w8a8_rotated_linear": (W8A8RotatedLinearOp, linear.w8a8_rotated_linear),
     "int8_linear": (Int8LinearOp, linear.int8_linear),
     "int8_linear_pure": (Int8LinearOp, linear.int8_linear),
 }

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <qcut/core/quantize.cuh>
+#include <qcut/core/rotation.cuh>
 #include <qcut/stream/int8.cuh>
 
 namespace qcut {
@@ -150,8 +151,9 @@ struct WholeRows {
 // holds eight tokens: with fewer tokens, all lanes whose g is a token's number modulo kTokens share the quantization
 // of the token's words and then exchange them. `absmax` holds the rows' largest magnitudes, unless the CTA's warps find
 // them, each in its part of the rows, and leave them in `found` [warp][token]; `scales` receives the tokens' scales.
-// With kAligned, rows start at multiples of 16 bytes.
-template <class Tile, bool kAligned, class Form = WholeRows, class Rows = AllRows>
+// With kAligned, rows start at multiples of 16 bytes. A rotation, that of stream/w8a8_rotated.cuh, is of one aligned
+// token, whose largest magnitude then is that of its rotated columns.
+template <class Tile, bool kAligned, class Form = WholeRows, class Rows = AllRows, class Rotation = NotRotated>
 struct RowTokens {
   using Acc = typename Form::Acc;
   using Quantized = typename Form::Quantized;
@@ -167,11 +169,15 @@ struct RowTokens {
   uint32_t* found;
   int m, k, lda, g, t, token, source, columns;
   Quantized quantized;
+  Rotation rotation;
+  uint32_t flips[Rotation::kRotates ? kUnits : 1];
 
   __device__ __forceinline__ RowTokens(const void* a, const float* absmax, float* scales, uint32_t* found, int m, int k,
-                                       int lda, const Rows& rows = Rows())
+                                       int lda, const Rows& rows = Rows(), const Rotation& rotation = Rotation())
       : absmax(absmax), scales(scales), found(found), m(m), k(k), lda(lda), g(threadIdx.x % 32 / 4),
-        t(threadIdx.x % 4), token(g % kTokens), source(token), columns(token < m ? k : 0), quantized(0) {
+        t(threadIdx.x % 4), token(g % kTokens), source(token), columns(token < m ? k : 0), quantized(0),
+        rotation(rotation) {
+    static_assert(!Rotation::kRotates || (Tile::kFinds && kTokens == 1 && kAligned && sizeof(T) == 2));
     static_assert(!Rows::kOfExperts || !Tile::kFinds, "rows lie one behind another");
     if constexpr (Rows::kOfExperts) source = token < m ? rows.source(token) : 0;
     row = static_cast<const T*>(a) + static_cast<long long>(source) * lda;
@@ -214,6 +220,19 @@ struct RowTokens {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       peaks[i] = 0;
+      if constexpr (Rotation::kRotates) {
+        for (int begin = 0; begin < k; begin += kStep) {  // all lanes take part in each
+          const int col = begin + threadIdx.x * Vector<T>::kSize;
+          Vector<T> v[1];
+          load_vectors<T, 1, kAligned>(v, rows, col, 0, k);
+          float r[Vector<T>::kSize];
+          v[0].to_float(r);
+          rotation.rotate(r, rotation.flips(col, k));
+#pragma unroll
+          for (int j = 0; j < Vector<T>::kSize; ++j) peaks[i] = max(peaks[i], __float_as_uint(r[j]) & 0x7fffffffu);
+        }
+        continue;
+      }
       for (int col = threadIdx.x * Vector<T>::kSize; col < (i < m ? k : 0); col += kStep) {
         Vector<T> v[1];
         load_vectors<T, 1, kAligned>(v, rows + static_cast<long long>(i) * lda, col, 0, k);
@@ -235,6 +254,7 @@ struct RowTokens {
         const int word = g / kTokens * kTokens + l * kSize / 4;
         const int col = column + Tile::kUnitColumns * u + 64 * (word / 4) + 16 * t + 4 * (word % 4);
         raw[u][l] = Vector<T>{};
+        if constexpr (Rotation::kRotates) flips[u] = rotation.flips(col, columns);
         if (kAligned && col + kSize <= columns) {
           if constexpr (kSize * sizeof(T) == 16) {
             const uint4 v = *reinterpret_cast<const uint4*>(row + col);
@@ -263,6 +283,7 @@ struct RowTokens {
         raw[u][l].to_float(f);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) used[j] = f[j];
+        if constexpr (Rotation::kRotates) rotation.rotate_words(used, flips[u]);
         Form::quantize(quantized, used, packed);
 #pragma unroll
         for (int j = 0; j < kSize / 4; ++j) {
@@ -286,18 +307,20 @@ struct RowTokens {
 // The kernel: D [m, n] = epilogue(A B^T), A [m, k], B [n, k] of int8. `a` holds the tokens as int8 or T, lda elements
 // apart; `a_absmax` holds the largest magnitudes of rows of T. With kAligned, rows of T start at multiples of 16 bytes.
 // With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D. With ExpertRows, B is [experts, n, k],
-// m counts the routes of all tiles, and rows of D are routes.
-template <class Tile, bool kAligned, bool kAbsmax, class E, class Rows = AllRows>
+// m counts the routes of all tiles, and rows of D are routes. A rotation is of one token of T.
+template <class Tile, bool kAligned, bool kAbsmax, class E, class Rows = AllRows, class Rotation = NotRotated>
 __device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
-                                            typename E::Args args, Rows rows = Rows()) {
+                                            typename E::Args args, Rows rows = Rows(),
+                                            Rotation rotation = Rotation()) {
   extern __shared__ __align__(16) char shared[];
   if (!begin_expert<Tile>(rows, b, args, m, n, k, ldb)) return;
   if constexpr (Tile::kQuantizes) {
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
     uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
-    const RowTokens<Tile, kAligned, WholeRows, Rows> tokens(a, a_absmax, scales, found, m, k, lda, rows);
+    const RowTokens<Tile, kAligned, WholeRows, Rows, Rotation> tokens(a, a_absmax, scales, found, m, k, lda, rows,
+                                                                      rotation);
     stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args, rows);
   } else {
     const Int8Tokens<Tile, E, Rows> tokens(a, m, k, lda, args, shared, rows);

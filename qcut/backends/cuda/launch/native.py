@@ -30,7 +30,10 @@ from qcut.ops import paths
 SOURCE = Path(__file__).parent / "cpp" / "operators.cpp"
 LINEAR_OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_linear")
 """The operators of int8 layers."""
-OPS = (*LINEAR_OPS, "rotate_tokens", "codebook_gemm", "codebook_gemv", "quantize_rotated", "int8_linear")
+OPS = (
+    *LINEAR_OPS,
+    *("rotate_tokens", "codebook_gemm", "codebook_gemv", "quantize_rotated", "int8_linear", "w8a8_rotated_linear"),
+)
 """The operators, in the order of ``Op`` in ``launch.h``; ``int8_linear`` has a `qcut.ops.registry.PURE` form too."""
 FLAGS = (
     "aligned",
@@ -116,7 +119,7 @@ def key(
         out: dtype of the result, if the operator takes one.
         passes: of a rotation.
         bits: of an index.
-        slots: group scales of a unit.
+        slots: group scales of a unit; of a rotated int8 token the columns of a group.
         flags: those of `FLAGS` that the operator has.
     """
     codes = OPS.index(op), _SCALAR_TYPES[dtype], 0 if out is None else _SCALAR_TYPES[out], device

@@ -118,6 +118,38 @@ inline std::array<at::Tensor, 2> quantize_rotated(c10::IValue const* args, bool 
   return {std::move(q), std::move(scale)};
 }
 
+// Of ``x, operands, group_size, seed, qweight, weight_scale, bias, activation``.
+constexpr std::size_t kRotatedTokenArguments = 8;
+
+inline std::array<at::Tensor, 1> rotated_token(c10::IValue const* args, bool early_read) {
+  at::Tensor const &x = args[0].toTensor(), &operands = args[1].toTensor(), &qweight = args[4].toTensor();
+  if (x.dim() != 2 || x.size(0) != 1 || x.size(1) < 1 || qweight.dim() != 2) return {};
+  std::int64_t const k = x.size(1), n = qweight.size(0), group = std::min(args[2].toInt(), k);
+  c10::Device const device = x.device();
+  if ((group != 32 && group != 64 && group != 128) || k % group != 0 || k > kMaxInt || n > kMaxInt ||
+      !is_dense(x, x.scalar_type(), device) ||
+      !is_dense(operands, at::kInt, device, {1, ceil_div(k, kUnitColumns) * (kUnitColumns / 32)}) ||
+      !is_dense(qweight, at::kChar, device, {n, k}) || !is_dense(args[5].toTensor(), at::kFloat, device, {n}) ||
+      !fits(args[6], at::kFloat, device, {n})) {
+    return {};
+  }
+  Key key{.n = n, .k = k, .rows = 1, .op = kRotatedToken, .dtype = number(x.scalar_type()), .device = device.index(),
+          .flags = (early_read ? kEarlyRead : 0) | (args[6].isNone() ? 0 : kBias),
+          .slots = static_cast<std::int32_t>(group)};
+  Plan plan;
+  if (!find_plan(key, args[7].toStringRef(), plan)) return {};
+  void* stream = nullptr;
+  if (runtime->current_stream(device.index(), &stream) != 0) return {};
+
+  at::Tensor y = at::empty({1, n}, x.options());
+  auto const columns = static_cast<std::int32_t>(n), depth = static_cast<std::int32_t>(k);
+  Arguments arguments(x.const_data_ptr(), qweight.const_data_ptr(), y.mutable_data_ptr(), std::int32_t{1}, columns, depth,
+                      depth, depth, columns, operands.const_data_ptr(), address(args[5]));
+  arguments.add_present(address(args[6]));
+  if (launch(plan.last(), 1, arguments, stream) != 0) return {};
+  return {std::move(y)};
+}
+
 // Of ``x, row_scale, m`` or ``x, operands, group_size, seeds``, with those of a weight behind them: ``units, norms, fold,
 // col_scale, book, bias, bits, activation, residual, out_dtype``; a product of blocks ends in ``row_norm``.
 template <Op op>

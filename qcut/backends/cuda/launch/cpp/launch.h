@@ -42,7 +42,7 @@ using CurrentStream = int(std::int32_t device, void** stream);
 
 // ── what Python inserts ──────────────────────────────────────────────────────────────────────────────────────────
 
-enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly, kInt16, kRotate, kGemm, kGemv, kQuantizeRotated, kInt8 };
+enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly, kInt16, kRotate, kGemm, kGemv, kQuantizeRotated, kInt8, kRotatedToken };
 
 enum Flags : std::int32_t {
   kAligned = 1,    // rows of tokens start at multiples of 16 bytes

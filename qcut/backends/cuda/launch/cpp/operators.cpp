@@ -106,6 +106,7 @@ QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, qcut::
   operators.add_product<qcut::kGemm>("codebook_gemm");
   operators.add_product<qcut::kGemv>("codebook_gemv");
   operators.add<qcut::kQuantizeRotatedArguments, &qcut::quantize_rotated>("quantize_rotated");
+  operators.add<qcut::kRotatedTokenArguments, &qcut::rotated_token>("w8a8_rotated_linear");
   operators.add<qcut::kInt8Arguments + 1, &qcut::int8_linear<true>>("int8_linear");
   operators.add<qcut::kInt8Arguments, &qcut::int8_linear<false>, true>("int8_linear_pure", "");
   for (auto const& op : operators.entries()) {
