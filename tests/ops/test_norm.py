@@ -66,7 +66,7 @@ def test_rotated_norms_are_the_norms_rotated(to: torch.dtype, residual: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_norms_rotated_in_rows_are_those_of_quantize_rotated() -> None:
+def test_norms_rotate_rows_as_quantize_rotated_does() -> None:
     x, other = torch.randn(2, 9, 160).half()
     given = (x, other, torch.randn(160).half(), None, False, 1e-5)
     signs = operands("hadamard", 32, 160, (7,), torch.float16)

@@ -119,7 +119,7 @@ def test_rotated_rows(
     has(activations[-1], alpha=1.5, limit=7.0, plus_one=1)
 
 
-def test_int8_rows_are_rotated_by_the_kernels_that_make_them(
+def test_kernels_that_make_int8_rows_rotate_them(
     noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     norms, activations, rotations = noted(norm), noted(activation), noted(codebook)
