@@ -143,8 +143,8 @@ inline std::array<at::Tensor, 1> rotated_token(c10::IValue const* args, bool ear
 
   at::Tensor y = at::empty({1, n}, x.options());
   auto const columns = static_cast<std::int32_t>(n), depth = static_cast<std::int32_t>(k);
-  Arguments arguments(x.const_data_ptr(), qweight.const_data_ptr(), y.mutable_data_ptr(), std::int32_t{1}, columns, depth,
-                      depth, depth, columns, operands.const_data_ptr(), address(args[5]));
+  Arguments arguments(x.const_data_ptr(), qweight.const_data_ptr(), y.mutable_data_ptr(), std::int32_t{1}, columns,
+                      depth, depth, depth, columns, operands.const_data_ptr(), address(args[5]));
   arguments.add_present(address(args[6]));
   if (launch(plan.last(), 1, arguments, stream) != 0) return {};
   return {std::move(y)};

@@ -42,7 +42,18 @@ using CurrentStream = int(std::int32_t device, void** stream);
 
 // ── what Python inserts ──────────────────────────────────────────────────────────────────────────────────────────
 
-enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly, kInt16, kRotate, kGemm, kGemv, kQuantizeRotated, kInt8, kRotatedToken };
+enum Op : std::int32_t {
+  kDynamic,
+  kStatic,
+  kWeightOnly,
+  kInt16,
+  kRotate,
+  kGemm,
+  kGemv,
+  kQuantizeRotated,
+  kInt8,
+  kRotatedToken
+};
 
 enum Flags : std::int32_t {
   kAligned = 1,    // rows of tokens start at multiples of 16 bytes
@@ -61,7 +72,8 @@ enum Flags : std::int32_t {
 // A call at one bucket of rows. Plans hold no address: what a call's parameters must be is the same for all plans, and
 // each operator compares it. Fields that an operator has no use for are zero.
 struct Key {
-  std::int64_t n{}, k{}, rows{};  // of a rotation n is the columns of a group, of a codebook's product k is units
+  std::int64_t n{}, k{}, rows{};  // of a rotation n is the columns of a group, of a codebook's product k is units;
+                                  // slots are the columns of a group of a rotated token
   char name[16]{};                // the activation, or the kind of the rotation
   std::int32_t op{}, dtype{}, out{}, device{}, flags{}, passes{}, bits{}, slots{};
 
