@@ -50,7 +50,7 @@ IN_ROWS = (
     (torch.bfloat16, 9, 160, 32),
     (torch.float16, 17, 12288, 64),
     (torch.bfloat16, 130, 14336, 128),
-    (torch.float16, 1030, 4096, 128),
+    (torch.bfloat16, 1030, 4096, 128),
     (torch.bfloat16, 5, 32 * 257, 32),
 )
 
