@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -336,15 +337,14 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def rotation_of(self, like: Tensor, *, routed: bool = False) -> RotationArguments | None:
         """How an operator is to rotate rows that it makes for this layer, or None if the layer takes plain tokens.
 
-        A single row is rotated in the product's kernel, except if it is routed to experts, and those of prompts by a
-        kernel of their own.
+        A single row is rotated in the product's kernel, except if it is routed to experts.
 
         Args:
             like: a tensor with the rows' number, dtype and device.
             routed: whether `routed` multiplies the rows.
         """
-        least = 1 if routed else 2
-        if not least <= len(like) <= MOST_PREPARED or like.dtype not in _HALVES or not by_kernels(like.device):
+        least, most = (1, MOST_PREPARED) if routed else (2, math.inf)
+        if not least <= len(like) <= most or like.dtype not in _HALVES or not by_kernels(like.device):
             return None
         if not can_rotate(self.kind, self.group_size, self.in_features):
             return None

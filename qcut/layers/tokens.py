@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 MOST_PREPARED = 64
-"""Tokens up to which kernels that make them also rotate them, or prepare them for experts: those of decode steps.
+"""Tokens up to which kernels that make them also prepare them for experts: those of decode steps.
 
 Prefill was not measured so.
 """
