@@ -17,7 +17,7 @@ from qcut.emitters.core.text import include
 from qcut.emitters.gemm.problem import HOST_M, ONE_WEIGHT, GemmProblem
 from qcut.emitters.gemm.w8a16 import PROBLEM_CONSTRAINTS
 
-TOKENS = (32, 64, 128, 256)
+TOKENS = (32, 64, 96, 128, 160, 192, 256)
 """Tokens that a tile may hold."""
 GROUP_ROWS = 64
 """Rows of weights of a warpgroup."""
@@ -39,7 +39,7 @@ class W8A16WgmmaTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
-        tokens: tokens of a CTA's tile: 32, 64, 128 or 256.
+        tokens: tokens of a CTA's tile, one of `TOKENS`.
         groups: warpgroups of a CTA that multiply, 64 rows of weights each. One more copies tokens.
         splits: CTAs of a cluster, which divide K: 1, 2, 4 or 8.
         stages: stages of the tokens' pipeline, 64 columns each.
@@ -105,7 +105,7 @@ CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_k", "is a multiple of 8: a tensor map's rows", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
-    Constraint("tokens", "are 32, 64, 128 or 256", lambda p, t, arch: t.tokens in TOKENS),
+    Constraint("tokens", f"are one of {TOKENS}", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 4", lambda p, t, arch: 1 <= t.groups <= 4),
     SPLITS,
     Constraint("stages", "are 2 to 32: one to read and one to fill", lambda p, t, arch: 2 <= t.stages <= 32),
