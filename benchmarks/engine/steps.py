@@ -126,6 +126,7 @@ CASES = {
     "llama-3-8b-codebook4-int8": _llama3("codebook4_int8", {1: 715, 8: 4150}, {1: 3, 32: 3, 256: 6, 4096: 60}),
     "llama-3-8b-codebook4-head": _llama3("codebook4", {1: 0, 8: 0}, {}, "codebook4"),
     "llama-3-8b-int8": _llama3("w8a8", {1: 495, 8: 3500}, {1: 3, 32: 3, 256: 6}),
+    "llama-3-8b-int8-rotated": _llama3("w8a8_rotated", {1: 0, 8: 0}, {}),
     "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 12000),
     "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 9500),
     "llama2c-288-float": _llama2c(288, 768, 6, 6, None, 0),
