@@ -130,6 +130,19 @@ def ctas(tile: W8A16WgmmaTile, m: int, n: int) -> int:
     return -(-n // tile.rows) * -(-m // tile.tokens) * tile.splits
 
 
+_SHAPES = (
+    (64, 12, 4, ((1, 2), (2, 1), (2, 2), (2, 4))),
+    (96, 12, 4, ((1, 4), (2, 1), (2, 2), (2, 4))),
+    (96, 12, 3, ((3, 4),)),
+    (128, 10, 4, ((2, 1), (2, 2), (2, 4), (2, 8))),
+    (128, 12, 2, ((3, 4),)),
+    (160, 10, 4, ((2, 2),)),
+    (192, 8, 4, ((1, 2), (2, 1), (2, 2), (2, 4))),
+    (256, 6, 1, ((2, 1), (2, 2))),
+)
+"""Of the menu: tokens, stages, units of weights in flight; groups and splits. The fastest of some shape on an H200."""
+
+
 class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
     """16-bit tokens and weights of a byte on ``wgmma``.
 
@@ -156,16 +169,10 @@ class W8A16Wgmma(Family[GemmProblem, W8A16WgmmaTile]):
 
     def default_tiles(self, problem: GemmProblem, arch: str) -> tuple[W8A16WgmmaTile, ...]:
         """Return the menu: the tiles that were among the fastest at some shape."""
-        few = W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2)
-        some = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
-        many = W8A16WgmmaTile(128, 2, stages=10, prefetch=4)
-        most = W8A16WgmmaTile(256, 2, stages=6)
-        tiles = (
-            *(replace(few, splits=splits) for splits in (4, 8)),
-            *(replace(some, splits=splits) for splits in (1, 2)),
-            replace(some, groups=3, splits=4, prefetch=3),
-            *(replace(many, splits=splits) for splits in (1, 2, 4, 8)),
-            *(replace(most, splits=splits) for splits in (1, 2)),
+        tiles = tuple(
+            W8A16WgmmaTile(tokens, groups, splits, stages, prefetch)
+            for tokens, stages, prefetch, shapes in _SHAPES
+            for groups, splits in shapes
         )
         if problem.epilogue.col_scale != "per_unit":
             return tiles
