@@ -42,6 +42,8 @@ _SHAPES = (
 
 Then the tile's letters (``t`` with pairs, ``f`` fine) for int8 tokens and for 16 bits; None: no such tile.
 """
+_ROUTES = ((96, 1, 1, None, "tf"),)
+"""More of them, for routes to experts; for tokens others are faster."""
 _BUFFERS = (4, 2, 1)
 _STAGES = (4, 8)
 """Fewer stages than the first give buffers up; more than the last gain nothing."""
@@ -235,7 +237,7 @@ class CodebookWgmma(Family[CodebookProblem, CodebookWgmmaTile]):
         """Return tiles of each width of tokens, for one CTA, for two, and with K split, with as many stages as fit."""
         tiles = (
             deepest(stage_of(problem), tokens, cluster, splits, "t" in letters or problem.pairs, "f" in letters)
-            for tokens, cluster, splits, int8, halves in _SHAPES
+            for tokens, cluster, splits, int8, halves in (*_SHAPES, *_ROUTES * problem.experts)
             if (letters := int8 if problem.x is DType.S8 else halves) is not None
         )
         return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))

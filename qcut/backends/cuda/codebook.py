@@ -87,8 +87,7 @@ class Rotation(NamedTuple):
             row_major=self.row_major,
         )
         k_padded = Geometry(self.k, self.group_size, self.kind).k_padded
-        early = self.early_read or self.kind == rotation.NO_ROTATION
-        early = early and (self.row_major or dispatch.starts_early(self.rows, self.k))
+        early = (self.early_read or self.kind == rotation.NO_ROTATION) and dispatch.starts_early(self.rows, self.k)
         early = architecture(gpu.arch).pdl and (self.routed or early)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
