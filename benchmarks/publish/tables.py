@@ -222,7 +222,7 @@ def codebook_speedups(rows: Rows) -> str:
 
 def crossover_cells(rows: Rows) -> str:
     """Whole layers over float16: the worst cells, then the least of all shapes by tokens."""
-    found = rows.of("bench_crossover")
+    found = [row for row in rows.of("bench_crossover") if row["variant"] in crossover.SCHEMES]
     if not found:
         return missing("bench_crossover")
     slow = sum(map(crossover.is_slow, found))
@@ -250,6 +250,19 @@ def crossover_cells(rows: Rows) -> str:
         f"{slow} of {len(found)} cells are slower than they should be. The {len(worst)} slowest, microseconds:\n\n"
         f"{cells}\n\nThe least speed of all shapes:\n\n{by_tokens}"
     )
+
+
+def crossover_float8(rows: Rows) -> str:
+    """Microseconds of layers with 8-bit tokens, where those of e4m3 were measured next to int8, and of float16."""
+    cells: dict[Shape, dict[str, float]] = {}
+    for row in rows.of("bench_crossover"):
+        of = cells.setdefault(shape_of(row), {})
+        of[row["variant"]] = float(row["median_us"])
+        if row["variant"] == crossover.FLOAT8[0]:
+            of["fp16"] = float(row["fp16_us"])
+    columns = ("w8a8", "w8a8_rotated", *crossover.FLOAT8, "fp16")
+    lines = [[name_of(shape), *(figures(of.get(c)) for c in columns)] for shape, of in cells.items() if "fp16" in of]
+    return markdown(["M × N × K", *columns], lines) if lines else missing("bench_crossover")
 
 
 def triton_layers(rows: Rows) -> str:
@@ -623,6 +636,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "codebook scales": codebook_scales,
     "codebook layer": codebook_layer,
     "crossover": crossover_cells,
+    "crossover float8": crossover_float8,
     "triton": triton_layers,
     "codebook quality": codebook_quality,
     "plan quality": plans,
