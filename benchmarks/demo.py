@@ -63,6 +63,7 @@ PEAK_LABEL = {
     False: "the whole process's resident set, Python, torch and the reference's temporaries included",
 }
 RELATIVE_COST = {"w8a8_static": 1.0, "w8a8": 1.05, "w8a16": 2.0, "fp16": 2.1}
+"""Of schemes; those that a plan chooses among."""
 
 
 def int8_first(layer: LayerSize, scheme: str) -> float:
@@ -385,7 +386,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if "hybrid" in args.schemes:
         say(f"a scheme for each layer by the loss on {setup.limits.plan_windows} windows, for hybrid")
         some = setup.calibration[: setup.limits.plan_windows].to(device).split(1)
-        what: Any = {"cost": int8_first} if args.objective == "int8" else {"objective": args.objective}
+        what: Any = {"candidates": tuple(RELATIVE_COST)}
+        what |= {"cost": int8_first} if args.objective == "int8" else {"objective": args.objective}
         plan = qcut.plan(model, some, budget=args.budget, calibration=calibration, progress=progress, **what)
     del model
     for i, name in enumerate(args.schemes):

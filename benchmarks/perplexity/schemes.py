@@ -23,7 +23,7 @@ import torch
 
 import qcut
 from benchmarks import harness
-from benchmarks.demo import int8_first
+from benchmarks.demo import RELATIVE_COST, int8_first
 from benchmarks.harness import Results, environment, list_of, model_options, script, table
 from benchmarks.perplexity.models import Evaluated
 from qcut.models.modules import weight_nk
@@ -104,6 +104,7 @@ class Subject(Evaluated):
                 self.plan_batches,
                 budget=self.options.budget,
                 calibration=calibration,
+                candidates=tuple(RELATIVE_COST),
                 cost=int8_first,
                 progress=sys.stderr.isatty(),
             )

@@ -161,7 +161,7 @@ def test_the_set_is_whole_and_small(arch: str) -> None:
     assert wanted < families
     wanted = {"norm", "append", "attention_append", "argmax", "accept", "embed", "quantize_per_token"}
     assert wanted | {"route", "sort_routes", "sum_routes"} < families
-    assert len({source.name for source in found}) == len(found) < 8300
+    assert len({source.name for source in found}) == len(found) < 8500
     assert sum(source.toolchain == "nvcc" for source in found) < 200
     assert {source.arch for source in found} == {arch}
 

@@ -221,6 +221,7 @@ INT8 = CodebookProblem(S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_
 GELU = Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
 ROTATES = replace(HALF, rotates=F16)
 PAIRS = replace(HALF, pairs=True)
+MIRRORED = replace(INT8, bits=4, mirrored=True)
 INT8_PAIRS = CodebookProblem(S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), pairs=True)
 QUANTIZES = CodebookProblem(S8, 4, 2, INT8_PAIRS.epilogue, 8, BF16)
 NARROW = (
@@ -247,7 +248,10 @@ def codebook_sources(arch: str) -> Iterator[KernelSource]:
     tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     tiles += [(PAIRS, FEW), (INT8_PAIRS, WIDE), (replace(INT8_PAIRS, rotates=BF16), WIDE)]
-    tiles += [(p, best_tile(CODEBOOK_STREAM, p, m, 4096, 4096, Target(arch, 132))) for p, m in product(NARROW, (1, 8))]
+    tiles += [
+        (p, best_tile(CODEBOOK_STREAM, p, m, 4096, 4096, Target(arch, 132)))
+        for p, m in product((*NARROW, MIRRORED), (1, 8))
+    ]
     sums = replace(EXPERTS, summed=True, early_routes=True)
     int8_sums = replace(INT8_PAIRS, experts=True, summed=True)
     tiles += [
@@ -349,6 +353,10 @@ CODEBOOK_REFUSALS: dict[str, list[Any]] = {
     "clusters": [(HALF, CLUSTER, "sm_80")],
     "registers": [(HALF, CodebookStreamTile(16, 1, 32), ARCH)],
     "shared_memory": [(HALF, CodebookStreamTile(8, 12, 32), ARCH)],
+    "mirrored": [
+        (INT8, CodebookStreamTile(8, 1, 8, mirrored=True), ARCH),
+        (MIRRORED, CodebookStreamTile(16, 1, 8, mirrored=True), ARCH),
+    ],
 }
 EXPERTS_REFUSALS: dict[str, list[Any]] = {
     "architecture": [(EXPERTS, EXPERT_TILE, "sm_75")],
