@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+from sphinx.errors import ExtensionError
 
 import qcut
 
@@ -55,7 +60,31 @@ def add_modules(app: Any, page: str, text: list[str]) -> None:
     text[0] = text[0].replace("<!-- modules -->", modules())
 
 
+EXECUTED = ("walkthrough",)
+"""Pages of which the site shows the results: their snippets run while it is built, on the CPU and without a network."""
+
+
+def add_results(app: Any, page: str, text: list[str]) -> None:
+    """Write what snippets show into a page, or fail with the snippet that raised."""
+    if page not in EXECUTED:
+        return
+    root = Path(__file__).resolve().parents[1]
+    quiet = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(
+        [sys.executable, "docs/snippets.py", f"docs/{page}.md"],
+        cwd=root,
+        # Threads that wait sleep: the site is built next to other work.
+        env={**os.environ, **quiet, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise ExtensionError(f"docs/{page}.md: {done.stderr}")
+    text[0] = done.stdout
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_modules)
+    app.connect("source-read", add_results)
     app.connect("autodoc-skip-member", skip_tuple_fields)

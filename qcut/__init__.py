@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from qcut.schemes import StaticRange as StaticRange
     from qcut.schemes import W8A8Rotated as W8A8Rotated
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 refuse_other_distribution(Path(__file__).parent)
 

@@ -125,21 +125,20 @@ class Report:
     def __str__(self) -> str:
         width = max(len(layer.name) for layer in self.layers)
         wide = max(11, *(len(layer.scheme) for layer in self.layers))
-        head = f"{'layer':<{width}}  {'scheme':<{wide}}  {'N x K':>13}  {'KB':>15}"
-        lines = [f"{head}  {'bits/weight':>11}  {'weight err':>10}  output SQNR"]
-        for r in self.layers:
-            size = f"{r.bytes_before / 1e3:,.0f} -> {r.bytes_after / 1e3:,.0f}"
-            sqnr = "" if r.output_sqnr_db is None else f"{r.output_sqnr_db:.1f} dB"
-            tied = f"  tied to {r.tied_to}" if r.tied_to else ""
-            note = f"  {r.note}" if r.note else ""
-            if r.few_tokens:
-                note += f"  {r.few_tokens} of {r.experts} experts saw fewer than {FEW_TOKENS} tokens"
-            shape = f"{r.out_features} x {r.in_features}"
-            lines.append(
-                f"{r.name:<{width}}  {r.scheme:<{wide}}  {shape:>13}  {size:>15}  {r.bits_per_weight:>11.2f}  "
-                f"{r.weight_error:>10.3%}  {sqnr}{tied}{note}".rstrip()
-            )
-        lines += [f"left in float: {_some(names)}: {reason}" for reason, names in self._left().items()]
+        lines = []
+        for name, scheme, shape, size, bits, error, sqnr, note in (_HEAD, *map(_cells, self.layers)):
+            first = f"{name:<{width}}  {scheme:<{wide}}  {shape:>13}  {size:>15}"
+            lines.append(f"{first}  {bits:>11}  {error:>10}  {sqnr}  {note}".rstrip())
+        return "\n".join([*lines, *self._summary()])
+
+    def _repr_html_(self) -> str:
+        from qcut.common.html import html_table
+
+        return html_table("\n".join(self._summary()), _HEAD, map(_cells, self.layers))
+
+    def _summary(self) -> list[str]:
+        """The lines about the model as a whole."""
+        lines = [f"left in float: {_some(names)}: {reason}" for reason, names in self._left().items()]
         if self.already:
             lines.append(f"quantized before, left as they are: {_some(self.already)}")
         ratio = self.bytes_before / max(1, self.bytes_after)
@@ -155,7 +154,7 @@ class Report:
             )
         if self.parameters:
             lines.append(self._shares())
-        return "\n".join(lines)
+        return lines
 
     def _left(self) -> dict[str, list[str]]:
         """Names of the layers that stay, by reason."""
@@ -173,6 +172,28 @@ class Report:
         rest = sorted((share, kind) for kind, share in percent.items() if kind not in (QUANTIZED, ALREADY))
         stay = [f"{share:.1f} % {kind}" for share, kind in reversed(rest)]
         return f"parameters: {', '.join(done)}" + (f"; in float: {', '.join(stay)}" if stay else "")
+
+
+_HEAD = ("layer", "scheme", "N x K", "KB", "bits/weight", "weight err", "output SQNR", "")
+
+
+def _cells(layer: LayerReport) -> tuple[str, ...]:
+    """A row of the report's table, under `_HEAD`."""
+    notes = [f"tied to {layer.tied_to}"] if layer.tied_to else []
+    if layer.note:
+        notes.append(layer.note)
+    if layer.few_tokens:
+        notes.append(f"{layer.few_tokens} of {layer.experts} experts saw fewer than {FEW_TOKENS} tokens")
+    return (
+        layer.name,
+        layer.scheme,
+        f"{layer.out_features} x {layer.in_features}",
+        f"{layer.bytes_before / 1e3:,.0f} -> {layer.bytes_after / 1e3:,.0f}",
+        f"{layer.bits_per_weight:.2f}",
+        f"{layer.weight_error:.3%}",
+        "" if layer.output_sqnr_db is None else f"{layer.output_sqnr_db:.1f} dB",
+        "  ".join(notes),
+    )
 
 
 def stack_reports(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -90,3 +91,11 @@ def test_a_closed_standard_error_gets_no_bar():
     for stream in (closed, None):
         with contextlib.redirect_stderr(stream):
             assert list(progress.with_progress(range(3), "work", "step", shown=True)) == [0, 1, 2]
+
+
+def test_a_notebook_gets_a_bar():
+    """A notebook's standard error is no terminal; it draws what carriage returns overwrite, without widgets."""
+    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    with contextlib.redirect_stderr(notebook):
+        assert list(progress.with_progress([1, 2], "work", "step", shown=True)) == [1, 2]
+    assert re.search(r"\rwork.*0/2", notebook.getvalue())

@@ -17,10 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from qcut.common import versions
-from qcut.emitters.core.source import DType
-from qcut.jit import packs
 from tests import floors
-from tests.jit.test_packs import argmax
 from tests.support import ROOT
 
 if sys.version_info >= (3, 11):
@@ -42,33 +39,6 @@ def pins() -> dict[str, list[Requirement]]:
             requirement = Requirement(line)
             found.setdefault(requirement.name.lower().replace("_", "-"), []).append(requirement)
     return found
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel with a small pack, built from a copy, so that no build folder of the checkout leaks in."""
-    copy = tmp_path_factory.mktemp("source")
-    for name in ("qcut", "emitters"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    facts = {"arch": "sm_90a", "sources": packs.sources_digest()}
-    kernel = argmax(DType.F16)
-    shutil.rmtree(copy / "qcut" / "binaries", ignore_errors=True)
-    (copy / "qcut" / "binaries").mkdir()
-    data = packs.pack_bytes([(kernel.name, packs.key_of(kernel), packs.Packed(b"code", None, None))], facts)
-    (copy / "qcut" / "binaries" / "sm_90a.qpack").write_bytes(data)
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build],
-        cwd=copy,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (wheel,) = (copy / "dist").glob("*.whl")
-    return wheel
 
 
 @pytest.fixture(scope="module")

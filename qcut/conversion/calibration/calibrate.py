@@ -102,6 +102,15 @@ class Calibration:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        from qcut.common.html import html_table
+
+        rows = (
+            (name, f"{stats.lo.numel()}", f"{stats.tokens:,}", f"[{stats.lo.min():.4g}, {stats.hi.max():.4g}]")
+            for name, stats in self.layers.items()
+        )
+        return html_table(str(self), ("layer", "K", "tokens", "input"), rows)
+
     @property
     def tokens(self) -> dict[str, int]:
         """How many tokens each layer saw; 0 of an expert that no token came to."""

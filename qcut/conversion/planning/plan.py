@@ -175,7 +175,8 @@ class Plan:
         schemes = self.schemes
         return [names for names in self.siblings if len({schemes.get(name) for name in names}) > 1]
 
-    def __str__(self) -> str:
+    def _summary(self) -> list[str]:
+        """The lines about the plan as a whole."""
         predicted = "" if self.predicted is None else f"predicted {self.predicted:.3%}, "
         budget = "" if self.budget is None else f"budget {self.budget:.3%}, "
         counts = ", ".join(f"{n} {scheme}" for scheme, n in sorted(self.counts.items()))
@@ -199,12 +200,31 @@ class Plan:
             )
         if self.fitted:
             lines.append("  made for fitted codebooks: quantize with second_moments=, or --fit")
+        return lines
+
+    def __str__(self) -> str:
+        lines = self._summary()
         moved = {name: layer for name, layer in self.layers.items() if layer.reason}
         if moved:
             width = max(len(name) for name in moved)
             wide = max(11, *(len(layer.scheme) for layer in moved.values()))
             lines += [f"  {name:<{width}}  {layer.scheme:<{wide}}  {layer.reason}" for name, layer in moved.items()]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from qcut.common.html import html_table
+
+        rows = (
+            (
+                name,
+                layer.scheme,
+                f"{layer.out_features} x {layer.in_features}",
+                f"{layer.sensitivity[layer.scheme]:.3%}" if layer.scheme in layer.sensitivity else "",
+                layer.reason,
+            )
+            for name, layer in self.layers.items()
+        )
+        return html_table("\n".join(self._summary()), ("layer", "scheme", "N x K", "sensitivity", "reason"), rows)
 
     def cost_text(self, cost: float) -> str:
         """A cost with its unit."""
