@@ -72,6 +72,12 @@ access:
     allow browser pages of another origin; may be repeated (default: none)
 --chat-template FILE: Path
     Jinja chat template (default: the tokenizer's)
+--tool-parser auto|hermes|llama3|mistral|harmony|none = auto
+    how calls of tools are found in answers: auto takes the form that the chat template has, none leaves them in the
+    text (default: auto)
+--reasoning-parser auto|think|harmony|none = auto
+    how reasoning is found in answers: auto takes the form that the chat template has, none leaves it in the text
+    (default: auto)
 limits:
 --batch N: positive = 16
     most sequences decoded at once (default: 16)
@@ -131,6 +137,8 @@ def run(arguments: argparse.Namespace) -> Answer:
         most_prompts=arguments.max_waiting,
         any_model=arguments.any_model,
         strict=arguments.strict,
+        tool_parser=arguments.tool_parser,
+        reasoning_parser=arguments.reasoning_parser,
     )
     with (
         _logging(arguments.log_level),

@@ -422,7 +422,7 @@ class Engine:
                 self.context,
                 options.max_new_tokens,
                 stops,
-                None if detokenizer is None else SequenceText(detokenizer, ids, strings),
+                None if detokenizer is None else SequenceText(detokenizer, ids, strings, options.keep_special_tokens),
                 index=i,
                 sampling=settings.sampling(options.sampling),
                 bans=settings.bans(sorted(stops), length, least),

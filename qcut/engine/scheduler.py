@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -206,12 +206,15 @@ class Scheduler:
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
         skip_special_tokens: bool = True,
+        keep_special_tokens: Collection[str] = (),
         top: int | None = None,
         prompt_top: int | None = None,
         speculate: bool = True,
         listener: Listener | None = None,
     ) -> list[Request]:
         """Continue a prompt several times after a single prefill: see `submit`.
+
+        Texts have the special tokens with the spellings ``keep_special_tokens``, although others are skipped.
 
         Raises:
             ConfigError, also: samples below 1 or beyond the engine's batch.
@@ -223,7 +226,7 @@ class Scheduler:
             check_top(count, engine.decoder.vocabulary, name)
         if not isinstance(speculate, bool):
             raise ConfigError(f"speculate is {shown(speculate)}; allowed: True or False")
-        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
+        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens, keep_special_tokens)
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")

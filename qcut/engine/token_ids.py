@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ class Options(NamedTuple):
     sampling: Sampling | None = None
     stop: Iterable[int | str] = ()
     skip_special_tokens: bool = True
+    keep_special_tokens: Collection[str] = ()
 
     def check(self, vocabulary: int, fewest: int = 1) -> None:
         """Check all but `stop`, which `stops_of` checks; ``fewest`` is the least ``max_new_tokens``.

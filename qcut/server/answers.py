@@ -12,6 +12,8 @@ from qcut.engine.request import Request
 from qcut.engine.sequence import Event
 from qcut.server.logprobs import Scored, columns, lines
 from qcut.server.refusals import Refusal
+from qcut.server.tools.choice import Parsing
+from qcut.server.tools.pieces import Parser, Piece, joined
 
 JSON = dict[str, Any]
 _REASONS = {"stop": "stop", "length": "length", "context": "length"}
@@ -28,12 +30,16 @@ class Form:
 
     Attributes:
         END: last bytes of a stream.
+        kept: special tokens that texts keep, by their spelling.
+        prompt_end: the end of the prompt's text, set before the first token is passed on.
     """
 
     END = b"data: [DONE]\n\n"
 
     def __init__(self, name: str, kind: str, chunk: str, prefix: str) -> None:
         self._kind, self._chunk = kind, chunk
+        self.kept: tuple[str, ...] = ()
+        self.prompt_end = ""
         self._head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -96,10 +102,18 @@ class Completion(Form):
 
 
 class ChatCompletion(Form):
-    """Answers of ``/v1/chat/completions``."""
+    """Answers of ``/v1/chat/completions``.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: see `Form`.
+        parsing: how calls and reasoning are found in texts; None: all text is content.
+    """
+
+    def __init__(self, name: str, parsing: Parsing | None = None) -> None:
         super().__init__(name, "chat.completion", "chat.completion.chunk", "chatcmpl")
+        self._parsing = parsing
+        self.kept = () if parsing is None else parsing.markers
+        self._parsers: dict[int, tuple[Parser, _Calls]] = {}
 
     def begin(self, index: int, before: str) -> list[JSON]:
         """See `Form`."""
@@ -108,13 +122,92 @@ class ChatCompletion(Form):
 
     def choice(self, index: int, text: str, scored: Scored | None, reason: str | None) -> JSON:
         """See `Form`."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: JSON = {"role": "assistant", "content": text, "refusal": None}
+        if self._parsing is not None:
+            parser, calls = self._parser(index)
+            pieces = joined([*parser.add(text), *parser.end()])
+            found = [call for piece in pieces if (call := calls.take(piece)) is not None]
+            reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
+            content = "".join(piece.text for piece in pieces if piece.kind == "content")
+            message["content"] = content or (None if found or reasoning else "")
+            if reasoning:
+                message["reasoning_content"] = reasoning
+            if found:
+                message["tool_calls"] = _whole(found)
+            reason = calls.reason(reason)
         return {"index": index, "message": message, "logprobs": _content(scored), "finish_reason": reason}
 
     def part(self, index: int, text: str, scored: Scored | None, reason: str | None) -> JSON:
         """See `Form`."""
-        delta = {"content": text} if text or reason is None else {}
+        return self._choice(index, {"content": text} if text or reason is None else {}, scored, reason)
+
+    def chunks(self, index: int, text: str, scored: Scored | None, reason: str | None, more: JSON) -> list[JSON]:
+        """See `Form`: a chunk for each piece of the text; the last one has ``more`` and the reason."""
+        if self._parsing is None:
+            return super().chunks(index, text, scored, reason, more)
+        parser, calls = self._parser(index)
+        pieces = joined([*parser.add(text), *(() if reason is None else parser.end())])
+        deltas = [delta for piece in pieces if (delta := _delta(piece, calls)) is not None]
+        reason = calls.reason(reason)
+        if not deltas or reason is not None:
+            is_empty = reason is None and not more and (scored is None or not scored.rows)
+            deltas += [] if is_empty else [{}]
+        chunks = [self._choice(index, delta, None, None) for delta in deltas]
+        if chunks:
+            chunks[0]["logprobs"] = _content(scored)
+            chunks[-1] |= {"finish_reason": reason, **more}
+        return [self.chunk([chunk]) for chunk in chunks]
+
+    def _choice(self, index: int, delta: JSON, scored: Scored | None, reason: str | None) -> JSON:
         return {"index": index, "delta": delta, "logprobs": _content(scored), "finish_reason": reason}
+
+    def _parser(self, index: int) -> tuple[Parser, _Calls]:
+        assert self._parsing is not None
+        if index not in self._parsers:
+            self._parsers[index] = self._parsing.parser(self.prompt_end), _Calls(self._parsing)
+        return self._parsers[index]
+
+
+class _Calls:
+    """The calls of a choice so far."""
+
+    def __init__(self, parsing: Parsing) -> None:
+        self._parsing, self._count = parsing, 0
+
+    def take(self, piece: Piece) -> JSON | None:
+        """A part of a call in the form of a delta; None for other pieces, and for calls beyond those allowed."""
+        if piece.kind not in ("call", "arguments"):
+            return None
+        self._count += piece.kind == "call"
+        if self._count > 1 and not self._parsing.parallel:
+            return None
+        index = {"index": self._count - 1}
+        if piece.kind == "arguments":
+            return {**index, "function": {"arguments": piece.text}}
+        function = {"name": piece.text, "arguments": ""}
+        return {**index, "id": self._parsing.new_id(), "type": "function", "function": function}
+
+    def reason(self, reason: str | None) -> str | None:
+        """The reason of an end; a stop after calls has its own."""
+        return "tool_calls" if self._count and reason == "stop" else reason
+
+
+def _delta(piece: Piece, calls: _Calls) -> JSON | None:
+    if piece.kind in ("content", "reasoning"):
+        return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
+    call = calls.take(piece)
+    return None if call is None else {"tool_calls": [call]}
+
+
+def _whole(parts: list[JSON]) -> list[JSON]:
+    """Calls from their parts."""
+    found: list[JSON] = []
+    for part in parts:
+        if "id" in part:
+            found.append({name: value for name, value in part.items() if name != "index"})
+        else:
+            found[-1]["function"]["arguments"] += part["function"]["arguments"]
+    return found
 
 
 def finish_reason(event: Event) -> str | None:

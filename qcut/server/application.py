@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -33,6 +34,8 @@ from qcut.server.metrics import Metrics
 from qcut.server.refusals import CLIENT_GONE, Refusal
 from qcut.server.sending import Answer, EventStream, watched
 from qcut.server.streams import Bridge, Stream
+from qcut.server.tools.choice import PROMPT_TOKENS, Parsers
+from qcut.server.tools.requests import with_text_arguments, without_calls
 from qcut.text.prompts import chat_ids, text_ids
 
 B = TypeVar("B", bound=Schema)
@@ -55,6 +58,8 @@ class Settings:
         most_bodies: most bytes of all bodies in memory.
         any_model: whether requests may name any model.
         strict: whether unknown fields are refused; otherwise they are ignored and logged once.
+        tool_parser: name of the parser of calls (see `qcut.server.tools.choice`).
+        reasoning_parser: name of the parser of reasoning.
 
     Raises:
         ConfigError: the key is empty, or has surrounding spaces or characters that a header cannot hold; a host or an
@@ -72,6 +77,8 @@ class Settings:
     most_bodies: int = 256 << 20
     any_model: bool = False
     strict: bool = False
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         key = self.key
@@ -95,6 +102,9 @@ def application(scheduler: Scheduler, settings: Settings, metrics: Metrics | Non
         scheduler: over an engine with a tokenizer. The caller runs and closes it.
         settings: options of the server.
         metrics: counters shared with `qcut.server.running.server`; None makes new ones.
+
+    Raises:
+        ConfigError: parsers that do not exist, or do not go together.
     """
     service = Service(scheduler, settings, metrics or Metrics(scheduler))
     routes = [
@@ -139,6 +149,9 @@ class Service:
         metrics.body_bytes.set_function(lambda: self.bodies.held)
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.unknown_fields = UnknownFields(settings.strict)
+        template = getattr(engine.tokenizer, "chat_template", None)
+        self._parsers = Parsers(template, settings.tool_parser, settings.reasoning_parser)
+        self._rendered: set[str] = set()  # what the chat template is known to render
         self._created = int(time.time())
         self._bridge: Bridge | None = None
         self.executors = Executors()
@@ -207,7 +220,8 @@ class Service:
     async def chat(self, request: HTTPRequest) -> Response:
         """``/v1/chat/completions``."""
         given = await self.read(request, ChatBody)
-        return await self.answer(request, given, ChatCompletion(self.name_for(given)))
+        parsing = self._parsers.of(given.tools, given.tool_choice, given.parallel_tool_calls)
+        return await self.answer(request, given, ChatCompletion(self.name_for(given), parsing))
 
     def name_for(self, given: Body) -> str:
         """The model's name in the response: the name in the request, if any."""
@@ -247,15 +261,50 @@ class Service:
             return text_ids(tokenizer, prompt.text, vocabulary, add_special_tokens=prompt.add_special_tokens)
         if not isinstance(prompt, Chat):
             return prompt
-        return chat_ids(
-            tokenizer,
-            prompt.messages,
-            vocabulary,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-            add_special_tokens=prompt.add_special_tokens,
-            variables=prompt.variables,
-        )
+        ids = self._chat_ids(prompt)
+        has_calls = any("tool_calls" in message for message in prompt.messages)
+        for field, is_given, without in (
+            ("tools", bool(prompt.tools), replace(prompt, tools=())),
+            ("tool_calls", has_calls, replace(prompt, messages=without_calls(prompt.messages))),
+        ):
+            if is_given and field not in self._rendered:
+                if self._is_rendered_as(without, ids):
+                    message = f"{field}: the chat template of this model ignores them; allowed: none"
+                    param = field if field == "tools" else f"messages.{field}"
+                    raise Refusal(400, message, param=param, code="unsupported")
+                self._rendered.add(field)
+        return ids
+
+    def _is_rendered_as(self, chat: Chat, ids: list[int]) -> bool:
+        try:
+            return self._chat_ids(chat) == ids
+        except ConfigError:  # a template may refuse results without calls
+            return False
+
+    def _chat_ids(self, chat: Chat) -> list[int]:
+        engine = self.scheduler.engine
+
+        def rendered(messages: list[JSON]) -> list[int]:
+            return chat_ids(
+                engine.tokenizer,
+                messages,
+                engine.decoder.vocabulary,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                add_special_tokens=chat.add_special_tokens,
+                variables=chat.variables,
+                tools=chat.tools,
+            )
+
+        try:
+            return rendered(chat.messages)
+        except ConfigError:
+            texts = with_text_arguments(chat.messages)  # some templates take no objects
+            if texts == chat.messages:
+                raise
+            with suppress(ConfigError):
+                return rendered(texts)
+            raise
 
     async def answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
         """Generate text and respond in the endpoint's format."""
@@ -267,18 +316,21 @@ class Service:
         answer = Answer(given, form, stream, stops, self.vocabulary, self.metrics, self.executors)
         try:
             async with watched(request.receive, stream):
-                await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given))
+                await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given, form.kept))
         except QcutError as error:
             raise Refusal.of(error, self.scheduler.engine.context, given.PROMPT) from error
         if stream.is_left:
             raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         request.state.requests = stream.requests
+        if form.kept:
+            end = stream.requests[0].prompt[-PROMPT_TOKENS:]
+            form.prompt_end = self.vocabulary.decode(end, skip_special_tokens=False)
         if given.stream:
             return EventStream(stream, answer.chunks())
         async with watched(request.receive, stream):
             return await answer.complete()
 
-    def _submit(self, stream: Stream, given: Body) -> None:
+    def _submit(self, stream: Stream, given: Body, kept: tuple[str, ...]) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
         most, batch = min(limits, default=None), self.scheduler.engine.batch
@@ -305,6 +357,7 @@ class Service:
                     stop=stops,
                     min_new_tokens=given.min_tokens,
                     skip_special_tokens=given.skip_special_tokens,
+                    keep_special_tokens=kept,
                     top=given.top,
                     prompt_top=(given.top or 0) if scores_prompts else None,
                     speculate=given.speculate,

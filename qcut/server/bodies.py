@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, to_json
 
 from qcut.engine.likelihoods import MOST_TOP
 from qcut.numerics.sampling import Sampling
@@ -30,10 +30,12 @@ from qcut.server.known_fields import (
 )
 from qcut.server.limits.json_body import parse_json
 from qcut.server.refusals import Refusal
+from qcut.server.tools.requests import check_choice, checked_calls, checked_choice, checked_tools
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
 MOST_BIASED = 1024
+MOST_VARIABLES = 64
 MOST_NAME_CHARACTERS = 4096
 _LARGEST = (1 << 63) - 1
 _MOST_TOP_K = (1 << 31) - 1
@@ -134,11 +136,13 @@ class Chat:
     """A chat, rendered to a prompt by the tokenizer's chat template.
 
     Attributes:
-        messages: role and text of each message.
+        messages: role, text, reasoning and calls of each message; the arguments of calls are objects, or texts that are
+            no JSON of an object.
         add_generation_prompt: whether the template opens an assistant message at the end.
         continue_final_message: whether the last message is continued.
         add_special_tokens: whether the tokenizer adds special tokens to the template's.
         variables: further variables of the template.
+        tools: functions that may be called.
     """
 
     messages: list[dict[str, Any]]
@@ -146,6 +150,14 @@ class Chat:
     continue_final_message: bool = False
     add_special_tokens: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[dict[str, Any]] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts that the prompt has at least: contents, calls and tools."""
+        given = [message["content"] for message in self.messages]
+        others = [*(message["tool_calls"] for message in self.messages if "tool_calls" in message), *self.tools]
+        return given + [to_json(other).decode() for other in others]
 
 
 @dataclass(frozen=True)
@@ -323,7 +335,13 @@ class TextPart(Schema):
 
 
 class Message(Schema):
-    """A chat message; an assistant message may lack content."""
+    """A chat message; an assistant message may lack content.
+
+    Attributes:
+        tool_calls: calls of an assistant's message.
+        tool_call_id: the call that a message of the role ``tool`` answers.
+        reasoning_content: the reasoning of an assistant's message.
+    """
 
     WHERE = "messages."
     UNSERVED = MESSAGE_ONLY
@@ -331,6 +349,9 @@ class Message(Schema):
     role: str
     content: str | Annotated[list[str | TextPart], Field(fail_fast=True)]
     name: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], BeforeValidator(checked_calls)] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -338,6 +359,9 @@ class Message(Schema):
         """Null or missing content is the empty text."""
         if not isinstance(value, dict):
             return value
+        if "reasoning" in value:  # the newer name of other servers
+            value = {"reasoning_content": value["reasoning"], **value}
+            del value["reasoning"]
         is_empty = value["content"] is None if "content" in value else value.get("role") == "assistant"
         return {**value, "content": ""} if is_empty else value
 
@@ -346,7 +370,15 @@ class Message(Schema):
         """The message as a dictionary for the chat template."""
         parts = [self.content] if isinstance(self.content, str) else self.content
         text = "".join(part if isinstance(part, str) else part.text for part in parts)
-        return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
+        found: dict[str, Any] = {"role": self.role, "content": text}
+        found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            found["tool_calls"] = self.tool_calls
+        if self.reasoning_content:
+            found["reasoning_content"] = self.reasoning_content
+            if not (text and self.tool_calls):  # GPT-OSS' template takes either with calls
+                found["thinking"] = self.reasoning_content
+        return found
 
 
 class ChatFields(Schema):
@@ -357,7 +389,7 @@ class ChatFields(Schema):
         reasoning_effort: a variable of the template, under OpenAI's name.
     """
 
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MOST_VARIABLES)] = {}
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -389,7 +421,36 @@ class ChatFields(Schema):
         )
 
 
-class ChatBody(ChatFields, Body):
+class ToolFields(ChatFields):
+    """Fields of requests whose chat may have tools.
+
+    Attributes:
+        tools: functions that the model may call.
+        tool_choice: whether it may call them; ``none`` drops them.
+        parallel_tool_calls: whether an answer may have several calls.
+    """
+
+    tools: Annotated[list[dict[str, Any]], BeforeValidator(checked_tools)] = []
+    tool_choice: Annotated[str | dict[str, Any], BeforeValidator(checked_choice)] = "auto"
+    parallel_tool_calls: bool = True
+
+    @classmethod
+    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """See `Schema`. ``tool_choice: none`` drops the tools."""
+        return without_tools(super().renamed(given))
+
+    @property
+    def chat(self) -> Chat:
+        """See `ChatFields`; with tools.
+
+        Raises:
+            Refusal, also: the choice does not fit the tools.
+        """
+        check_choice(self.tools, self.tool_choice)
+        return replace(super().chat, tools=tuple(self.tools))
+
+
+class ChatBody(ToolFields, Body):
     """Body of ``/v1/chat/completions``."""
 
     UNSERVED = CHAT_ONLY
@@ -399,11 +460,6 @@ class ChatBody(ChatFields, Body):
     max_completion_tokens: _Limit = None
     logprobs: bool = False
     top_logprobs: _Top = 0
-
-    @classmethod
-    def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """See `Schema`. ``tool_choice: none`` drops the tools."""
-        return without_tools(super().renamed(given))
 
     def check(self) -> None:
         """See `Body`."""

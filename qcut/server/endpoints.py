@@ -17,7 +17,7 @@ from qcut.engine.scheduler import Scheduler
 from qcut.engine.token_ids import check_ids, ids_of
 from qcut.errors import QcutError
 from qcut.server.answers import Form
-from qcut.server.bodies import AnyPrompt, Body, ChatBody, ChatFields, CompletionBody, Message, Schema, Text
+from qcut.server.bodies import AnyPrompt, Body, ChatBody, CompletionBody, Message, Schema, Text, ToolFields
 from qcut.server.known_fields import CHAT_ONLY, IGNORED
 from qcut.server.limits.executors import Executors
 from qcut.server.refusals import Refusal
@@ -52,7 +52,7 @@ class Service(Protocol):
         """The model's name in the response."""
 
 
-class TokenizeBody(ChatFields):
+class TokenizeBody(ToolFields):
     """Body of ``/tokenize``.
 
     Attributes:
@@ -75,6 +75,7 @@ class TokenizeBody(ChatFields):
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """See `Schema`. A text gets the tokenizer's special tokens, a chat the template's."""
+        given = super().renamed(given)
         given.setdefault("add_special_tokens", "prompt" in given)
         if ("prompt" in given) == ("messages" in given):
             raise Refusal(400, "prompt: Field required, or messages in its place, not both", param="prompt")

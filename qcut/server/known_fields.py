@@ -32,7 +32,7 @@ class Only(NamedTuple):
 
 
 _STRUCTURED = "Structured output is not served; describe the form in the prompt and check the answer"
-_TOOLS = 'Tool calls are not served; send no tools, or tool_choice "none"'
+_TOOLS = 'Tool calls are not served here; use /v1/chat/completions, or send no tools, or tool_choice "none"'
 _TEXT = "The model reads and writes text; send text only"
 _BEAMS = "Beam search is not served; ask for n samples and compare their log-probabilities"
 _SAMPLER = "Served are temperature, top_p, top_k, min_p, the penalties and logit_bias"
@@ -98,14 +98,12 @@ CHAT_ONLY: Mapping[str, Only] = {
     "chat_template": Only(("",), "`qcut serve --chat-template FILE` sets a template"),
     "documents": Only(([],), "Send their text in a message"),
     "echo": Only((False,), "Use /v1/completions"),
-    "function_call": Only(("none", "auto"), _TOOLS),
-    "functions": Only(([],), _TOOLS),
+    "function_call": Only(("none", "auto"), "Use tool_choice"),
+    "functions": Only(([],), "Use tools"),
     "media_io_kwargs": Only(({},), _TEXT),
     "mm_processor_kwargs": Only(({},), _TEXT),
     "modalities": Only((["text"],), _TEXT),
     "prediction": Only((), "Leave it out"),
-    "tool_choice": Only(("none", "auto"), _TOOLS),
-    "tools": Only(([],), _TOOLS),
     "verbosity": Only(("medium",), "Say in a message how long the answer shall be"),
     "web_search_options": Only((), "The server looks up nothing; put the text into a message"),
 }
@@ -124,13 +122,10 @@ RESPONSES_ONLY: Mapping[str, Only] = {
 }
 """Fields of ``/v1/responses``."""
 
-MESSAGE_IGNORED = frozenset(
-    {*("annotations", "id", "phase", "reasoning", "reasoning_content", "refusal", "status", "tool_call_id", "type")}
-)
+MESSAGE_IGNORED = frozenset({"annotations", "id", "phase", "refusal", "status", "type"})
 MESSAGE_ONLY: Mapping[str, Only] = {
     "audio": Only(({},), _TEXT),
-    "function_call": Only(({},), "Tool calls are not served; send the call as text in the message's content"),
-    "tool_calls": Only(([],), "Tool calls are not served; send the calls as text in the message's content"),
+    "function_call": Only(({},), "Send tool_calls"),
 }
 """Fields of a message."""
 

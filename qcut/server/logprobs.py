@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from qcut.engine.likelihoods import LogProbability
 from qcut.text.detokenizer import Detokenizer
+from qcut.text.sequence_text import SequenceText
 
 CONTEXT = 8
 """Number of preceding tokens that decide a token's text: a leading space, and the bytes of a split character."""
@@ -66,6 +67,10 @@ class Vocabulary:
     def is_skipped(self, token: int) -> bool:
         """Whether a token is a special token, skipped while decoding."""
         return self._detokenizer.skips(token)
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """What turns tokens into text, with or without special tokens."""
+        return self._detokenizer if skip_special_tokens else Detokenizer(self._tokenizer, skip_special_tokens=False)
 
     def name(self, token: int) -> str:
         """The text of a token, special tokens included."""
@@ -171,10 +176,17 @@ class Scored:
         return Token(token, text, list(text.encode()) if is_whole else self._vocabulary.bytes_of(token), value)
 
 
-def continued(vocabulary: Vocabulary, before: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool) -> str:
+def continued(
+    vocabulary: Vocabulary,
+    before: Sequence[int],
+    tokens: Sequence[int],
+    skip_special_tokens: bool,
+    keep_special_tokens: Sequence[str] = (),
+) -> str:
     """The text that tokens add to a prompt's text."""
-    scored = Scored(vocabulary, before[-CONTEXT:], skip_special_tokens=skip_special_tokens)
-    return "".join(scored.add(token, None, is_last=i == len(tokens)) for i, token in enumerate(tokens, 1))
+    detokenizer = vocabulary.detokenizer(skip_special_tokens)
+    text = SequenceText(detokenizer, before[-CONTEXT:], (), keep_special_tokens)
+    return "".join(text.add(token) for token in tokens) + text.rest()
 
 
 def _beyond(known: str, text: str) -> str:

@@ -219,7 +219,8 @@ class Answer:
         given, request = self._given, self._stream.requests[choice]
         if not given.include_stop_str_in_output:
             return ""
-        rest = continued(self._vocabulary, request.prompt, request.tokens, given.skip_special_tokens)[length:]
+        skips, kept = given.skip_special_tokens, self._form.kept
+        rest = continued(self._vocabulary, request.prompt, request.tokens, skips, kept)[length:]
         if request.tokens[-1] in self._stops:
             return rest
         return min((stop for stop in given.stop_strings if rest.startswith(stop)), key=len, default="")

@@ -110,6 +110,7 @@ def chat_ids(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """The token ids of a chat by the tokenizer's template.
 
@@ -122,6 +123,7 @@ def chat_ids(
         continue_final_message: whether the last message goes on.
         add_special_tokens: whether the tokenizer adds its tokens to those of the template.
         variables: of the template, besides the messages.
+        tools: functions that the model may call, in the form of transformers.
 
     Raises:
         DtypeError, ShapeError, ConfigError: as `as_ids`; ConfigError, also: a variable that is an argument of
@@ -144,6 +146,7 @@ def chat_ids(
             raise ConfigError(f"variable {name[:40]!r} of the chat template; allowed: no argument of its tokenizer")
     try:
         given |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        given |= {"tools": list(tools)} if tools else {}
         if add_special_tokens:
             ids = bounded.text_ids(tokenizer, bounded.chat_text(tokenizer, chat, **given))
         else:

@@ -62,11 +62,19 @@ class SequenceText:
         detokenizer: decodes tokens.
         prompt: ids before the first new token.
         strings: stop strings.
+        kept: special tokens that the text has although the detokenizer skips them, by their spelling.
     """
 
-    def __init__(self, detokenizer: Detokenizer, prompt: Sequence[int], strings: Collection[str]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        prompt: Sequence[int],
+        strings: Collection[str],
+        kept: Collection[str] = (),
+    ) -> None:
         self._detokenizer, self._pieces = detokenizer, detokenizer.incremental(prompt)
         self._stops, self._hidden = StopStrings(strings), detokenizer.skipped_in(strings)
+        self._kept = detokenizer.skipped_in(kept) if kept else {}
         self._given: list[str] = []
 
     @property
@@ -81,6 +89,9 @@ class SequenceText:
 
     def add(self, token: int, may_stop: bool = True) -> str:
         """The text that a token adds, which may be empty. No string ends the text without ``may_stop``."""
+        if token in self._kept:
+            piece = self._pieces.rest() + self._kept[token]
+            return self._give(self._stops.add(piece) if may_stop else piece)
         if not may_stop:
             return "" if self._detokenizer.skips(token) else self._give(self._pieces.add(token))
         if token in self._hidden:

@@ -102,7 +102,7 @@ def _chat(tokenizer: Any, chat: Sequence[Mapping[str, Any]], tokenize: bool, tem
         if name in template:
             raise ConfigError(f"{name!r} is no argument of a chat template; allowed: those that the template names")
     given = [dict(message) for message in chat]
-    size = sum(len(str(value)) for message in given for value in message.values())
+    size = sum(len(str(value)) for each in (*given, template) for value in each.values())
     options = {"add_generation_prompt": True, **template, "tokenize": tokenize}
     return _done(tokenizer, "chat", given, options, size)
 

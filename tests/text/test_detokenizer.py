@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qcut.text.detokenizer import Detokenizer, IncrementalDetokenizer, _final
+from qcut.text.sequence_text import SequenceText
 from tests.support import ROOT
 
 TEXTS = (
@@ -125,6 +126,23 @@ def test_special_tokens_between_tokens_change_nothing(tokenizer: Any) -> None:
     ids = tokenizer("a text 👍🏽 of some words", add_special_tokens=False)["input_ids"]
     mixed = [token for one in ids for token in (one, tokenizer.eos_token_id)]
     assert "".join(pieces_of(tokenizer, [], mixed)) == decoded(tokenizer, [], ids)
+
+
+def test_kept_special_tokens_are_text(tokenizer: Any) -> None:
+    detokenizer, end, name = Detokenizer(tokenizer), tokenizer.eos_token_id, tokenizer.eos_token
+    ids = tokenizer("a text 👍🏽 of some words", add_special_tokens=False)["input_ids"]
+
+    def text(kept: list[str], may_stop: bool = True) -> str:
+        found = SequenceText(detokenizer, [], [f"none{name}"], kept)
+        return "".join(found.add(token, may_stop) for token in [*ids, end, *ids]) + found.rest()
+
+    for may_stop in (True, False):
+        before, marker, after = text(["<tool>", name], may_stop).partition(name)
+        assert (marker, before + after) == (name, text([], may_stop))
+    stop = detokenizer.decode(ids)[-1] + name
+    stopping = SequenceText(detokenizer, [], [stop], [name])
+    given = "".join(stopping.add(token) for token in [*ids, end])
+    assert (stopping.stopped, name in given) == (True, False)
 
 
 @pytest.mark.parametrize("tokenizer", [name for name in TOKENIZERS if name != "sentencepiece"], indirect=True)

@@ -38,7 +38,7 @@ class PromptLimit:
         """
         if isinstance(prompt, list):
             return
-        texts = [prompt.text] if isinstance(prompt, Text) else [message["content"] for message in prompt.messages]
+        texts = [prompt.text] if isinstance(prompt, Text) else prompt.texts
         context = self._context
         size = sum(map(len, texts))  # in characters of at least one byte
         probed = PROBED_BYTES * context

@@ -154,12 +154,14 @@ async function start(turn) {
     if (!model) await meet();
     mine.signal.throwIfAborted();
     turn.isPlain = !model.chat;
-    let begun = 0, ended = null;
+    let begun = 0, ended = null, reasoned = false;
     for await (const piece of ask(model, $("key").value, asking, given, mine.signal)) {
       const choice = piece.choices?.[0], added = choice?.delta?.content ?? choice?.text ?? "";
+      const reasons = Boolean(choice?.delta?.reasoning_content);
+      reasoned ||= reasons;
       ended = choice?.finish_reason ?? ended;
       if (piece.usage) turn.figures = figuresOf(piece.usage, ended, begun, since, given.max_tokens);
-      if (!added) continue;
+      if (!added && !reasons) continue;
       if (!begun) {
         begun = performance.now();
         show();  // what is sent may begin elsewhere now
@@ -168,7 +170,7 @@ async function start(turn) {
       view.soon();
     }
     turn.state = "whole";
-    if (!turn.answer) turn.reason = "The answer is empty.";
+    if (!turn.answer) turn.reason = reasoned ? "The answer has only reasoning." : "The answer is empty.";
   } catch (error) {
     turn.state = mine.signal.aborted ? "stopped" : "failed";
     turn.reason = mine.signal.aborted ? "Stopped." : error.message;

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.server.serving import Served, engine, serving
+from tests.server.tools.scripted import scripted
 
 KEY = "sk-test"
 if importlib.util.find_spec("litellm") is None:
@@ -25,6 +26,13 @@ os.environ |= {
 def keyed() -> Iterator[Served]:
     """A server that asks for a key, of a context in which clients' prompts have room."""
     with serving(engine(context=256), key=KEY) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def caller() -> Iterator[Served]:
+    """A server that asks for a key, of a chat template with tools and reasoning; tests write its answers."""
+    with scripted(key=KEY) as found:
         yield found
 
 

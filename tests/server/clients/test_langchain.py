@@ -7,13 +7,14 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, SecretStr
 
 from tests.server.clients.conftest import KEY
 from tests.server.serving import NAME, Served
+from tests.server.tools.scripted import write
 
 QUESTION = "What is a list?"
 PROMPT = f"user: {QUESTION}\nassistant:"
@@ -96,13 +97,37 @@ def test_the_newer_interface(keyed: Served) -> None:
         model.invoke(QUESTION, previous_response_id="resp_1")
 
 
+def test_tools(caller: Served) -> None:
+    """Calls come whole and in streams, and go back with their results."""
+
+    class Weather(BaseModel):
+        """The weather of a city."""
+
+        city: str
+
+    model = chat(caller).bind_tools([Weather])
+    write(caller, 'Well. <tool_call>{"name": "Weather", "arguments": {"city": "Zürich"}}</tool_call>')
+    answer = model.invoke(QUESTION)
+    (call,) = answer.tool_calls
+    assert (answer.content, call["name"], call["args"]) == ("Well. ", "Weather", {"city": "Zürich"})
+    assert answer.response_metadata["finish_reason"] == "tool_calls"
+    pieces = list(model.stream(QUESTION))
+    whole = sum(pieces[1:], pieces[0])
+    assert [(one["name"], one["args"]) for one in whole.tool_calls] == [("Weather", {"city": "Zürich"})]
+    write(caller, "It is sunny.")
+    result = ToolMessage("sunny", tool_call_id=call["id"])
+    assert model.invoke([HumanMessage(QUESTION), answer, result]).content == "It is sunny."
+    with pytest.raises(openai.BadRequestError, match="A call cannot be forced"):
+        chat(caller).bind_tools([Weather], tool_choice="Weather").invoke(QUESTION)
+
+
 def test_what_is_not_served_says_so(keyed: Served) -> None:
     class Answer(BaseModel):
         text: str
 
     with pytest.raises(openai.BadRequestError, match="Structured output is not served"):
         chat(keyed).with_structured_output(Answer).invoke(QUESTION)
-    with pytest.raises(openai.BadRequestError, match="Tool calls are not served"):
+    with pytest.raises(openai.BadRequestError, match="found no form of calls"):
         chat(keyed).bind_tools([Answer]).invoke(QUESTION)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens"):
         chat(keyed).invoke("word " * 300)

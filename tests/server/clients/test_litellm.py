@@ -10,6 +10,7 @@ import pytest
 
 from tests.server.clients.conftest import KEY
 from tests.server.serving import NAME, Served
+from tests.server.tools.scripted import WEATHER, write
 
 CHAT = [{"role": "user", "content": "What is a list?"}]
 PROMPT = "user: What is a list?\nassistant:"
@@ -82,13 +83,32 @@ def test_responses(keyed: Served) -> None:
     assert events[-1].response.output[0].content[0].text == keyed.text(PROMPT, 16)
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_tools_and_reasoning(caller: Served, provider: str) -> None:
+    write(caller, '<think>Hm.</think><tool_call>{"name": "weather", "arguments": {"city": "Zürich"}}</tool_call>')
+    given = options(caller, provider, tools=[WEATHER])
+    (choice,) = litellm.completion(**given).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.reasoning_content) == ("tool_calls", "Hm.")
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Zürich"}')
+    deltas = [piece.choices[0].delta for piece in litellm.completion(**given, stream=True)]
+    parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
+    assert "".join(part.name or "" for part in parts) == "weather"
+    assert "".join(part.arguments or "" for part in parts) == '{"city": "Zürich"}'
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
+    write(caller, "It is sunny.")
+    messages = [*CHAT, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    answer = litellm.completion(**options(caller, provider, messages=messages, tools=[WEATHER]))
+    assert answer.choices[0].message.content == "It is sunny."
+
+
 def test_errors_have_their_kind(keyed: Served) -> None:
     for wrong, kind, words in (
         ({"messages": [{"role": "user", "content": "word " * 300}]}, litellm.ContextWindowExceededError, "256 tokens"),
         ({"model": "openai/another"}, litellm.NotFoundError, "--any-model"),
         ({"api_key": "wrong"}, litellm.AuthenticationError, "API key"),
         ({"temperature": -1}, litellm.BadRequestError, "temperature"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, litellm.BadRequestError, "Tool calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, litellm.BadRequestError, "form of calls"),
         ({"response_format": {"type": "json_object"}}, litellm.BadRequestError, "Structured output"),
     ):
         with pytest.raises(kind, match=words):
