@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from qcut.schemes import Int16x8 as Int16x8
     from qcut.schemes import StaticRange as StaticRange
     from qcut.schemes import W8A8Rotated as W8A8Rotated
+    from qcut.text.constraint import Constraint as Constraint
 
 __version__ = "0.2.0"
 
@@ -86,6 +87,7 @@ _HOME = {
     "Lookup": "engine.drafters",
     "DraftModel": "engine.drafters",
     "Sampling": "numerics.sampling",
+    "Constraint": "text.constraint",
     "load_llama2c": "checkpoints.formats.llama2c.files",
     "save_llama2c": "checkpoints.formats.llama2c.files",
     "Linear": "layers.linear",

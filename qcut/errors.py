@@ -27,6 +27,10 @@ class ConfigError(QcutError, ValueError):
     """An option, scheme name or configuration value that does not exist or contradicts another."""
 
 
+class ConstraintError(ConfigError):
+    """A constraint of an answer that is wrong or too large, or that the model's tokens cannot follow."""
+
+
 class QuantizationError(QcutError, ValueError):
     """Data that cannot be quantized: NaN or Inf, an empty tensor, K beyond the exact range.
 

@@ -25,6 +25,7 @@ TESTS = (
     "tests/checkpoints/test_huggingface.py",
     "tests/checkpoints/test_pretrained.py",
     "tests/cli/test_models.py",
+    "tests/engine/test_constraints.py",
     "tests/engine/test_engine.py",
     "tests/text",
     "tests/integrations/transformers/test_foreign.py",

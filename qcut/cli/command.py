@@ -172,7 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser, text: str, types: Mapping[str
     for paragraph in re.split(r"\n(?=\S)", text.strip()):
         head, _, below = paragraph.partition("\n")
         if head.endswith(":"):
-            group = parser if head == "options:" else parser.add_argument_group(head[:-1])
+            group, one_of = parser if head == "options:" else parser.add_argument_group(head[:-1]), None
             continue
         found = _ARGUMENT.fullmatch(head)
         assert found is not None, head

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.command import Answer, Command, UsageError
@@ -23,6 +24,7 @@ from qcut.cli.models import (
 if TYPE_CHECKING:
     from qcut.cli.runners import Runner
     from qcut.engine.sequence import Generated
+    from qcut.text.constraint import Constraint
 
 _DESCRIPTION = """\
 Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.
@@ -42,8 +44,8 @@ FIELDS = {
     "text": "the generated text",
     "prompt_tokens": "number of tokens of the prompt",
     "tokens": "ids of the new tokens",
-    "reason": "why the text ends: stop at an EOS token, length after --steps tokens, context if the "
-    "model's context is full",
+    "reason": "why the text ends: stop at an EOS token or where its form is complete, length after --steps tokens, "
+    "context if the model's context is full",
     "drafted_tokens": "drafted tokens that decode steps have verified",
     "accepted_tokens": "those that were right: so many of the new tokens took no step of their own",
     "runs_on": "qcut, its engine, or transformers",
@@ -81,6 +83,12 @@ sampling:
     subtract F times its count from the logit of each generated token (default: 0)
 --seed S: natural = 0
     equal seeds give equal texts (default: 0)
+form of the text:
+| --json-schema FILE
+    choose only tokens with which the text becomes JSON of the JSON Schema in FILE; the text ends where it is complete
+    (default: any text)
+| --regex PATTERN
+    the same for a regular expression that describes the whole text (default: any text)
 """
 
 _NEXT_TEXT = 1
@@ -107,11 +115,30 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise UsageError(arguments.parser, "name a MODEL, or --llama2c FILE with --tokenizer FILE")
     from qcut.numerics.sampling import Sampling
 
+    constraint = _constraint(arguments)
     given = vars(arguments)
     sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
-    continue_prompt = _huggingface if arguments.llama2c is None else _llama2c
+    continue_prompt: Any = _huggingface if arguments.llama2c is None else _llama2c
     check_drafts(arguments)
-    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments)))
+    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments), constraint))
+
+
+def _constraint(arguments: argparse.Namespace) -> Constraint | None:
+    """The form of the text."""
+    from qcut.errors import ConfigError, shown
+    from qcut.text.constraint import Constraint
+
+    schema, pattern = arguments.json_schema, arguments.regex
+    if schema is None and pattern is None:
+        return None
+    option = f"--regex {shown(pattern)}" if schema is None else f"--json-schema {schema}"
+    if arguments.llama2c is not None:
+        raise ConfigError(f"{option}: not with --llama2c")
+    try:
+        text = pattern if schema is None else Path(schema).read_text(encoding="utf-8")
+        return Constraint.regex(text) if schema is None else Constraint.json_schema(text)
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 class _Output:
@@ -133,7 +160,9 @@ class _Output:
         return b"".join(self._data).decode("utf-8", "replace")
 
 
-def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
+def _huggingface(
+    arguments: argparse.Namespace, sampling: Any, quantizing: Any, constraint: Constraint | None
+) -> dict[str, Any]:
     from qcut.checkpoints.pretrained import token_ids
     from qcut.cli.runners import runner_for
     from qcut.errors import ConfigError, ContextError
@@ -150,7 +179,8 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
     stop = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     quantizing.apply(model, tokenizer)
     speculate, context = open_drafter(arguments, model, tokenizer, None)
-    runner = runner_for(model, kv_cache=arguments.kv_cache, context=context, speculate=speculate)
+    named = None if constraint is None else tokenizer
+    runner = runner_for(model, kv_cache=arguments.kv_cache, context=context, speculate=speculate, tokenizer=named)
     if runner.context is not None and len(ids) > runner.context:  # before the prompt is printed
         raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {runner.context}")
     write, added = _Output(arguments.json), _Output(True)
@@ -162,7 +192,7 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
         added(piece)
         write(piece)
 
-    result = runner.generate(ids, arguments.steps, sampling, stop, show)
+    result = runner.generate(ids, arguments.steps, sampling, stop, show, constraint)
     rest = pieces.rest()
     added(rest)
     write(rest + "\n")
@@ -187,7 +217,7 @@ def _fields(
     }
 
 
-def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
+def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any, constraint: None) -> dict[str, Any]:
     import torch
 
     from qcut.checkpoints.formats.llama2c.files import load_llama2c

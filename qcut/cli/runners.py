@@ -18,6 +18,7 @@ from qcut.errors import ConfigError, QcutError, UnsupportedError
 from qcut.models.evaluation import perplexity
 from qcut.models.modules import model_device
 from qcut.numerics.sampling import Sampling
+from qcut.text.constraint import Constraint
 
 _LARGEST_EXPONENT = 700.0
 
@@ -36,9 +37,18 @@ class Runner(Protocol):
     device: torch.device
 
     def generate(
-        self, ids: Sequence[int], steps: int, sampling: Sampling, stop: Sequence[int], show: Callable[[int], object]
+        self,
+        ids: Sequence[int],
+        steps: int,
+        sampling: Sampling,
+        stop: Sequence[int],
+        show: Callable[[int], object],
+        constraint: Constraint | None = None,
     ) -> Generated:
-        """Continue a prompt by at most ``steps`` tokens, up to one of ``stop``; call ``show`` with each token."""
+        """Continue a prompt by at most ``steps`` tokens, up to one of ``stop``; call ``show`` with each token.
+
+        With a constraint, which needs a tokenizer, the text has its form.
+        """
 
     def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
         """Perplexity over windows ``[W, T]`` of token ids, ``batch`` windows per forward pass."""
@@ -51,6 +61,7 @@ def runner_for(
     batch: int = 1,
     context: int | None = None,
     speculate: Drafter | None = None,
+    tokenizer: Any = None,
 ) -> Runner:
     """The engine if it supports the architecture, else transformers with a note on standard error.
 
@@ -60,12 +71,14 @@ def runner_for(
         batch: most sequences at once.
         context: most tokens of a sequence; None: the model's own.
         speculate: see `qcut.Engine`.
+        tokenizer: see `qcut.Engine`; constraints need it.
 
     Raises:
         UnsupportedError: the engine lacks the architecture, and ``kv_cache`` or ``speculate`` needs the engine.
     """
     try:
-        engine = Engine(model, batch=batch, context=context, kv_cache=kv_cache, speculate=speculate)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"kv_cache": kv_cache, "speculate": speculate, "tokenizer": tokenizer}
+        engine = Engine(model, batch=batch, context=context, **options)
         return EngineRunner(engine)
     except UnsupportedError as error:
         if kv_cache != "auto":
@@ -87,11 +100,22 @@ class EngineRunner:
         self.device = engine.decoder.device
 
     def generate(
-        self, ids: Sequence[int], steps: int, sampling: Sampling, stop: Sequence[int], show: Callable[[int], object]
+        self,
+        ids: Sequence[int],
+        steps: int,
+        sampling: Sampling,
+        stop: Sequence[int],
+        show: Callable[[int], object],
+        constraint: Constraint | None = None,
     ) -> Generated:
         """See `Runner`."""
         (result,) = self._engine.generate(
-            [ids], steps, sampling=sampling, stop=stop, on_token=lambda _, token: show(token)
+            [ids],
+            steps,
+            sampling=sampling,
+            stop=stop,
+            constraint=constraint,
+            on_token=lambda _, token: show(token),
         )
         return result
 
@@ -133,13 +157,21 @@ class TransformersRunner:
         self.device = model_device(model)
 
     def generate(
-        self, ids: Sequence[int], steps: int, sampling: Sampling, stop: Sequence[int], show: Callable[[int], object]
+        self,
+        ids: Sequence[int],
+        steps: int,
+        sampling: Sampling,
+        stop: Sequence[int],
+        show: Callable[[int], object],
+        constraint: Constraint | None = None,
     ) -> Generated:
         """See `Runner`.
 
         Raises:
-            UnsupportedError: transformers cannot generate with the model, or lacks the penalty.
+            UnsupportedError: transformers cannot generate with the model, or lacks the penalty or the constraint.
         """
+        if constraint is not None:
+            raise UnsupportedError(f"a constraint, {constraint}, is for qcut's engine, which does not know the model")
         if sampling.presence_penalty or sampling.frequency_penalty:
             raise UnsupportedError(
                 f"presence_penalty {sampling.presence_penalty}, frequency_penalty {sampling.frequency_penalty}; "

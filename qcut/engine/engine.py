@@ -38,6 +38,7 @@ from qcut.engine.token_ids import (
 )
 from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling
+from qcut.text.constraint import Constraint, Grammars
 from qcut.text.detokenizer import Detokenizer
 from qcut.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.text.sequence_text import SequenceText
@@ -148,6 +149,7 @@ class Engine:
         self._detokenizer(True)
         self.settings = GenerationSettings.of(model, decoder.vocabulary)
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
+        self._grammars = Grammars(tokenizer, decoder.vocabulary, self.end_tokens)
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
         runner = ModelRunner(self.decoder, batch, context, kv_cache=kv_cache, ring=ring, graphs=graphs)
@@ -301,6 +303,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
         skip_special_tokens: bool = True,
+        constraint: Constraint | None = None,
         top: int | None = None,
         on_token: OnToken | None = None,
         reuse_prefix: ReusePrefix = False,
@@ -317,6 +320,10 @@ class Engine:
             stop: ids that end a sequence, and, with a tokenizer, strings. The string that is complete first ends it. It
                 is searched in the text with those special tokens that it names.
             skip_special_tokens: leave special tokens out of texts.
+            constraint: the form that each sequence's text must have (`qcut.Constraint`); needs a tokenizer and
+                llguidance. Only tokens that the form allows are chosen. `end_tokens` are allowed where the text is
+                complete, and end the sequence, as does a token that nothing may follow, even before ``min_new_tokens``.
+                The host finds the allowed tokens while the device computes logits, and each choice waits for them.
             top: `Generated.log_probabilities` has those of each token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
@@ -328,10 +335,12 @@ class Engine:
 
         Raises:
             As `prefill`; and ConfigError: ``max_new_tokens`` below 1, ``min_new_tokens`` below 0 or beyond it, ``top``
-                beyond 20, a bias for a token beyond the vocabulary, or ``stop`` or ``sampling`` of another kind.
+                beyond 20, a bias for a token beyond the vocabulary, or ``stop`` or ``sampling`` of another kind;
+                ConstraintError: a constraint that llguidance does not take; RequestError: the work of a constraint goes
+                beyond llguidance's limits midway.
         """
         check_top(top, self.decoder.vocabulary)
-        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
+        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens, constraint)
         sequences = self._prefilled(prompts, options, reuse_prefix, top)
         for event in self._decoded(sequences, self._lengths):
             if on_token is not None and event.token is not None:
@@ -348,6 +357,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
         skip_special_tokens: bool = True,
+        constraint: Constraint | None = None,
         top: int | None = None,
         reuse_prefix: ReusePrefix = False,
     ) -> Generator[Event, None, None]:
@@ -363,6 +373,7 @@ class Engine:
             sampling: see `generate`.
             stop: see `generate`.
             skip_special_tokens: see `generate`.
+            constraint: see `generate`.
             top: see `generate`; events have them.
             reuse_prefix: see `prefill`.
 
@@ -373,7 +384,7 @@ class Engine:
             As `generate`. The generator raises ConfigError if the engine has served another call since.
         """
         check_top(top, self.decoder.vocabulary)
-        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens)
+        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens, constraint)
         return self._decoded(self._prefilled(prompts, options, reuse_prefix, top), self._lengths)
 
     def _prefilled(
@@ -415,6 +426,10 @@ class Engine:
         detokenizer = self._detokenizer(options.skip_special_tokens)
         stops, strings = stops_of(options.stop, text=detokenizer is not None)
         settings, least = self.settings, options.min_new_tokens
+        matcher = None
+        if options.constraint is not None:
+            matcher = self._grammars.matcher(options.constraint)
+            stops = stops.union(self.end_tokens)
         return [
             make(
                 ids,
@@ -427,6 +442,7 @@ class Engine:
                 sampling=settings.sampling(options.sampling),
                 bans=settings.bans(sorted(stops), length, least),
                 least=least or 0,
+                matcher=None if matcher is None else matcher.copy(),
             )
             for i, (ids, length) in enumerate(zip([prompt.tolist() for prompt in prompts], lengths, strict=True))
         ]

@@ -28,6 +28,7 @@ from qcut.engine.speculation import capture_drafted
 from qcut.engine.token_ids import Options, is_whole
 from qcut.errors import BusyError, ConfigError, ShapeError, shown
 from qcut.numerics.sampling import Sampling
+from qcut.text.constraint import Constraint
 from qcut.text.prompts import Chat
 
 Prompt = str | Chat | Sequence[int] | Tensor
@@ -156,6 +157,7 @@ class Scheduler:
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
         skip_special_tokens: bool = True,
+        constraint: Constraint | None = None,
         top: int | None = None,
         prompt_top: int | None = None,
         speculate: bool = True,
@@ -170,6 +172,8 @@ class Scheduler:
             sampling: see `qcut.Engine.generate`.
             stop: see `qcut.Engine.generate`.
             skip_special_tokens: see `qcut.Engine.generate`.
+            constraint: see `qcut.Engine.generate`. Steps verify no drafts while such a sequence is in the batch. If the
+                constraint fails midway, the request ends with an error of its own.
             top: each event has the log-probabilities of its token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             prompt_top: `Request.prompt_log_probabilities` has those of the prompt's tokens, each with so many of the
@@ -189,6 +193,7 @@ class Scheduler:
             sampling=sampling,
             stop=stop,
             skip_special_tokens=skip_special_tokens,
+            constraint=constraint,
             top=top,
             prompt_top=prompt_top,
             speculate=speculate,
@@ -207,6 +212,7 @@ class Scheduler:
         stop: Iterable[int | str] = (),
         skip_special_tokens: bool = True,
         keep_special_tokens: Collection[str] = (),
+        constraint: Constraint | None = None,
         top: int | None = None,
         prompt_top: int | None = None,
         speculate: bool = True,
@@ -226,7 +232,9 @@ class Scheduler:
             check_top(count, engine.decoder.vocabulary, name)
         if not isinstance(speculate, bool):
             raise ConfigError(f"speculate is {shown(speculate)}; allowed: True or False")
-        options = Options(max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens, keep_special_tokens)
+        options = Options(
+            max_new_tokens, min_new_tokens, sampling, stop, skip_special_tokens, constraint, keep_special_tokens
+        )
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")

@@ -14,7 +14,8 @@ from qcut.engine.drafters import Drafter, DraftState
 from qcut.engine.likelihoods import LogProbability, likelihoods
 from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
 from qcut.engine.speculation import Choose, DraftedLoop, DraftRecord, drafted_loop, next_width
-from qcut.numerics.sampling import Ban, History, Rows, Sampling, sample
+from qcut.numerics.sampling import Ban, History, Rows, Sampling, only_allowed, sample
+from qcut.text.constraint import Matcher
 from qcut.text.sequence_text import SequenceText
 
 Reason = Literal["stop", "length", "context", "cancelled"]
@@ -41,6 +42,19 @@ class Generated:
     log_probabilities: list[LogProbability] | None = None
     drafted_tokens: int = field(default=0, compare=False)
     accepted_tokens: int = field(default=0, compare=False)
+
+    def _repr_html_(self) -> str:
+        from qcut.common.html import MOST_ROWS, html_table
+
+        others = len(self.tokens) - MOST_ROWS
+        ids = ", ".join(map(str, self.tokens[:MOST_ROWS])) + (f", … {others} more" if others > 0 else "")
+        rows = [("reason", self.reason), ("new tokens", str(len(self.tokens))), ("ids", f"[{ids}]")]
+        if self.log_probabilities:
+            mean = sum(one.chosen for one in self.log_probabilities) / len(self.log_probabilities)
+            rows.append(("mean log-probability", f"{mean:.4f}"))
+        if self.drafted_tokens:
+            rows.append(("drafts", f"{self.accepted_tokens} of {self.drafted_tokens} accepted"))
+        return html_table(self.text or "", ("result", ""), rows)
 
 
 @dataclass(frozen=True)
@@ -79,6 +93,7 @@ class SequenceState:
         sampling: how tokens are chosen.
         bans: tokens that are not chosen.
         least: new tokens before which no string ends the sequence.
+        matcher: finds the tokens that its constraint allows; None: all are.
         speculate: whether its drafts make steps wider; other sequences' drafts may do so anyway.
 
     Attributes:
@@ -91,6 +106,7 @@ class SequenceState:
         drafted_tokens: drafts that steps have verified.
         accepted_tokens: those that were right, and are among ``tokens`` or on their way there.
         slot: in a batch; None while the sequence has none.
+        newest: tokens of the last queued step, and the sequence's index in them, if it has a constraint.
     """
 
     def __init__(
@@ -107,6 +123,7 @@ class SequenceState:
         sampling: Sampling | None = None,
         bans: tuple[Ban, ...] = (),
         least: int = 0,
+        matcher: Matcher | None = None,
         speculate: bool = True,
     ) -> None:
         self.tokens: list[int] = []
@@ -120,6 +137,8 @@ class SequenceState:
         self.slot: int | None = None
         self._prompt_length, self._context = length, context
         self._stops, self._text, self._least = stops, text, least
+        self.matcher = matcher
+        self.newest: tuple[HostCopy, int] | None = None
         room = context - length + 1
         self.max_tokens = room if max_new_tokens is None else min(room, max_new_tokens)
         self._at_end: Reason = "length" if self.max_tokens == max_new_tokens else "context"
@@ -148,7 +167,24 @@ class SequenceState:
     def takes_likeliest(self) -> bool:
         """Whether each token is the likeliest by the model's own logits."""
         sampling = self.sampling
-        return sampling.greedy and not (sampling.penalizes or sampling.logit_bias or self.bans)
+        plain = sampling.greedy and not (sampling.penalizes or sampling.logit_bias or self.bans)
+        return plain and self.matcher is None
+
+    def allowed(self) -> bytes | None:
+        """The tokens that may come after those that are queued, as `Matcher.mask` has them; None: all.
+
+        Waits for the last queued token.
+        """
+        matcher = self.matcher
+        if matcher is None or self.finish_reason is not None:
+            return None
+        if self.newest is not None and matcher.count < self.queued:
+            copy, index = self.newest
+            matcher.consume(copy.wait()[index])
+        place = self.next_position
+        return matcher.mask(
+            token for ban in self.bans if ban.until is None or place < ban.until for token in ban.tokens
+        )
 
     @property
     def generated(self) -> Generated:
@@ -167,23 +203,39 @@ class SequenceState:
         return None if self._text is None else self._text.rest()
 
     def append(self, token: int, log_probability: LogProbability | None = None) -> str | None:
-        """Append a token, which may be the last, and return the text that is certain with it."""
+        """Append a token, which may be the last, and return the text that is certain with it.
+
+        Raises:
+            RequestError: its constraint fails.
+        """
         self.tokens.append(token)
+        is_complete = self._is_complete(token)
         if log_probability is not None:
             self.log_probabilities = self.log_probabilities or []
             self.log_probabilities.append(log_probability)
-        if token in self._stops:
+        if token in self._stops or is_complete:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_tokens:
             self.finish_reason = self._at_end
         if self._text is None:
             return None
-        text = "" if self.finish_reason == "stop" else self._text.add(token, len(self.tokens) >= self._least)
+        text = "" if token in self._stops else self._text.add(token, len(self.tokens) >= self._least)
         if self.finish_reason is not None:
             text += self._text.rest()
         if self._text.stopped:
             self.finish_reason = "stop"
         return text
+
+    def _is_complete(self, token: int) -> bool:
+        """Whether a constraint lets nothing follow the last token; a step may have gone on from it already."""
+        matcher = self.matcher
+        if matcher is None:
+            return False
+        if matcher.count < len(self.tokens):
+            matcher.consume(token)
+        if matcher.error is not None:
+            raise matcher.error
+        return matcher.is_complete and matcher.count == len(self.tokens)
 
 
 S = TypeVar("S", bound=SequenceState)
@@ -286,7 +338,8 @@ class _BatchSampling:
     """How the next token of each sequence is chosen, by settings, indices and positions on the device."""
 
     def __init__(self, sequences: Sequence[SequenceState], device: torch.device) -> None:
-        settings, bans = [each.sampling for each in sequences], [each.bans for each in sequences]
+        settings = [each.sampling for each in sequences]
+        bans = [each.bans if each.matcher is None else () for each in sequences]  # matchers leave them out
         self._rows = Rows.of(settings, device, bans)
         draws = [[each.index for each in sequences], [each.next_position for each in sequences]]
         on_host = torch.tensor(draws, dtype=torch.int64, device="cpu")
@@ -302,13 +355,14 @@ class _BatchSampling:
 class SequenceBatch(Generic[S]):
     """Sequences in the first slots of a runner's batch, decoded together.
 
-    No call waits for the device, except for log-probabilities: the host may read the tokens of a step while the device
-    computes the next one.
+    No call waits for the device, except for log-probabilities and constraints: the host may read the tokens of a step
+    while the device computes the next one. With constraints it reads them while the device computes the next logits.
 
     Args:
         runner: its slots are this batch's while it is used.
         slots: most sequences.
-        drafter: finds drafts; None: there are none. Steps have none either while penalties go by the tokens before.
+        drafter: finds drafts; None: there are none. Steps have none either while penalties or a constraint go by the
+            tokens before.
 
     Attributes:
         sequences: by slot.
@@ -366,7 +420,8 @@ class SequenceBatch(Generic[S]):
                 history.start(i, torch.tensor(sequence.prompt, dtype=torch.int64, device="cpu"))
         tokens = source.likeliest[row : row + n].clone()
         if not all(sequence.takes_likeliest for sequence in sequences):
-            tokens = _BatchSampling(sequences, self._device).choose(logits, history)
+            sampling = _BatchSampling(sequences, self._device)
+            tokens = sampling.choose(self._only_allowed(logits, sequences), history)
         new = self._new_tokens(HostCopy(tokens), sequences, logits, tokens)
         self._tokens[slot : slot + n] = tokens
         if self._state is not None:
@@ -381,7 +436,7 @@ class SequenceBatch(Generic[S]):
         """Queue a decode step of all sequences; returns the next token of each, or several."""
         if self._loop is None:
             lengths, drafts = [sequence.cached for sequence in self.sequences], self._state
-            if drafts is None or self._drafter is None or any(each.sampling.penalizes for each in self.sequences):
+            if drafts is None or self._drafter is None or any(map(_needs_plain_steps, self.sequences)):
                 self._loop = self._runner.decode_loop(self._tokens[: len(lengths)], lengths)
                 likeliest = all(sequence.takes_likeliest for sequence in self.sequences)
                 self._sampling = None if likeliest else _BatchSampling(self.sequences, self._device)
@@ -392,10 +447,22 @@ class SequenceBatch(Generic[S]):
             return self._drafted_step(self._loop)
         logits = self._runner.decode_step(self._loop)
         if self._sampling is not None:
-            self._loop.set_tokens(self._sampling.choose(logits, self._history))
+            allowed = self._only_allowed(logits, self.sequences)
+            self._loop.set_tokens(self._sampling.choose(allowed, self._history))
             if self._history is not None:
                 self._history.add(self._loop.tokens)
         return self._new_tokens(self._loop.host_copy(), self.sequences, logits, self._loop.tokens)
+
+    def _only_allowed(self, logits: Tensor, sequences: Sequence[S]) -> Tensor:
+        """Logits with -Inf for tokens that constraints do not allow."""
+        found = {row: allowed for row, each in enumerate(sequences) if (allowed := each.allowed()) is not None}
+        if not found:
+            return logits
+        rows = torch.tensor(list(found), dtype=torch.int64, device="cpu")
+        bits = torch.frombuffer(bytearray().join(found.values()), dtype=torch.uint8).view(len(found), -1)
+        if self._device.type == "cuda":
+            rows, bits = rows.pin_memory(), bits.pin_memory()
+        return only_allowed(logits, *(part.to(self._device, non_blocking=True) for part in (rows, bits)))
 
     def _drafted_step(self, loop: DraftedLoop) -> NewTokens[S]:
         sequences = self.sequences
@@ -467,6 +534,12 @@ class SequenceBatch(Generic[S]):
         found: list[LogProbability | None] = [None] * len(tops)
         if any(top is not None for top in tops):
             found = likelihoods(logits, tokens, tops)
-        for sequence in sequences:
+        for i, sequence in enumerate(sequences):
             sequence.queued += 1
+            sequence.newest = None if sequence.matcher is None else (copy, i)
         return NewTokens(copy, list(sequences), found)
+
+
+def _needs_plain_steps(sequence: SequenceState) -> bool:
+    """Whether each token changes how the next one is chosen, so that no drafts can be verified."""
+    return sequence.sampling.penalizes or sequence.matcher is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, DtypeError, ShapeError, shown
 from qcut.numerics.sampling import Sampling
+from qcut.text.constraint import Constraint
 
 ReusePrefix = bool | int | Sequence[int]
 """How many tokens of each sequence stay in the cache."""
@@ -29,6 +30,7 @@ class Options(NamedTuple):
     sampling: Sampling | None = None
     stop: Iterable[int | str] = ()
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
     keep_special_tokens: Collection[str] = ()
 
     def check(self, vocabulary: int, fewest: int = 1) -> None:
@@ -45,6 +47,8 @@ class Options(NamedTuple):
             raise ConfigError(f"min_new_tokens is {shown(least)}; allowed: {allowed}, or None")
         if self.sampling is not None and not isinstance(self.sampling, Sampling):
             raise ConfigError(f"sampling is {shown(self.sampling)}; allowed: a qcut.Sampling, or None")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise ConfigError(f"constraint is {shown(self.constraint)}; allowed: a qcut.Constraint, or None")
         beyond = max(self.sampling.logit_bias, default=0) if self.sampling is not None else 0
         if beyond >= vocabulary:
             raise ConfigError(f"logit_bias of token {beyond}; allowed: tokens 0 to {vocabulary - 1}")

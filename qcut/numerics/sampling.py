@@ -305,6 +305,25 @@ def penalized(logits: Tensor, settings: Sampling | Rows, history: History) -> Te
     return torch.where(held, x - presence, x)
 
 
+def only_allowed(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    """Logits with -Inf for tokens that are not allowed in some rows.
+
+    Args:
+        logits: ``[B, V]`` of any floating-point dtype.
+        rows: int64 ``[R]`` on the same device, each once.
+        bits: uint8 ``[R, ceil(V / 8)]`` on the same device; bit v % 8 of byte v // 8 says whether token v is allowed.
+
+    Returns:
+        ``[B, V]`` of the same dtype, a copy.
+
+    Exactness: bitwise.
+    """
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    allowed = (bits[:, :, None] >> shifts & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits = logits.detach()
+    return logits.index_copy(0, rows, logits[rows].masked_fill_(~allowed, -math.inf))
+
+
 def sample(
     logits: Tensor, sampling: Sampling | Rows, sequence: Tensor, position: Tensor, history: History | None = None
 ) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Scheduler
-from qcut.errors import ConfigError, QcutError, shown
+from qcut.errors import ConfigError, ConstraintError, QcutError, shown
 from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form
@@ -34,6 +34,7 @@ from qcut.server.metrics import Metrics
 from qcut.server.refusals import CLIENT_GONE, Refusal
 from qcut.server.sending import Answer, EventStream, watched
 from qcut.server.streams import Bridge, Stream
+from qcut.server.structured import Asked
 from qcut.server.tools.choice import PROMPT_TOKENS, Parsers
 from qcut.server.tools.requests import with_text_arguments, without_calls
 from qcut.text.prompts import chat_ids, text_ids
@@ -317,6 +318,8 @@ class Service:
         try:
             async with watched(request.receive, stream):
                 await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given, form.kept))
+        except ConstraintError as error:
+            raise cast(Asked, given.constraint).refusal(error) from error
         except QcutError as error:
             raise Refusal.of(error, self.scheduler.engine.context, given.PROMPT) from error
         if stream.is_left:
@@ -358,6 +361,7 @@ class Service:
                     min_new_tokens=given.min_tokens,
                     skip_special_tokens=given.skip_special_tokens,
                     keep_special_tokens=kept,
+                    constraint=None if given.constraint is None else given.constraint.constraint,
                     top=given.top,
                     prompt_top=(given.top or 0) if scores_prompts else None,
                     speculate=given.speculate,

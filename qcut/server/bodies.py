@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
@@ -30,6 +31,7 @@ from qcut.server.known_fields import (
 )
 from qcut.server.limits.json_body import parse_json
 from qcut.server.refusals import Refusal
+from qcut.server.structured import Asked, asked
 from qcut.server.tools.requests import check_choice, checked_calls, checked_choice, checked_tools
 
 MOST_STOPS = 64
@@ -191,6 +193,7 @@ class Body(Schema):
         return_tokens_as_token_ids: log-probabilities name tokens ``token_id:N``.
         speculate: whether decode steps may verify drafted tokens for this request; its text is the same.
         return_token_ids: return token ids of texts and prompts.
+        response_format: the form of the answer; see `qcut.server.structured`, as the fields after it.
     """
 
     UNSERVED = ONLY
@@ -219,6 +222,15 @@ class Body(Schema):
     return_token_ids: bool = False
     speculate: bool = True
     best_of: _Positive | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool = False
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -232,11 +244,26 @@ class Body(Schema):
         """Check fields that depend on each other.
 
         Raises:
-            Refusal: two fields contradict each other; the message names them.
+            Refusal: two fields contradict each other, or a constraint is wrong; the message names them.
         """
+        _ = self.constraint  # refuses a wrong one
         if self.best_of not in (None, self.n):
             message = f"best_of: found {self.best_of}; allowed: {self.n}, which is n. Compare the n log-probabilities"
             raise Refusal(400, message, param="best_of", code="unsupported")
+
+    @cached_property
+    def constraint(self) -> Asked | None:
+        """The form that the answer must have.
+
+        Raises:
+            Refusal: see `asked`.
+        """
+        return asked(self.formats, vars(self))
+
+    @property
+    def formats(self) -> dict[str, dict[str, Any] | None]:
+        """OpenAI's field with the form of the answer, by its path."""
+        return {"response_format": self.response_format}
 
     @property
     def sampling(self) -> Sampling:

@@ -18,7 +18,7 @@ from qcut.engine.token_ids import check_ids, ids_of
 from qcut.errors import QcutError
 from qcut.server.answers import Form
 from qcut.server.bodies import AnyPrompt, Body, ChatBody, CompletionBody, Message, Schema, Text, ToolFields
-from qcut.server.known_fields import CHAT_ONLY, IGNORED
+from qcut.server.known_fields import CHAT_ONLY, CONSTRAINTS, IGNORED
 from qcut.server.limits.executors import Executors
 from qcut.server.refusals import Refusal
 from qcut.server.responses_api import Response as ResponseForm
@@ -61,7 +61,7 @@ class TokenizeBody(ToolFields):
     """
 
     UNSERVED = CHAT_ONLY
-    UNUSED = IGNORED
+    UNUSED = IGNORED | CONSTRAINTS
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(default_factory=list, fail_fast=True)]

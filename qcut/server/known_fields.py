@@ -31,7 +31,7 @@ class Only(NamedTuple):
     advice: str
 
 
-_STRUCTURED = "Structured output is not served; describe the form in the prompt and check the answer"
+_STRUCTURED = "Served are json, regex, choice and grammar"
 _TOOLS = 'Tool calls are not served here; use /v1/chat/completions, or send no tools, or tool_choice "none"'
 _TEXT = "The model reads and writes text; send text only"
 _BEAMS = "Beam search is not served; ask for n samples and compare their log-probabilities"
@@ -41,7 +41,7 @@ _STORED = "Responses are not stored; send the whole conversation as input"
 
 IGNORED = frozenset(
     {
-        *("cache_prompt", "cache_salt", "client_metadata", "guided_decoding_backend", "guided_whitespace_pattern"),
+        *("cache_prompt", "cache_salt", "client_metadata", "guided_decoding_backend"),
         *("id_slot", "include_reasoning", "max_tool_calls", "metadata", "moderation", "n_keep", "parallel_tool_calls"),
         *("parse_tool_calls", "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("reasoning_format", "request_id", "return_progress", "safety_identifier", "service_tier", "slot_id"),
@@ -50,27 +50,27 @@ IGNORED = frozenset(
 )
 """Fields without influence on the text."""
 
+CONSTRAINTS = frozenset(
+    {
+        *("grammar", "guided_choice", "guided_grammar", "guided_json", "guided_json_object", "guided_regex"),
+        *("json_schema", "response_format", "structured_outputs"),
+    }
+)
+"""Fields of the answer's form: see `qcut.server.structured`."""
+
 ONLY: Mapping[str, Only] = {
     "add_response_role": Only((False,), "Use /v1/chat/completions"),
     "allowed_token_ids": Only(([],), _SAMPLER),
     "bad_words": Only(([],), "Give the words' tokens a logit_bias of -100"),
     "early_stopping": Only((False,), _BEAMS),
-    "grammar": Only(("",), _STRUCTURED),
-    "guided_choice": Only(([],), _STRUCTURED),
-    "guided_grammar": Only(("",), _STRUCTURED),
-    "guided_json": Only((), _STRUCTURED),
-    "guided_json_object": Only((False,), _STRUCTURED),
-    "guided_regex": Only(("",), _STRUCTURED),
-    "json_schema": Only(({},), _STRUCTURED),
+    "guided_whitespace_pattern": Only((), "Between the parts of JSON there are a space, or a line's end and spaces"),
     "kv_transfer_params": Only(({},), "One server computes the whole answer"),
     "length_penalty": Only((1,), _BEAMS),
     "logits_processors": Only(([],), _SAMPLER),
     "n_probs": Only((0,), "Ask for logprobs"),
     "prompt_embeds": Only(([],), "Send text or token ids as prompt"),
     "prompt_logprobs": Only((), "/v1/completions gives them with echo, logprobs and max_tokens 0"),
-    "response_format": Only(({"type": "text"},), _STRUCTURED),
     "structural_tag": Only((), _STRUCTURED),
-    "structured_outputs": Only(({},), _STRUCTURED),
     "truncate_prompt_tokens": Only((), _PROMPT),
     "use_beam_search": Only((False,), _BEAMS),
     "vllm_xargs": Only(({},), _SAMPLER),

@@ -23,13 +23,13 @@ _Value = Annotated[str, Field(max_length=512)]
 
 
 class TextFormat(Schema):
-    """``text.format``."""
+    """``text``: the form of the answer; see `qcut.server.structured`."""
 
     WHERE = "text."
     UNSERVED: ClassVar[Mapping[str, Only]] = {
-        "format": Only(({"type": "text"},), "Structured output is not served; describe the form in the input"),
         "verbosity": Only(("medium",), "Say in the input how long the answer shall be"),
     }
+    format: dict[str, Any] | None = None
 
 
 class Reasoning(Schema):
@@ -78,6 +78,11 @@ class ResponsesBody(ChatFields, Body):
         super().check()
         if self.n != 1:
             raise Refusal(400, f"n: found {self.n}; allowed: 1. Use /v1/chat/completions", param="n")
+
+    @property
+    def formats(self) -> dict[str, dict[str, Any] | None]:
+        """See `Body`."""
+        return {**super().formats, "text.format": None if self.text is None else self.text.format}
 
     @property
     def turns(self) -> list[Message]:
@@ -210,7 +215,7 @@ class Response(Form):
             "reasoning": {"effort": given.reasoning_effort, "summary": None},
             "store": False,
             "temperature": 1.0 if given.temperature is None else given.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": given.formats["text.format"] or {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": given.top_logprobs,

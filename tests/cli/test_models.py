@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def test_a_model_continues_a_prompt(capfd: pytest.CaptureFixture[str], demo: tup
     out = model.generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
     want = tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
     assert run(capfd, "generate", DEMO, "--prompt", PROMPT, "--steps", 12) == (0, want, "")
+
+
+def test_text_has_the_form_that_is_asked_for(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    (tmp_path / "schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    words = ("generate", DEMO, "--prompt", PROMPT, "--temperature", 1, "--json")
+    answer = json.loads(run(capfd, *words, "--json-schema", tmp_path / "schema.json")[1])
+    assert list(json.loads(answer["text"])) == ["a"]
+    assert answer["reason"] == "stop"
+    assert re.fullmatch("[0-9]{4}", json.loads(run(capfd, *words, "--regex", "[0-9]{4}")[1])["text"])
+    assert "unclosed group" in run(capfd, *words[:-1], "--regex", "a(")[2]
 
 
 def test_sampling_and_quantization_are_options(capfd: pytest.CaptureFixture[str]) -> None:

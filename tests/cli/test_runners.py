@@ -104,6 +104,9 @@ def test_transformers_predicts(folder: Path, capfd: pytest.CaptureFixture[str]) 
     status, out, err = run(capfd, *words, "--kv-cache", "int8")
     assert (status, out) == (1, "")
     assert "--kv-cache int8 is for qcut's engine" in err
+    status, out, err = run(capfd, "generate", folder, "--prompt", PROMPT, "--regex", "a+")
+    assert status == 1
+    assert "a constraint, regex, is for qcut's engine" in err
     status, out, err = run(capfd, "generate", folder, "--prompt", PROMPT, "--speculate", 4)
     assert (status, out) == (1, "")
     assert "--speculate 4 is for qcut's engine" in err

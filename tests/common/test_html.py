@@ -14,6 +14,7 @@ import qcut
 from qcut.common.html import MOST_ROWS, html_table
 from qcut.conversion.planning.plan import LayerPlan
 from qcut.conversion.report import LayerReport, Report
+from qcut.engine.likelihoods import LogProbability
 
 HOSTILE = "<script>alert('&')</script>"
 PLAIN = {"div", "pre", "table", "thead", "tbody", "tr", "th", "td"}
@@ -91,3 +92,20 @@ def test_calibration_shows_each_layers_range() -> None:
     text, rows = parsed(calibration._repr_html_())
     assert text == str(calibration)
     assert rows[1:] == [["0", "4", "1", "[-2, 3]"]]
+
+
+def test_generated_shows_its_text_and_bounded_ids() -> None:
+    result = qcut.Generated(list(range(60)), "stop", HOSTILE, [LogProbability(-0.5, ())] * 60, 8, 3)
+    text, rows = parsed(result._repr_html_())
+    facts = {row[0]: row[1] for row in rows[1:]}
+    assert text == HOSTILE
+    ids = facts.pop("ids")
+    assert ids.startswith("[0, 1, ")
+    assert ids.endswith(", 49, … 10 more]")
+    assert facts == {
+        "reason": "stop",
+        "new tokens": "60",
+        "mean log-probability": "-0.5000",
+        "drafts": "3 of 8 accepted",
+    }
+    assert dict(parsed(qcut.Generated([7])._repr_html_())[1][1:])["ids"] == "[7]"

@@ -164,6 +164,7 @@ def test_embedded_checkpoint_is_whole() -> None:
 def test_the_oldest_versions_are_tested(project: dict[str, Any]) -> None:
     oldest = floors.oldest(project)
     assert {line.partition("==")[0] for line in oldest} == {
+        "llguidance",
         "numpy",
         "platformdirs",
         "prometheus-client",

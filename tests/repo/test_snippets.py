@@ -180,7 +180,8 @@ def test_the_server_s_page_runs(folder: Path, capsys: pytest.CaptureFixture[str]
         capsys.readouterr()
         for kind, text in blocks("docs/server.md"):
             if kind == "python":
-                exec(compile(text.replace("localhost:8000", f"127.0.0.1:{found[1]}"), "docs/server.md", "exec"), {})
+                code = text.replace("localhost:8000", f"127.0.0.1:{found[1]}")
+                exec(compile(code, "docs/server.md", "exec", dont_inherit=True), {})
         assert len(capsys.readouterr().out) > 20
     finally:
         process.terminate()

@@ -75,7 +75,7 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
         (CHATS, {**CHAT, "top_logprobs": 2}, "top_logprobs", "logprobs true"),
         (CHATS, {**CHAT, "top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
         (CHATS, {**CHAT, "tools": [{"type": "function"}]}, "tools", "allowed"),
-        (CHATS, {**CHAT, "response_format": {"type": "json_object"}}, "response_format", '{"type":"text"}'),
+        (CHATS, {**CHAT, "response_format": {"type": "yaml"}}, "response_format", "text, json_object, json_schema"),
         (CHATS, {**CHAT, "tools": [], "temperature": []}, "temperature", "found"),
     ],
 )

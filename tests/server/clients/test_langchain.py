@@ -10,7 +10,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, Field, SecretStr
 
 from tests.server.clients.conftest import KEY
 from tests.server.serving import NAME, Served
@@ -121,12 +121,17 @@ def test_tools(caller: Served) -> None:
         chat(caller).bind_tools([Weather], tool_choice="Weather").invoke(QUESTION)
 
 
-def test_what_is_not_served_says_so(keyed: Served) -> None:
-    class Answer(BaseModel):
-        text: str
+class Answer(BaseModel, extra="forbid"):
+    text: str = Field(max_length=8)
 
-    with pytest.raises(openai.BadRequestError, match="Structured output is not served"):
-        chat(keyed).with_structured_output(Answer).invoke(QUESTION)
+
+def test_structured_answers(keyed: Served) -> None:
+    for strict in (True, False):
+        model = chat(keyed, max_tokens=200).with_structured_output(Answer, method="json_schema", strict=strict)
+        assert isinstance(model.invoke(QUESTION), Answer)
+
+
+def test_what_is_not_served_says_so(keyed: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="found no form of calls"):
         chat(keyed).bind_tools([Answer]).invoke(QUESTION)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens"):

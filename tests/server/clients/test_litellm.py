@@ -109,7 +109,7 @@ def test_errors_have_their_kind(keyed: Served) -> None:
         ({"api_key": "wrong"}, litellm.AuthenticationError, "API key"),
         ({"temperature": -1}, litellm.BadRequestError, "temperature"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, litellm.BadRequestError, "form of calls"),
-        ({"response_format": {"type": "json_object"}}, litellm.BadRequestError, "Structured output"),
+        ({"response_format": {"type": "yaml"}}, litellm.BadRequestError, "json_object, json_schema"),
     ):
         with pytest.raises(kind, match=words):
             litellm.completion(**options(keyed, **wrong))  # type: ignore[arg-type]

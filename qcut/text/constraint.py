@@ -1,0 +1,350 @@
+"""Constraints: the form that an answer must have, and the tokens that may come next, by the library llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from qcut.common.failures import is_interrupt, line_of
+from qcut.common.versions import install
+from qcut.errors import ConstraintError, RequestError, shown
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+Kind = Literal["json_schema", "regex", "choice", "grammar"]
+
+MOST_BYTES: Mapping[Kind, int] = {"json_schema": 1 << 17, "regex": 1 << 12, "choice": 1 << 16, "grammar": 1 << 16}
+"""Most bytes of a constraint's text, in UTF-8, by its kind."""
+MOST_CHOICES = 1024
+MOST_DEPTH = 64
+"""Deepest nesting of arrays and objects in a schema."""
+
+# llguidance's own limits, most of them a fifth of its defaults: the initial ones bound the work of a request's first
+# mask to tens of milliseconds, those of a step each later mask, by which all sequences wait, and states their memory.
+_LIMITS = {
+    "initial_lexer_fuel": 400_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+# A space, or a line's end and its indentation: without a bound, a model may add spaces to the end of the context.
+# llguidance before 1.8 repeats the pattern.
+_JSON: JsonCompileOptions = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,40}", "lenient": False}
+_ALLOWED: Mapping[Kind, str] = {
+    "json_schema": "JSON Schema of draft 2020-12 with the keywords that llguidance has",
+    "regex": "the syntax of Rust's crate regex, without anchors and look-around",
+    "choice": "strings",
+    "grammar": "Lark's syntax with a rule start, or GBNF with a rule root",
+}
+_KEPT = 32
+"""Constraints whose first matcher is kept: the next request with the same one copies it."""
+_SHOWN = 400
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The form of an answer: a sequence's new tokens are chosen so that their text has it.
+
+    Made by `json_schema`, `json_object`, `regex`, `choice` or `grammar`, and passed to `qcut.Engine.generate` or
+    `qcut.Scheduler.submit` as ``constraint``.
+
+    Attributes:
+        kind: ``json_schema``, ``regex``, ``choice`` or ``grammar``.
+        text: the schema as JSON, the expression, the choices as a JSON list, or the grammar.
+
+    Raises:
+        ConstraintError: another kind, or a text that is empty or longer than `MOST_BYTES`.
+    """
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in MOST_BYTES:
+            raise ConstraintError(f"constraint of kind {shown(self.kind)}; allowed: {', '.join(MOST_BYTES)}")
+        if not isinstance(self.text, str) or not self.text.strip():
+            raise ConstraintError(f"{self.kind} is {shown(self.text)}; allowed: a string with 1 character and more")
+        size, most = len(self.text.encode("utf-8", "surrogatepass")), MOST_BYTES[self.kind]
+        if size > most:
+            raise ConstraintError(f"{self.kind} has {size} bytes; allowed: {most}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Constraint:
+        """JSON that a schema describes.
+
+        Between its parts there may be a space, or a line's end and up to 40 spaces or tabs.
+
+        Args:
+            schema: a JSON Schema of draft 2020-12, as a mapping or as JSON, with the keywords that llguidance has: it
+                refuses others. References lead to places in the schema.
+
+        Raises:
+            ConstraintError: not a JSON object, nested deeper than `MOST_DEPTH`, or too long. Unknown keywords and types
+                are refused where the constraint is used.
+        """
+        found: Any = schema
+        if isinstance(schema, str):
+            cls("json_schema", schema)  # its length is checked before it is parsed
+            try:
+                found = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise ConstraintError(f"json_schema is no JSON: {line_of(error)}; allowed: an object") from None
+        if not isinstance(found, Mapping):
+            raise ConstraintError(f"json_schema is {shown(found)}; allowed: a JSON object")
+        _check_depth(found)
+        try:
+            text = json.dumps(found, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConstraintError(f"json_schema is no JSON: {line_of(error)}; allowed: an object") from None
+        return cls("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object, written as `json_schema` has it."""
+        return cls("json_schema", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """Text that a regular expression describes, from its first to its last character.
+
+        Args:
+            pattern: in the syntax of Rust's crate ``regex``, without anchors and look-around.
+
+        Raises:
+            ConstraintError: empty, or too long. Its syntax is checked where the constraint is used.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Constraint:
+        """One of some strings.
+
+        Args:
+            choices: 1 to `MOST_CHOICES` strings of 1 character and more.
+
+        Raises:
+            ConstraintError: choices are none of that, or too long.
+        """
+        allowed = f"a list of 1 to {MOST_CHOICES} strings, of 1 character and more each"
+        if isinstance(choices, str | bytes) or not isinstance(choices, Sequence):
+            raise ConstraintError(f"choice is {shown(choices)}; allowed: {allowed}")
+        if not 1 <= len(choices) <= MOST_CHOICES:
+            raise ConstraintError(f"choice has {len(choices)} strings; allowed: {allowed}")
+        for one in choices:
+            if not isinstance(one, str) or not one:
+                raise ConstraintError(f"choice has {shown(one)}; allowed: {allowed}")
+        return cls("choice", json.dumps(list(choices), ensure_ascii=False))
+
+    @classmethod
+    def grammar(cls, text: str) -> Constraint:
+        """Text that a context-free grammar describes.
+
+        Args:
+            text: in llguidance's form of Lark's syntax, whose first rule is ``start``; or in llama.cpp's GBNF, whose
+                first rule is ``root``.
+
+        Raises:
+            ConstraintError: empty, or too long. Its syntax is checked where the constraint is used.
+        """
+        return cls("grammar", text)
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+class Grammars:
+    """Makes matchers of constraints for the tokens of one model. May be called in any thread.
+
+    Args:
+        tokenizer: of transformers, over the library tokenizers; None makes no matcher.
+        vocabulary: number of the model's tokens, which may be more or fewer than the tokenizer's.
+        ends: ids that end texts.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, tuple(ends)
+        self._tokens: LLTokenizer | None = None
+        self._kept: OrderedDict[Constraint, Matcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """A matcher of an answer's first token, whose mask has been computed.
+
+        Raises:
+            ConstraintError: llguidance is missing; the model has no tokenizer of the library tokenizers, or no token
+                that ends texts; or llguidance does not take the constraint. The message says where it is wrong.
+        """
+        with self._lock:
+            if constraint in self._kept:
+                self._kept.move_to_end(constraint)
+                return self._kept[constraint].copy()
+        tokens, limits = self._prepared()
+        from llguidance import LLMatcher
+
+        try:
+            found = LLMatcher(tokens, _grammar(constraint), log_level=0, limits=limits)
+            matcher = Matcher(found, self._vocabulary, self._ends)
+            matcher.allowed()
+        except BaseException as error:  # a panic in Rust is no Exception
+            if is_interrupt(error):
+                raise
+            raise ConstraintError(f"{constraint}: {_message(error)}; allowed: {_ALLOWED[constraint.kind]}") from None
+        with self._lock:
+            self._kept[constraint] = matcher
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+            return matcher.copy()
+
+    def _prepared(self) -> tuple[LLTokenizer, LLParserLimits]:
+        """The tokens as llguidance has them, made once, and the limits of a matcher."""
+        try:
+            from llguidance import LLParserLimits
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ConstraintError(f"a constraint needs llguidance ({error}): {install('serve')}") from error
+        if self._tokenizer is None:
+            raise ConstraintError("a constraint, and the engine has no tokenizer; allowed: Engine(model, tokenizer=…)")
+        if not self._ends:
+            raise ConstraintError("a constraint, and the model has no token that ends texts; allowed: models with one")
+        with self._lock:
+            if self._tokens is None:
+                try:
+                    size = max(self._vocabulary, len(self._tokenizer))
+                    self._tokens = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=list(self._ends))
+                except BaseException as error:
+                    if is_interrupt(error):
+                        raise
+                    kind = type(self._tokenizer).__name__
+                    allowed = "allowed: tokenizers of the library tokenizers"
+                    raise ConstraintError(f"a constraint for a {kind}: {_message(error)}; {allowed}") from error
+            return self._tokens, LLParserLimits(**_LIMITS)  # type: ignore[arg-type]
+
+
+class Matcher:
+    """The tokens that may come next in one answer.
+
+    Only one thread uses a matcher at a time. A failure is kept in `error`: it concerns no other answer.
+
+    Args:
+        matcher: llguidance's.
+        vocabulary: number of the model's tokens.
+        ends: ids that end texts.
+
+    Attributes:
+        count: tokens of the answer so far.
+        is_complete: whether nothing may follow the tokens so far, a token that ends texts included.
+        error: why the answer cannot go on; None while it can.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, ends: Sequence[int]) -> None:
+        self._matcher, self._vocabulary, self._ends = matcher, vocabulary, ends
+        self._bits: bytes | None = None
+        self.count = 0
+        self.is_complete = False
+        self.error: RequestError | None = None
+
+    def copy(self) -> Matcher:
+        """Another matcher of the same state."""
+        other = Matcher(self._matcher.deep_copy(), self._vocabulary, self._ends)
+        other._bits, other.count, other.is_complete = self._bits, self.count, self.is_complete
+        return other
+
+    def consume(self, token: int) -> None:
+        """Append a token, unless the answer is complete or has failed."""
+        if self.is_complete or self.error is not None:
+            return
+        self.count += 1
+        self._bits = None
+
+        def consume() -> None:
+            taken = self._matcher.consume_token(token)
+            self._check()
+            if not taken:
+                raise RequestError(f"token {token} is not allowed")
+            self.is_complete = self._matcher.is_stopped()
+
+        self._tried(consume)
+
+    def mask(self, banned: Iterable[int] = ()) -> bytes | None:
+        """The tokens that may come next: bit t % 8 of byte t // 8 for token t; None: the answer has ended.
+
+        Args:
+            banned: ids that are not allowed either. Where no other is, the answer ends if it may, and fails otherwise.
+        """
+        if self.is_complete or self.error is not None:
+            return None
+        return self._tried(lambda: self.allowed(banned))
+
+    def allowed(self, banned: Iterable[int] = ()) -> bytes:
+        """`mask` of an answer that goes on.
+
+        Raises:
+            RequestError: no token is allowed, or llguidance's limits do not allow finding out.
+        """
+        if self._bits is None:
+            self._bits = self._found()
+        bits = bytearray(self._bits)
+        for token in banned:
+            bits[token >> 3] &= ~(1 << (token & 7))
+        if bits.count(0) == len(bits):
+            if not self._matcher.is_accepting():
+                raise RequestError("no token of the model is allowed")
+            for token in self._ends:
+                bits[token >> 3] |= 1 << (token & 7)
+        return bytes(bits)
+
+    def _found(self) -> bytes:
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        size, rest = (self._vocabulary + 7) // 8, self._vocabulary % 8
+        bits = bits[:size].ljust(size, b"\0")
+        return bits if not rest else bits[:-1] + bytes([bits[-1] & ((1 << rest) - 1)])
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(self._matcher.get_error())
+
+    def _tried(self, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            self.error = RequestError(f"the constraint fails after {self.count} tokens: {_message(error)}")
+            return None
+
+
+def _grammar(constraint: Constraint) -> str:
+    """What llguidance makes a matcher of."""
+    from llguidance import LLMatcher, grammar_from
+
+    if constraint.kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(constraint.text, overrides=_JSON)
+    if constraint.kind == "choice":
+        strings = json.loads(constraint.text)
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in strings))
+    return grammar_from(constraint.kind, constraint.text)
+
+
+def _check_depth(schema: Mapping[str, Any]) -> None:
+    level: list[Any] = [schema]
+    for _ in range(MOST_DEPTH):
+        inner = [each for one in level for each in (one.values() if isinstance(one, Mapping) else one)]
+        level = [each for each in inner if isinstance(each, Mapping | list | tuple)]
+        if not level:
+            return
+    raise ConstraintError(f"json_schema is nested deeper than allowed: {MOST_DEPTH}")
+
+
+def _message(error: BaseException) -> str:
+    """An error's message in one line of bounded length."""
+    return line_of(error, _SHOWN).removesuffix("<non-verbose/>").rstrip()
