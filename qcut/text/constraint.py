@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from qcut.common.failures import is_interrupt, line_of
@@ -25,8 +28,8 @@ MOST_CHOICES = 1024
 MOST_DEPTH = 64
 """Deepest nesting of arrays and objects in a schema."""
 
-# llguidance's own limits, most of them a fifth of its defaults: the initial ones bound the work of a request's first
-# mask to tens of milliseconds, those of a step each later mask, by which all sequences wait, and states their memory.
+# llguidance's own limits, below its defaults: the initial ones bound the work of a request's first mask, those of a step
+# each later mask, for which all sequences wait, and states their memory.
 _LIMITS = {
     "initial_lexer_fuel": 400_000,
     "step_lexer_fuel": 50_000,
@@ -44,6 +47,24 @@ _ALLOWED: Mapping[Kind, str] = {
     "choice": "strings",
     "grammar": "Lark's syntax with a rule start, or GBNF with a rule root",
 }
+_SECONDS = 2
+"""Most CPU time of llguidance for a constraint that it has not seen, in a process of its own."""
+# llguidance's stack grows with chains of rules, and its work on expressions that hold at once has no limit: either would
+# end or hold up all requests. The stack is half of a thread's usual one, so that what passes here passes there.
+_CHECK = """
+import json, resource, sys, threading
+sys.path[:] = json.loads(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2])))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+grammar, limits = json.load(sys.stdin)
+def check():
+    LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits)).compute_bitmask()
+threading.stack_size(4 << 20)
+thread = threading.Thread(target=check)
+thread.start()
+thread.join()
+"""
 _KEPT = 32
 """Constraints whose first matcher is kept: the next request with the same one copies it."""
 _SHOWN = 400
@@ -190,6 +211,7 @@ class Grammars:
         tokens, limits = self._prepared()
         from llguidance import LLMatcher
 
+        _check(constraint)
         try:
             found = LLMatcher(tokens, _grammar(constraint), log_level=0, limits=limits)
             matcher = Matcher(found, self._vocabulary, self._ends)
@@ -321,6 +343,32 @@ class Matcher:
                 raise
             self.error = RequestError(f"the constraint fails after {self.count} tokens: {_message(error)}")
             return None
+
+
+@lru_cache(maxsize=128)
+def _check(constraint: Constraint) -> None:
+    """Let another process make a matcher of a constraint. It refuses nothing that llguidance itself refuses.
+
+    Raises:
+        ConstraintError: the process ends at its limits.
+    """
+    try:
+        given = json.dumps([_grammar(constraint), _LIMITS])
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        return  # refused by llguidance, whose message is better
+    command = [sys.executable, "-I", "-c", _CHECK, json.dumps(sys.path), str(_SECONDS)]
+    try:
+        done = subprocess.run(
+            command, input=given.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=4 * _SECONDS
+        )
+        is_ended = done.returncode < 0
+    except subprocess.TimeoutExpired:
+        is_ended = True
+    if is_ended:
+        allowed = f"allowed: what llguidance reads in {_SECONDS} s of CPU time and 4 MiB of stack"
+        raise ConstraintError(f"{constraint}: too many parts that depend on one another; {allowed}")
 
 
 def _grammar(constraint: Constraint) -> str:

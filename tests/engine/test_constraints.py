@@ -329,6 +329,23 @@ def test_limits_of_constraints(make: str, given: Any, words: str) -> None:
         getattr(qcut.Constraint, make)(given)
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        qcut.Constraint.grammar(
+            "start: r0\n" + "".join(f"r{i}: r{i + 1} | 'x'\n".replace("'", '"') for i in range(3000))
+        ),
+        qcut.Constraint.json_schema({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(50)]}),
+    ],
+)
+def test_endless_work_ends_in_another_process(constraint: qcut.Constraint) -> None:
+    text = constraint.text + 'r3000: "x"\n' if constraint.kind == "grammar" else constraint.text
+    with pytest.raises(
+        ConstraintError, match="too many parts that depend on one another; allowed: what llguidance reads"
+    ):
+        engine_of().generate(PROMPT, 3, constraint=qcut.Constraint(constraint.kind, text))
+
+
 def test_deepest_and_largest_constraints_are_taken() -> None:
     deep = qcut.Constraint.json_schema(nested(MOST_DEPTH))
     wide = qcut.Constraint.json_schema({"enum": [f"choice number {i}" for i in range(4000)]})
