@@ -28,8 +28,8 @@ MOST_CHOICES = 1024
 MOST_DEPTH = 64
 """Deepest nesting of arrays and objects in a schema."""
 
-# llguidance's own limits, below its defaults: the initial ones bound the work of a request's first mask, those of a step
-# each later mask, for which all sequences wait, and states their memory.
+# llguidance's own limits, below its defaults: the initial ones bound the work of a request's first mask, those of a
+# step each later mask, for which all sequences wait, and states their memory.
 _LIMITS = {
     "initial_lexer_fuel": 400_000,
     "step_lexer_fuel": 50_000,
@@ -49,8 +49,8 @@ _ALLOWED: Mapping[Kind, str] = {
 }
 _SECONDS = 2
 """Most CPU time of llguidance for a constraint that it has not seen, in a process of its own."""
-# llguidance's stack grows with chains of rules, and its work on expressions that hold at once has no limit: either would
-# end or hold up all requests. The stack is half of a thread's usual one, so that what passes here passes there.
+# llguidance's stack grows with chains of rules, and its work on expressions that hold at once has no limit: either
+# would end or hold up all requests. The stack is half of a thread's usual one: what passes here passes there.
 _CHECK = """
 import json, resource, sys, threading
 sys.path[:] = json.loads(sys.argv[1])
