@@ -38,8 +38,9 @@ from qcut.engine.token_ids import (
 )
 from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling
-from qcut.text.constraint import Constraint, Grammars
+from qcut.text.constraint import Constraint
 from qcut.text.detokenizer import Detokenizer
+from qcut.text.matcher import Grammars
 from qcut.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.text.sequence_text import SequenceText
 

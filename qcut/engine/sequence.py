@@ -15,7 +15,7 @@ from qcut.engine.likelihoods import LogProbability, likelihoods
 from qcut.engine.runner import DecodeLoop, HostCopy, ModelRunner
 from qcut.engine.speculation import Choose, DraftedLoop, DraftRecord, drafted_loop, next_width
 from qcut.numerics.sampling import Ban, History, Rows, Sampling, only_allowed, sample
-from qcut.text.constraint import Matcher
+from qcut.text.matcher import Matcher
 from qcut.text.sequence_text import SequenceText
 
 Reason = Literal["stop", "length", "context", "cancelled"]
