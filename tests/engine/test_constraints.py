@@ -165,13 +165,13 @@ def test_neighbours_keep_their_tokens(ahead: bool) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_other_requests_do_not_change_the_answer(ahead: bool) -> None:
-    (alone,) = engine_of().generate(PROMPT, 400, constraint=SCHEMA, sampling=DRAWS[2])
+    (single,) = engine_of().generate(PROMPT, 400, constraint=SCHEMA, sampling=DRAWS[2])
     scheduler = scheduler_of(2, ahead)
     first = scheduler.submit(PROMPT, constraint=SCHEMA, sampling=DRAWS[2])
     others = [scheduler.submit(PROMPT, n, constraint=LETTERS) for n in (3, 9, 4)]
     finished(scheduler)
     Found.model_validate_json(text_of(first))
-    assert first.tokens == alone.tokens
+    assert first.tokens == single.tokens
     assert [len(each.tokens) for each in others] == [3, 9, 4]
 
 

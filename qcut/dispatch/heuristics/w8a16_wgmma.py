@@ -1,7 +1,6 @@
 """Tiles of ``w8a16_wgmma``.
 
-Source: measured on an H200 at six shapes and 64 to 1,024 tokens, where the choice takes at most 1.08 times as long as
-the best tile that was measured, 1.01 times in the geometric mean (docs/kernel-notes/few-tokens.md).
+Source: measured on an H200 at six shapes and 64 to 1,024 tokens (docs/kernel-notes/few-tokens.md).
 """
 
 from __future__ import annotations
