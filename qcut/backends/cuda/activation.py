@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.codebook import rotate_apart, rotates_rows
+from qcut.backends.cuda.codebook import rotate_apart, rotated, rotates_rows
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
 from qcut.backends.cuda.operands import is_aligned
@@ -40,7 +40,7 @@ def activate_rotated(call: ActivateRotatedOp) -> tuple[Tensor, Tensor]:
     if not rotates_rows(gpu, ActivateRows.rotating, kind, DTYPES[dtype], gpu.arch, columns, rotation):
         y = _launch(kind, gate, None, call.x, *(() if call.up is None else (call.up,)))
         return rotate_apart(call.rotation(y))
-    blocks, scale = call.rotation(call.x).fake()
+    blocks, scale = rotated(call.rotation(call.x))
     if len(call.x) == 0:
         return blocks, scale
     given, strides, aligned = _rows(call.x, *(() if call.up is None else (call.up,)))

@@ -20,7 +20,7 @@ from qcut.backends.cuda.gemm import has_cutlass
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.backends.cuda.operands import dense, parameters, row_major
+from qcut.backends.cuda.operands import dense, int8_rows, parameters, row_major
 from qcut.dispatch import ahead_of_time
 from qcut.dispatch import codebook as dispatch
 from qcut.dispatch.gemm import alignment_of
@@ -35,6 +35,7 @@ from qcut.numerics.codebook.layout import UNIT_COLUMNS, Geometry
 from qcut.numerics.codebook.products import is_mirrored_book, is_pair_book
 from qcut.ops.codebook import CodebookGemmOp, CodebookGemvOp, QuantizeRotatedOp, RotateTokensOp, can_rotate
 from qcut.ops.registry import serves
+from qcut.schemes import padded_k
 
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
 
@@ -405,7 +406,7 @@ def rows_of_int8(x: torch.dtype, rows: int, k: int, group_size: int, aligned: bo
 @serves(QuantizeRotatedOp)
 def quantize_rotated(call: QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
     call.check()
-    q, scale = call.fake()
+    q, scale = rotated(call)
     m, k_padded = q.shape
     if m:
         (x, stride), device = row_major(call.x), q.get_device()
@@ -416,6 +417,14 @@ def quantize_rotated(call: QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
         args = (x.data_ptr(), q.data_ptr(), scale.data_ptr(), signs.data_ptr(), stride, m, x.shape[1], k_padded)
         plan.launch(m, args, current_stream(device))
     return q, scale
+
+
+def rotated(call: RotateTokensOp | QuantizeRotatedOp) -> tuple[Tensor, Tensor]:
+    """Tensors for rotated tokens, in blocks or `int8_rows`, and for their scales."""
+    if isinstance(call, RotateTokensOp):
+        return call.fake()
+    m, k = call.x.shape
+    return int8_rows(m, padded_k(k), call.x.device)
 
 
 def rotate_apart(call: RotateTokensOp | QuantizeRotatedOp) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,9 @@ from qcut.schemes import padded_k
 TMA_ROWS = 64
 """Least rows of a tile that loads A by TMA."""
 
+_OF_BYTES = (INT8_CUTLASS.name, FP8_CUTLASS.name)
+"""Families that load by TMA what other kernels of the layer wrote, into memory of whole tiles."""
+
 FALLBACK_ROWS = (64, 512, 4096)
 """Rows that fallbacks are chosen for, so that three kernels serve any number of rows while better ones are built."""
 
@@ -181,7 +184,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
         tail=(*tail, gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
         needs_workspace=choice.tile.schedule == "stream_k",
         pdl=pdl,
-        row_multiple=max(1, tma_rows(choice.tile) // of_token) if choice.family == INT8_CUTLASS.name else 1,
+        row_multiple=max(1, tma_rows(choice.tile) // of_token) if choice.family in _OF_BYTES else 1,
     )
 
 

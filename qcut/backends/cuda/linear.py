@@ -19,7 +19,7 @@ from qcut.backends.cuda.codebook import quantize_rotated, rows_of_int8
 from qcut.backends.cuda.gemm import TMA_ROWS, Product, fp8_spec, w8a16_spec
 from qcut.backends.cuda.launch import native
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
-from qcut.backends.cuda.operands import dense, parameters, row_major
+from qcut.backends.cuda.operands import dense, has_rows, parameters, row_major
 from qcut.backends.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
@@ -403,7 +403,7 @@ class Int8Layer(NamedTuple):
         few = product.stream_spec("given", gpu, absmax=self.absmax, early_read=self.early_read)
         if few is not None:
             return few, self.absmax
-        return product.spec(gpu), False
+        return product._replace(rows=max(self.rows, TMA_ROWS)).spec(gpu), False
 
 
 class RotatedLayer(NamedTuple):
@@ -571,19 +571,22 @@ def int8_linear(call: Int8LinearOp) -> Tensor:
     call.check()
     q, bias, absmax = call.q, call.bias, call.absmax
     (m, k), n, device = q.shape, len(call.qweight), q.get_device()
-    y = call.fake()
     if m == 0:
-        return y
+        return call.fake()
     weight = parameters(call.qweight, call.weight_scale, bias)
     options = (bias is not None, call.activation, absmax is not None, call.early_read and not weight.copied)
     layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
     plan = _int8_plans[layer, device]
     q, q_scale = dense(q), dense(call.q_scale)
-    a, (b, *vectors) = q.data_ptr(), weight.addresses
+    rows = plan.product.rows_for(m)
+    if rows != m and not has_rows(rows, q, q_scale):
+        rows = m
+    memory = torch.empty((rows, n), dtype=call.dtype, device=q.device)
+    y, a, (b, *vectors) = memory[:m], q.data_ptr(), weight.addresses
     epilogue = [q_scale.data_ptr(), *vectors]
     if absmax is not None and plan.raises_absmax:
         epilogue.append(absmax.data_ptr())
-    plan.product.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue), device)
+    plan.product.run(rows, (a, b, memory.data_ptr(), rows, n, k, k, k, n, *epilogue), device)
     if not plan.raises_absmax:
         numerics.raise_absmax(absmax, y)
     return y

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.backends.cuda.codebook import rotate_apart, rotates_rows
+from qcut.backends.cuda.codebook import rotate_apart, rotated, rotates_rows
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.backends.cuda.launch.streams import current_stream
-from qcut.backends.cuda.operands import is_aligned
+from qcut.backends.cuda.operands import int8_rows, is_aligned
 from qcut.backends.cuda.quantize import quantize_per_token
 from qcut.backends.cuda.routing import sum_routes
 from qcut.dispatch.ahead_of_time import norm_columns
@@ -34,8 +34,7 @@ def add_norm_int8(call: AddNormInt8Op) -> tuple[Tensor, Tensor, Tensor]:
     if call.plain is not None and target(call.x.get_device()).ahead_of_time:  # no such kernel is built ahead of time
         total = _launch(call.unquantized, call.plain)
         return total, *quantize_per_token(QuantizePerTokenOp(call.plain, call.k_padded))
-    q = torch.empty((m, call.k_padded), dtype=torch.int8, device=device)
-    scale = torch.empty(m, dtype=torch.float32, device=device)
+    q, scale = int8_rows(m, call.k_padded, device)
     return _launch(call, q, scale), q, scale
 
 
@@ -48,7 +47,7 @@ def add_norm_rotated(call: AddNormRotatedOp) -> tuple[Tensor, Tensor, Tensor]:
     if not rotates_rows(gpu, NormRows.for_shape, *shape, many=m >= MANY_ROWS, rotation=rotation):
         y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device) if call.plain is None else call.plain
         return _launch(call.unrotated, y), *rotate_apart(call.rotation(y))
-    blocks, scale = call.rotation(call.x).fake()
+    blocks, scale = rotated(call.rotation(call.x))
     return _launch(call, blocks, scale if rotation.quantized else None, rotation), blocks, scale
 
 

@@ -50,6 +50,30 @@ def parameters(*given: Tensor | None) -> Parameters:
     return Parameters(tensors, addresses, copied)
 
 
+MOST_TILE_ROWS = 256
+"""Most tokens of a tile of an int8 product, with those of the other CTAs of its cluster."""
+FEW_TOKENS = 16
+"""Up to so many tokens no kernel takes tiles of tokens that it loads by TMA."""
+
+
+def int8_rows(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tensors for m int8 tokens of k columns, and for their float32 scales, in memory for whole tiles of tokens.
+
+    TMA takes longer for a row past a tensor's end than for one of data: products read the rows behind these.
+    """
+    rows = m if m <= FEW_TOKENS else -(-m // MOST_TILE_ROWS) * MOST_TILE_ROWS
+    q = torch.empty((rows, k), dtype=torch.int8, device=device)
+    return q[:m], torch.empty(rows, dtype=torch.float32, device=device)[:m]
+
+
+def has_rows(rows: int, *tensors: Tensor) -> bool:
+    """Whether contiguous tensors that are not empty lie in memory for so many rows."""
+    return all(
+        t.untyped_storage().nbytes() >= (t.storage_offset() + rows * (t.numel() // len(t))) * t.element_size()
+        for t in tensors
+    )
+
+
 def row_major(x: Tensor) -> tuple[Tensor, int]:
     """x ``[..., K]`` as rows with unit stride along K, copied where no view has it, and the stride between rows."""
     if not x.is_contiguous():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from qcut.backends.cuda.launch.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
-from qcut.backends.cuda.operands import row_major
+from qcut.backends.cuda.operands import int8_rows, row_major
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
@@ -74,8 +76,8 @@ def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:
 @serves(QuantizePerTokenOp)
 def quantize_per_token(call: QuantizePerTokenOp) -> tuple[Tensor, Tensor]:
     call.check()
-    q, scale = call.fake()
-    m, k_padded = q.shape
+    m, k_padded = math.prod(call.x.shape[:-1]), call.k_padded
+    q, scale = int8_rows(m, k_padded, call.x.device)
     if m:
         (x, stride), device = row_major(call.x), q.get_device()
         plan = _per_token_plans[x.dtype, m_bucket(m), k_padded, _is_aligned(x, stride, k_padded), device]

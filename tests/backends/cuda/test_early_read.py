@@ -102,7 +102,7 @@ class Asked(PlanCache[Any]):
 class Idle:
     """A plan that launches nothing."""
 
-    row_multiple, needs_workspace, raises_absmax = 1, False, True
+    rows_for, needs_workspace, raises_absmax = staticmethod(lambda m: m), False, True
     product = property(lambda self: self)
 
     def launch(self, *_: Any) -> None:

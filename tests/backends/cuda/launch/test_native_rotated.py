@@ -12,6 +12,7 @@ from torch import Tensor
 
 import qcut
 from qcut.backends.cuda import codebook as codebook_cuda
+from qcut.backends.cuda import gemm as gemm_cuda
 from qcut.backends.cuda import linear as linear_cuda
 from qcut.backends.cuda.launch import native as _native
 from qcut.backends.cuda.launch import plans
@@ -135,6 +136,28 @@ def test_launches_are_pythons(setting: Setting, scheme: str, k: int, activation:
             assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
             product = setting.driver.records[-1]
             assert decoded(product, setting.driver.params[product.function])["d"] == got.data_ptr()
+
+
+@pytest.mark.parametrize("m", [17, 65, 300])
+def test_products_have_whole_tiles_of_tokens(setting: Setting, monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    """Of TMA, where memory goes on behind the tokens; results have the rows of the tokens."""
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: True)
+    made, x = layer("w8a8_rotated", 1280, 1280), torch.randn(m, 1280).half()
+    signs = made._rotation.operands(HALF, x.device)
+    int8 = partial(operator("int8_linear_pure"), activation="none", dtype=HALF)
+    weight = made.qweight, made.weight_scale, made.bias
+    forget()
+    plan = linear_cuda._int8_plans[linear_cuda.Int8Layer(HALF, plans.m_bucket(m), 1280, 1280, True, "none", False), 0]
+    assert plan.product.row_multiple >= 64 or "sm90a" not in plan.product.name
+    for _ in range(2):  # Python's, then C++'s
+        q, scale = operator("quantize_rotated")(x, signs, 128, 42)
+        for given, whole in (((q, scale), True), ((q.clone(), scale), False), ((q, scale.clone()), False)):
+            y = int8(*given, *weight)
+            product = setting.driver.records[-1]
+            args = decoded(product, setting.driver.params[product.function])
+            rows = plan.product.rows_for(m) if whole else m
+            assert (args["m"], args["d"], y.shape, y.stride()) == (rows, y.data_ptr(), (m, 1280), (1280, 1))
+            assert y.untyped_storage().nbytes() == 2 * 1280 * rows
 
 
 def test_more_dimensions_and_strided_rows(setting: Setting) -> None:

@@ -109,8 +109,8 @@ inline std::array<at::Tensor, 2> quantize_rotated(c10::IValue const* args, bool 
   if (runtime->current_stream(device.index(), &stream) != 0) return {};
 
   std::int64_t const columns = ceil_div(k, kRowColumns) * kRowColumns;
-  at::Tensor q = at::empty({m, columns}, x.options().dtype(at::kChar));
-  at::Tensor scale = at::empty({m}, x.options().dtype(at::kFloat));
+  at::Tensor q = cut(at::empty({memory_rows(m), columns}, x.options().dtype(at::kChar)), {m, columns});
+  at::Tensor scale = cut(at::empty({memory_rows(m)}, x.options().dtype(at::kFloat)), {m});
   Arguments arguments(data, q.mutable_data_ptr(), scale.mutable_data_ptr(), operands.const_data_ptr(), stride);
   auto const rows = static_cast<std::int32_t>(m);
   arguments.add(rows, static_cast<std::int32_t>(k), static_cast<std::int32_t>(columns));

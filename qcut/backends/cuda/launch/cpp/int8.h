@@ -105,9 +105,7 @@ std::array<at::Tensor, 1> linear(c10::IValue const* args, bool early_read) {
   arguments.add(scale);
   arguments.add_present(bias);
   if (launch(plan.last(), gemm_rows, arguments, stream) != 0) return {};
-  // Rows beyond x's lie behind the result in its memory.
-  if (rows != m) out.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
-  return {std::move(out)};
+  return {rows == m ? std::move(out) : cut(std::move(out), shape)};
 }
 
 // Of ``q, q_scale, qweight, weight_scale, bias, activation, dtype``, with ``absmax`` behind them unless the operator is the
@@ -134,14 +132,16 @@ std::array<at::Tensor, 1> int8_linear(c10::IValue const* args, bool early_read) 
   void* stream = nullptr;
   if (runtime->current_stream(device.index(), &stream) != 0) return {};
 
-  at::Tensor y = at::empty({m, n}, q.options().dtype(out));
-  auto const rows = static_cast<std::int32_t>(m), columns = static_cast<std::int32_t>(n);
+  std::int64_t whole = (m + plan.row_multiple - 1) / plan.row_multiple * plan.row_multiple;
+  if (whole > kMaxInt || !(whole == m || (has_rows(q, whole) && has_rows(args[1].toTensor(), whole)))) whole = m;
+  at::Tensor y = at::empty({whole, n}, q.options().dtype(out));
+  auto const rows = static_cast<std::int32_t>(whole), columns = static_cast<std::int32_t>(n);
   auto const depth = static_cast<std::int32_t>(k);
   Arguments arguments(q.const_data_ptr(), qweight.const_data_ptr(), y.mutable_data_ptr(), rows, columns, depth, depth,
                       depth, columns, address(args[1]), address(args[3]));
   arguments.add_present(address(args[4]));
   if (launch(plan.last(), rows, arguments, stream) != 0) return {};
-  return {std::move(y)};
+  return {whole == m ? std::move(y) : cut(std::move(y), {m, n})};
 }
 
 }  // namespace qcut
