@@ -211,7 +211,7 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target,
             return prompt
         # The stream's warps hold the tokens of all K, so a long K has no such kernel.
         with suppress(EmitError):
-            if m <= MAX_STREAM_TOKENS and not _takes_wgmma(m, streams := best(CODEBOOK_STREAM, *sizes)):
+            if m <= MAX_STREAM_TOKENS and not _takes_wgmma(problem, m, streams := best(CODEBOOK_STREAM, *sizes)):
                 return streams
         return best(CODEBOOK_STREAM_WGMMA, *sizes)
     if m <= FEW_TOKENS:
@@ -222,12 +222,13 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target,
     return best(CODEBOOK_MMA, *sizes)
 
 
-def _takes_wgmma(m: int, streams: Choice) -> bool:
+def _takes_wgmma(problem: CodebookProblem, m: int, streams: Choice) -> bool:
     """Whether ``codebook_stream_wgmma`` is faster than the ``codebook_stream`` of a choice on sm_90a.
 
-    It is from 9 tokens on if ``codebook_stream`` would take a cluster, from 17 tokens on if a CTA of
+    It is from 9 tokens on (int8: 17) if ``codebook_stream`` would take a cluster, from 17 tokens on if a CTA of
     ``codebook_stream`` has several row tiles, and from 33 tokens on everywhere.
     """
     tile = streams.tile
     assert isinstance(tile, CodebookStreamTile)
-    return m > 8 and (tile.splits > 1 or (m > 16 and tile.row_tiles > 1))
+    most = 16 if problem.x is DType.S8 else 8
+    return (m > most and tile.splits > 1) or (m > 16 and tile.row_tiles > 1)

@@ -1,7 +1,7 @@
 """Tiles of ``codebook_wgmma`` and ``codebook_stream_wgmma``: of the latter one for decode, a menu for prefill.
 
 Source: constants fitted to layers of 64 to 1,024 tokens, timed on an H200 at 1280x1280, 5120x1280, 1280x5120,
-4096x4096, 14336x4096 and 4096x14336.
+4096x4096, 14336x4096 and 4096x14336; those of decode to products of 16 to 64 tokens at these, 6144x4096 and 28672x4096.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _few(
         chain = -(-units_k // splits)
         clusters = -(-row_groups // groups)
         waves = -(-clusters // max(1, machine.clusters_at_once(splits)))
-        return waves * (groups * chain + pace * (2 * chain + 3.5 * splits)) + pace * 40 * (waves - 1)
+        ends = 2 * splits + 3 * groups
+        return waves * (groups * chain + pace * (2.5 * chain + ends)) + pace * 40 * (waves - 1)
 
     groups, splits = min(
         (
