@@ -19,7 +19,6 @@ import json
 import math
 import os
 import platform
-import pydoc_data.topics
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ from qcut.checkpoints.pretrained import load_pretrained
 from qcut.conversion.planning.costs import LayerSize
 from qcut.conversion.quantize import model_bytes
 from qcut.errors import CheckpointError, QcutError
-from qcut.models.evaluation import perplexity, windows_of
+from qcut.models.evaluation import language_reference, perplexity, windows_of
 from qcut.schemes import parse_scheme
 
 os.environ.setdefault("QCUT_BUILD", "wait")  # its figures are of the best kernels
@@ -179,12 +178,6 @@ def is_codebook(name: str) -> bool:
         return isinstance(parse_scheme(name), qcut.Codebook)
     except QcutError:
         return False
-
-
-def language_reference() -> str:
-    """The topics of Python's help, sorted by key: text that is part of every CPython."""
-    topics = pydoc_data.topics.topics
-    return "\n\n".join(topics[key] for key in sorted(topics))
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Any, Any]:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.demo import language_reference
 from benchmarks.harness import REFERENCE
-from qcut.models.evaluation import perplexity, windows_of
+from qcut.models.evaluation import language_reference, perplexity, windows_of
 
 
 def text_of(path: Path | None) -> str:

@@ -9,9 +9,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.common.progress import with_progress
-from qcut.errors import DtypeError, ShapeError
+from qcut.errors import DtypeError, ShapeError, UnsupportedError
 from qcut.models.modules import evaluating, forward, model_device, output_tensor
 from qcut.models.selection import check_model
+
+
+def language_reference() -> str:
+    """The topics of Python's help, sorted by name: a text that comes with CPython.
+
+    Raises:
+        UnsupportedError: this Python was installed without them.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError as error:
+        raise UnsupportedError("this Python has no module pydoc_data.topics, the built-in text; give a text") from error
+    return "\n\n".join(text for _, text in sorted(topics.items()))
 
 
 def windows_of(token_ids: Tensor, window: int = 512, max_windows: int | None = None) -> Tensor:

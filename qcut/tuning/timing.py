@@ -137,6 +137,43 @@ class CudaClock:
         return self._start.elapsed_time(self._end) * 1e3
 
 
+class WallClock:
+    """Times whole calls by the host's clock, as a user sees them: the device is idle before and after each.
+
+    For variants that no graph holds.
+
+    Args:
+        device: where calls compute.
+
+    Attributes:
+        warm_up_s: seconds of all warm-ups, in which first calls build kernels and capture graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.warm_up_s = 0.0
+
+    def warm_up(self, body: Callable[[], object]) -> None:
+        """Run ``body`` once and wait for the device."""
+        self.warm_up_s += self.time_us(body) / 1e6
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        """Raise RuntimeError: the time of launches is measured too."""
+        raise RuntimeError("a host's clock times no graph")
+
+    def time_us(self, replay: Callable[[], object]) -> float:
+        """Microseconds from the call until the device is done."""
+        self._wait()
+        start = time.perf_counter()
+        replay()
+        self._wait()
+        return (time.perf_counter() - start) * 1e6
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
 def rotation(weight_bytes: int, total: int = ROTATE_BYTES) -> int:
     """Copies of a weight needed so that together they exceed ``total`` bytes."""
     return max(1, min(MAX_COPIES, -(-total // max(1, weight_bytes))))
@@ -170,7 +207,7 @@ def measure(
         clock: measures device time.
         rounds: samples per variant; fewer, but at least ``min_rounds``, once ``deadline`` has passed.
         min_rounds: see ``rounds``.
-        target_us: length of a graph to aim at.
+        target_us: length of a graph to aim at; 0: a sample has one call on each copy of the operands.
         settle_us: if above 0, variants do not take turns: each runs untimed for about so long, then all its samples
             follow. A GPU near its power limit needs some time to find the clock that a load leaves it, and each
             variant shall have its own, not its neighbour's.
@@ -211,7 +248,8 @@ def _prepare(
             variant.call(i % variant.copies)
 
     clock.warm_up(lambda: body(variant.copies))  # a first call may read tensors on the host, which no graph holds
-    estimate = min(clock.time_us(lambda: body(2)) / 2 for _ in range(2))
+    # Long calls are not made for an estimate that nothing depends on.
+    estimate = min(clock.time_us(lambda: body(2)) / 2 for _ in range(2)) if target_us > 0 else math.inf
     calls = plan_calls(estimate, variant.copies, target_us)
     if not variant.graph:
         return (lambda: body(calls)), calls, "eager"

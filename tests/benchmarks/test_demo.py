@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import demo
-from qcut.models.evaluation import perplexity
+from qcut.models.evaluation import language_reference, perplexity
 
 pytest.importorskip("transformers", reason="the demo needs the hf extra")
 
@@ -50,7 +50,7 @@ def test_demo_measures_quality_speed_and_memory(tmp_path: Path, capsys: pytest.C
 
 
 def test_demo_baseline_is_the_known_perplexity() -> None:
-    text = demo.language_reference()
+    text = language_reference()
     known = hashlib.sha256(text.encode()).hexdigest().startswith(TOPICS_SHA256)
     model, tokenizer = demo.load_model(str(demo.EMBEDDED), torch.float32)
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
-from benchmarks.demo import EMBEDDED, language_reference
+from benchmarks.demo import EMBEDDED
 from benchmarks.harness import read_rows
 from benchmarks.perplexity import caches, codebooks, encoder, plans, schemes, shards, sizes
 from benchmarks.perplexity.models import Processes, tokens_of
 from qcut.engine.kv_cache.cache import KV_DTYPES
-from qcut.models.evaluation import perplexity
+from qcut.models.evaluation import language_reference, perplexity
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from tests.support.zoo import first_block
 

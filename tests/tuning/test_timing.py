@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from qcut.tuning import cublaslt
-from qcut.tuning.timing import MAX_COPIES, ROTATE_BYTES, Timing, Variant, measure, plan_calls, rotation
+from qcut.tuning.timing import MAX_COPIES, ROTATE_BYTES, Timing, Variant, WallClock, measure, plan_calls, rotation
 
 
 class FakeClock:
@@ -67,6 +69,24 @@ def test_variants_that_settle_run_by_themselves() -> None:
     assert {name: t.median_us for name, t in timings.items()} == {"a": 4.0, "b": 10.0}
     assert [t.samples for t in timings.values()] == [5, 5]
     assert "".join(clock.replays[-20:]) == 10 * "a" + 10 * "b"  # 100 us of graphs of 20, and five samples
+
+
+def test_long_calls_are_made_once_a_sample() -> None:
+    clock = FakeClock({"a": 4.0})
+    call = Variant("a", clock.variant("a").call, graph=False)
+    assert measure([call], clock, rounds=3, target_us=0) == {"a": Timing(4.0, 4.0, 4.0, 3, "eager")}
+    assert len(clock.done) == 1 + 3  # the warm-up, and a call for each sample
+
+
+def test_wall_clock_times_whole_calls() -> None:
+    """And keeps the time of warm-ups apart, in which first calls build what they need."""
+    waits = iter([0.05, 0.001, 0.002, 0.003])
+    clock = WallClock(torch.device("cpu"))
+    sleeping = Variant("a", lambda _: time.sleep(next(waits)), graph=False)
+    timing = measure([sleeping], clock, rounds=3, target_us=0)["a"]
+    assert clock.warm_up_s >= 0.05
+    assert timing.median_us >= 2000
+    assert (timing.samples, timing.mode) == (3, "eager")
 
 
 def test_drift_meets_all_variants_alike() -> None:

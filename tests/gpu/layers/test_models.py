@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut
+from qcut.models.evaluation import language_reference
 from tests.gpu.support.oracles import DEVICE, assert_same
 from tests.support import ROOT
 
@@ -30,10 +31,8 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def ids() -> Tensor:
     """Four windows of tokens of the language reference that every CPython carries."""
-    from pydoc_data.topics import topics
-
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT, local_files_only=True)
-    text = "\n\n".join(topics[key] for key in sorted(topics))[:40_000]
+    text = language_reference()[:40_000]
     return torch.tensor(tokenizer(text)["input_ids"][: 4 * 128]).view(4, 128)
 
 
