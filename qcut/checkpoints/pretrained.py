@@ -28,14 +28,18 @@ _Stored = dict[str, tuple[str, list[int]]]
 """Code of the dtype and shape of stored tensors, by name."""
 
 
-def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, progress: bool = False) -> tuple[Any, Any]:
+def load_pretrained(
+    name: str, *, dtype: torch.dtype, device: torch.device, quantization: Any = None, progress: bool = False
+) -> tuple[Any, Any]:
     """Read a causal language model: a directory of qcut, of another library or of Hugging Face, or a model of the hub.
 
     Args:
         name: a directory, which never touches the network, or a model's name on the hub.
         dtype: dtype of floating-point parameters.
         device: device of the model.
-        progress: show a progress bar, for directories of qcut.
+        quantization: a `qcut.QcutConfig`, by which float models are quantized while they are loaded; a directory of
+            qcut or of another quantizing library is read as it is.
+        progress: show progress bars, without ``quantization`` only for directories of qcut.
 
     Returns:
         The model in evaluation mode, and its tokenizer.
@@ -46,7 +50,7 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
             tokenizer, has no values for some of the model's tensors, or has a configuration that is refused; see
             `qcut.load`.
     """
-    model, tokenizer = _load(name, causal_class, dtype, device, None, progress)
+    model, tokenizer = _load(name, causal_class, dtype, device, quantization, progress)
     generates = getattr(model, "can_generate", None)
     if generates is not None and (not generates() or model.config.is_encoder_decoder):
         raise CheckpointError(f"{name}: found a {type(model).__name__}; a causal language model is needed")
@@ -62,8 +66,7 @@ def load_any(
         name: see `load_pretrained`.
         dtype: see `load_pretrained`.
         device: see `load_pretrained`.
-        quantization: a `qcut.QcutConfig`, by which float models are quantized while they are loaded; a directory of
-            qcut or of another quantizing library is read as it is.
+        quantization: see `load_pretrained`.
         progress: show progress bars.
 
     Returns:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.cli import completion, doctor, evaluate, generate, info, plan, quantize, serve
+from qcut.cli.bench import command as bench
 from qcut.cli.command import Answer, Parser, UsageError, write_json
 from qcut.cli.developer import precompile, tune
 from qcut.cli.developer.gemm import command as gemm
@@ -226,6 +227,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"qcut {__version__}", help="print the version and exit")
     top.set_defaults(top=top)
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (quantize, plan, info, generate, serve, evaluate, doctor, precompile, gemm, tune, completion):
+    for module in (quantize, plan, info, generate, serve, evaluate, bench, doctor, precompile, gemm, tune, completion):
         module.COMMAND.add_to(commands, module.run)
     return top

@@ -264,6 +264,12 @@ def open_quantized(
     return model, tokenizer, report
 
 
+def context_of(model: Any) -> int | None:
+    """Most tokens of a sequence that a model was made for; None where its configuration has no bound."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 1 else None
+
+
 def cut_text(
     model: Any, tokenizer: Any, text: str, what: str, window: int | None, most: int | None
 ) -> tuple[Tensor, int]:
@@ -288,8 +294,7 @@ def cut_text(
     from qcut.checkpoints.pretrained import token_ids
     from qcut.models.evaluation import windows_of
 
-    context = getattr(model.config, "max_position_embeddings", None)
-    limit = context if isinstance(context, int) and context > 1 else None
+    limit = context_of(model)
     if window is None:
         window = min(_WINDOW, limit or _WINDOW)
     if window < 2 or (limit is not None and window > limit):

@@ -28,11 +28,13 @@ class Runner(Protocol):
 
     Attributes:
         name: ``qcut`` or ``transformers``.
+        why: why transformers runs the model; empty for ``qcut``.
         context: most tokens of a sequence; None: unbounded.
         device: device of the model.
     """
 
     name: str
+    why: str
     context: int | None
     device: torch.device
 
@@ -50,6 +52,9 @@ class Runner(Protocol):
         With a constraint, which needs a tokenizer, the text has its form.
         """
 
+    def greedy(self, prompts: Sequence[Sequence[int]], new: int) -> None:
+        """Continue prompts of one length together by exactly ``new`` likeliest tokens each, which nothing ends."""
+
     def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
         """Perplexity over windows ``[W, T]`` of token ids, ``batch`` windows per forward pass."""
 
@@ -62,8 +67,9 @@ def runner_for(
     context: int | None = None,
     speculate: Drafter | None = None,
     tokenizer: Any = None,
+    note: bool = True,
 ) -> Runner:
-    """The engine if it supports the architecture, else transformers with a note on standard error.
+    """The engine if it supports the architecture, else transformers.
 
     Args:
         model: a causal language model.
@@ -72,6 +78,7 @@ def runner_for(
         context: most tokens of a sequence; None: the model's own.
         speculate: see `qcut.Engine`.
         tokenizer: see `qcut.Engine`; constraints need it.
+        note: say on standard error why transformers runs the model.
 
     Raises:
         UnsupportedError: the engine lacks the architecture, and ``kv_cache`` or ``speculate`` needs the engine.
@@ -85,14 +92,17 @@ def runner_for(
             raise UnsupportedError(f"--kv-cache {kv_cache} is for qcut's engine: {error}") from error
         if speculate is not None:
             raise UnsupportedError(f"--speculate {speculate.drafts} is for qcut's engine: {error}") from error
-        print(f"qcut: running on transformers, since the engine does not support the model: {error}", file=sys.stderr)
-        return TransformersRunner(model)
+        if note:
+            print(
+                f"qcut: running on transformers, since the engine does not support the model: {error}", file=sys.stderr
+            )
+        return TransformersRunner(model, str(error))
 
 
 class EngineRunner:
     """See `Runner`."""
 
-    name = "qcut"
+    name, why = "qcut", ""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -118,6 +128,10 @@ class EngineRunner:
             on_token=lambda _, token: show(token),
         )
         return result
+
+    def greedy(self, prompts: Sequence[Sequence[int]], new: int) -> None:
+        """See `Runner`."""
+        self._engine.generate(prompts, new)
 
     def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
         """See `Runner`."""
@@ -150,8 +164,8 @@ class TransformersRunner:
 
     name = "transformers"
 
-    def __init__(self, model: Any) -> None:
-        self._model = model.eval()
+    def __init__(self, model: Any, why: str) -> None:
+        self._model, self.why = model.eval(), why
         context = getattr(model.config, "max_position_embeddings", None)
         self.context = context if isinstance(context, int) and context > 0 else None
         self.device = model_device(model)
@@ -194,16 +208,14 @@ class TransformersRunner:
             names = ("temperature", "top_k", "top_p", "min_p")
             options |= {name: getattr(sampling, name) for name in names}
         torch.manual_seed(sampling.seed)
+        options |= {"eos_token_id": list(stop) or None, "pad_token_id": stop[0] if stop else 0}
+        self._continue(prompt, room, streamer=_Streamer(take), **options)
+        ended = bool(tokens) and tokens[-1] in stop
+        return Generated(tokens, "stop" if ended else "length" if room == steps else "context")
+
+    def _continue(self, prompts: Tensor, new: int, **options: Any) -> None:
         try:
-            self._model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=room,
-                eos_token_id=list(stop) or None,
-                pad_token_id=stop[0] if stop else 0,
-                streamer=_Streamer(take),
-                **options,
-            )
+            self._model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new, **options)
         except QcutError:
             raise
         except Exception as error:  # many kinds, if the model does not work with this version of transformers
@@ -212,8 +224,11 @@ class TransformersRunner:
             raise UnsupportedError(
                 f"transformers cannot generate with {type(self._model).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
-        ended = bool(tokens) and tokens[-1] in stop
-        return Generated(tokens, "stop" if ended else "length" if room == steps else "context")
+
+    def greedy(self, prompts: Sequence[Sequence[int]], new: int) -> None:
+        """See `Runner`."""
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device, dtype=torch.int64)
+        self._continue(ids, new, min_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
 
     def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
         """See `Runner`."""

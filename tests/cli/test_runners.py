@@ -112,6 +112,22 @@ def test_transformers_predicts(folder: Path, capfd: pytest.CaptureFixture[str]) 
     assert "--speculate 4 is for qcut's engine" in err
 
 
+def test_bench_says_that_transformers_runs(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("bench", folder, "--schemes", "w8a8", "--max-windows", 1, "--batches", 2, "--prompt-tokens", 4, "--new", 3)
+    status, out, err = run(capfd, *words)
+    assert (status, err) == (0, "")
+    printed = " ".join(out.split())
+    assert "run by transformers, since the engine does not support the model: OPTForCausalLM" in printed
+    got = json.loads(run(capfd, *words, "--json")[1])
+    assert [(row["scheme"], row["runs_on"], row["error"]) for row in got["rows"]] == [
+        ("float32", "transformers", ""),
+        ("w8a8", "transformers", ""),
+    ]
+    assert got["window"] == 64  # the context is shorter than 512
+    assert min(row["first_token_ms"] for row in got["rows"]) > 0
+    assert all(set(row["tokens_per_s"]) == {"2"} for row in got["rows"])
+
+
 def test_a_model_from_end_to_end(folder: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Quantized to a folder, the same text as quantized on the fly."""
     out = tmp_path / "out"

@@ -89,6 +89,7 @@ def test_answers_have_the_documented_fields(tmp_path: Path, capfd: pytest.Captur
         ("plan", DEMO, "--calibrate", text, "--measure", "layer", "--out", plan, *few),
         ("generate", DEMO, "--prompt", "a", "--steps", 1, *cpu),
         ("eval", DEMO, "--text", text, "--window", 16, "--max-windows", 1, *cpu),
+        ("bench", DEMO, "--schemes", "w8a8", "--window", 16, "--max-windows", 1, "--new", 2, *cpu),
         ("doctor", "--no-probe"),
         ("precompile", "--arch", "sm_80", "--list"),
         ("gemm", 16, 16, 16),
