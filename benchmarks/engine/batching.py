@@ -1,8 +1,9 @@
 """Continuous batching under load: clients that send prompts of many lengths, each the next when the last is answered.
 
-Beside it a static batch: as many sequences as clients, with the same prompts in the same order, where each batch ends
+Next to it a static batch: as many sequences as clients, with the same prompts in the same order, where each batch ends
 with its longest member. Both times hold reading the prompts. Every answer is counted; those of a model with one layer,
-under the same load, are held against what its engine gives alone.
+under the same load, are held against what its engine gives alone. ``--constrained`` times the load twice more, in an
+engine with a tokenizer made for the purpose: as it is, and with clients that all ask for JSON by a schema.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import threading
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +34,24 @@ TIE = 0.1
 the number of sequences, and round differently."""
 COPIES = 20
 """Number of copies of a sequence's KV cache."""
-TO_REACH = {"static": 0.8, "gap": 4.0}
-"""Of the static batch's tokens/s; and the 99th percentile of the time between tokens, as a multiple of the median."""
+TO_REACH = {"static": 0.8, "gap": 4.0, "constrained": 0.95}
+"""Of the static batch's tokens/s; the 99th percentile of the time between tokens, as a multiple of the median; and with
+a schema, of the tokens/s without.
+"""
+_RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["person", "place", "thing"]},
+        "amount": {"type": "integer"},
+        "price": {"type": "number"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "amount", "price", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": _RECORD, "minItems": 1000}
+"""Longer than any answer."""
 KEY = ("case", "clients", "what")
 
 
@@ -53,14 +70,57 @@ def prompts_of(count: int, vocabulary: int, shortest: int, longest: int) -> list
     return [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
 
 
-def load(scheduler: qcut.Scheduler, prompts: list[list[int]], clients: int, new: int) -> tuple[float, list[Answer]]:
+def byte_tokenizer(vocabulary: int) -> Any:
+    """A tokenizer of transformers: a token for each byte, and short random words, some with a quote or a comma."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(vocabulary)
+    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(tokens) < vocabulary:
+        letters = rng.choice(("abcdefghijklmnopqrstuvwxyz", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ", "0123456789"))
+        word = "".join(rng.choices(letters, k=rng.randint(2, 9)))
+        tokens[rng.choice(("", "\u0120")) + word + rng.choice(("", "", "", '"', '",', ":"))] = None
+    found = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    found.pre_tokenizer, found.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=found)
+
+
+def constrained(
+    model: Any, answers: list[Answer], prompts: list[list[int]], options: argparse.Namespace, context: int
+) -> tuple[float, float]:
+    """Seconds of the load without and with a schema, in an engine whose texts end with a token that no answer has."""
+    clients, new = options.clients, options.new
+    vocabulary = CASES[options.case].vocabulary
+    found = {token for answer in answers for token in answer.tokens}
+    model.config.eos_token_id = next(token for token in reversed(range(vocabulary)) if token not in found)
+    engine = qcut.Engine(
+        model, batch=clients, context=context, kv_cache=options.kv_cache, tokenizer=byte_tokenizer(vocabulary)
+    )
+    scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefix_cache=options.prefixes)
+    scheduler.warm_up()
+    times = []
+    with scheduler:
+        for constraint in (None, qcut.Constraint.json_schema(SCHEMA)):
+            load(scheduler, prompts[:clients], clients, new, constraint)
+            times.append(load(scheduler, prompts, clients, new, constraint)[0])
+    return times[0], times[1]
+
+
+def load(
+    scheduler: qcut.Scheduler,
+    prompts: list[list[int]],
+    clients: int,
+    new: int,
+    constraint: qcut.Constraint | None = None,
+) -> tuple[float, list[Answer]]:
     """Seconds until all prompts are answered, with one thread for each client, and the answers."""
     answers: dict[int, Answer] = {}
 
     def client(mine: int) -> None:
         for i in range(mine, len(prompts), clients):
             times: list[float] = []
-            request = scheduler.submit(prompts[i], new)
+            request = scheduler.submit(prompts[i], new, constraint=constraint)
             for _ in request:
                 times.append(time.perf_counter())
             answers[i] = Answer(list(request.tokens), times)
@@ -138,6 +198,7 @@ def columns_of(options: argparse.Namespace, prompts: list[list[int]]) -> dict[st
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefixes", type=int, default=8, help="sequences in the prefix cache [8]")
+    parser.add_argument("--constrained", action="store_true", help="time the load with a schema, too")
 
 
 @harness.script(harness.timing_options, load_options, add_options)
@@ -147,9 +208,9 @@ def main(options: argparse.Namespace) -> int:
     shortest, longest = map(int, options.lengths.split(","))
     case, clients, new = CASES[options.case], options.clients, options.new
     context = longest + new
+    model, low = (build(each, device, context) for each in (case, replace(case, layers=1)))
     engine, shallow = (
-        qcut.Engine(build(each, device, context), batch=clients, context=context, kv_cache=options.kv_cache)
-        for each in (case, replace(case, layers=1))
+        qcut.Engine(each, batch=clients, context=context, kv_cache=options.kv_cache) for each in (model, low)
     )
     prompts = prompts_of(clients * options.rounds, case.vocabulary, shortest, longest)
     results = harness.Results("bench_batching", harness.environment())
@@ -164,6 +225,9 @@ def main(options: argparse.Namespace) -> int:
             found = scheduler.load.reused_tokens
         static(engine, prompts[:clients], clients, new)
         static_seconds = static(engine, prompts, clients, new)
+        times = {"continuous": seconds, "static": static_seconds}
+        if options.constrained:
+            times["free"], times["constrained"] = constrained(model, answers, prompts, options, context)
     except CheckError as error:
         print(f"WRONG {options.case}: {error}")
         return 1
@@ -181,10 +245,15 @@ def main(options: argparse.Namespace) -> int:
         ["beginnings found", str(found), "tokens"],
         ["a row copied", f"{copied.median_us / 1e3:.2f} ms", f"{longest} tokens, when a sequence leaves"],
     ]
+    if options.constrained:
+        constrained_rate = len(prompts) * new / times["constrained"]
+        share = times["free"] / times["constrained"]
+        lines.append(["with a schema", f"{constrained_rate:,.0f}", f"tokens/s, {share:.3f} of those without"])
     print(harness.table([f"{clients} clients, {len(prompts)} prompts", "", ""], lines))
-    print(f"to reach: {TO_REACH['static']} of the static batch, {TO_REACH['gap']} times the median")
+    goals = f"{TO_REACH['static']} of the static batch, {TO_REACH['gap']} times the median"
+    print(f"to reach: {goals}, with a schema {TO_REACH['constrained']} of the tokens/s without")
     columns = columns_of(options, prompts)
-    for what, took in (("continuous", seconds), ("static", static_seconds)):
+    for what, took in times.items():
         timing = Timing.of([took * 1e6], "wall")
         results.add(timing, **columns, what=what, tokens_s=round(len(prompts) * new / took, 1), p99_us="")
     results.add(copied, **columns, what="row copied", tokens_s="", p99_us="")

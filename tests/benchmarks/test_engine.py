@@ -106,14 +106,15 @@ def test_steps_of_every_cache_are_checked(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_load_is_answered_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert batching.main([*LOAD, "--chunk", "8", "--out", str(tmp_path)]) == 0
+    assert batching.main([*LOAD, "--chunk", "8", "--constrained", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "3 clients, 6 prompts" in said
     assert "of a static batch's" in said
     assert "20 tokens, when a sequence leaves" in said
     rows = {row["what"]: row for row in read_rows(tmp_path / "bench_batching.csv")}
-    assert list(rows) == ["continuous", "static", "row copied", "gap"]
-    assert float(rows["continuous"]["tokens_s"]) > 0
+    assert list(rows) == ["continuous", "static", "free", "constrained", "row copied", "gap"]
+    assert min(float(rows[what]["tokens_s"]) for what in ("continuous", "free", "constrained")) > 0
+    assert "of those without" in said
     assert float(rows["gap"]["p99_us"]) >= float(rows["gap"]["median_us"]) > 0
 
 
