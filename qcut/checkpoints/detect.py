@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qcut.common import schema
 from qcut.common.safetensors import TensorFile, TensorHeader, plain_name
 from qcut.common.schema import JSON_BYTES, check_extent, open_regular, read_bytes, read_json, read_up_to
-from qcut.errors import CheckpointError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +61,7 @@ class Options(NamedTuple):
     dtype: torch.dtype | None
     progress: bool
     verify: bool
+    quantization: Any = None
 
 
 class Detected(NamedTuple):
@@ -90,6 +91,7 @@ def load(
     dtype: torch.dtype | None = None,
     progress: bool = True,
     verify: bool = True,
+    quantization_config: Any = None,
 ) -> nn.Module:
     """Read a quantized model and return it, ready to run, in evaluation mode.
 
@@ -115,8 +117,13 @@ def load(
         progress: show a progress bar.
         verify: compare digests. False saves the time (a SHA-256 of every byte) and reads files that were changed by
             hand.
+        quantization_config: of GGUF files, a `qcut.QcutConfig`: all tensors are dequantized, cast to ``dtype``, and
+            quantized by it while they are read, one at a time. None keeps the types that a scheme holds exactly, and
+            makes floats of the others, with a warning.
 
     Raises:
+        ConfigError: ``quantization_config`` with something else than a GGUF file, or of another kind.
+        QuantizationError: see `qcut.quantize`, with ``quantization_config``.
         CheckpointError: a file is missing, truncated, damaged or foreign; a tensor is missing, superfluous, of a wrong
             shape or dtype, or holds what quantizing never gives (named); or the model cannot be built without
             ``model``. A model passed in is then incomplete only if reading fails after all checks have passed.
@@ -140,9 +147,16 @@ def load(
         found = Detected(QCUT, path, {})
     if found.format not in READERS:
         require_method(found.config, str(path / "config.json"))
+    method = getattr(quantization_config, "quant_method", None)
+    if quantization_config is not None and (found.format, method) != (GGUF, QCUT):
+        raise ConfigError(
+            f"{path}: quantization_config is a {type(quantization_config).__name__}, and the checkpoint of "
+            f"{found.format}; allowed: a qcut.QcutConfig, with a GGUF file"
+        )
     read: Callable[[Detected, Options], nn.Module] = imported(READERS[found.format])
     with outside_modes():
-        return read(found, Options(model, torch.device(device), dtype, progress, verify)).eval()
+        options = Options(model, torch.device(device), dtype, progress, verify, quantization_config)
+        return read(found, options).eval()
 
 
 def detect(path: str | Path) -> Detected | None:

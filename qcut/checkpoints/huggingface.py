@@ -83,17 +83,27 @@ def model_of(name: Any, config: Any, where: str, *, tensors: int | None = None, 
         UnsupportedError: transformers is missing or too old.
     """
     cls = check_class(name, where)
-    plain = plain_config(config, where)
+    own = config_object(name, config, where)
     given = None if generation is None else plain_config(generation, where, "generation_config")
     try:
         with _at_most(_MOST_PARTS if tensors is None else 8 * tensors + 1024, where):
-            model: nn.Module = cls(cls.config_class.from_dict(_with_floats(plain)))
+            model: nn.Module = cls(own)
         if given is not None:
             model.generation_config = versions.transformers().GenerationConfig.from_dict(given)
         return model
     except CheckpointError:
         raise
     except Exception as exc:  # whatever a configuration of wrong types makes the class do
+        raise CheckpointError(f"{where}: {name} cannot be built from the saved configuration: {exc}") from exc
+
+
+def config_object(name: Any, config: Any, where: str) -> Any:
+    """The configuration of a class of transformers; arguments and errors as `model_of`."""
+    cls = check_class(name, where)
+    plain = plain_config(config, where)
+    try:
+        return cls.config_class.from_dict(_with_floats(plain))
+    except Exception as exc:  # whatever wrong types make the class do
         raise CheckpointError(f"{where}: {name} cannot be built from the saved configuration: {exc}") from exc
 
 

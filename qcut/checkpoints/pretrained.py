@@ -15,7 +15,7 @@ from torch import nn
 
 from qcut.checkpoints import hub
 from qcut.checkpoints.builder import check_kinds
-from qcut.checkpoints.detect import detect, load, read_config, refuse_adapter
+from qcut.checkpoints.detect import GGUF, detect, load, read_config, refuse_adapter
 from qcut.checkpoints.huggingface import causal_class, is_causal_name, skeleton_model, stated_class
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.common import versions
@@ -37,8 +37,8 @@ def load_pretrained(
         name: a directory, which never touches the network, or a model's name on the hub.
         dtype: dtype of floating-point parameters.
         device: device of the model.
-        quantization: a `qcut.QcutConfig`, by which float models are quantized while they are loaded; a directory of
-            qcut or of another quantizing library is read as it is.
+        quantization: a `qcut.QcutConfig`, by which float models and GGUF files are quantized while they are loaded; a
+            directory of qcut or of another quantizing library is read as it is.
         progress: show progress bars, without ``quantization`` only for directories of qcut.
 
     Returns:
@@ -98,7 +98,8 @@ def _load(
     with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
         found = detect(folder) if local else None
         if found is not None and not found.lacks_index:
-            model: Any = load(folder, device=device, dtype=dtype, progress=progress)
+            given = quantization if found.format == GGUF else None
+            model: Any = load(folder, device=device, dtype=dtype, progress=progress, quantization_config=given)
         else:
             model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization, on_disk)
     with _no_progress_bars():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qcut.checkpoints.description import passing_buffers
 from qcut.checkpoints.formats.experts.names import ExpertNames, full_name
 from qcut.checkpoints.formats.experts.stacks import StoredStack, build_experts, take_experts
-from qcut.checkpoints.formats.gguf.llama import Gguf
+from qcut.checkpoints.formats.gguf.tensors import Gguf
 from qcut.checkpoints.formats.parts import FLOATS, CacheFormat, Format, Parts, Stored
 from qcut.common.progress import with_progress
 from qcut.common.safetensors import torch_dtype

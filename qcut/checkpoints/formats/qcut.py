@@ -45,7 +45,7 @@ _SCHEMA = schema.record(
 
 def load(found: Detected, options: Options) -> nn.Module:
     """Read a folder of `qcut.save`; arguments and errors as `qcut.load`."""
-    model, device, dtype, progress, verify = options
+    model, device, dtype, progress, verify, _ = options
     path = found.path / QCUT_CONFIG
     if model is None:
         _refuse_two_writers(found.path)

@@ -25,14 +25,16 @@ from qcut.checkpoints.detect import (
     safetensors_files,
 )
 from qcut.checkpoints.formats.gguf.container import GgufModel
-from qcut.checkpoints.formats.gguf.llama import Gguf, tensors_of
-from qcut.checkpoints.formats.gguf.metadata import check_architecture, check_config, config_of
+from qcut.checkpoints.formats.gguf.metadata import Metadata, architecture_of
+from qcut.checkpoints.formats.gguf.tensors import Gguf, tensors_of, warn_of_floats
 from qcut.checkpoints.formats.name_mapping import map_names
 from qcut.checkpoints.formats.parts import Format, Parts, Stored
 from qcut.checkpoints.huggingface import model_of, named_class
+from qcut.common.progress import with_progress
 from qcut.common.safetensors import TensorFile
-from qcut.errors import CheckpointError
+from qcut.errors import CheckpointError, ConfigError
 from qcut.layers.quantized import QuantizedLayer
+from qcut.numerics.checks import out_of_range
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -45,14 +47,16 @@ def load(found: Detected, options: Options) -> nn.Module:
 
     Exactness: docs/foreign-checkpoints.md.
     """
-    model, device, dtype, progress, _ = options
+    model, dtype, quantization = options.model, options.dtype, options.quantization
     with ExitStack() as stack:
-        opened = _open(found, stack)
+        opened = _open(found, stack, exact=quantization is None)
         if not isinstance(model, nn.Module):
             model = _skeleton(found, opened) if model is None else model()
-        if found.format == GGUF and dtype is None:
-            dtype = torch.float16
-        _fill(model, opened, torch.device(device), dtype, progress)
+        if opened.file is not None:
+            dtype = dtype or torch.float16
+            if quantization is None:
+                warn_of_floats(opened.file, dtype, stacklevel=4)
+        _fill(model, opened, options._replace(dtype=dtype))
     return model
 
 
@@ -75,24 +79,24 @@ class _Opened:
     config: dict[str, Any]
     format: Format
     tensors: Mapping[str, Stored]
+    file: GgufModel | None = None
 
 
-def _open(found: Detected, stack: ExitStack) -> _Opened:
+def _open(found: Detected, stack: ExitStack, exact: bool = True) -> _Opened:
     where = str(found.path)
     if found.format != GGUF:
         config = read_config(found.path / _CONFIG)
         plain = {k: value for k, value in config.items() if k not in ("quantization_config", "compression_config")}
         return _Opened(where, plain, format_of(found.config, where), stored_in(safetensors_files(found.path), stack))
     file = stack.enter_context(GgufModel(found.path))
-    check_architecture(file.metadata, file.path)
-    beside = found.path.parent / _CONFIG
+    architecture, beside = architecture_of(file), found.path.parent / _CONFIG
+    metadata = Metadata(file, architecture, beside.exists())
+    config = metadata.config
     if beside.exists():
         config = read_config(beside)
-        check_config(config, file.metadata, file.path)
-    else:
-        config = config_of(file.metadata, file.tensors, file.path)
-    config.pop("quantization_config", None)
-    return _Opened(where, config, Gguf(), tensors_of(file, config))
+        config.pop("quantization_config", None)
+        metadata.check(config, str(beside))
+    return _Opened(where, config, Gguf(), tensors_of(file, architecture, metadata.config, exact), file)
 
 
 def _skeleton(found: Detected, opened: _Opened) -> nn.Module:
@@ -174,15 +178,43 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None, progress: bool) -> None:
-    where = opened.where
+def _fill(model: nn.Module, opened: _Opened, options: Options) -> None:
+    where, device, dtype = opened.where, options.device, options.dtype
     mapping = map_names(model, opened.format, opened.tensors, where)
     builder = Builder(model, device, dtype)
-    for names in mapping.holders:
-        builder.put(names, mapping.rest[names[0]].read(), where, buffers=True)
-    new = mapping.build(device, dtype, progress)
+    quantizer = None if options.quantization is None else _quantizer(model, options.quantization, dtype)
+    for names in with_progress(mapping.holders, "load", "tensor", shown=options.progress):
+        tensor = mapping.rest[names[0]].read()
+        wanted = quantizer and next((one for one in names if quantizer.param_needs_quantization(model, one)), None)
+        if quantizer is None or wanted is None:
+            builder.put(names, tensor, where, buffers=True)
+            continue
+        tensor = tensor.to(device, dtype)
+        if problem := out_of_range(tensor):
+            raise CheckpointError(f"{where}: tensor {wanted!r}: found {problem}; finite values are needed")
+        quantizer.get_quantize_ops().convert({wanted: tensor})
+        del tensor  # before the next one is read
+    if quantizer is not None:
+        quantizer.postprocess_model(model)
+    new = mapping.build(device, dtype, options.progress)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and not isinstance(module, QuantizedLayer):
                 module._buffers[key] = buffer.to(device)
     finish(model, new, dtype, Path(where))
+
+
+def _quantizer(model: Any, config: Any, dtype: torch.dtype | None) -> Any:
+    """What quantizes the weights of a model without memory as they are read: that of transformers' own loading."""
+    from transformers import PreTrainedModel
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"quantization_config with a {type(model).__name__}; a model of transformers is needed")
+    for parameter in model.parameters():  # the dtype of what is read
+        parameter.data = parameter.data.to(dtype)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.validate_environment()
+    quantizer.preprocess_model(model)
+    model.hf_quantizer = quantizer
+    return quantizer

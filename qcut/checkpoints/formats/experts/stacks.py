@@ -234,6 +234,12 @@ def _float_stack(layers: list[list[Parts]]) -> Stored:
     rows = sum(one.n for one in layers[0])
 
     def read() -> Tensor:
-        return torch.stack([torch.cat([one.read("weight") for one in parts]) for parts in layers])
+        made: Tensor | None = None
+        for i, parts in enumerate(layers):
+            one = torch.cat([one.read("weight") for one in parts])
+            made = one.new_empty((len(layers), *one.shape)) if made is None else made
+            made[i] = one
+        assert made is not None
+        return made
 
     return Stored(code[0], (len(layers), rows, layers[0][0].k), read)

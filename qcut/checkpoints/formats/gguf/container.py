@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qcut.checkpoints.formats.gguf.blocks import FLOATS, TYPES
 from qcut.common.schema import closed_if_refused, file_size, open_regular, read_into, read_up_to
 from qcut.errors import CheckpointError, UnsupportedError
 
@@ -27,34 +28,16 @@ _MOST_TEXT = 1 << 24
 _MOST_ENTRIES, _MOST_VALUES = 1 << 12, 1 << 21
 _MOST_TENSORS, _MOST_PARTS = 1 << 18, 1 << 12
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-_BLOCKS = {
-    "F32": (0, 1, 4),
-    "F16": (1, 1, 2),
-    "Q4_0": (2, 32, 18),
-    "Q8_0": (8, 32, 34),
-    "BF16": (30, 1, 2),
-}
-"""Of each type that is read: its number, the values of a block and the bytes of a block."""
-_READ = {number: name for name, (number, _, _) in _BLOCKS.items()}
+_READ = {form.number: kind for kind, form in TYPES.items()}
 _OTHERS = {
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -64,8 +47,8 @@ _OTHERS = {
     34: "TQ1_0",
     35: "TQ2_0",
     39: "MXFP4",
+    40: "NVFP4",
 }
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufTensor(NamedTuple):
@@ -114,21 +97,28 @@ class GgufFile:
         """Close the file."""
         self._file.close()
 
-    def read(self, name: str) -> Tensor:
-        """A tensor of floats in its shape, or the blocks of quantized rows, uint8 ``[N, K / 32, bytes]``.
+    def read(self, name: str, part: int | None = None) -> Tensor:
+        """A tensor of floats in its shape, or the blocks of quantized rows, uint8 ``[..., K / values, bytes]``.
+
+        Args:
+            name: of the tensor.
+            part: read only this one of the parts that the outermost extent counts.
 
         Raises:
             CheckpointError: the file has become shorter.
         """
-        place = self.tensors[name]
-        data = torch.empty(place.nbytes, dtype=torch.uint8, device="cpu")
-        self._file.seek(place.start)
-        if read_into(self._file, data.numpy().data) < place.nbytes:
+        kind, shape, start, nbytes = self.tensors[name]
+        if part is not None:
+            nbytes, shape = nbytes // shape[0], shape[1:]
+            start += part * nbytes
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._file.seek(start)
+        if read_into(self._file, data.numpy().data) < nbytes:
             raise CheckpointError(f"{self.path}: tensor {name!r}: the file ends in it")
-        if place.kind in _FLOATS:
-            return data.view(_FLOATS[place.kind]).view(place.shape)
-        _, values, size = _BLOCKS[place.kind]
-        return data.view(*place.shape[:-1], place.shape[-1] // values, size)
+        if kind in FLOATS:
+            return data.view(FLOATS[kind]).view(shape)
+        form = TYPES[kind]
+        return data.view(*shape[:-1], shape[-1] // form.size, form.nbytes)
 
     def _read_head(self) -> None:
         if read_up_to(self._head, 4) != MAGIC:
@@ -150,16 +140,24 @@ class GgufFile:
         first = -(-self._head.tell() // alignment) * alignment
         self.tensors: dict[str, GgufTensor] = {}
         for name, kind, shape, offset in places:
-            _, values, size = _BLOCKS[kind]
-            nbytes = math.prod(shape) // values * size
+            form = TYPES[kind]
+            nbytes = math.prod(shape) // form.size * form.nbytes
             if name in self.tensors:
                 raise CheckpointError(f"{self.path}: tensor {name!r} is there twice")
-            if not shape or shape[-1] % values or first + offset + nbytes > self._size:
+            if not shape or shape[-1] % form.size or first + offset + nbytes > self._size:
                 raise CheckpointError(
                     f"{self.path}: truncated, or not a GGUF file: tensor {name!r}: {kind} {list(shape)} at {offset}; "
                     f"{self._size - first} bytes of data are there"
                 )
             self.tensors[name] = GgufTensor(kind, shape, first + offset, nbytes)
+        end, before = first, ""
+        for name, place in sorted(self.tensors.items(), key=lambda item: item[1].start):
+            if place.nbytes and place.start < end:
+                raise CheckpointError(
+                    f"{self.path}: tensors {before!r} and {name!r} overlap; allowed: a place in the file for each"
+                )
+            if place.nbytes:
+                end, before = place.start + place.nbytes, name
 
     def _place(self) -> tuple[str, str, tuple[int, ...], int]:
         name, dimensions = self._text(), self._scalar("<I")
@@ -170,7 +168,7 @@ class GgufFile:
         if kind not in _READ:
             known = _OTHERS.get(kind, f"number {kind}")
             raise UnsupportedError(
-                f"{self.path}: tensor {name!r} is of the type {known}; {', '.join(_BLOCKS)} are served"
+                f"{self.path}: tensor {name!r} is of the type {known}; {', '.join(TYPES)} are served"
             )
         return name, _READ[kind], tuple(reversed(extents)), offset
 
@@ -260,9 +258,9 @@ class GgufModel:
             if self._owners.setdefault(name, file) is not file:
                 raise CheckpointError(f"{file.path}: tensor {name!r} is in {self._owners[name].path.name} too")
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, part: int | None = None) -> Tensor:
         """See `GgufFile.read`."""
-        return self._owners[name].read(name)
+        return self._owners[name].read(name, part)
 
     def close(self) -> None:
         """Close the files."""

@@ -1,30 +1,35 @@
-"""The configuration of a Llama from the metadata of a GGUF file.
+"""The configuration of a model of transformers from the metadata of a GGUF file.
 
 Every entry of the architecture's own is read, or holds what changes nothing, or is refused: llama.cpp may compute by
 it. Entries of other names describe the file or the tokenizer.
 
-Source: llama.cpp, ``src/llama-model.cpp`` (``load_hparams``) and ``gguf-py/gguf/constants.py`` (``Keys``).
+Source: llama.cpp, ``src/llama-model.cpp`` and ``src/models`` (``load_hparams``), ``gguf-py/gguf/constants.py``
+(``Keys``).
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from qcut.checkpoints.formats.gguf.container import GgufTensor
+import torch
+from torch import Tensor
+
+from qcut.checkpoints.formats.gguf.architectures import ARCHITECTURES, MIXTRAL, Architecture, Number
+from qcut.checkpoints.formats.gguf.container import GgufModel
+from qcut.checkpoints.huggingface import check_class, config_object, named_class
 from qcut.errors import CheckpointError, UnsupportedError
 
 _READ = (
-    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
-    *("attention.value_length", "block_count", "context_length", "embedding_length", "feed_forward_length"),
-    *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.factor", "rope.scaling.type"),
-    "vocab_size",
+    *("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
+    *("rope.scaling.factor", "rope.scaling.type", "vocab_size"),
 )
-_DESCRIPTIONS = ("rope.scaling.finetuned", "rope.scaling.original_context_length")
+_SCALING = "rope.scaling."
+_DESCRIPTIONS = (f"{_SCALING}finetuned", f"{_SCALING}original_context_length")
 """Of rotations that are scaled by other types than those that are read, and of no influence on these."""
+_BETAS = {f"{_SCALING}yarn_beta_fast": "beta_fast", f"{_SCALING}yarn_beta_slow": "beta_slow"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -35,8 +40,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_scale": (0, 1),
     "expert_count": (0,),
     "expert_feed_forward_length": (0,),
-    "expert_group_count": (0,),
-    "expert_group_used_count": (0,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_shared_count": (0,),
     "expert_shared_feed_forward_length": (0,),
     "expert_used_count": (0,),
@@ -46,189 +51,371 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "nextn_predict_layers": (0,),
     "pooling_type": (0,),
     "residual_scale": (0, 1),
-    "rope.scaling.attn_factor": (1,),
-    "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_ext_factor": (0, -1),
+    f"{_SCALING}attn_factor": (1,),
+    f"{_SCALING}yarn_attn_factor": (1,),
+    f"{_SCALING}yarn_ext_factor": (0, -1),
     "swin_norm": (False,),
-    "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }
 """What an entry may hold that changes nothing, as writers put it there."""
 _ENDS = ("eos", "eot", "eom")
+_BESIDE = "put the model's config.json next to the file"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_UNCOMPARED = frozenset(
+    {
+        *("architectures", "attention_bias", "bos_token_id", "eos_token_id", "max_position_embeddings", "mlp_bias"),
+        *("model_type", "n_positions", "pad_token_id", "rope_parameters", "tie_word_embeddings", "vocab_size"),
+        *("original_max_position_embeddings", "sliding_window"),
+    }
+)
+"""Keys that a ``config.json`` may state otherwise: it may extend the context, and tensors decide others."""
 
 
-def config_of(data: Mapping[str, Any], tensors: Mapping[str, GgufTensor], where: Path) -> dict[str, Any]:
-    """The configuration of a ``LlamaForCausalLM``.
+_USUAL: dict[str, Callable[[Any], int]] = {
+    "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
+    "n_inner": lambda config: 4 * config.n_embd,
+}
+"""What families compute by where a configuration has None."""
+
+
+def architecture_of(file: GgufModel) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+        UnsupportedError: one that is not served, or no model.
+    """
+    data = file.metadata
+    if (kind := data.get("general.type", "model")) != "model":
+        raise UnsupportedError(f"{file.path}: general.type is {_short(kind)}; 'model' is served")
+    name = data.get("general.architecture")
+    found = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise UnsupportedError(
+            f"{file.path}: general.architecture is {_short(name)}; {', '.join(ARCHITECTURES)} are served"
+        )
+    return MIXTRAL if name == "llama" and data.get("llama.expert_count", 0) else found
+
+
+class Metadata:
+    """The entries of a file's own architecture, as a configuration.
 
     Args:
-        data: the metadata.
-        tensors: of the file.
-        where: the file, for messages.
+        file: the file.
+        architecture: its own.
+        beside: whether a ``config.json`` states what the file does not, such as scaled rotations.
+
+    Attributes:
+        config: of the model, as JSON holds it; without ``rope_parameters`` where only a ``config.json`` states them.
 
     Raises:
         UnsupportedError: an entry that llama.cpp may compute by and qcut does not (named).
         CheckpointError: an entry is missing, or of another type.
     """
-    entry = _Entries(data, where).entry
-    heads, hidden = entry("attention.head_count", int), entry("embedding_length", int)
-    head, context = entry("attention.key_length", int, hidden // heads), entry("context_length", int)
-    if (values := entry("attention.value_length", int, head)) != head:
-        raise UnsupportedError(f"{where}: keys of {head} and values of {values} columns a head; equal ones are served")
-    if (rotated := entry("rope.dimension_count", int, head)) != head:
-        raise UnsupportedError(f"{where}: {rotated} of {head} dimensions of a head are rotated; all are served")
-    _refuse_others(data, {"attention.scale": (0, _float32(1 / math.sqrt(head)))}, where)
-    if "rope_freqs.weight" in tensors:
-        raise UnsupportedError(f"{where}: rope_freqs.weight: scaled rotations; {_BESIDE}")
-    tokens = data.get("tokenizer.ggml.tokens")
-    embedding = tensors.get("token_embd.weight")
-    size = embedding.shape[0] if embedding else len(tokens) if isinstance(tokens, list) else entry("vocab_size", int)
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": entry("feed_forward_length", int),
-        "num_hidden_layers": entry("block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": entry("attention.head_count_kv", int, heads),
-        "head_dim": head,
-        "max_position_embeddings": context,
-        "rms_norm_eps": entry("attention.layer_norm_rms_epsilon", float),
-        "rope_parameters": {"rope_theta": entry("rope.freq_base", float, 10000.0), **_scaling(data, where)},
-        "vocab_size": size,
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        **_tokens(data, size, where),
-    }
 
+    def __init__(self, file: GgufModel, architecture: Architecture, beside: bool = False) -> None:
+        self._file, self._architecture, self._beside = file, architecture, beside
+        self._where, self._data = file.path, file.metadata
+        self._prefix = f"{self._data['general.architecture']}."
+        self._read = {*_READ, *_DESCRIPTIONS, *architecture.numbers}
+        self._neutral = {**_NEUTRAL, **architecture.neutral}
+        self.config: dict[str, Any] = {"model_type": architecture.model_type}
+        self.config |= {"architectures": [architecture.class_name]}
+        for key, number in architecture.numbers.items():
+            default = None if number.default is None else number.default(self.config)
+            optional = number.default is not None and default is None and not self._data.get(self._prefix + key)
+            self.config[number.key] = None if optional else self._number(key, number, default)
+        self.config |= architecture.fixed
+        head = self._head()
+        if architecture.rotation and (rope := self._rotation(head)) is not None:
+            self.config["rope_parameters"] = rope
+        size = self._vocabulary()
+        self.config |= {
+            "vocab_size": size,
+            "tie_word_embeddings": "output.weight" not in file.tensors,
+            **self._tokens(size),
+        }
+        if architecture.model_type == "llama":
+            self.config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+            self.config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+        if not beside:
+            self._refuse_others()
 
-def check_config(config: Mapping[str, Any], data: Mapping[str, Any], where: Path) -> None:
-    """Hold a ``config.json`` next to a file to the metadata, which it may extend, by scaled rotations for instance.
+    def check(self, config: dict[str, Any], where: str) -> None:
+        """Hold a ``config.json`` next to the file to the metadata, which it may extend.
 
-    Args:
-        config: as JSON holds it.
-        data: the metadata.
-        where: the GGUF file, for messages.
+        Args:
+            config: as JSON holds it.
+            where: its file, for messages.
 
-    Raises:
-        CheckpointError: both state a number of heads, an epsilon, a base of rotations or their factor, and not the
-            same one (named).
-        UnsupportedError: an entry that llama.cpp may compute by, and that the configuration does not state (named).
-    """
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
-    rope = rope if isinstance(rope, dict) else {}
-    kind = rope.get("rope_type", rope.get("type")) or "default"
-    heads = config.get("num_attention_heads")
-    stated = {
-        "attention.head_count": heads,
-        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
-        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", 1e-6),
-        "rope.freq_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-    }
-    scaled = data.get("llama.rope.scaling.type") not in (None, "none", "linear")
-    if not scaled and (scaling := _scaling(data, where))["rope_type"] == "linear":
-        scaled, stated["rope.scaling.factor"] = True, rope.get("factor") if kind == "linear" else None
-        data = {**data, "llama.rope.scaling.factor": scaling["factor"]}
-    for key, value in stated.items():
-        found = data.get(f"llama.{key}")
-        if found is not None and not _same(found, value):
-            raise CheckpointError(
-                f"{where}: metadata llama.{key}: found {_short(found)}; config.json next to it has {_short(value)}; "
-                "allowed: the same in both, or no config.json"
+        Raises:
+            CheckpointError: both state a number, an activation or how positions are rotated, and not the same (named).
+            UnsupportedError: another ``model_type``; or an entry that llama.cpp may compute by, and that the
+                configuration does not state (named).
+        """
+        kinds, name = self._architecture.model_types or (self._architecture.model_type,), named_class(config, where)
+        if (kind := check_class(name, where).config_class.model_type) not in kinds:
+            raise UnsupportedError(
+                f"{self._where}: general.architecture is {self._prefix[:-1]!r}; config.json next to it has the "
+                f"model_type {kind!r}; allowed: {' or '.join(kinds)}, or no config.json"
             )
-    if scaled and kind == "default":
-        found = data.get("llama.rope.scaling.type")
-        raise UnsupportedError(f"{where}: llama.rope.scaling.type {_short(found)}; config.json has none; {_BESIDE}")
-    if (act := config.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f"{where}: config.json next to it has the hidden_act {_short(act)}; allowed: 'silu'")
-    head = data.get("llama.attention.key_length") or config.get("head_dim")
-    neutral: dict[str, tuple[Any, ...]] = {"attention.sliding_window": (0, config.get("sliding_window"))}
-    if isinstance(head, int) and head > 0:
-        neutral["attention.scale"] = (0, _float32(1 / math.sqrt(head)))
-    described = "llama.rope.scaling." if kind != "default" else "\0"
-    _refuse_others({key: value for key, value in data.items() if not key.startswith(described)}, neutral, where)
+        stated = config_object(name, config, where)
+        entries = {number.key: self._prefix + key for key, number in self._architecture.numbers.items()}
+        for key, found in self.config.items():
+            value = getattr(stated, key, None)
+            if value is None and key in _USUAL:
+                value = _USUAL[key](stated)
+            if key not in _UNCOMPARED and not _same(found, value):
+                self._contradicts(f"metadata {entries[key]}" if key in entries else key, found, value)
+        rotations = self._check_rotation(getattr(stated, "rope_parameters", None) or {})
+        window = self._data.get(f"{self._prefix}attention.sliding_window")
+        if (value := getattr(stated, "sliding_window", None)) is not None:
+            if "attention.sliding_window" in self._architecture.numbers and window and window != value:
+                self._contradicts(f"metadata {self._prefix}attention.sliding_window", window, value)
+            self._neutral["attention.sliding_window"] = (0, value)
+        self._refuse_others(but=_SCALING if rotations != "default" else None)
 
+    def _check_rotation(self, stated: Mapping[str, Any]) -> str:
+        """Compare how positions are rotated; returns the type that ``config.json`` has."""
+        if not self._architecture.rotation:
+            return "default"
+        found = self.config.get("rope_parameters")
+        if self._architecture.rotation == "local":
+            pairs = [(found and found[layers], stated.get(layers) or {}) for layers in _LAYER_TYPES]
+        else:
+            pairs = [(found, stated)]
+        for own, its in pairs:
+            kind = its.get("rope_type", "default")
+            if own is None:
+                if kind in ("default", "linear"):
+                    raise UnsupportedError(
+                        f"{self._where}: {self._unread_scaling()}; config.json has rotations of type {kind!r}; "
+                        f"{_BESIDE}"
+                    )
+                continue
+            for key in _COMPARED_ROTATION & own.keys():
+                if key == "rope_theta" and not self._states("rope.freq_base"):
+                    continue
+                value = its.get(key, 1.0 if key == "partial_rotary_factor" else None)
+                if not _same(own[key], value):
+                    self._contradicts(self._entry_of(key), own[key], value)
+            if own["rope_type"] not in ("default", kind):
+                self._contradicts(self._entry_of("rope_type"), own["rope_type"], kind)
+        return str(pairs[0][1].get("rope_type", "default"))
 
-def _same(found: Any, value: Any) -> bool:
-    numbers = type(found) in (int, float) and type(value) in (int, float)
-    return numbers and math.isclose(found, value, rel_tol=1e-6)  # metadata have float32
+    def _entry_of(self, key: str) -> str:
+        names = {"rope_theta": "rope.freq_base", "factor": f"{_SCALING}factor", "rope_type": f"{_SCALING}type"}
+        return f"metadata {self._prefix}{names[key]}" if key in names else key
 
+    def _contradicts(self, what: str, found: Any, value: Any) -> None:
+        raise CheckpointError(
+            f"{self._where}: {what}: found {_short(found)}; config.json next to it has {_short(value)}; allowed: the "
+            "same in both, or no config.json"
+        )
 
-def check_architecture(data: Mapping[str, Any], where: Path) -> None:
-    """Check that a file is a Llama's, whose rows of q and k lie in the order that is read.
+    def _states(self, key: str) -> bool:
+        return f"{self._prefix}{key}" in self._data
 
-    Raises:
-        UnsupportedError: another architecture, or no model.
-    """
-    if (kind := data.get("general.type", "model")) != "model":
-        raise UnsupportedError(f"{where}: general.type is {_short(kind)}; 'model' is served")
-    if (architecture := data.get("general.architecture")) != "llama":
-        raise UnsupportedError(f"{where}: general.architecture is {_short(architecture)}; llama is served")
-
-
-_BESIDE = "put the model's config.json next to the file"
-
-
-class _Entries:
-    """Numbers of the metadata."""
-
-    def __init__(self, data: Mapping[str, Any], where: Path) -> None:
-        self._data, self._where = data, where
-
-    def entry(self, key: str, kind: type[int] | type[float], default: Any = None) -> Any:
-        """A number above 0."""
-        value: Any = self._data.get(f"llama.{key}", default)
-        if type(value) is not kind or not 0 < value < 1 << 24:
+    def _number(self, key: str, number: Number, default: Any = None) -> Any:
+        """A number above 0, or a truth value."""
+        value: Any = self._data.get(f"{self._prefix}{key}", default)
+        if type(value) is not number.kind or (number.kind is not bool and not 0 < value < 1 << 24):
+            what = "a bool" if number.kind is bool else f"a {number.kind.__name__} above 0"
             raise CheckpointError(
-                f"{self._where}: metadata llama.{key}: found {_short(value)}; a {kind.__name__} above 0 is needed"
+                f"{self._where}: metadata {self._prefix}{key}: found {_short(value)}; {what} is needed"
             )
         return value
 
+    def _int(self, key: str, default: int | None = None) -> int:
+        value: int = self._number(key, Number(""), default)
+        return value
 
-def _refuse_others(data: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]], where: Path) -> None:
-    """Refuse entries of the architecture that are not read and hold something."""
-    neutral = {**_NEUTRAL, **more}
-    for key, value in data.items():
-        name = key.removeprefix("llama.")
-        if name == key or name in _READ or name in _DESCRIPTIONS:
-            continue
-        allowed = neutral.get(name, ())
-        if not any(type(value) in (bool, int, float, str) and value == one for one in allowed):
-            what = " or ".join(map(repr, allowed)) or "no such entry"
+    def _head(self) -> int:
+        """Columns of a head, which keys and values share."""
+        width, heads = self._int("embedding_length"), self._int("attention.head_count")
+        if (kv := "attention.head_count_kv") not in self._architecture.numbers:
+            self._neutral[kv] = (heads,)
+        head = self._int("attention.key_length", width // heads or None)
+        if (values := self._int("attention.value_length", head)) != head:
             raise UnsupportedError(
-                f"{where}: metadata {key}: found {_short(value)}, which llama.cpp may compute by; allowed: {what}"
+                f"{self._where}: keys of {head} and values of {values} columns a head; equal ones are served"
             )
+        if "num_key_value_heads" in self.config:
+            self.config["head_dim"] = head
+        elif head * heads != width:
+            raise UnsupportedError(
+                f"{self._where}: metadata {self._prefix}attention.key_length: found {head}; allowed: {width / heads:g}"
+            )
+        scalar = head
+        if self._architecture.wide is not None:
+            scalar = width // heads if self._int("block_count") == self._architecture.wide else head
+            self.config["query_pre_attn_scalar"] = scalar
+        self._neutral["attention.scale"] = (0, _float32(1 / math.sqrt(scalar)))
+        return head
 
+    def _rotation(self, head: int) -> dict[str, Any] | None:
+        """``rope_parameters``; None where only a ``config.json`` can state them."""
+        rotated = self._int("rope.dimension_count", head)
+        base: float = self._number("rope.freq_base", Number("", float), 10000.0)
+        scaling = self._scaling(base, rotated)
+        kind = self._architecture.rotation
+        if kind != "part" and rotated != head:
+            raise UnsupportedError(
+                f"{self._where}: {rotated} of {head} dimensions of a head are rotated; all are served"
+            )
+        if scaling is None:
+            if not self._beside:
+                raise UnsupportedError(f"{self._where}: {self._unread_scaling()}: scaled rotations; {_BESIDE}")
+            return None
+        rope = {"rope_theta": base, **scaling}
+        if kind == "local":
+            self._read.add("rope.freq_base_swa")
+            local: float = self._number("rope.freq_base_swa", Number("", float), 10000.0)
+            return dict(zip(_LAYER_TYPES, (rope, {"rope_type": "default", "rope_theta": local}), strict=True))
+        return {**rope, "partial_rotary_factor": rotated / head} if kind == "part" else rope
 
-def _scaling(data: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """How rotations are scaled: a factor without a type is linear, as llama.cpp reads it, and one of type none is not.
+    def _unread_scaling(self) -> str:
+        factors = [name for name in FACTORS if name in self._file.tensors]
+        kind = self._data.get(f"{self._prefix}{_SCALING}type")
+        return factors[0] if factors else f"{self._prefix}{_SCALING}type {_short(kind)}"
 
-    The factor's older name counts where the newer one is missing.
-    """
-    kind = data.get("llama.rope.scaling.type", "linear")
-    if kind not in ("linear", "none"):
-        raise UnsupportedError(f"{where}: llama.rope.scaling.type {_short(kind)}: scaled rotations; {_BESIDE}")
-    for key in ("llama.rope.scaling.factor", "llama.rope.scale_linear"):
-        if key in data:
-            factor = data[key]
-            if type(factor) not in (int, float) or not 0 <= factor < 1 << 24:
-                raise CheckpointError(f"{where}: metadata {key}: found {_short(factor)}; a number from 0 is needed")
-            if kind == "linear" and factor not in (0, 1):
-                return {"rope_type": "linear", "factor": float(factor)}
-            break
-    return {"rope_type": "default"}
+    def _scaling(self, base: float, rotated: int) -> dict[str, Any] | None:
+        """How rotations are scaled; None where only a ``config.json`` can state that.
 
+        A factor without a type is linear, as llama.cpp reads it, and one of type none is not used. The factor's older
+        name counts where the newer one is missing.
+        """
+        if LONG in self._file.tensors or SHORT in self._file.tensors:
+            return self._by_length()
+        if FREQUENCIES in self._file.tensors:
+            return self._llama3(base, rotated)
+        kind = self._data.get(f"{self._prefix}{_SCALING}type", "linear")
+        factor = self._factor()
+        if kind == "yarn" and factor and self._states(f"{_SCALING}original_context_length"):
+            self._read |= _BETAS.keys()
+            betas = {name: self._number(key, Number("", float)) for key, name in _BETAS.items() if self._states(key)}
+            length = self._int(f"{_SCALING}original_context_length")
+            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **betas}
+        if kind not in ("linear", "none"):
+            return None
+        if kind == "linear" and factor not in (0, 1):
+            return {"rope_type": "linear", "factor": factor}
+        return {"rope_type": "default"}
 
-def _tokens(data: Mapping[str, Any], size: int, where: Path) -> dict[str, Any]:
-    found: dict[str, int | None] = {}
-    for name in ("bos", *_ENDS):
-        token = found[name] = data.get(f"tokenizer.ggml.{name}_token_id")
-        if token is not None and (type(token) is not int or not 0 <= token < size):
+    def _factor(self) -> float:
+        for key in (f"{_SCALING}factor", "rope.scale_linear"):
+            if self._states(key):
+                factor = self._data[self._prefix + key]
+                if type(factor) not in (int, float) or not 0 <= factor < 1 << 24:
+                    raise CheckpointError(
+                        f"{self._where}: metadata {self._prefix}{key}: found {_short(factor)}; a number from 0 is "
+                        "needed"
+                    )
+                return float(factor)
+        return 0.0
+
+    def _llama3(self, base: float, rotated: int) -> dict[str, Any] | None:
+        """The scaling of Llama 3.1 and later, where it gives the factors that the file has."""
+        found = self._factors(FREQUENCIES)
+        factor = float(found.max()) if len(found) else 0.0
+        expected = _llama3_factors(base, rotated, factor)
+        same = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=0)
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3} if same else None
+
+    def _by_length(self) -> dict[str, Any] | None:
+        """Factors for contexts up to the original length, and for longer ones."""
+        if not {LONG, SHORT} <= self._file.tensors.keys():
+            return None
+        length = self._int(f"{_SCALING}original_context_length")
+        longer = max(self._int("context_length") / length, 1.0)
+        factor = math.sqrt(1 + math.log(longer) / math.log(length)) if length > 1 else 1.0
+        stated = self._data.get(f"{self._prefix}{_SCALING}attn_factor", factor)
+        if not _same(stated, factor, 1e-4):
+            raise UnsupportedError(
+                f"{self._where}: metadata {self._prefix}{_SCALING}attn_factor: found {_short(stated)}; allowed: "
+                f"{factor:.6g}, by the lengths of the contexts"
+            )
+        self._read |= {f"{_SCALING}attn_factor"}
+        self.config["original_max_position_embeddings"] = length
+        return {
+            "rope_type": "longrope",
+            "long_factor": self._factors(LONG).tolist(),
+            "short_factor": self._factors(SHORT).tolist(),
+            "original_max_position_embeddings": length,
+        }
+
+    def _factors(self, name: str) -> Tensor:
+        place = self._file.tensors[name]
+        if place.kind != "F32" or len(place.shape) != 1 or place.shape[0] > _MOST_FACTORS:
             raise CheckpointError(
-                f"{where}: metadata tokenizer.ggml.{name}_token_id: found {_short(token)}; allowed: 0 to {size - 1}"
+                f"{self._where}: tensor {name!r}: found {place.kind} {list(place.shape)}; F32 of one dimension, of at "
+                f"most {_MOST_FACTORS}, is needed"
             )
-    ends = list(dict.fromkeys(found[name] for name in _ENDS if found[name] is not None))
-    return {"bos_token_id": found["bos"], "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
+        factors = self._file.read(name)
+        if not bool((factors > 0).all() & factors.isfinite().all()):
+            wrong = factors[~((factors > 0) & factors.isfinite())][0]
+            raise CheckpointError(
+                f"{self._where}: tensor {name!r}: found {float(wrong)}; finite factors above 0 are needed"
+            )
+        return factors
+
+    def _vocabulary(self) -> int:
+        tokens, table = self._data.get("tokenizer.ggml.tokens"), self._file.tensors.get("token_embd.weight")
+        if table is not None:
+            return table.shape[0]
+        return len(tokens) if isinstance(tokens, list) else self._int("vocab_size")
+
+    def _tokens(self, size: int) -> dict[str, Any]:
+        found: dict[str, int | None] = {}
+        for name in ("bos", "padding", *_ENDS):
+            token = found[name] = self._data.get(f"tokenizer.ggml.{name}_token_id")
+            if token is not None and (type(token) is not int or not 0 <= token < size):
+                raise CheckpointError(
+                    f"{self._where}: metadata tokenizer.ggml.{name}_token_id: found {_short(token)}; allowed: 0 to "
+                    f"{size - 1}"
+                )
+        ends = list(dict.fromkeys(found[name] for name in _ENDS if found[name] is not None))
+        end = ends if len(ends) > 1 else ends[0] if ends else None
+        return {"bos_token_id": found["bos"], "eos_token_id": end, "pad_token_id": found["padding"]}
+
+    def _refuse_others(self, but: str | None = None) -> None:
+        """Refuse entries of the architecture that are not read and hold something."""
+        for key, value in self._data.items():
+            name = key.removeprefix(self._prefix)
+            if name == key or name in self._read or (but and name.startswith(but)):
+                continue
+            allowed = self._neutral.get(name, ())
+            if not any(type(value) in (bool, int, float, str) and value == one for one in allowed):
+                what = " or ".join(map(repr, allowed)) or "no such entry"
+                raise UnsupportedError(
+                    f"{self._where}: metadata {key}: found {_short(value)}, which llama.cpp may compute by; allowed: "
+                    f"{what}"
+                )
+
+
+FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS = (FREQUENCIES, LONG, SHORT)
+"""Tensors that scale rotations, which configurations of transformers state."""
+_MOST_FACTORS = 1 << 12
+_COMPARED_ROTATION = frozenset({"factor", "long_factor", "partial_rotary_factor", "rope_theta", "short_factor"})
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _llama3_factors(base: float, rotated: int, factor: float) -> Tensor:
+    """What each frequency is divided by, float32 ``[rotated / 2]``."""
+    low, high, length = _LLAMA3.values()
+    waves = 2 * math.pi * base ** (torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
+    smooth = (length / waves - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth) if factor else torch.zeros_like(waves)
+    factors = torch.where(waves > length / low, factor, torch.where(waves < length / high, 1.0, between))
+    return factors.float()
+
+
+def _same(found: Any, value: Any, tolerance: float = 1e-6) -> bool:
+    if type(found) in (int, float) and type(value) in (int, float):
+        return math.isclose(found, value, rel_tol=tolerance)  # metadata have float32
+    if isinstance(found, list) and isinstance(value, list):
+        return len(found) == len(value) and all(map(_same, found, value))
+    return bool(found == value)
 
 
 def _float32(value: float) -> float:

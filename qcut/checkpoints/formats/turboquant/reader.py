@@ -66,7 +66,7 @@ def load(found: Detected, options: Options) -> nn.Module:
 
     Source: docs/schemes.md, section 4.
     """
-    model, device, dtype, progress, verify = options
+    model, device, dtype, progress, verify, _ = options
     directory = found.path
     with ExitStack() as stack:
         opened = open_together(directory, FILE_NAMES, TURBOQUANT_CONFIG, CheckpointError)
