@@ -287,6 +287,12 @@ def build_mixture(folder: Path) -> None:
     samples.write_mixture(folder, "qwen3_moe", samples.AWQ, lambda _, weight: samples.awq(weight, 32))
 
 
+def build_k_quants(folder: Path) -> None:
+    from tests.checkpoints.formats.gguf import written
+
+    written.write(folder / "model.gguf", "qwen3_moe", num_hidden_layers=1)
+
+
 def read_foreign(folder: Path) -> Read:
     model: Any = qcut.load(next(folder.glob("*.gguf"), folder), dtype=torch.float32, progress=False)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
@@ -322,7 +328,7 @@ class Checkpoint:
     json: str = "*.json"
 
 
-MIXTURE, NVFP4 = "mixture", "nvfp4"
+MIXTURE, NVFP4, K_QUANTS = "mixture", "nvfp4", "k_quants"
 CHECKPOINTS = {
     QCUT: Checkpoint(build_checkpoint, read_checkpoint, None, False, "qcut_config.json"),
     PRETRAINED: Checkpoint(build_pretrained),
@@ -331,16 +337,17 @@ CHECKPOINTS = {
     MIXTURE: Checkpoint(
         lambda folder: samples.write_mixture(folder, "qwen3_moe", samples.AWQ, lambda _, w: samples.awq(w, 32))
     ),
+    K_QUANTS: Checkpoint(build_k_quants),
 }
-"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, a mixture, and NVFP4."""
+"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, a mixture, NVFP4, and K-quants."""
 
 
 def checkpoint_formats() -> Iterator[Format]:
     """Two formats for each reader, a mixture and NVFP4: its JSON files and its tensors; GGUF files are both in one."""
-    for name in (*READERS, MIXTURE, NVFP4):
+    for name in (*READERS, MIXTURE, NVFP4, K_QUANTS):
         one = CHECKPOINTS[name]
         kinds = {"json": {one.json: "json"}, "tensors": {"*.safetensors": "safetensors"}}
-        for what, files in kinds.items() if name != GGUF else [("file", {"*.gguf": "binary"})]:
+        for what, files in kinds.items() if name not in (GGUF, K_QUANTS) else [("file", {"*.gguf": "binary"})]:
             yield Format(
                 f"{name}-{what}", files, one.build, one.read, one.agrees, folder_is_enough=one.folder_is_enough
             )

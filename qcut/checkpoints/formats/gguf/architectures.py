@@ -57,14 +57,17 @@ class Architecture:
         class_name: of the model.
         prefix: of the names of all layers.
         outside: places of the tensors outside of layers, by their stem.
-        layer: places of a layer's tensors, by their stem; ``{}`` is an expert's number, of tensors of all experts.
+        layer: places of a layer's tensors, by their stem; ``{}`` is an expert's number.
         numbers: by entry of the metadata.
         fixed: of the configuration, what llama.cpp has in its code.
         neutral: by entry, values that change nothing; those of `qcut.checkpoints.formats.gguf.metadata` hold too.
         changes: by stem.
         count: key of the configuration with the number of experts; empty: there are none.
+        experts: stems of tensors of all experts.
+        bare: stems of tensors whose parameter is no module's weight.
         model_types: of a ``config.json`` next to a file; empty: only ``model_type``.
         rotation: how positions are rotated: ``whole`` heads, ``part`` of them, by type of layer (``local``), or ``""``.
+        yarn: of ``rope_parameters``, what files do not state of that type.
         floats: stems of tensors of which no quantized module takes the place, and which are dequantized always.
         wide: of families with a ``query_pre_attn_scalar``, the number of layers of the one model for which that is the
             width divided by the heads; of the others it is the size of a head.
@@ -80,8 +83,11 @@ class Architecture:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     changes: Mapping[str, Change] = field(default_factory=dict)
     count: str = ""
+    bare: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
     model_types: tuple[str, ...] = ()
     rotation: str = "whole"
+    yarn: Config = field(default_factory=dict)
     floats: tuple[str, ...] = ()
     wide: int | None = None
 
@@ -214,6 +220,36 @@ _OLMOE = replace(
     numbers={**_QWEN3.numbers, **_COUNTS},
     fixed={**_SILU, "norm_topk_prob": False},
     neutral={**_SOFTMAX, "expert_weights_norm": (False,)},
+)
+_GPT_OSS = replace(
+    _QWEN3_MOE,
+    model_type="gpt_oss",
+    class_name="GptOssForCausalLM",
+    layer={
+        **{stem: _ATTENTION[stem] for stem in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")},
+        "attn_sinks": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+        "ffn_gate_exps": "mlp.experts.gate_up_proj",
+        "ffn_up_exps": "mlp.experts.gate_up_proj",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    },
+    numbers={
+        **_QWEN3.numbers,
+        **_COUNTS,
+        "expert_count": Number("num_local_experts"),
+        "expert_feed_forward_length": Number("intermediate_size"),
+        "attention.sliding_window": Number("sliding_window"),
+    },
+    fixed={"swiglu_limit": 7.0},
+    neutral={
+        "attention.sliding_window_pattern": (2,),
+        "expert_gating_func": (0, 3),
+        "expert_weights_scale": (0, 1),
+    },
+    count="num_local_experts",
+    bare=("attn_sinks",),
+    yarn={"truncate": False},
 )
 _OLMO2 = replace(
     _QWEN2,
@@ -361,6 +397,7 @@ ARCHITECTURES = {
     "qwen3": _QWEN3,
     "qwen2moe": _QWEN2_MOE,
     "qwen3moe": _QWEN3_MOE,
+    "gpt-oss": _GPT_OSS,
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,

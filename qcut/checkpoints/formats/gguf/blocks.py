@@ -9,6 +9,7 @@ dmin. Integers q are split into nibbles and upper bits. Values are, in the words
 - ``IQ4_NL``: ``d * level[q]``
 - ``Q2_K``, ``Q4_K``, ``Q5_K``: ``(d * scale) * q - dmin * minimum``
 - ``Q3_K``, ``Q6_K``: ``(d * scale) * q``; ``IQ4_XS``: ``(d * scale) * level[q]``
+- ``MXFP4``: e2m1 times a power of two, a byte in place of d
 
 **Exactness**: every product has at most 24 significant bits, so float32 holds it, and a sum is rounded once: the values
 are those of llama.cpp's ``dequantize_row_…`` bit for bit, whether or not a compiler has fused its products and sums.
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qcut.checkpoints.formats.floats.e2m1 import BIAS, LEVELS
 from qcut.numerics.checks import out_of_range
 
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -40,7 +42,7 @@ class BlockType(NamedTuple):
         size: values of a block.
         nbytes: bytes of a block.
         values: makes float32 ``[..., size]`` of blocks uint8 ``[..., nbytes]``; None of types of floats.
-        scales: where a block's float16 scales begin.
+        scales: where a block's float16 scales begin; none of ``MXFP4``, which begins with an exponent.
     """
 
     number: int
@@ -73,6 +75,9 @@ def dequantized(kind: str, blocks: Tensor) -> Tensor:
 
 def wrong_scale(kind: str, blocks: Tensor) -> str | None:
     """A scale of quantized rows that is NaN or Inf; None if all are finite. For arguments see `dequantized`."""
+    if kind == "MXFP4":
+        nan = (blocks[..., 0] == 255).nonzero()
+        return f"255, which is NaN, at {nan[0].tolist()}" if len(nan) else None
     for at in TYPES[kind].scales:
         if found := out_of_range(float16_at(blocks, at)):
             return found
@@ -209,6 +214,11 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _super_block(_float(blocks, 0) * scales, _levels(_halves_of_chunks(blocks[..., 8:], 16)))
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    exponents = blocks[..., :1].to(torch.int32) - BIAS
+    return torch.ldexp((LEVELS + 0.0)[nibbles(blocks[..., 1:]).int()], exponents)  # code 8 is 0, not -0
+
+
 TYPES = {
     "F32": BlockType(0, 1, 4),
     "F16": BlockType(1, 1, 2),
@@ -225,6 +235,7 @@ TYPES = {
     "Q6_K": BlockType(14, 256, 210, _q6_k, (208,)),
     "IQ4_NL": BlockType(20, 32, 18, _iq4_nl, (0,)),
     "IQ4_XS": BlockType(23, 256, 136, _iq4_xs, (0,)),
+    "MXFP4": BlockType(39, 32, 17, _mxfp4),
 }
 """The types that are read."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -71,6 +71,8 @@ _UNCOMPARED = frozenset(
 """Keys that a ``config.json`` may state otherwise: it may extend the context, and tensors decide others."""
 
 
+_MOST_PARTS, _LARGEST = 1 << 16, 1 << 24
+_KINDS = {int: "an int", float: "a float"}
 _USUAL: dict[str, Callable[[Any], int]] = {
     "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
     "n_inner": lambda config: 4 * config.n_embd,
@@ -218,8 +220,9 @@ class Metadata:
     def _number(self, key: str, number: Number, default: Any = None) -> Any:
         """A number above 0, or a truth value."""
         value: Any = self._data.get(f"{self._prefix}{key}", default)
-        if type(value) is not number.kind or (number.kind is not bool and not 0 < value < 1 << 24):
-            what = "a bool" if number.kind is bool else f"a {number.kind.__name__} above 0"
+        most = _MOST_PARTS if "count" in key else _LARGEST
+        if type(value) is not number.kind or (number.kind is not bool and not 0 < value <= most):
+            what = "a bool" if number.kind is bool else f"{_KINDS[number.kind]} above 0, at most {most},"
             raise CheckpointError(
                 f"{self._where}: metadata {self._prefix}{key}: found {_short(value)}; {what} is needed"
             )
@@ -294,7 +297,10 @@ class Metadata:
             self._read |= _BETAS.keys()
             betas = {name: self._number(key, Number("", float)) for key, name in _BETAS.items() if self._states(key)}
             length = self._int(f"{_SCALING}original_context_length")
-            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length, **betas}
+            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length} | {
+                **betas,
+                **self._architecture.yarn,
+            }
         if kind not in ("linear", "none"):
             return None
         if kind == "linear" and factor not in (0, 1):

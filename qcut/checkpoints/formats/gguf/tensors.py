@@ -1,7 +1,7 @@
 """Tensors of GGUF files as those of transformers' models, and layers of the types that a scheme holds exactly.
 
-Those are ``Q4_0``, ``Q5_0`` and ``Q8_0``, integers with a scale for each 32 columns. Values of other quantized types
-are floats here, see `qcut.checkpoints.formats.gguf.blocks`.
+Those are ``Q4_0``, ``Q5_0`` and ``Q8_0``, integers with a scale for each 32 columns, and ``MXFP4``. Values of other
+quantized types are floats here, see `qcut.checkpoints.formats.gguf.blocks`.
 """
 
 from __future__ import annotations
@@ -9,30 +9,35 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qcut.checkpoints.formats.build import packed_layer
+from qcut.checkpoints.formats.floats.e2m1 import Mxfp4Layout
 from qcut.checkpoints.formats.gguf.architectures import Architecture, Change
 from qcut.checkpoints.formats.gguf.blocks import FLOATS, codes_q5_0, dequantized, float16_at, nibbles, wrong_scale
 from qcut.checkpoints.formats.gguf.container import GgufModel
 from qcut.checkpoints.formats.gguf.metadata import FACTORS
 from qcut.checkpoints.formats.grid import Grid
 from qcut.checkpoints.formats.parts import Parts, Stored
+from qcut.common.safetensors import torch_dtype
 from qcut.errors import CheckpointError, QuantizationWarning
 from qcut.layers.linear import Linear
 
-_BLOCK = 32
-EXACT = ("Q4_0", "Q5_0", "Q8_0")
+_BLOCK, _MOST = 32, 1 << 18
+EXACT = ("Q4_0", "Q5_0", "Q8_0", "MXFP4")
 """Types whose values a scheme holds exactly."""
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
 
 
 class Gguf:
-    """The blocks of GGUF files, see `qcut.checkpoints.formats.experts.layers.IntegerFormat`."""
+    """The blocks of GGUF files, see `qcut.checkpoints.formats.experts.layers.StackedFormat`."""
+
+    stacked = ("weight",)
 
     def quantized(self, tensors: Mapping[str, Stored]) -> bool:
         """See `Format.quantized`."""
@@ -58,6 +63,8 @@ class Gguf:
 
     def _integers(self, parts: Parts, blocks: Tensor) -> tuple[Tensor, Grid]:
         n, k, kind = parts.n, parts.k, parts.tensors["weight"].code
+        if kind == "MXFP4":
+            return nibbles(blocks[..., 1:]).reshape(n, k), _Mxfp4().grid(_split(parts, blocks))
         scales = float16_at(blocks, 0).view(n, k // _BLOCK)
         if kind == "Q4_0":
             return nibbles(blocks[..., 2:]).view(n, k), Grid(4, scales, None, _BLOCK)
@@ -66,6 +73,16 @@ class Gguf:
         q = codes_q5_0(blocks)  # scales have the sign of the largest value; backwards, 32 is one of 0 to 32
         q = torch.where((scales < 0)[..., None], 32 - q, q) + 112
         return q.view(n, k), Grid(8, scales.abs(), None, _BLOCK)
+
+
+class _Mxfp4(Mxfp4Layout):
+    packed, scales = "weight (codes)", "weight (scales)"
+
+
+def _split(parts: Parts, blocks: Tensor) -> Parts:
+    """The same layer with codes and scales as tensors of their own."""
+    both = {_Mxfp4.packed: blocks[..., 1:].contiguous(), _Mxfp4.scales: blocks[..., 0].contiguous()}
+    return replace(parts, tensors={key: Stored.of(tensor) for key, tensor in both.items()})
 
 
 class _Source(NamedTuple):
@@ -117,6 +134,7 @@ def tensors_of(
             experts than the metadata counts.
     """
     stored: dict[str, Stored] = {}
+    joined: dict[str, dict[int, _Source]] = {}
     for name, place in file.tensors.items():
         if name in FACTORS:  # the configuration states what these come of
             continue
@@ -135,19 +153,65 @@ def tensors_of(
                     f"{file.path}: tensor {name!r}: {place.shape[0]} rows for {heads} heads; multiples of "
                     f"{pieces * heads} are needed"
                 )
-        new = f"{inner}.{key}" if block is None else f"{architecture.prefix}{int(block)}.{inner}.{key}"
+        outer = inner if block is None else f"{architecture.prefix}{int(block)}.{inner}"
         source = _Source(file, name, change, heads, exact and stem not in architecture.floats)
-        if "{}" not in inner:
-            stored[new] = source.stored()
+        if stem not in architecture.experts:
+            stored[outer if stem in architecture.bare else f"{outer}.{key}"] = source.stored()
             continue
-        experts = config[architecture.count]
-        if len(place.shape) != 3 or place.shape[0] != experts:
+        experts, sizes = config[architecture.count], len(place.shape)
+        if place.shape[0] != experts or sizes != (3 if key == "weight" else 2):
             raise CheckpointError(
-                f"{file.path}: tensor {name!r}: found {place.kind} {list(place.shape)}; needed: [{experts}, N, K], by "
-                "the number of experts in the metadata"
+                f"{file.path}: tensor {name!r}: found {place.kind} {list(place.shape)}; needed: "
+                f"[{experts}, {'N, K' if key == 'weight' else 'N'}], by the number of experts in the metadata"
             )
-        stored |= {new.replace("{}", str(i)): source._replace(part=i).stored() for i in range(experts)}
+        if "{}" not in outer:
+            turn = architecture.experts.index(stem)
+            joined.setdefault(outer if key == "weight" else f"{outer}_bias", {})[turn] = source
+            continue
+        if len(stored) + experts > _MOST:
+            raise CheckpointError(
+                f"{file.path}: tensor {name!r}: found {experts} experts next to {len(stored)} tensors; at most {_MOST} "
+                "tensors are read, those of each expert counted"
+            )
+        stored |= {f"{outer.format(i)}.{key}": source._replace(part=i).stored() for i in range(experts)}
+    for name, sources in joined.items():
+        new, one = _joined(name, [sources[turn] for turn in sorted(sources)])
+        stored[new] = one
     return stored
+
+
+def _joined(name: str, sources: Sequence[_Source]) -> tuple[str, Stored]:
+    """The parameter of all experts' gates and ups, whose rows take turns, or of their downs; as GPT-OSS has them.
+
+    Returns:
+        Its name, and the tensor: quantized rows as `StackedFormat` has them; floats with columns before rows.
+
+    Raises:
+        CheckpointError: gates and ups of different types or sizes.
+    """
+    file, first = sources[0].file, sources[0].stored()
+    for source, one in ((source, source.stored()) for source in sources[1:]):
+        if (one.code, one.shape) != (first.code, first.shape):
+            raise CheckpointError(
+                f"{file.path}: tensor {source.name!r}: found {one.code} {list(one.shape)}; {sources[0].name!r} has "
+                f"{first.code} {list(first.shape)}, and one form is needed"
+            )
+    experts, rows, *columns = first.shape
+    turns, held = len(sources), first.code in EXACT
+    if held or not columns:
+        shape = (experts, turns * rows, *columns)
+        return f"{name}_weight" if held else name, Stored(
+            first.code, shape, lambda: torch.stack([one.read() for one in sources], 2).flatten(1, 2)
+        )
+
+    def read() -> Tensor:
+        made = torch.empty((experts, *columns, turns * rows), dtype=torch_dtype(first.code), device="cpu")
+        for expert in range(experts):
+            for turn, one in enumerate(sources):
+                made[expert, :, turn::turns] = one._replace(part=expert).read().t()
+        return made
+
+    return name, Stored(first.code, (experts, *columns, turns * rows), read)
 
 
 def warn_of_floats(file: GgufModel, dtype: torch.dtype, stacklevel: int) -> None:

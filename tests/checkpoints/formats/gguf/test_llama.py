@@ -136,7 +136,6 @@ TYPE, FACTOR, OLD = "llama.rope.scaling.type", "llama.rope.scaling.factor", "lla
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
-    "MXFP4": ("MXFP4", {}, UnsupportedError, r"tensor 'blk.0.attn_q.weight' is of the type MXFP4; F32, F16, BF16"),
     "architecture": ("Q4_0", {"arch": "falcon"}, UnsupportedError, r"general.architecture is 'falcon'; llama, qwen2"),
     "yarn": (
         "Q4_0",

@@ -46,6 +46,7 @@ SCHEMES = {
     "gemma3_text": ("w8a16", None),
     "phi3": ("fp8", None),
     "gpt2": ("w8a8", "w8a16"),
+    "gpt_oss": ("mxfp4", None),
     "gpt_neox": ("mxfp4", None),
 }
 

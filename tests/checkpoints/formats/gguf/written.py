@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+gguf = pytest.importorskip("gguf")
 Type = gguf.GGMLQuantizationType
 HIDDEN, VOCABULARY, HEADS, KV_HEADS, LAYERS = 256, 48, 4, 2, 2
 IDS = torch.arange(9)[None] * 4 % VOCABULARY
@@ -63,6 +64,32 @@ FAMILIES = {
         "qwen3moe",
         {**_OF_EXPERTS, "head_dim": 128, "norm_topk_prob": True},
         {"expert_feed_forward_length": ("uint32", 256), "expert_gating_func": ("uint32", 1)},
+    ),
+    "gpt_oss": Family(
+        "gpt-oss",
+        {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 256,
+            "head_dim": 64,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        {
+            **_WINDOW,
+            "expert_feed_forward_length": ("uint32", 256),
+            "rope.scaling.type": ("string", "yarn"),
+            "rope.scaling.factor": ("float32", 4.0),
+            "rope.scaling.original_context_length": ("uint32", 16),
+        },
     ),
     "gemma": Family("gemma", {"head_dim": 128}, left_out=("rope.freq_base",)),
     "gemma2": Family(
@@ -133,6 +160,9 @@ def small_model(family: str, **changes: Any) -> Any:
 def random_blocks(shape: tuple[int, ...], kind: Any, draws: numpy.random.Generator, size: float = 0.1) -> Any:
     """Random blocks of a type, uint8 ``[..., bytes]``, whose values have about that standard deviation."""
     values, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    if kind is Type.MXFP4:
+        weights = draws.standard_normal(shape, numpy.float32) * size
+        return gguf.quants.quantize(weights, kind)
     blocks = draws.integers(0, 256, (*shape[:-1], shape[-1] // values, nbytes), dtype=numpy.uint8)
     scales = SCALES[kind.name]
     ratio = {"Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5, "Q4_1": -7.5, "Q5_1": -15.5}.get(kind.name, 1.0)
@@ -157,13 +187,14 @@ SCALES = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
+    "MXFP4": (),
 }
 """Where a block has its float16 scales."""
 
 
 def mixture_of(name: str, tensor: Any, *, attention: Any, values: Any, table: Any) -> Any:
     """The type of a tensor in a file such as ``Q4_K_M``: floats for vectors, another type for values and the table."""
-    if tensor.ndim == 1 or "position" in name or "ffn_gate_inp" in name or "attn_sinks" in name:
+    if tensor.ndim == 1 or name.endswith("bias") or "position" in name or "ffn_gate_inp" in name:
         return Type.F32
     if name.startswith(("token_embd", "output")):
         return table
@@ -213,7 +244,7 @@ def write(
         for name, indices, shift, parameter in converted(model, kind.architecture):
             values = (parameter.flatten()[indices.flatten()].view(indices.shape) + shift).numpy()
             type_ = types(name, values)
-            if SCALES.get(type_.name):
+            if type_.name in SCALES:
                 data = random_blocks(values.shape, type_, draws)
             else:
                 data = gguf.quants.quantize(values, type_)
@@ -262,14 +293,25 @@ def converted(model: Any, architecture: str) -> Iterator[tuple[str, Tensor, floa
         indices = torch.arange(parameter.numel()).view(parameter.shape)
         shift = 1.0 if architecture.startswith("gemma") and module.endswith("norm") else 0.0
         if module.endswith(".experts"):
-            gate_up = indices.unflatten(1, (2, -1)).unbind(1) if key == "gate_up_proj" else ()
-            parts = dict(zip(("gate_proj", "up_proj"), gate_up, strict=True)) if gate_up else {"down_proj": indices}
-            for part, one in parts.items():
-                yield f"{names.get_name(f'{module}.{part}')}.weight", one, shift, parameter
+            for part, one in parts_of_experts(key, indices, in_turn=architecture == "gpt-oss").items():
+                suffix = "bias" if key.endswith("_bias") else "weight"
+                yield f"{names.get_name(f'{module}.{part}')}.{suffix}", one, shift, parameter
+            continue
+        if key == "sinks":
+            yield f"{names.get_name(full)}.weight", indices, shift, parameter
             continue
         new = names.get_name(module)
         assert new is not None, full
         yield f"{new}.{key}", reordered(model.config, architecture, new, indices), shift, parameter
+
+
+def parts_of_experts(key: str, indices: Tensor, in_turn: bool) -> dict[str, Tensor]:
+    """All experts' gates and ups, or downs, rows before columns. Of GPT-OSS columns are first, and rows take turns."""
+    rows = indices.swapaxes(1, 2) if in_turn and indices.dim() == 3 else indices
+    if key.startswith("down_proj"):
+        return {"down_proj": rows}
+    both = (rows[:, ::2], rows[:, 1::2]) if in_turn else rows.chunk(2, 1)
+    return dict(zip(("gate_proj", "up_proj"), both, strict=True))
 
 
 def reordered(config: Any, architecture: str, name: str, rows: Tensor) -> Tensor:
