@@ -241,7 +241,7 @@ _GPT_OSS = replace(
         "expert_feed_forward_length": Number("intermediate_size"),
         "attention.sliding_window": Number("sliding_window"),
     },
-    fixed={"swiglu_limit": 7.0},
+    fixed={},
     neutral={
         "attention.sliding_window_pattern": (2,),
         "expert_gating_func": (0, 3),
@@ -357,7 +357,7 @@ _GPT_NEOX = Architecture(
         _LAYER_NORM: Number("layer_norm_eps", float),
         "use_parallel_residual": Number("use_parallel_residual", bool, lambda _: True),
     },
-    {"hidden_act": "gelu", "attention_bias": True},
+    {"attention_bias": True},
     changes={"attn_qkv": _HEADS},
     rotation="part",
 )

@@ -26,7 +26,7 @@ _READ = (
     *("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
     *("rope.scaling.factor", "rope.scaling.type", "vocab_size"),
 )
-_SCALING = "rope.scaling."
+_SCALING, _WINDOW = "rope.scaling.", "attention.sliding_window"
 _DESCRIPTIONS = (f"{_SCALING}finetuned", f"{_SCALING}original_context_length")
 """Of rotations that are scaled by other types than those that are read, and of no influence on these."""
 _BETAS = {f"{_SCALING}yarn_beta_fast": "beta_fast", f"{_SCALING}yarn_beta_slow": "beta_slow"}
@@ -35,7 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
     "attention.shared_kv_layers": (0,),
-    "attention.sliding_window": (0,),
+    _WINDOW: (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_count": (0,),
@@ -58,6 +58,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }
 """What an entry may hold that changes nothing, as writers put it there."""
+FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS = (FREQUENCIES, LONG, SHORT)
+"""Tensors that scale rotations, which configurations of transformers state."""
+_MOST_FACTORS = 1 << 12
+_COMPARED_ROTATION = frozenset({"factor", "long_factor", "partial_rotary_factor", "rope_theta", "short_factor"})
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _ENDS = ("eos", "eot", "eom")
 _BESIDE = "put the model's config.json next to the file"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -71,7 +77,7 @@ _UNCOMPARED = frozenset(
 """Keys that a ``config.json`` may state otherwise: it may extend the context, and tensors decide others."""
 
 
-_MOST_PARTS, _LARGEST = 1 << 16, 1 << 24
+_MOST_PARTS, _MOST, _LARGEST = 1 << 16, 1 << 24, 1e12
 _KINDS = {int: "an int", float: "a float"}
 _USUAL: dict[str, Callable[[Any], int]] = {
     "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
@@ -169,11 +175,10 @@ class Metadata:
             if key not in _UNCOMPARED and not _same(found, value):
                 self._contradicts(f"metadata {entries[key]}" if key in entries else key, found, value)
         rotations = self._check_rotation(getattr(stated, "rope_parameters", None) or {})
-        window = self._data.get(f"{self._prefix}attention.sliding_window")
-        if (value := getattr(stated, "sliding_window", None)) is not None:
-            if "attention.sliding_window" in self._architecture.numbers and window and window != value:
-                self._contradicts(f"metadata {self._prefix}attention.sliding_window", window, value)
-            self._neutral["attention.sliding_window"] = (0, value)
+        found, value = self._data.get(f"{self._prefix}{_WINDOW}"), getattr(stated, "sliding_window", None)
+        if _WINDOW in self._architecture.numbers and found and found != value:
+            self._contradicts(f"metadata {self._prefix}{_WINDOW}", found, value)
+        self._neutral[_WINDOW] = (0, value)
         self._refuse_others(but=_SCALING if rotations != "default" else None)
 
     def _check_rotation(self, stated: Mapping[str, Any]) -> str:
@@ -220,7 +225,7 @@ class Metadata:
     def _number(self, key: str, number: Number, default: Any = None) -> Any:
         """A number above 0, or a truth value."""
         value: Any = self._data.get(f"{self._prefix}{key}", default)
-        most = _MOST_PARTS if "count" in key else _LARGEST
+        most = _LARGEST if number.kind is float else _MOST_PARTS if "count" in key else _MOST
         if type(value) is not number.kind or (number.kind is not bool and not 0 < value <= most):
             what = "a bool" if number.kind is bool else f"{_KINDS[number.kind]} above 0, at most {most},"
             raise CheckpointError(
@@ -287,12 +292,14 @@ class Metadata:
         A factor without a type is linear, as llama.cpp reads it, and one of type none is not used. The factor's older
         name counts where the newer one is missing.
         """
-        if LONG in self._file.tensors or SHORT in self._file.tensors:
-            return self._by_length()
-        if FREQUENCIES in self._file.tensors:
-            return self._llama3(base, rotated)
         kind = self._data.get(f"{self._prefix}{_SCALING}type", "linear")
-        factor = self._factor()
+        factor, factors = self._factor(), [name for name in FACTORS if name in self._file.tensors]
+        if factors and factor in (0, 1):
+            if kind in ("linear", "none", "longrope") and {*factors} == {LONG, SHORT}:
+                return self._by_length(rotated)
+            return self._llama3(base, rotated) if kind in ("linear", "none") and factors == [FREQUENCIES] else None
+        if factors:
+            return None
         if kind == "yarn" and factor and self._states(f"{_SCALING}original_context_length"):
             self._read |= _BETAS.keys()
             betas = {name: self._number(key, Number("", float)) for key, name in _BETAS.items() if self._states(key)}
@@ -321,16 +328,13 @@ class Metadata:
 
     def _llama3(self, base: float, rotated: int) -> dict[str, Any] | None:
         """The scaling of Llama 3.1 and later, where it gives the factors that the file has."""
-        found = self._factors(FREQUENCIES)
-        factor = float(found.max()) if len(found) else 0.0
-        expected = _llama3_factors(base, rotated, factor)
-        same = found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=0)
+        found = self._factors(FREQUENCIES, rotated // 2)
+        factor = float(found.max())
+        same = torch.allclose(found, _llama3_factors(base, rotated, factor), rtol=1e-4, atol=0)
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3} if same else None
 
-    def _by_length(self) -> dict[str, Any] | None:
+    def _by_length(self, rotated: int) -> dict[str, Any]:
         """Factors for contexts up to the original length, and for longer ones."""
-        if not {LONG, SHORT} <= self._file.tensors.keys():
-            return None
         length = self._int(f"{_SCALING}original_context_length")
         longer = max(self._int("context_length") / length, 1.0)
         factor = math.sqrt(1 + math.log(longer) / math.log(length)) if length > 1 else 1.0
@@ -344,17 +348,17 @@ class Metadata:
         self.config["original_max_position_embeddings"] = length
         return {
             "rope_type": "longrope",
-            "long_factor": self._factors(LONG).tolist(),
-            "short_factor": self._factors(SHORT).tolist(),
+            "long_factor": self._factors(LONG, rotated // 2).tolist(),
+            "short_factor": self._factors(SHORT, rotated // 2).tolist(),
             "original_max_position_embeddings": length,
         }
 
-    def _factors(self, name: str) -> Tensor:
+    def _factors(self, name: str, count: int) -> Tensor:
         place = self._file.tensors[name]
-        if place.kind != "F32" or len(place.shape) != 1 or place.shape[0] > _MOST_FACTORS:
+        if place.kind != "F32" or place.shape != (count,) or not 0 < count <= _MOST_FACTORS:
             raise CheckpointError(
-                f"{self._where}: tensor {name!r}: found {place.kind} {list(place.shape)}; F32 of one dimension, of at "
-                f"most {_MOST_FACTORS}, is needed"
+                f"{self._where}: tensor {name!r}: found {place.kind} {list(place.shape)}; F32 [{count}], at most "
+                f"[{_MOST_FACTORS}], is needed"
             )
         factors = self._file.read(name)
         if not bool((factors > 0).all() & factors.isfinite().all()):
@@ -398,20 +402,12 @@ class Metadata:
                 )
 
 
-FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-FACTORS = (FREQUENCIES, LONG, SHORT)
-"""Tensors that scale rotations, which configurations of transformers state."""
-_MOST_FACTORS = 1 << 12
-_COMPARED_ROTATION = frozenset({"factor", "long_factor", "partial_rotary_factor", "rope_theta", "short_factor"})
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
 def _llama3_factors(base: float, rotated: int, factor: float) -> Tensor:
     """What each frequency is divided by, float32 ``[rotated / 2]``."""
     low, high, length = _LLAMA3.values()
     waves = 2 * math.pi * base ** (torch.arange(0, rotated, 2, dtype=torch.float64, device="cpu") / rotated)
     smooth = (length / waves - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth) if factor else torch.zeros_like(waves)
+    between = 1 / ((1 - smooth) / factor + smooth)
     factors = torch.where(waves > length / low, factor, torch.where(waves < length / high, 1.0, between))
     return factors.float()
 

@@ -31,7 +31,7 @@ from qcut.layers.linear import Linear
 _BLOCK, _MOST = 32, 1 << 18
 EXACT = ("Q4_0", "Q5_0", "Q8_0", "MXFP4")
 """Types whose values a scheme holds exactly."""
-_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,4})\.)?(\w+)\.(weight|bias)")
 
 
 class Gguf:
@@ -153,7 +153,7 @@ def tensors_of(
                     f"{file.path}: tensor {name!r}: {place.shape[0]} rows for {heads} heads; multiples of "
                     f"{pieces * heads} are needed"
                 )
-        outer = inner if block is None else f"{architecture.prefix}{int(block)}.{inner}"
+        outer = inner if block is None else f"{architecture.prefix}{block}.{inner}"
         source = _Source(file, name, change, heads, exact and stem not in architecture.floats)
         if stem not in architecture.experts:
             stored[outer if stem in architecture.bare else f"{outer}.{key}"] = source.stored()

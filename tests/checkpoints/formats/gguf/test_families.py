@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 import qcut
 from qcut.errors import CheckpointError, QcutError, QuantizationWarning, UnsupportedError
 from qcut.layers.quantized import QuantizedLayer
-from tests.checkpoints.formats.gguf.written import FAMILIES, IDS, Type, mixture_of, small_model, write
+from tests.checkpoints.formats import samples
+from tests.checkpoints.formats.gguf.written import EVERY, IDS, Type, mixture_of, small_model, write
 
 pytestmark = pytest.mark.filterwarnings("ignore::qcut.errors.QuantizationWarning")
 PATH = "model.gguf"
@@ -33,13 +34,13 @@ def assert_same(model: Any, expected: Any) -> None:
         assert torch.equal(model(IDS).logits, expected(IDS).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_family_has_the_weights_and_logits(tmp_path: Path, family: str) -> None:
     expected = write(tmp_path / PATH, family)
     assert_same(loaded(tmp_path), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_engine_continues_as_transformers_does(tmp_path: Path, family: str) -> None:
     expected = write(tmp_path / PATH, family)
     prompt = IDS[0].tolist()
@@ -80,10 +81,11 @@ SCHEMES = {
     "Q8_0": "codebook4+4_g32_none_shifted",
     "MXFP4": "mxfp4",
 }
+GPT_OSS = pytest.param("gpt_oss", marks=samples.newer_experts)
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
-@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "mixtral", "gpt_oss", "gemma2", "phi3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "mixtral", GPT_OSS, "gemma2", "phi3", "gpt2", "gpt_neox"])
 def test_exact_types_stay_quantized(tmp_path: Path, family: str, kind: str) -> None:
     def types(name: str, values: Any) -> Any:
         return mixture_of(name, values, attention=Type[kind], values=Type.Q6_K, table=Type[kind])
@@ -155,6 +157,22 @@ def test_scaling_of_llama3_is_recognised(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
+def test_factors_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    right = factors_of(LLAMA3)
+    for factors, entries, message in (
+        (right[:-1], {}, r"'rope_freqs\.weight': found F32 \[31\]; F32 \[32\], at most \[4096\], is needed"),
+        (right.astype("float16"), {}, r"found F16 \[32\]; F32 \[32\]"),
+        (0 * right, {}, r"'rope_freqs\.weight': found 0\.0; finite factors above 0"),
+        (right, YARN_ENTRIES, r"rope_freqs\.weight: scaled rotations; put"),
+    ):
+        write(tmp_path / PATH, "llama", extra={"rope_freqs.weight": factors}, entries=entries, rope_parameters=LLAMA3)
+        with pytest.raises(QcutError, match=message):
+            loaded(tmp_path)
+    write(tmp_path / PATH, "phi3", entries=LONG_ENTRIES, extra={"rope_factors_long.weight": torch.ones(24).numpy()})
+    with pytest.raises(UnsupportedError, match=r"rope_factors_long\.weight: scaled rotations"):
+        loaded(tmp_path)
+
+
 def test_yarn_is_read(tmp_path: Path) -> None:
     expected = write(tmp_path / PATH, "qwen3", entries=YARN_ENTRIES, rope_parameters=YARN)
     assert_same(loaded(tmp_path), expected)
@@ -171,7 +189,7 @@ def test_factors_by_length_are_read(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_configuration_next_to_the_file_is_compared(tmp_path: Path, family: str) -> None:
     expected = write(tmp_path / PATH, family)
     config = json.loads(expected.config.to_json_string(use_diff=False))
@@ -197,7 +215,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another pattern of windows": ("gemma3_text", {"attention.sliding_window_pattern": ("uint32", 4)}, "allowed: 6"),
     "another gate of experts": ("qwen3_moe", {"expert_gating_func": ("uint32", 2)}, "expert_gating_func: found 2"),
     "experts' weights not normalized": ("mixtral", {"expert_weights_norm": ("bool", False)}, "allowed: True"),
-    "scaled experts": ("olmoe", {"expert_weights_scale": ("float32", 2.5)}, "expert_weights_scale: found 2.5"),
+    "scaled experts": ("qwen2_moe", {"expert_weights_scale": ("float32", 2.5)}, "expert_weights_scale: found 2.5"),
     "more experts than any model's": ("qwen3_moe", {"expert_count": ("uint32", 1 << 17)}, "found 131072; .* 65536"),
     "no number of experts": ("qwen3_moe", {"expert_count": None}, "expert_count: found None"),
     "other experts than tensors": (
