@@ -89,13 +89,13 @@ def _open(found: Detected, stack: ExitStack, exact: bool = True) -> _Opened:
         plain = {k: value for k, value in config.items() if k not in ("quantization_config", "compression_config")}
         return _Opened(where, plain, format_of(found.config, where), stored_in(safetensors_files(found.path), stack))
     file = stack.enter_context(GgufModel(found.path))
-    architecture, beside = architecture_of(file), found.path.parent / _CONFIG
-    metadata = Metadata(file, architecture, beside.exists())
+    architecture, stated = architecture_of(file), found.path.parent / _CONFIG
+    metadata = Metadata(file, architecture, stated.exists())
     config = metadata.config
-    if beside.exists():
-        config = read_config(beside)
+    if stated.exists():
+        config = read_config(stated)
         config.pop("quantization_config", None)
-        metadata.check(config, str(beside))
+        metadata.check(config, str(stated))
     return _Opened(where, config, Gguf(), tensors_of(file, architecture, metadata.config, exact), file)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -64,9 +64,9 @@ class Architecture:
         changes: by stem.
         count: key of the configuration with the number of experts; empty: there are none.
         experts: stems of tensors of all experts.
-        bare: stems of tensors whose parameter is no module's weight.
+        bare: stems of tensors that are a parameter of their own, not a module's weight.
         model_types: of a ``config.json`` next to a file; empty: only ``model_type``.
-        rotation: how positions are rotated: ``whole`` heads, ``part`` of them, by type of layer (``local``), or ``""``.
+        rotation: how positions are rotated: ``whole`` heads, ``part`` of them, by type of layer (``local``), or not.
         yarn: of ``rope_parameters``, what files do not state of that type.
         floats: stems of tensors of which no quantized module takes the place, and which are dequantized always.
         wide: of families with a ``query_pre_attn_scalar``, the number of layers of the one model for which that is the
@@ -86,7 +86,7 @@ class Architecture:
     bare: tuple[str, ...] = ()
     experts: tuple[str, ...] = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
     model_types: tuple[str, ...] = ()
-    rotation: str = "whole"
+    rotation: Literal["whole", "part", "local", "none"] = "whole"
     yarn: Config = field(default_factory=dict)
     floats: tuple[str, ...] = ()
     wide: int | None = None
@@ -389,7 +389,7 @@ _GPT2 = Architecture(
     },
     {"activation_function": "gelu_new"},
     changes=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), _CONV1D),
-    rotation="",
+    rotation="none",
 )
 ARCHITECTURES = {
     "llama": _LLAMA,

@@ -169,8 +169,8 @@ def _q3_k(blocks: Tensor) -> Tensor:
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     """8 scales and 8 minimums of six bits, float32, of 12 bytes.
 
-    The first four of each have a byte each, whose upper two bits are those of the last four. These have the lower and
-    the upper half of a byte.
+    The first four scales and the first four minimums have a byte each. Its upper two bits belong to one of the last
+    four, which have the lower (scales) and the upper half (minimums) of the last four bytes.
     """
     first, second, rest = packed.split(4, -1)
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), -1)

@@ -65,7 +65,7 @@ _MOST_FACTORS = 1 << 12
 _COMPARED_ROTATION = frozenset({"factor", "long_factor", "partial_rotary_factor", "rope_theta", "short_factor"})
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ENDS = ("eos", "eot", "eom")
-_BESIDE = "put the model's config.json next to the file"
+_NEEDS_CONFIG = "put the model's config.json next to the file"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _UNCOMPARED = frozenset(
     {
@@ -75,8 +75,6 @@ _UNCOMPARED = frozenset(
     }
 )
 """Keys that a ``config.json`` may state otherwise: it may extend the context, and tensors decide others."""
-
-
 _MOST_PARTS, _MOST, _LARGEST = 1 << 16, 1 << 24, 1e12
 _KINDS = {int: "an int", float: "a float"}
 _USUAL: dict[str, Callable[[Any], int]] = {
@@ -110,7 +108,7 @@ class Metadata:
     Args:
         file: the file.
         architecture: its own.
-        beside: whether a ``config.json`` states what the file does not, such as scaled rotations.
+        has_config: whether a ``config.json`` states what the file does not, such as scaled rotations; see `check`.
 
     Attributes:
         config: of the model, as JSON holds it; without ``rope_parameters`` where only a ``config.json`` states them.
@@ -120,8 +118,8 @@ class Metadata:
         CheckpointError: an entry is missing, or of another type.
     """
 
-    def __init__(self, file: GgufModel, architecture: Architecture, beside: bool = False) -> None:
-        self._file, self._architecture, self._beside = file, architecture, beside
+    def __init__(self, file: GgufModel, architecture: Architecture, has_config: bool = False) -> None:
+        self._file, self._architecture, self._has_config = file, architecture, has_config
         self._where, self._data = file.path, file.metadata
         self._prefix = f"{self._data['general.architecture']}."
         self._read = {*_READ, *_DESCRIPTIONS, *architecture.numbers}
@@ -134,7 +132,7 @@ class Metadata:
             self.config[number.key] = None if optional else self._number(key, number, default)
         self.config |= architecture.fixed
         head = self._head()
-        if architecture.rotation and (rope := self._rotation(head)) is not None:
+        if architecture.rotation != "none" and (rope := self._rotation(head)) is not None:
             self.config["rope_parameters"] = rope
         size = self._vocabulary()
         self.config |= {
@@ -145,7 +143,7 @@ class Metadata:
         if architecture.model_type == "llama":
             self.config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
             self.config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-        if not beside:
+        if not has_config:
             self._refuse_others()
 
     def check(self, config: dict[str, Any], where: str) -> None:
@@ -183,7 +181,7 @@ class Metadata:
 
     def _check_rotation(self, stated: Mapping[str, Any]) -> str:
         """Compare how positions are rotated; returns the type that ``config.json`` has."""
-        if not self._architecture.rotation:
+        if self._architecture.rotation == "none":
             return "default"
         found = self.config.get("rope_parameters")
         if self._architecture.rotation == "local":
@@ -196,7 +194,7 @@ class Metadata:
                 if kind in ("default", "linear"):
                     raise UnsupportedError(
                         f"{self._where}: {self._unread_scaling()}; config.json has rotations of type {kind!r}; "
-                        f"{_BESIDE}"
+                        f"{_NEEDS_CONFIG}"
                     )
                 continue
             for key in _COMPARED_ROTATION & own.keys():
@@ -271,8 +269,8 @@ class Metadata:
                 f"{self._where}: {rotated} of {head} dimensions of a head are rotated; all are served"
             )
         if scaling is None:
-            if not self._beside:
-                raise UnsupportedError(f"{self._where}: {self._unread_scaling()}: scaled rotations; {_BESIDE}")
+            if not self._has_config:
+                raise UnsupportedError(f"{self._where}: {self._unread_scaling()}: scaled rotations; {_NEEDS_CONFIG}")
             return None
         rope = {"rope_theta": base, **scaling}
         if kind == "local":

@@ -30,7 +30,7 @@ from qcut.layers.linear import Linear
 
 _BLOCK, _MOST = 32, 1 << 18
 EXACT = ("Q4_0", "Q5_0", "Q8_0", "MXFP4")
-"""Types whose values a scheme holds exactly."""
+"""Types that a scheme holds exactly."""
 _NAME = re.compile(r"(?:blk\.(0|[1-9]\d{0,4})\.)?(\w+)\.(weight|bias)")
 
 
@@ -181,7 +181,7 @@ def tensors_of(
 
 
 def _joined(name: str, sources: Sequence[_Source]) -> tuple[str, Stored]:
-    """The parameter of all experts' gates and ups, whose rows take turns, or of their downs; as GPT-OSS has them.
+    """One parameter of all experts, as GPT-OSS has it: of gates and ups, with a row of each in turn, or of downs.
 
     Returns:
         Its name, and the tensor: quantized rows as `StackedFormat` has them; floats with columns before rows.

@@ -40,7 +40,7 @@ class Family:
     Attributes:
         architecture: of the file.
         changes: of the model's configuration.
-        entries: type and value of the file's own entries besides the usual ones.
+        entries: type and value of the file's own entries, next to the usual ones.
         left_out: usual entries that the family's writer leaves out.
     """
 
@@ -174,7 +174,7 @@ def small_model(family: str, **changes: Any) -> Any:
 
 
 def random_blocks(shape: tuple[int, ...], kind: Any, draws: numpy.random.Generator, size: float = 0.1) -> Any:
-    """Random blocks of a type, uint8 ``[..., bytes]``, whose values have about that standard deviation."""
+    """Random blocks of a type, uint8 ``[..., bytes]``: their values have about that standard deviation."""
     values, nbytes = gguf.GGML_QUANT_SIZES[kind]
     if kind is Type.MXFP4:
         weights = draws.standard_normal(shape, numpy.float32) * size
