@@ -42,16 +42,26 @@ _ALLOWED: Mapping[Kind, str] = {
 _SECONDS = 2
 """Most CPU time of llguidance for a constraint that it has not seen, in a process of its own."""
 # llguidance's stack grows with chains of rules, and its work on expressions that hold at once has no limit: either
-# would end or hold up all requests. The stack is half of a thread's usual one: what passes here passes there.
+# would end or hold up all requests. The stack is half of a thread's usual one: what passes here passes there. The
+# process knows the model's special tokens by name and number, since grammars may have them; all other tokens are bytes.
 _CHECK = """
 import json, resource, sys, threading
 sys.path[:] = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2])))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-grammar, limits = json.load(sys.stdin)
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+grammar, limits, names, size = json.load(sys.stdin)
+class Bytes:
+    eos_token_id, bos_token_id, special_token_ids = 256, None, range(256, 257 + len(names))
+    tokens = [*(bytes([i]) for i in range(256)), *(name.encode() for name in ["", *names])]
+    __call__ = list
 def check():
-    LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits)).compute_bitmask()
+    tokens = Bytes()
+    tokens.tokens += [b""] * (size - len(tokens.tokens))
+    tokens = LLTokenizer(TokenizerWrapper(tokens), n_vocab=len(tokens.tokens))
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**limits))
+    print(matcher.get_error(), end="", flush=True)
+    matcher.compute_bitmask()
 threading.stack_size(4 << 20)
 thread = threading.Thread(target=check)
 thread.start()
@@ -92,8 +102,11 @@ class Grammars:
         tokens, limits = self._prepared()
         from llguidance import LLMatcher
 
-        _check(constraint)
+        size = max(self._vocabulary, len(self._tokenizer))
+        message = _checked(constraint, tuple(self._tokenizer.get_added_vocab()), size)
         try:
+            if message:
+                raise ValueError(message)
             found = LLMatcher(tokens, _grammar(constraint), log_level=0, limits=limits)
             matcher = Matcher(found, self._vocabulary, self._ends)
             matcher.allowed()
@@ -227,22 +240,27 @@ class Matcher:
 
 
 @lru_cache(maxsize=128)
-def _check(constraint: Constraint) -> None:
-    """Let another process make a matcher of a constraint. It refuses nothing that llguidance itself refuses.
+def _checked(constraint: Constraint, names: tuple[str, ...], size: int) -> str:
+    """What is wrong with a constraint by another process that makes a matcher of it; empty if nothing is.
+
+    Args:
+        constraint: of any kind.
+        names: special tokens of the model.
+        size: number of the model's tokens.
 
     Raises:
         ConstraintError: the process ends at its limits.
     """
     try:
-        given = json.dumps([_grammar(constraint), _LIMITS])
+        given = json.dumps([_grammar(constraint), _LIMITS, names, size])
     except BaseException as error:
         if is_interrupt(error):
             raise
-        return  # refused by llguidance, whose message is better
+        return line_of(error, _SHOWN)
     command = [sys.executable, "-I", "-c", _CHECK, json.dumps(sys.path), str(_SECONDS)]
     try:
         done = subprocess.run(
-            command, input=given.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=4 * _SECONDS
+            command, input=given.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4 * _SECONDS
         )
         is_ended = done.returncode < 0
     except subprocess.TimeoutExpired:
@@ -250,6 +268,7 @@ def _check(constraint: Constraint) -> None:
     if is_ended:
         allowed = f"allowed: what llguidance reads in {_SECONDS} s of CPU time and 4 MiB of stack"
         raise ConstraintError(f"{constraint}: too many parts that depend on one another; {allowed}")
+    return done.stdout.decode(errors="replace")
 
 
 def _grammar(constraint: Constraint) -> str:

@@ -285,6 +285,7 @@ def test_a_failure_is_its_own_requests(ahead: bool) -> None:
         (qcut.Constraint.json_schema({"minimum": 2, "maximum": 1, "type": "integer"}), "Unsatisfiable schema"),
         (qcut.Constraint.regex("a("), "unclosed group"),
         (qcut.Constraint.grammar("start: other"), 'at 1(8): unknown name: "other"'),
+        (qcut.Constraint.grammar("start: <|other|>"), 'unknown special token: "<|other|>"'),
         (qcut.Constraint.grammar("root ::= other"), "'other' not found; allowed: Lark's syntax"),
     ],
 )
@@ -330,10 +331,18 @@ def test_limits_of_constraints(make: str, given: Any, words: str) -> None:
 
 
 CHAIN = "start: r0\n" + "".join(f'r{i}: r{i + 1} | "x"\n' for i in range(3000)) + 'r3000: "y"\n'
+TOKENS = ("<|endoftext|>", "<[300]>")
 ALL_AT_ONCE = {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(50)]}
 
 
-@pytest.mark.parametrize("constraint", [qcut.Constraint.grammar(CHAIN), qcut.Constraint.json_schema(ALL_AT_ONCE)])
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        qcut.Constraint.grammar(CHAIN),
+        *(qcut.Constraint.grammar(f"start: {token} chain\n{CHAIN.replace('start', 'chain')}") for token in TOKENS),
+        qcut.Constraint.json_schema(ALL_AT_ONCE),
+    ],
+)
 def test_endless_work_ends_in_another_process(constraint: qcut.Constraint) -> None:
     with pytest.raises(ConstraintError, match="too many parts that depend on one another; allowed: what llguidance"):
         engine_of().generate(PROMPT, 3, constraint=constraint)
