@@ -71,7 +71,7 @@ def require(package: str) -> None:
     """
     oldest, reason = OLDEST[package]
     found = _version(package)
-    if found is not None and _numbers(found) < _numbers(oldest):
+    if found is not None and numbers(found) < numbers(oldest):
         raise UnsupportedError(f"{package} {found} is too old: {reason}; allowed: {package}>={oldest}")
 
 
@@ -107,6 +107,6 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """Major and minor: a development version or a build of a release counts as the release."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

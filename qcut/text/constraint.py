@@ -50,7 +50,8 @@ class Constraint:
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Constraint:
         """JSON that a schema describes.
 
-        Between its parts there may be a space, or a line's end and up to 40 spaces or tabs.
+        Between its parts there may be a space, or a line's end and up to 40 spaces or tabs; with llguidance before 1.8
+        a space only after commas and colons.
 
         Args:
             schema: a JSON Schema of draft 2020-12, as a mapping or as JSON, with the keywords that llguidance has: it

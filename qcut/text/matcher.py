@@ -9,10 +9,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qcut.common.failures import is_interrupt, line_of
-from qcut.common.versions import install
+from qcut.common.versions import install, numbers
 from qcut.errors import ConstraintError, RequestError
 from qcut.text.constraint import Constraint, Kind
 
@@ -31,8 +32,16 @@ _LIMITS = {
     "verbose_errors": False,
 }
 # A space, or a line's end and its indentation: without a bound, a model may add spaces to the end of the context.
-# llguidance before 1.8 repeats the pattern.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,40}", "lenient": False}
+COMPACT_JSON: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": r",[ ]?",
+    "key_separator": r":[ ]?",
+    "lenient": False,
+}
+"""llguidance's options for JSON with a space at most after commas and colons."""
+_BOUNDED = (1, 8)
+"""The first version of llguidance that does not repeat a pattern of white space."""
 _ALLOWED: Mapping[Kind, str] = {
     "json_schema": "JSON Schema of draft 2020-12 with the keywords that llguidance has",
     "regex": "the syntax of Rust's crate regex, without anchors and look-around",
@@ -276,7 +285,8 @@ def _grammar(constraint: Constraint) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if constraint.kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(constraint.text, overrides=_JSON)
+        options = COMPACT_JSON if numbers(version("llguidance")) < _BOUNDED else _JSON
+        return LLMatcher.grammar_from_json_schema(constraint.text, overrides=options)
     if constraint.kind == "choice":
         strings = json.loads(constraint.text)
         return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in strings))
