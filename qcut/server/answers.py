@@ -12,6 +12,7 @@ from qcut.engine.request import Request
 from qcut.engine.sequence import Event
 from qcut.server.logprobs import Scored, columns, lines
 from qcut.server.refusals import Refusal
+from qcut.server.structured import Asked
 from qcut.server.tools.choice import Parsing
 from qcut.server.tools.pieces import Parser, Piece, joined
 
@@ -46,6 +47,10 @@ class Form:
             "model": name,
             "system_fingerprint": f"qcut-{__version__}",
         }
+
+    def asked(self, asked: Asked | None) -> Asked | None:
+        """The constraint of the answers, from the one that the request asks for; `prompt_end` has been set."""
+        return asked
 
     def complete(self, choices: list[JSON], usage: JSON) -> JSON:
         """A complete response."""
@@ -101,19 +106,46 @@ class Completion(Form):
     part = choice
 
 
-class ChatCompletion(Form):
+class ParsedForm(Form):
+    """A response format that has calls and reasoning apart from content.
+
+    Args:
+        name: see `Form`.
+        kind: see `Form`.
+        chunk: see `Form`.
+        prefix: see `Form`.
+        parsing: how calls and reasoning are found in texts; None: all text is content.
+    """
+
+    def __init__(self, name: str, kind: str, chunk: str, prefix: str, parsing: Parsing | None) -> None:
+        super().__init__(name, kind, chunk, prefix)
+        self._parsing = parsing
+        self.kept = () if parsing is None else parsing.markers
+        self._parsers: dict[int, tuple[Parser, CallParts]] = {}
+
+    def asked(self, asked: Asked | None) -> Asked | None:
+        """See `Form`."""
+        return asked if self._parsing is None else self._parsing.asked(self.prompt_end, asked)
+
+    def _parsed(self, index: int, text: str, is_last: bool) -> tuple[list[Piece], CallParts]:
+        """The pieces of a choice's next text, and its calls."""
+        assert self._parsing is not None
+        if index not in self._parsers:
+            self._parsers[index] = self._parsing.parser(self.prompt_end), CallParts(self._parsing)
+        parser, calls = self._parsers[index]
+        return joined([*parser.add(text), *(parser.end() if is_last else ())]), calls
+
+
+class ChatCompletion(ParsedForm):
     """Answers of ``/v1/chat/completions``.
 
     Args:
         name: see `Form`.
-        parsing: how calls and reasoning are found in texts; None: all text is content.
+        parsing: see `ParsedForm`.
     """
 
     def __init__(self, name: str, parsing: Parsing | None = None) -> None:
-        super().__init__(name, "chat.completion", "chat.completion.chunk", "chatcmpl")
-        self._parsing = parsing
-        self.kept = () if parsing is None else parsing.markers
-        self._parsers: dict[int, tuple[Parser, _Calls]] = {}
+        super().__init__(name, "chat.completion", "chat.completion.chunk", "chatcmpl", parsing)
 
     def begin(self, index: int, before: str) -> list[JSON]:
         """See `Form`."""
@@ -124,8 +156,7 @@ class ChatCompletion(Form):
         """See `Form`."""
         message: JSON = {"role": "assistant", "content": text, "refusal": None}
         if self._parsing is not None:
-            parser, calls = self._parser(index)
-            pieces = joined([*parser.add(text), *parser.end()])
+            pieces, calls = self._parsed(index, text, True)
             found = [call for piece in pieces if (call := calls.take(piece)) is not None]
             reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
             content = "".join(piece.text for piece in pieces if piece.kind == "content")
@@ -145,8 +176,7 @@ class ChatCompletion(Form):
         """See `Form`: a chunk for each piece of the text; the last one has ``more`` and the reason."""
         if self._parsing is None:
             return super().chunks(index, text, scored, reason, more)
-        parser, calls = self._parser(index)
-        pieces = joined([*parser.add(text), *(() if reason is None else parser.end())])
+        pieces, calls = self._parsed(index, text, reason is not None)
         deltas = [delta for piece in pieces if (delta := _delta(piece, calls)) is not None]
         reason = calls.reason(reason)
         if not deltas or reason is not None:
@@ -161,14 +191,8 @@ class ChatCompletion(Form):
     def _choice(self, index: int, delta: JSON, scored: Scored | None, reason: str | None) -> JSON:
         return {"index": index, "delta": delta, "logprobs": _content(scored), "finish_reason": reason}
 
-    def _parser(self, index: int) -> tuple[Parser, _Calls]:
-        assert self._parsing is not None
-        if index not in self._parsers:
-            self._parsers[index] = self._parsing.parser(self.prompt_end), _Calls(self._parsing)
-        return self._parsers[index]
 
-
-class _Calls:
+class CallParts:
     """The calls of a choice so far."""
 
     def __init__(self, parsing: Parsing) -> None:
@@ -179,7 +203,7 @@ class _Calls:
         if piece.kind not in ("call", "arguments"):
             return None
         self._count += piece.kind == "call"
-        if self._count > 1 and not self._parsing.parallel:
+        if self._count > 1 and not self._parsing.several:
             return None
         index = {"index": self._count - 1}
         if piece.kind == "arguments":
@@ -192,7 +216,7 @@ class _Calls:
         return "tool_calls" if self._count and reason == "stop" else reason
 
 
-def _delta(piece: Piece, calls: _Calls) -> JSON | None:
+def _delta(piece: Piece, calls: CallParts) -> JSON | None:
     if piece.kind in ("content", "reasoning"):
         return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
     call = calls.take(piece)

@@ -24,7 +24,7 @@ from qcut.errors import ConfigError, ConstraintError, QcutError, shown
 from qcut.server import endpoints, page
 from qcut.server.access_log import AccessLog
 from qcut.server.answers import JSON, ChatCompletion, Completion, Form
-from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, parsed
+from qcut.server.bodies import AnyPrompt, Body, Chat, ChatBody, CompletionBody, Schema, Text, ToolFields, parsed
 from qcut.server.guards import BodyMemory, Hosts, Key, Refusals, body, host_name
 from qcut.server.known_fields import UnknownFields
 from qcut.server.limits.executors import LARGE_BYTES, Executors
@@ -35,7 +35,7 @@ from qcut.server.refusals import CLIENT_GONE, Refusal
 from qcut.server.sending import Answer, EventStream, watched
 from qcut.server.streams import Bridge, Stream
 from qcut.server.structured import Asked
-from qcut.server.tools.choice import PROMPT_TOKENS, Parsers
+from qcut.server.tools.choice import PROMPT_TOKENS, Parsers, Parsing
 from qcut.server.tools.requests import with_text_arguments, without_calls
 from qcut.text.prompts import chat_ids, text_ids
 
@@ -151,7 +151,8 @@ class Service:
         self.vocabulary = Vocabulary(engine.tokenizer)
         self.unknown_fields = UnknownFields(settings.strict)
         template = getattr(engine.tokenizer, "chat_template", None)
-        self._parsers = Parsers(template, settings.tool_parser, settings.reasoning_parser)
+        added: dict[str, int] = getattr(engine.tokenizer, "get_added_vocab", dict)()
+        self._parsers = Parsers(template, settings.tool_parser, settings.reasoning_parser, added)
         self._rendered: set[str] = set()  # what the chat template is known to render
         self._created = int(time.time())
         self._bridge: Bridge | None = None
@@ -221,8 +222,15 @@ class Service:
     async def chat(self, request: HTTPRequest) -> Response:
         """``/v1/chat/completions``."""
         given = await self.read(request, ChatBody)
-        parsing = self._parsers.of(given.tools, given.tool_choice, given.parallel_tool_calls)
-        return await self.answer(request, given, ChatCompletion(self.name_for(given), parsing))
+        return await self.answer(request, given, ChatCompletion(self.name_for(given), self.parsing(given)))
+
+    def parsing(self, given: ToolFields) -> Parsing | None:
+        """How to parse the answers to a request.
+
+        Raises:
+            Refusal: see `Parsers.of`.
+        """
+        return self._parsers.of(given.calling)
 
     def name_for(self, given: Body) -> str:
         """The model's name in the response: the name in the request, if any."""
@@ -317,23 +325,18 @@ class Service:
         answer = Answer(given, form, stream, stops, self.vocabulary, self.metrics, self.executors)
         try:
             async with watched(request.receive, stream):
-                await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given, form.kept))
-        except ConstraintError as error:
-            raise cast(Asked, given.constraint).refusal(error) from error
+                await self.executors.run(request.state.body_bytes, partial(self._submit, stream, given, form))
         except QcutError as error:
             raise Refusal.of(error, self.scheduler.engine.context, given.PROMPT) from error
         if stream.is_left:
             raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
         request.state.requests = stream.requests
-        if form.kept:
-            end = stream.requests[0].prompt[-PROMPT_TOKENS:]
-            form.prompt_end = self.vocabulary.decode(end, skip_special_tokens=False)
         if given.stream:
             return EventStream(stream, answer.chunks())
         async with watched(request.receive, stream):
             return await answer.complete()
 
-    def _submit(self, stream: Stream, given: Body, kept: tuple[str, ...]) -> None:
+    def _submit(self, stream: Stream, given: Body, form: Form) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
         limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
         most, batch = min(limits, default=None), self.scheduler.engine.batch
@@ -350,8 +353,12 @@ class Service:
             if stream.is_left:
                 return
             self._prompts.check(prompt)
+            ids = self._ids(prompt)
+            if form.kept:
+                form.prompt_end = self.vocabulary.decode(ids[-PROMPT_TOKENS:], skip_special_tokens=False)
+            asked = form.asked(given.constraint)
 
-            def submit(samples: int, listener: Listener, ids: list[int]) -> list[Request]:
+            def submit(samples: int, listener: Listener, ids: list[int], asked: Asked | None) -> list[Request]:
                 return self.scheduler.submit_samples(
                     ids,
                     samples,
@@ -360,12 +367,15 @@ class Service:
                     stop=stops,
                     min_new_tokens=given.min_tokens,
                     skip_special_tokens=given.skip_special_tokens,
-                    keep_special_tokens=kept,
-                    constraint=None if given.constraint is None else given.constraint.constraint,
+                    keep_special_tokens=form.kept,
+                    constraint=None if asked is None else asked.constraint,
                     top=given.top,
                     prompt_top=(given.top or 0) if scores_prompts else None,
                     speculate=given.speculate,
                     listener=listener,
                 )
 
-            stream.submit(partial(submit, ids=self._ids(prompt)))
+            try:
+                stream.submit(partial(submit, ids=ids, asked=asked))
+            except ConstraintError as error:
+                raise cast(Asked, asked).refusal(error) from error

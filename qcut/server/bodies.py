@@ -32,7 +32,7 @@ from qcut.server.known_fields import (
 from qcut.server.limits.json_body import parse_json
 from qcut.server.refusals import Refusal
 from qcut.server.structured import Asked, asked
-from qcut.server.tools.requests import check_choice, checked_calls, checked_choice, checked_tools
+from qcut.server.tools.requests import Calling, calling, checked_calls, checked_choice, checked_tools, path_of
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
@@ -452,11 +452,13 @@ class ToolFields(ChatFields):
     """Fields of requests whose chat may have tools.
 
     Attributes:
+        IS_FLAT: whether the fields of a function stand next to the type of its tool.
         tools: functions that the model may call.
-        tool_choice: whether it may call them; ``none`` drops them.
+        tool_choice: whether it may or must call one, and which; ``none`` drops them.
         parallel_tool_calls: whether an answer may have several calls.
     """
 
+    IS_FLAT: ClassVar[bool] = False
     tools: Annotated[list[dict[str, Any]], BeforeValidator(checked_tools)] = []
     tool_choice: Annotated[str | dict[str, Any], BeforeValidator(checked_choice)] = "auto"
     parallel_tool_calls: bool = True
@@ -467,14 +469,23 @@ class ToolFields(ChatFields):
         return without_tools(super().renamed(given))
 
     @property
-    def chat(self) -> Chat:
-        """See `ChatFields`; with tools.
+    def calling(self) -> Calling:
+        """The calls of the answer.
 
         Raises:
-            Refusal, also: the choice does not fit the tools.
+            Refusal: the choice does not fit the tools.
         """
-        check_choice(self.tools, self.tool_choice)
-        return replace(super().chat, tools=tuple(self.tools))
+        paths = [f"{path_of(i, self.IS_FLAT)}.parameters" for i in range(len(self.tools))]
+        return calling(self.tools, self.tool_choice, self.parallel_tool_calls, paths)
+
+    @property
+    def chat(self) -> Chat:
+        """See `ChatFields`; with the functions that may be called.
+
+        Raises:
+            Refusal, also: see `calling`.
+        """
+        return replace(super().chat, tools=self.calling.tools)
 
 
 class ChatBody(ToolFields, Body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +20,7 @@ _MAKE: Mapping[str, Callable[[Any], Constraint]] = {
 }
 _IGNORED = frozenset({"backend", "disable_fallback"})
 _OFF = frozenset({"disable_any_whitespace", "disable_additional_properties", "json_object"})
+_IN_LINE = re.compile(r"grammar: at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \||$)")
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -28,14 +30,21 @@ class Asked(NamedTuple):
     Attributes:
         param: path of the field.
         constraint: not yet tried on the model's tokens.
+        places: paths of the schemas in a grammar, and names of their functions, by their lines.
     """
 
     param: str
     constraint: Constraint
+    places: Mapping[int, tuple[str, str]] = {}
 
     def refusal(self, error: ConstraintError) -> Refusal:
         """The refusal for a constraint that is wrong."""
-        return _refused(self.param, str(error))
+        found = _IN_LINE.match(str(error))
+        if found is None or int(found[1]) not in self.places:
+            return _refused(self.param, str(error))
+        param, name = self.places[int(found[1])]
+        what = f"of {name}: {found[2]}" if name else found[2]
+        return _refused(param, f"{what}; allowed: JSON Schema of draft 2020-12 with the keywords that llguidance has")
 
 
 def asked(formats: Mapping[str, dict[str, Any] | None], fields: Mapping[str, Any]) -> Asked | None:

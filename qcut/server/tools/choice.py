@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from qcut.errors import ConfigError, shown
 from qcut.server.refusals import Refusal
+from qcut.server.structured import Asked
 from qcut.server.tools import harmony
 from qcut.server.tools.calls import HermesCalls, LlamaCalls, MistralCalls
+from qcut.server.tools.grammar import AnswerGrammar
 from qcut.server.tools.harmony import Harmony
 from qcut.server.tools.pieces import Parser, Piece
-from qcut.server.tools.reasoning import OPEN, Think
+from qcut.server.tools.reasoning import Think
+from qcut.server.tools.requests import Calling
 
 JSON = dict[str, Any]
 _CALLS: Mapping[str, type[HermesCalls | LlamaCalls | MistralCalls]] = {
@@ -24,7 +28,8 @@ _CALLS: Mapping[str, type[HermesCalls | LlamaCalls | MistralCalls]] = {
 }
 TOOL_PARSERS = ("auto", *_CALLS, "harmony", "none")
 """Values of ``--tool-parser``."""
-REASONING_PARSERS = ("auto", "think", "harmony", "none")
+_THOUGHT: Mapping[str, tuple[str, str]] = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+REASONING_PARSERS = ("auto", *_THOUGHT, "harmony", "none")
 """Values of ``--reasoning-parser``."""
 PROMPT_TOKENS = 16
 """Tokens at the end of a prompt that show whether it begins the reasoning."""
@@ -50,7 +55,7 @@ def reasoning_parser_of(template: str) -> str:
     """The name of the parser of the reasoning that a chat template writes; ``none`` if it writes none."""
     if tool_parser_of(template) == "harmony":
         return "harmony"
-    return "think" if OPEN in template or "</think>" in template else "none"
+    return next((name for name, marks in _THOUGHT.items() if any(mark in template for mark in marks)), "none")
 
 
 @dataclass(frozen=True)
@@ -61,13 +66,16 @@ class Parsing:
         parser: makes the parser of a choice from the end of the prompt's text.
         markers: strings that texts have although they may be special tokens.
         new_id: makes the id of a call.
-        parallel: whether an answer may have several calls; otherwise further ones are left out.
+        several: whether an answer may have several calls; otherwise further ones are left out.
+        asked: makes the constraint of an answer from the end of the prompt's text, and the one that the request asks
+            for; either may be None.
     """
 
     parser: Callable[[str], Parser]
     markers: tuple[str, ...]
     new_id: Callable[[], str]
-    parallel: bool = True
+    several: bool
+    asked: Callable[[str, Asked | None], Asked | None]
 
 
 class Parsers:
@@ -77,12 +85,19 @@ class Parsers:
         template: the tokenizer's ``chat_template``: a text, several by their names, or None.
         tool_parser: one of `TOOL_PARSERS`.
         reasoning_parser: one of `REASONING_PARSERS`.
+        tokens: ids of the tokenizer's added tokens by their spelling.
 
     Raises:
         ConfigError: another name, or ``harmony`` with a parser that is not for its channels.
     """
 
-    def __init__(self, template: Any, tool_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+    def __init__(
+        self,
+        template: Any,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        tokens: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         for option, name, allowed in (
             ("--tool-parser", tool_parser, TOOL_PARSERS),
             ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
@@ -103,56 +118,49 @@ class Parsers:
                 f"--tool-parser {self._tools} with --reasoning-parser {self._reasoning}; allowed: harmony only with "
                 "harmony or none"
             )
+        is_harmony = "harmony" in (self._tools, self._reasoning)
+        self._grammar = AnswerGrammar(self._tools, _THOUGHT.get(self._reasoning), is_harmony, text, tokens)
 
-    def of(self, tools: Sequence[JSON], choice: str | JSON, parallel: bool = True) -> Parsing | None:
+    def of(self, calling: Calling) -> Parsing | None:
         """How to parse the answers to a request; None: not at all.
 
         Args:
-            tools: of the request.
-            choice: its ``tool_choice``.
-            parallel: its ``parallel_tool_calls``.
+            calling: functions that may be called.
 
         Raises:
-            Refusal: the format of the model's calls is unknown, or the choice needs constrained sampling.
+            Refusal: the form of the model's calls is unknown.
         """
-        if tools and self._is_auto and self._tools == "none":
+        options = ", ".join(TOOL_PARSERS[1:])
+        if calling.tools and self._is_auto and self._tools == "none":
             message = "tools: found no form of calls in the chat template; allowed: no tools, or a server with "
-            options = ", ".join(TOOL_PARSERS[1:])
             raise Refusal(400, f"{message}--tool-parser ({options})", param="tools", code="unsupported")
-        if choice not in ("auto", "none"):
-            constraint_of(self._tools, tools, choice)
-        calls = self._tools if tools else "none"
+        if calling.is_forced and self._tools == "none":
+            message = "tool_choice: --tool-parser none forces no call; allowed: none, auto, or a server with another"
+            raise Refusal(400, f"{message} ({options})", param="tool_choice", code="unsupported")
+        calls = self._tools if calling.tools else "none"
         new_id = _mistral_id if calls == "mistral" else _id
+
+        def asked(prompt: str, content: Asked | None) -> Asked | None:
+            if calling.is_forced:
+                return self._grammar.asked(calling, prompt)
+            if content is None or content.constraint.kind != "json_schema":
+                return content
+            return self._grammar.asked(calling, prompt, content)
+
         if "harmony" in (calls, self._reasoning):
             has_calls, has_reasoning = calls == "harmony", self._reasoning == "harmony"
-            return Parsing(lambda _: Harmony(has_calls, has_reasoning), harmony.MARKERS, new_id, parallel)
+            return Parsing(lambda _: Harmony(has_calls, has_reasoning), harmony.MARKERS, new_id, calling.several, asked)
         if calls == self._reasoning == "none":
             return None
-        names = frozenset(str(tool["function"]["name"]) for tool in tools)
-        kind = _CALLS.get(calls)
-        thinks = self._reasoning == "think"
+        names = frozenset(str(tool["function"]["name"]) for tool in calling.tools)
+        kind, thought = _CALLS.get(calls), _THOUGHT.get(self._reasoning)
 
         def parser(prompt: str) -> Parser:
             content = _Plain() if kind is None else kind(names)
-            return Think(content, prompt.rstrip().endswith(OPEN)) if thinks else content
+            return content if thought is None else Think(content, prompt.rstrip().endswith(thought[0]), thought)
 
-        markers = (*(() if kind is None else kind.MARKERS), *(Think.MARKERS if thinks else ()))
-        return Parsing(parser, markers, new_id, parallel)
-
-
-def constraint_of(parser: str, tools: Sequence[JSON], choice: str | JSON) -> None:
-    """The constraint on tokens that makes an answer call a function.
-
-    Args:
-        parser: name of the parser, which decides the form of calls.
-        tools: of the request.
-        choice: ``required``, or the function to call.
-
-    Raises:
-        Refusal: always: tokens are not constrained.
-    """
-    message = f'tool_choice: found {shown(choice)}; allowed: "auto", "none". A call cannot be forced'
-    raise Refusal(400, message, param="tool_choice", code="unsupported")
+        markers = (*(() if kind is None else kind.MARKERS), *(thought or ()))
+        return Parsing(parser, markers, new_id, calling.several, asked)
 
 
 class _Plain:

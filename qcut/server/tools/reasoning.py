@@ -1,26 +1,26 @@
-"""The parser of reasoning between ``<think>`` and ``</think>``."""
+"""The parser of reasoning between two markers."""
 
 from __future__ import annotations
 
 from qcut.server.tools.pieces import Parser, Piece, cut
 
-OPEN, CLOSE = "<think>", "</think>"
-
 
 class Think:
-    """Reasoning at the beginning of an answer, up to ``</think>``; all of the answer if that does not come.
+    """Reasoning at the beginning of an answer, up to a marker; all of the answer if that does not come.
 
     Newlines around the reasoning and before the content are dropped.
 
     Args:
         content: finds calls in the content after the reasoning.
         is_open: whether the prompt has begun the reasoning.
+        markers: before and after the reasoning.
     """
 
-    MARKERS = (OPEN, CLOSE)
-
-    def __init__(self, content: Parser, is_open: bool = False) -> None:
+    def __init__(
+        self, content: Parser, is_open: bool = False, markers: tuple[str, str] = ("<think>", "</think>")
+    ) -> None:
         self._content, self._held = content, ""
+        self._open, self._close = markers
         self._state = "open" if is_open else "before"
 
     def add(self, text: str) -> list[Piece]:
@@ -31,9 +31,9 @@ class Think:
         found: list[Piece] = []
         if self._state in ("before", "open"):
             text = self._held.lstrip()
-            if text.startswith(OPEN):  # a model may repeat what the prompt has begun
-                self._held, self._state = text[len(OPEN) :], "start"
-            elif OPEN.startswith(text):
+            if text.startswith(self._open):  # a model may repeat what the prompt has begun
+                self._held, self._state = text[len(self._open) :], "start"
+            elif self._open.startswith(text):
                 return []
             else:
                 self._state = "start" if self._state == "open" else "content"
@@ -42,7 +42,7 @@ class Think:
             if self._held:
                 self._state = "reasoning"
         if self._state == "reasoning":
-            before, marker, self._held = cut(self._held, (CLOSE,))
+            before, marker, self._held = cut(self._held, (self._close,))
             if marker is None:
                 given = before.rstrip("\n")
                 self._held = before[len(given) :] + self._held

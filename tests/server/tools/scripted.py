@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
 import qcut
 from qcut.engine.request import Request
 from qcut.engine.sequence import End, Event
@@ -25,6 +28,18 @@ HERMES = (
     "{{ '\n' }}{% endfor %}"
     "assistant:{{ ' <think>\n' if enable_thinking else '' }}"
 )
+
+
+def with_special_tokens(tokenizer: Any, markers: Sequence[str], template: str) -> Any:
+    """A tokenizer whose last tokens are markers instead, with a chat template."""
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, count = data["model"], len(markers)
+    ids = dict(zip(markers, range(len(model["vocab"]) - count, len(model["vocab"])), strict=True))
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i not in ids.values()}
+    model["merges"] = model["merges"][: len(model["merges"]) - count]  # the last token is the last merge's, and so on
+    data["added_tokens"] += [{**data["added_tokens"][0], "id": i, "content": marker} for marker, i in ids.items()]
+    found = Tokenizer.from_str(json.dumps(data))
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|endoftext|>", chat_template=template)
 
 
 class Script(qcut.Scheduler):

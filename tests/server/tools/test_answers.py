@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from tests.server.serving import Served, engine, serving
-from tests.server.tools.scripted import HERMES, TIME, USER, WEATHER, deltas, message_of, post, scripted, write
+from tests.server.tools.scripted import (
+    HERMES,
+    TIME,
+    USER,
+    WEATHER,
+    deltas,
+    message_of,
+    post,
+    scripted,
+    with_special_tokens,
+    write,
+)
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 MADE = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
@@ -148,18 +156,9 @@ def test_parsers_can_be_turned_off() -> None:
 
 def test_markers_that_are_special_tokens() -> None:
     """They are parsed, and left out of texts otherwise."""
-    marker, token = "<tool_call>", 0
-
-    def marked(tokenizer: Any) -> Any:
-        nonlocal token
-        data = json.loads(tokenizer.backend_tokenizer.to_str())
-        token = data["model"]["vocab"].pop("¢")
-        data["model"]["vocab"][marker] = token
-        data["added_tokens"].append({**data["added_tokens"][0], "id": token, "content": marker})
-        found = Tokenizer.from_str(json.dumps(data))
-        return PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|endoftext|>", chat_template=HERMES)
-
-    with serving(engine(context=256, wrap=marked)) as served:
+    marker = "<tool_call>"
+    with serving(engine(context=256, wrap=lambda one: with_special_tokens(one, [marker], HERMES))) as served:
+        token = served.alone.tokenizer.convert_tokens_to_ids(marker)
         given: dict[str, Any] = {"logit_bias": {str(token): 100}, "ignore_eos": True, "temperature": 0}
         for body, text in (
             ({"max_tokens": 3}, ""),

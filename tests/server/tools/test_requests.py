@@ -35,6 +35,10 @@ def function(**fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": fields}]
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 def calling(**fields: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": None, "tool_calls": [{**CALL, **fields}]}]
 
@@ -56,6 +60,10 @@ def calling(**fields: Any) -> list[dict[str, Any]]:
         ({"tools": [TIME], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [TIME], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [TIME], "tool_choice": NAMED}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": allowed("any", NAMED)}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": allowed("auto", NAMED)}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TIME], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"messages": calling(type="custom")}, "messages.tool_calls.0.type"),
@@ -75,13 +83,6 @@ def test_wrong_fields(hermes: Served, body: dict[str, Any], param: str) -> None:
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert param in answer["error"]["message"]
     assert len(answer["error"]["message"]) < 500
-
-
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_calls_cannot_be_forced(hermes: Served, choice: Any) -> None:
-    status, answer = post(hermes, tools=[WEATHER], tool_choice=choice)
-    assert (status, answer["error"]["param"]) == (400, "tool_choice")
-    assert 'allowed: "auto", "none"' in answer["error"]["message"]
 
 
 def test_variables_are_no_arguments(hermes: Served) -> None:
