@@ -263,7 +263,7 @@ class Service:
         except QcutError as error:
             raise Refusal.of(error, self.scheduler.engine.context) from error
 
-    def _ids(self, prompt: AnyPrompt) -> list[int]:
+    def _ids(self, prompt: AnyPrompt, where: str = ChatBody.PROMPT) -> list[int]:
         engine = self.scheduler.engine
         tokenizer, vocabulary = engine.tokenizer, engine.decoder.vocabulary
         if isinstance(prompt, Text):
@@ -279,7 +279,7 @@ class Service:
             if is_given and field not in self._rendered:
                 if self._is_rendered_as(without, ids):
                     message = f"{field}: the chat template of this model ignores them; allowed: none"
-                    param = field if field == "tools" else f"messages.{field}"
+                    param = field if field == "tools" else f"{where}.{field}"
                     raise Refusal(400, message, param=param, code="unsupported")
                 self._rendered.add(field)
         return ids
@@ -353,7 +353,7 @@ class Service:
             if stream.is_left:
                 return
             self._prompts.check(prompt)
-            ids = self._ids(prompt)
+            ids = self._ids(prompt, given.PROMPT)
             if form.kept:
                 form.prompt_end = self.vocabulary.decode(ids[-PROMPT_TOKENS:], skip_special_tokens=False)
             asked = form.asked(given.constraint)

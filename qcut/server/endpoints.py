@@ -23,6 +23,7 @@ from qcut.server.limits.executors import Executors
 from qcut.server.refusals import Refusal
 from qcut.server.responses_api import Response as ResponseForm
 from qcut.server.responses_api import ResponsesBody
+from qcut.server.tools.choice import Parsing
 
 MOST_DETOKENIZED = 1 << 17
 """Most tokens of one ``/detokenize``: the tokenizer holds Python's global lock while it decodes."""
@@ -50,6 +51,9 @@ class Service(Protocol):
 
     def name_for(self, given: Body) -> str:
         """The model's name in the response."""
+
+    def parsing(self, given: ToolFields) -> Parsing | None:
+        """How to parse the answers to a request."""
 
 
 class TokenizeBody(ToolFields):
@@ -138,7 +142,8 @@ def routes(service: Service) -> list[Route]:
 
     async def responses(request: Request) -> Response:
         given = await service.read(request, ResponsesBody)
-        return await service.answer(request, given, ResponseForm(service.name_for(given), given))
+        form = ResponseForm(service.name_for(given), given, service.parsing(given))
+        return await service.answer(request, given, form)
 
     async def unstored(request: Request) -> Response:
         message = "responses are not stored; send the whole conversation as input to /v1/responses"

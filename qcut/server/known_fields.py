@@ -32,7 +32,6 @@ class Only(NamedTuple):
 
 
 _STRUCTURED = "Served are json, regex, choice and grammar"
-_TOOLS = 'Tool calls are not served here; use /v1/chat/completions, or send no tools, or tool_choice "none"'
 _TEXT = "The model reads and writes text; send text only"
 _BEAMS = "Beam search is not served; ask for n samples and compare their log-probabilities"
 _SAMPLER = "Served are temperature, top_p, top_k, min_p, the penalties and logit_bias"
@@ -116,8 +115,6 @@ RESPONSES_ONLY: Mapping[str, Only] = {
     "conversation": Only((), _STORED),
     "previous_response_id": Only(("",), _STORED),
     "prompt": Only((), "Send the prompt's text as input"),
-    "tool_choice": Only(("none", "auto"), _TOOLS),
-    "tools": Only(([],), _TOOLS),
     "truncation": Only(("disabled",), _PROMPT),
 }
 """Fields of ``/v1/responses``."""

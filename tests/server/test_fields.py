@@ -88,9 +88,9 @@ def test_messages_that_clients_send(message: dict[str, Any]) -> None:
         (ChatBody, "messages", [{**USER, "function_call": {"name": "f"}}], "Send tool_calls"),
         (ResponsesBody, "previous_response_id", "resp_1", "whole conversation"),
         (ResponsesBody, "background", True, "whole conversation"),
-        (ResponsesBody, "tools", [{"type": "web_search"}], "Tool calls"),
+        (ResponsesBody, "tools", [{"type": "web_search"}], 'allowed: "function"'),
         (ResponsesBody, "text", {"format": {"type": "json_schema"}}, "a JSON Schema, an object"),
-        (ResponsesBody, "input", [{"type": "function_call_output", "output": "1"}], "text only"),
+        (ResponsesBody, "input", [{"type": "computer_call_output", "output": "1"}], "text only"),
         (ResponsesBody, "input", [{"role": "user", "content": [{"type": "input_image"}]}], "text only"),
     ],
 )

@@ -16,7 +16,6 @@ MOST_TOOLS = 128
 MOST_CALLS = 1024
 _NAME = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _NO_PARAMETERS: JSON = {"type": "object", "properties": {}}
-_NAMES = "1 to 128 letters, digits, and any of _ - . :"
 
 
 def checked_tools(value: object, is_flat: bool = False) -> list[JSON]:
@@ -74,6 +73,17 @@ def checked_choice(value: object, is_flat: bool = False) -> str | JSON:
     function = '"name": …' if is_flat else '"function": {"name": …}'
     allowed = f'"none", "auto", "required", {{"type": "function", {function}}}, or allowed_tools'
     raise _wrong("tool_choice", value, allowed)
+
+
+def checked_name(value: object, where: str) -> str:
+    """The name of a function.
+
+    Raises:
+        Refusal: it is none.
+    """
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise _wrong(where, value, "1 to 128 letters, digits, and any of _ - . :")
+    return value
 
 
 def flat_tool(tool: JSON) -> JSON:
@@ -199,9 +209,7 @@ def _function(value: object, where: str, is_flat: bool = False) -> JSON:
     path, function = (where, value) if is_flat else (f"{where}.function", value.get("function"))
     if not isinstance(function, dict):
         raise _wrong(path, function, "an object with a name")
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _wrong(f"{path}.name", name, _NAMES)
+    checked_name(function.get("name"), f"{path}.name")
     return function
 
 

@@ -170,9 +170,7 @@ def test_other_answers_are_not_allowed(family: str, prompt: str, text: str, mark
 
 
 @pytest.mark.parametrize(("family", "prompt", "text", "expected"), CASES)
-def test_one_call_if_one_is_asked_for(
-    family: str, prompt: str, text: str, expected: list[tuple[str, str]]
-) -> None:
+def test_one_call_if_one_is_asked_for(family: str, prompt: str, text: str, expected: list[tuple[str, str]]) -> None:
     _, matcher = asked_of(family, prompt, True, called(several=False))
     assert allows(matcher, tokenizer(True).encode(text)) == (BOTH[0] not in expected)
     _, matcher = asked_of(family, prompt, True, called(NAMED))
