@@ -75,7 +75,7 @@ access:
 --tool-parser auto|hermes|llama3|mistral|harmony|none = auto
     how calls of tools are found in answers: auto takes the form that the chat template has, none leaves them in the
     text (default: auto)
---reasoning-parser auto|think|harmony|none = auto
+--reasoning-parser auto|think|mistral|harmony|none = auto
     how reasoning is found in answers: auto takes the form that the chat template has, none leaves it in the text
     (default: auto)
 limits:

@@ -31,7 +31,7 @@ def hermes() -> Iterator[Served]:
         yield found
 
 
-def both(served: Served, **body: Any) -> tuple[dict[str, Any], str]:
+def both(served: Served, prefix: str = "call_", **body: Any) -> tuple[dict[str, Any], str]:
     """Message and reason of an answer, which a stream gives as well; calls without their ids."""
     status, answer = post(served, **body)
     assert status == 200, answer
@@ -40,7 +40,7 @@ def both(served: Served, **body: Any) -> tuple[dict[str, Any], str]:
     assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [choice["finish_reason"]]
     message = {name: value for name, value in choice["message"].items() if value is not None}
     for call in message.get("tool_calls", ()):
-        assert call.pop("id").startswith("call_")
+        assert call.pop("id").startswith(prefix)
     assert {name: value for name, value in message.items() if value not in ("", "assistant")} == message_of(parts)
     return message, choice["finish_reason"]
 
@@ -145,6 +145,18 @@ def test_the_template_chooses_the_parser(template: str, text: str, arguments: st
         assert (call["function"], choice["finish_reason"]) == ({"name": "time", "arguments": arguments}, "tool_calls")
         assert len(call["id"]) == (9 if template == "[TOOL_CALLS]" else 29)
         assert message_of(deltas(served, tools=[TIME]))["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_reasoning_of_mistral() -> None:
+    made = HERMES.replace("<tool_call>", "[TOOL_CALLS]").replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
+    with scripted(made) as served:
+        write(served, '[THINK]Hm.[/THINK]Yes.[TOOL_CALLS]time[ARGS]{"a": 1}')
+        message, reason = both(served, "", tools=[TIME])
+        assert (message["reasoning_content"], message["content"], reason) == ("Hm.", "Yes.", "tool_calls")
+        assert message["tool_calls"][0]["function"] == {"name": "time", "arguments": '{"a": 1}'}
+        write(served, "Hm.[/THINK]Yes.")
+        message, _ = both(served, chat_template_kwargs={"enable_thinking": True})
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
 def test_parsers_can_be_turned_off() -> None:

@@ -43,6 +43,14 @@ def opened() -> Parser:
     return Think(HermesCalls(NAMES), is_open=True)
 
 
+def mistral_thinking() -> Parser:
+    return Think(MistralCalls(NAMES), markers=("[THINK]", "[/THINK]"))
+
+
+def mistral_opened() -> Parser:
+    return Think(MistralCalls(NAMES), True, ("[THINK]", "[/THINK]"))
+
+
 def content(text: str) -> tuple[str, str]:
     return "content", text
 
@@ -147,6 +155,20 @@ CASES: list[tuple[Make, str, Found]] = [
     (opened, f"Hm.\n\nOr?\n</think>\n\n{MARKED}", [("reasoning", "Hm.\n\nOr?"), *call("weather", NESTED)]),
     (opened, "<think>\nHm.</think>Yes.", [("reasoning", "Hm."), content("Yes.")]),
     (opened, "Hm </thin", [("reasoning", "Hm </thin")]),
+    (mistral_thinking, "[THINK]Hm [x] [/TH.[/THINK]\nYes.", [("reasoning", "Hm [x] [/TH."), content("Yes.")]),
+    (
+        mistral_thinking,
+        f"[THINK]Hm.[/THINK][TOOL_CALLS]weather[ARGS]{NESTED}[TOOL_CALLS]time[ARGS]{{}}",
+        [("reasoning", "Hm."), *call("weather", NESTED), *call("time", "{}")],
+    ),
+    (mistral_thinking, f"[TOOL_CALLS][{WEATHER}]", call("weather", NESTED)),
+    (mistral_thinking, "<think>no</think>[THINK]", [content("<think>no</think>[THINK]")]),
+    (
+        mistral_opened,
+        "Hm.[/THINK]Yes.[TOOL_CALLS]time[ARGS]{}",
+        [("reasoning", "Hm."), content("Yes."), *call("time", "{}")],
+    ),
+    (mistral_opened, "[THINK]Hm [/THINK", [("reasoning", "Hm [/THINK")]),
 ]
 
 
@@ -172,11 +194,13 @@ def test_every_split_gives_the_same(make: Make, text: str, expected: Found) -> N
         assert parsed(make, parts) == expected, parts
 
 
-@pytest.mark.parametrize("make", [hermes, llama, mistral, harmony, thinking, opened])
+@pytest.mark.parametrize("make", [hermes, llama, mistral, harmony, thinking, opened, mistral_thinking, mistral_opened])
 def test_random_texts_lose_nothing_by_splits(make: Make) -> None:
     draw = random.Random(0)
     words = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "time"]
     words += [
+        "[THINK]",
+        "[/THINK]",
         "<|channel|>",
         "<|message|>",
         "<|end|>",

@@ -174,6 +174,7 @@ def test_tools_count_towards_the_context(hermes: Served) -> None:
         ("<|python_tag|>", "llama3", "none"),
         ("<|python_tag|><function=f></function>", "none", "none"),
         ("[TOOL_CALLS][ARGS]", "mistral", "none"),
+        ("[TOOL_CALLS][ARGS][THINK]", "mistral", "mistral"),
         ("<|start|><|channel|>analysis<|message|><|call|>", "harmony", "harmony"),
     ],
 )
