@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.server.serving import Served, engine, serving
-from tests.server.tools.scripted import scripted
+from tests.server.tools.scripted import HERMES, scripted
 
 KEY = "sk-test"
 if importlib.util.find_spec("litellm") is None:
@@ -33,6 +34,18 @@ def keyed() -> Iterator[Served]:
 def caller() -> Iterator[Served]:
     """A server that asks for a key, of a chat template with tools and reasoning; tests write its answers."""
     with scripted(key=KEY) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def forcer() -> Iterator[Served]:
+    """A server that asks for a key, of a chat template with tools; its model calls functions if it must."""
+
+    def wrap(tokenizer: Any) -> Any:
+        tokenizer.chat_template = HERMES.replace("<think>", "").replace("</think>", "")
+        return tokenizer
+
+    with serving(engine(context=512, wrap=wrap), key=KEY) as found:
         yield found
 
 

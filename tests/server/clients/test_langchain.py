@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -117,8 +117,35 @@ def test_tools(caller: Served) -> None:
     write(caller, "It is sunny.")
     result = ToolMessage("sunny", tool_call_id=call["id"])
     assert model.invoke([HumanMessage(QUESTION), answer, result]).content == "It is sunny."
-    with pytest.raises(openai.BadRequestError, match="A call cannot be forced"):
-        chat(caller).bind_tools([Weather], tool_choice="Weather").invoke(QUESTION)
+
+
+class Town(BaseModel, extra="forbid"):
+    """A town."""
+
+    name: Literal["Bern", "Basel"]
+
+
+class River(BaseModel, extra="forbid"):
+    """A river."""
+
+    length: Literal[1, 2]
+
+
+@pytest.mark.parametrize("choice", ["any", "Town"])
+@pytest.mark.parametrize("newer", [False, True])
+def test_forced_calls(forcer: Served, choice: str, newer: bool) -> None:
+    served = chat(forcer, max_tokens=80, use_responses_api=newer)
+    model = served.bind_tools([Town, River], tool_choice=choice, parallel_tool_calls=False)
+    pieces = list(model.stream(QUESTION))
+    for answer in (model.invoke(QUESTION), sum(pieces[1:], pieces[0])):
+        (call,) = answer.tool_calls
+        assert {"Town": Town, "River": River}[call["name"]](**call["args"])
+        assert choice == "any" or call["name"] == choice
+
+
+def test_structured_answers_by_calls(forcer: Served) -> None:
+    model = chat(forcer, max_tokens=80).with_structured_output(Town, method="function_calling")
+    assert isinstance(model.invoke(QUESTION), Town)
 
 
 class Answer(BaseModel, extra="forbid"):

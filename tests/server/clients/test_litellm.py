@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import litellm
@@ -100,6 +101,30 @@ def test_tools_and_reasoning(caller: Served, provider: str) -> None:
     messages = [*CHAT, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     answer = litellm.completion(**options(caller, provider, messages=messages, tools=[WEATHER]))
     assert answer.choices[0].message.content == "It is sunny."
+
+
+KIND = {"type": "object", "properties": {"kind": {"enum": ["sun", "rain"]}}, "additionalProperties": False}
+FORECAST = {"type": "function", "function": {"name": "forecast", "description": "The weather.", "parameters": KIND}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "forecast"}}])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_forced_calls(forcer: Served, provider: str, choice: Any) -> None:
+    given = options(forcer, provider, tools=[FORECAST], tool_choice=choice, parallel_tool_calls=False, max_tokens=80)
+    (selected,) = litellm.completion(**given).choices
+    (call,) = selected.message.tool_calls
+    assert (selected.finish_reason, call.function.name) == ("tool_calls", "forecast")
+    assert json.loads(call.function.arguments).get("kind", "sun") in ("sun", "rain")
+
+
+def test_forced_calls_of_responses(forcer: Served) -> None:
+    given = {key: value for key, value in options(forcer).items() if key not in ("messages", "max_tokens")}
+    tools = [{"type": "function", **FORECAST["function"]}]  # type: ignore[dict-item]
+    more = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 80}
+    answer = litellm.responses(**given, **more, input="What is a list?")
+    assert [(item.type, item.name) for item in answer.output] == [("function_call", "forecast")]
+    events = list(litellm.responses(**given, **more, input="What is a list?", stream=True))
+    assert events[-1].response.output[0].arguments == answer.output[0].arguments
 
 
 def test_errors_have_their_kind(keyed: Served) -> None:
