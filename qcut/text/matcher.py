@@ -54,7 +54,7 @@ _SECONDS = 2
 # would end or hold up all requests. The stack is half of a thread's usual one: what passes here passes there. The
 # process knows the model's special tokens by name and number, since grammars may have them; all other tokens are bytes.
 _CHECK = """
-import json, resource, sys, threading
+import json, os, resource, sys, threading
 sys.path[:] = json.loads(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), int(sys.argv[2])))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -69,7 +69,7 @@ def check():
     tokens.tokens += [b""] * (size - len(tokens.tokens))
     tokens = LLTokenizer(TokenizerWrapper(tokens), n_vocab=len(tokens.tokens))
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**limits))
-    print(matcher.get_error(), end="", flush=True)
+    os.write(1, matcher.get_error().encode(errors="replace"))
     matcher.compute_bitmask()
 threading.stack_size(4 << 20)
 thread = threading.Thread(target=check)

@@ -64,9 +64,9 @@ def checked_choice(value: object, is_flat: bool = False) -> str | JSON:
     if kind == "function" and (name := _name_of(value, is_flat)) is not None:
         return _chosen(name)
     if isinstance(value, dict) and kind == "allowed_tools":
-        given = value if is_flat else value.get("allowed_tools")
+        given, where = (value, "tool_choice") if is_flat else (value.get("allowed_tools"), "tool_choice.allowed_tools")
         if isinstance(given, dict) and given.get("mode") in ("auto", "required"):
-            names = [_name_of(tool, is_flat) for tool in _list(given.get("tools"), "tool_choice.tools", MOST_TOOLS)]
+            names = [_name_of(tool, is_flat) for tool in _list(given.get("tools"), f"{where}.tools", MOST_TOOLS)]
             if names and None not in names:
                 tools = [_chosen(str(name)) for name in names]
                 return {"type": "allowed_tools", "allowed_tools": {"mode": given["mode"], "tools": tools}}

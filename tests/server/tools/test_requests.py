@@ -63,6 +63,7 @@ def calling(**fields: Any) -> list[dict[str, Any]]:
         ({"tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [TIME], "tool_choice": allowed("any", NAMED)}, "tool_choice"),
         ({"tools": [TIME], "tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": allowed("auto", *[NAMED] * 129)}, "tool_choice.allowed_tools.tools"),
         ({"tools": [TIME], "tool_choice": allowed("auto", NAMED)}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TIME], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
