@@ -194,6 +194,19 @@ class SearchSpace:
         if limit is not None and least > limit:
             raise budget.impossible(least, self.weights)
 
+    def forecast(self, budget: Budget) -> tuple[int, float]:
+        """Passes of the model that measure single layers, and their seconds by the time of the first pass.
+
+        A budget of cost measures the layers twice. Not included are the candidates, which are quantized before, and
+        whole plans, which are measured after.
+        """
+        batches = len(self._batches[: self._few])
+        schemes = [list(dict.fromkeys(fits.values())) for fits in self._fits]
+        passes = 1 + sum(not scheme.is_float for row in schemes for scheme in row)
+        if budget.loss is None:
+            passes += 2 + sum(len(row) - 1 for row in schemes)  # the float model and the first choice, too
+        return passes * batches, passes * batches * self.judge.pass_s
+
     def quantize(self) -> None:
         """Quantize every group under every scheme that it can have."""
         both = list(zip(self.groups, self._fits, strict=True))

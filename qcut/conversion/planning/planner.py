@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from qcut.common.progress import FIRST_LINE_S, print_above
 from qcut.conversion.calibration.calibrate import Calibration
 from qcut.conversion.planning.assign import curve, predicted, within_cost, within_loss
 from qcut.conversion.planning.budget import Budget
@@ -102,7 +103,8 @@ def plan(
             on all of them.
         include: globs of layers to plan for; None takes every linear layer.
         skip: globs of layers to leave as they are.
-        progress: show progress bars.
+        progress: show progress bars, and with ``measure="model"`` first a line that says how many passes of the model
+            there will be, and how long these take, if that is ten seconds and more.
 
     Returns:
         The `Plan`, static ranges included: `qcut.quantize(model, plan)` needs nothing else but the second moments, if
@@ -140,6 +142,8 @@ def plan(
             progress=progress,
         )
         space.check(limit)
+        if progress and measure == "model":
+            _announce(*space.forecast(limit))
         space.quantize()
         space.measure()
         return plan_within(space, limit)
@@ -186,6 +190,15 @@ def plan_within(space: SearchSpace, budget: Budget) -> Plan:
         [list(names) for names in space.projections],
         space.fitted,
     )
+
+
+def _announce(passes: int, seconds: float) -> None:
+    """Print how long a plan takes at least, unless that is short."""
+    if seconds >= FIRST_LINE_S:
+        print_above(
+            f"plan: {passes} passes of the model measure its layers, about {seconds:.0f} s by the first one; quantizing "
+            "the candidates before and measuring whole plans after take more"
+        )
 
 
 def _reason(group: Group, scheme: str, metric: str) -> str:

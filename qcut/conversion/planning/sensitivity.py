@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -65,6 +66,9 @@ class Judge:
         model: the float model, in evaluation mode for each measurement.
         batches: see `qcut.models.modules.forward`.
         progress: show a progress bar.
+
+    Attributes:
+        pass_s: seconds that the float model took for the first batch, with the comparison of its output.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Any], progress: bool) -> None:
@@ -74,9 +78,12 @@ class Judge:
         self.tokens = 0
         with evaluating(model), torch.no_grad():
             batch = to_device(batches[0], model_device(model))
+            start = time.perf_counter()
             ids, y = input_ids_of(batch), output_tensor(forward(model, batch))
             if ids is not None and y.ndim == 3 and y.shape[:2] == ids.shape:
                 self.metric = "perplexity"
+            self._divergence(y, y, kept_positions(batch, y))
+            self.pass_s = time.perf_counter() - start
 
     def losses(
         self, variants: Sequence[Mapping[str, nn.Module]], what: str, max_batches: int | None = None

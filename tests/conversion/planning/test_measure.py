@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import csv
 import math
+import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -89,6 +91,49 @@ def test_passes_that_are_made_already_are_taken() -> None:
     wrong = SearchSpace(model, inputs(), [parse_scheme("codebook2")], passes={("codebook2", "4"): wider()}, **options)
     with pytest.raises(ConfigError, match="layer '4': passes are of codebook3; codebook2 is needed"):
         wrong.quantize()
+
+
+class Counted(nn.Sequential):
+    """A chain that counts its calls, and takes long over the first of them."""
+
+    calls, slow = 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls <= self.slow:
+            time.sleep(0.4)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_passes_are_known_before_they_run(count: int) -> None:
+    model = Counted(*chain())
+    options = {"calibration": None, "second_moments": None, "measure": "model", "together": True, "include": None}
+    options |= {"sensitivity_batches": count, "skip": (), "progress": False}
+    found = SearchSpace(model, inputs() * 3, [parse_scheme(name) for name in ("codebook2", "w8a16")], **options)
+    bits = Budget.of(None, 5.0, None, None, None)
+    found.check(bits)
+    once, again = (found.forecast(budget)[0] for budget in (Budget.of(0.1, None, None, None, None), bits))
+    before = model.calls
+    found.quantize()
+    found.measure()
+    assert model.calls - before == once
+    before = model.calls
+    plan_within(found, bits)
+    # The rest are whole plans, each on all batches: the float model, two uniform ones, and one or two found.
+    assert (model.calls - before - (again - once)) / 3 in (4, 5)
+
+
+def test_long_plan_says_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Counted(*chain())
+    options: dict[str, Any] = {"candidates": SCHEMES, "together": False}
+    plan(model, inputs(), bits=6.0, **options)
+    assert "passes of the model" not in capsys.readouterr().err
+    model.calls, model.slow = 0, 4  # those before the search
+    plan(model, inputs(), bits=6.0, **options)
+    line = re.search(r"plan: (\d+) passes of the model measure its layers, about (\d+) s", capsys.readouterr().err)
+    assert line is not None
+    assert 0.4 * int(line[1]) - 1 <= int(line[2]) <= 0.8 * int(line[1])
 
 
 def wider() -> list[RotatedCodebook]:
