@@ -17,17 +17,26 @@ project = "qcut"
 author = copyright = "the qcut authors"
 version = release = qcut.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 html_theme = "furo"
 html_title = f"qcut {release}"
 exclude_patterns = ["conf.py"]
 
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # formulas that look like Python
 
 # `name` in a docstring is a link where the reference has the name, and code where it has not.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
+autosummary_generate = False  # the pages of the reference have the entries
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
@@ -60,7 +69,7 @@ def add_modules(app: Any, page: str, text: list[str]) -> None:
     text[0] = text[0].replace("<!-- modules -->", modules())
 
 
-EXECUTED = ("walkthrough",)
+EXECUTED = ("walkthrough", "recipes/own-module", "recipes/mixture", "recipes/adapters")
 """Pages of which the site shows the results: their snippets run while it is built, on the CPU and without a network."""
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import qcut
 from examples import batch, chat, gpt2_int8, llama
+from qcut import errors
 from tests.repo.test_layering import FLOORS
 from tests.support import ROOT
 from tests.support.zoo import small_demo
@@ -152,12 +153,19 @@ def test_architecture_names_the_floors_of_the_code() -> None:
 
 def test_reference_has_every_public_name_and_operator() -> None:
     reference = ROOT / "docs" / "reference"
-    documented = set(re.findall(r"^\.\. auto(?:class|function):: (\w+)$", (reference / "index.md").read_text(), re.M))
-    assert documented == set(qcut.__all__) - {"errors", "ops"}
+    public = sorted(set(qcut.__all__) - {"errors", "ops"})
+    entry = re.compile(r"^\.\. auto(?:class|function):: (\w+)$", re.M)
+    assert sorted(name for page in reference.glob("*.md") for name in entry.findall(page.read_text())) == public
+    listed = re.findall(r"^ {3}(\w+)$", (reference / "index.md").read_text(), re.M)
+    assert sorted(listed) == sorted([*public, *(name for name, found in vars(errors).items() if _is_error(found))])
     modules = set(re.findall(r"automodule:: qcut\.ops\.([\w.]+)", (reference / "operators.md").read_text()))
     root = ROOT / "qcut" / "ops"
     defining = [path for path in root.rglob("*.py") if re.search(r"^@operator\(", path.read_text(), re.M)]
     assert modules == {".".join(path.relative_to(root).with_suffix("").parts) for path in defining}
+
+
+def _is_error(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Exception)
 
 
 def test_example_quantizes_and_continues(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,10 +18,12 @@ import pytest
 
 import qcut
 from qcut.cli import main as cli
+from tests.checkpoints.formats.samples import CHECKPOINTS
 from tests.support import ROOT
 from tests.support.zoo import small_demo
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+RECIPES = [page for page in PAGES if page.startswith("docs/recipes/")]
 PATIENCE_S = 120
 
 ELSEWHERE = {
@@ -38,6 +40,8 @@ NOT_RUN = {
     "docs/serving.md": "needs vLLM; tests/integrations/vllm makes the same calls",
 }
 """Pages with Python that cannot run here."""
+NEEDED = {"llama-nf4": "bitsandbytes", "llama-gguf": "gguf"}
+"""Folders that recipes name, and which library's checkpoint each holds."""
 COMMANDS_NOT_RUN = {
     r"pip install": "installs packages; tests/repo/test_packaging.py builds the wheel",
     r"make ": "runs suites; the Makefile is CI's",
@@ -52,7 +56,7 @@ COMMANDS_NOT_RUN = {
     r"qcut precompile": "builds kernels for minutes; tests/dispatch/test_precompile.py",
     r"qcut (gemm|tune) ": "needs a GPU; tests/gpu",
     r"qcut generate --llama2c": "a file from elsewhere; tests/checkpoints/test_llama2c.py writes a small one",
-    r"qcut serve (folder|gpt2-int8)": "serves as the command above it does, and until it is ended",
+    r"qcut serve (folder|gpt2-int8|chat-4bit)": "serves as the command above it does, and until it is ended",
 }
 """Commands that cannot run here: the beginning of each, and why."""
 
@@ -63,21 +67,23 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def commands(page: str) -> list[str]:
-    """The commands of a page, in order; a text that the shell passes on (``<<``) belongs to its command."""
+    """The commands of a page, in order."""
+    return [command for kind, text in blocks(page) if kind in ("", "sh") for command in commands_in(text)]
+
+
+def commands_in(text: str) -> list[str]:
+    """The commands of a block; a text that the shell passes on (``<<``) belongs to its command."""
     found = []
-    for kind, text in blocks(page):
-        if kind not in ("", "sh"):
+    lines = iter(text.replace("\\\n", "").splitlines())
+    for line in lines:
+        if not re.match(r"(cat|curl|lm_eval|make|pip|python|qcut|torchrun|vllm) ", line):
             continue
-        lines = iter(text.replace("\\\n", "").splitlines())
-        for line in lines:
-            if not re.match(r"(cat|curl|lm_eval|make|pip|python|qcut|torchrun|vllm) ", line):
-                continue
-            end = re.search(r"<<'(\w+)'", line)
-            found += [line] if end else re.sub(r"\s+# .*", "", line).split(" && ")
-            for one in lines if end else ():
-                found[-1] += f"\n{one}"
-                if end is not None and one == end[1]:
-                    break
+        end = re.search(r"<<'(\w+)'", line)
+        found += [line] if end else re.sub(r"\s+# .*", "", line).split(" && ")
+        for one in lines if end else ():
+            found[-1] += f"\n{one}"
+            if end is not None and one == end[1]:
+                break
     return [command.strip() for command in found]
 
 
@@ -114,7 +120,7 @@ def run(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file.write_text(printed)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/server.md" and commands(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/server.md", *RECIPES) and commands(page)])
 def test_commands_of_a_page_run(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in dict.fromkeys(commands(page)):
         if command.startswith("qcut serve models") or reason_not_to_run(command) is not None:
@@ -124,12 +130,30 @@ def test_commands_of_a_page_run(page: str, folder: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(kind == "python" for kind, _ in blocks(page))])
 def test_python_of_a_page_runs(page: str, folder: Path) -> None:
-    if page in ELSEWHERE or page in NOT_RUN or page == "docs/server.md":
+    if page in ELSEWHERE or page in NOT_RUN or page in RECIPES or page == "docs/server.md":
         return
     names: dict[str, Any] = {"qcut": qcut}
     for kind, text in blocks(page):
         if kind == "python":
             exec(compile(text, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in RECIPES if any(kind != "text" for kind, _ in blocks(page))])
+def test_recipe_runs(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands and snippets in the order of the page, next to the checkpoints that recipes need."""
+    for name, method in NEEDED.items():
+        (folder / name).mkdir()
+        CHECKPOINTS[method](folder / name)
+    names: dict[str, Any] = {}
+    for kind, text in blocks(page):
+        if kind == "python":
+            code = text.replace('"/tmp/', f'"{folder}/')
+            exec(compile(code, page, "exec", dont_inherit=True), names)
+            continue
+        assert kind in ("", "sh", "text"), kind
+        for command in commands_in(text) if kind != "text" else ():
+            if reason_not_to_run(command) is None:
+                run(command, folder, capsys)
 
 
 def test_nothing_is_listed_that_no_page_has() -> None:
