@@ -24,6 +24,8 @@ from tests.support.zoo import small_demo
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 RECIPES = [page for page in PAGES if page.startswith("docs/recipes/")]
+BY_THEMSELVES = ("docs/server.md", *RECIPES)
+"""Pages of which commands and snippets run together."""
 PATIENCE_S = 120
 
 ELSEWHERE = {
@@ -120,7 +122,7 @@ def run(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file.write_text(printed)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/server.md", *RECIPES) and commands(page)])
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in BY_THEMSELVES and commands(page)])
 def test_commands_of_a_page_run(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in dict.fromkeys(commands(page)):
         if command.startswith("qcut serve models") or reason_not_to_run(command) is not None:
@@ -130,7 +132,7 @@ def test_commands_of_a_page_run(page: str, folder: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(kind == "python" for kind, _ in blocks(page))])
 def test_python_of_a_page_runs(page: str, folder: Path) -> None:
-    if page in ELSEWHERE or page in NOT_RUN or page in RECIPES or page == "docs/server.md":
+    if page in ELSEWHERE or page in NOT_RUN or page in BY_THEMSELVES:
         return
     names: dict[str, Any] = {"qcut": qcut}
     for kind, text in blocks(page):

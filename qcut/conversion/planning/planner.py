@@ -196,8 +196,8 @@ def _announce(passes: int, seconds: float) -> None:
     """Print how long a plan takes at least, unless that is short."""
     if seconds >= FIRST_LINE_S:
         print_above(
-            f"plan: {passes} passes of the model measure its layers, about {seconds:.0f} s by the first one; quantizing "
-            "the candidates before and measuring whole plans after take more"
+            f"plan: {passes} passes of the model measure its layers, about {seconds:.0f} s by the first one; "
+            "quantizing the candidates before, and measuring whole plans after, take more"
         )
 
 
