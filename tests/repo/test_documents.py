@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import socket
@@ -236,3 +237,22 @@ def test_llama_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"error: {tmp_path}" in capsys.readouterr().err
     assert llama.main(["--scheme", "fp3", "--device", "cpu"]) == 1
     assert "fp3" in capsys.readouterr().err
+
+
+def _texts(node: ast.AST) -> Iterator[str]:
+    """The texts of a module, with … for what is put into them."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.JoinedStr):
+            yield "".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in part.values)
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    texts = "\n".join(text for path in (ROOT / "qcut").rglob("*.py") for text in _texts(ast.parse(path.read_text())))
+    rows = re.findall(r"^\| (?!message|---)(.*?) \| .*\|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 50
+    for message in messages:
+        pieces = [re.escape(piece) for piece in re.split("[…%]+", message) if piece.strip()]
+        assert "OutOfMemoryError" in pieces or re.search("[^\n]*".join(pieces), texts), message
