@@ -1,7 +1,7 @@
 """GPT-2 Large with random weights, its linear layers swapped by `qcut.quantize`: prefill speed and peak memory.
 
 Weights are random, because speed does not depend on their values; nothing is downloaded. Both models run
-eagerly through transformers, as a user calls them.
+eagerly through transformers, as a user calls them. A scheme may also name layers of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import qcut
 from benchmarks import harness
 from benchmarks.harness import CheckError, Variant
 from benchmarks.layers import device_kernels
+from benchmarks.layers.libraries import PEERS
 from benchmarks.layers.linear import EPILOGUES
 from benchmarks.layers.shapes import GPT2_LARGE_NK
 
@@ -62,12 +63,26 @@ def quantized(model: nn.Module, scheme: str) -> nn.Module:
     if scheme == "w8a8_static":
         calibration = qcut.calibrate(model, [tokens(2, MEMORY_TOKENS)], progress=False)
     copied = copy.deepcopy(model)
+    if scheme in PEERS:
+        return with_layers_of(copied, scheme)
     report = qcut.quantize(
         copied, scheme, calibration=calibration, embeddings=embeddings or None, prebuild=(), progress=False
     )
     if len(report.layers) < 4 * 36:
         raise CheckError(f"{len(report.layers)} layers quantized instead of {4 * 36}")
     return copied
+
+
+def with_layers_of(model: nn.Module, peer: str) -> nn.Module:
+    """The model, with another library's layers in place of its own."""
+    for path, layer in [*model.named_modules()]:
+        if type(layer).__name__ == "Conv1D":
+            k, n = layer.weight.shape
+            linear = nn.Linear(k, n, dtype=torch.float16, device="cuda")
+            linear.load_state_dict({"weight": layer.weight.t(), "bias": layer.bias})
+            made: Any = PEERS[peer].build(linear)
+            model.set_submodule(path, made)
+    return model
 
 
 def check_logits(reference: Tensor, got: Tensor, bits: int = 8) -> None:
@@ -104,7 +119,9 @@ def peak_gb(model: Any) -> dict[str, float]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--schemes", default="w8a8,w8a8_static", help="besides fp16: layers' schemes, each with /embeddings' or not"
+        "--schemes",
+        default="w8a8,w8a8_static",
+        help="next to fp16: layers' schemes, each with /embeddings' or not; or bitsandbytes_nf4, bitsandbytes_int8",
     )
 
 
@@ -144,7 +161,7 @@ def run(options: argparse.Namespace, schemes: list[str]) -> int:
     for scheme in schemes:
         swapped = quantized(model, scheme)
         try:
-            bits = 4 if scheme.startswith("codebook") else 8
+            bits = PEERS[scheme].kind.bits if scheme in PEERS else 4 if scheme.startswith("codebook") else 8
             check_logits(reference, prefill(swapped, check_ids, 0).cpu(), bits)
         except CheckError as error:
             print(f"WRONG {scheme}: {error}")

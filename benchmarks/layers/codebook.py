@@ -100,9 +100,9 @@ def weight_bytes(scheme: str, n: int, k: int) -> float:
     return n * k * (one.bits / 8 + 2 / Geometry(k, one.group_columns(k), one.rotation).slot)
 
 
-def float_layer(n: int, k: int) -> nn.Linear:
+def float_layer(n: int, k: int, *, bias: bool = True) -> nn.Linear:
     """A float16 layer with weights of a usual size."""
-    linear = nn.Linear(k, n, dtype=torch.float16, device="cuda")
+    linear = nn.Linear(k, n, bias=bias, dtype=torch.float16, device="cuda")
     nn.init.normal_(linear.weight, std=k**-0.5)
     return linear
 

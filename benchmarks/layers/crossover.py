@@ -72,17 +72,17 @@ def tolerance(scheme: str) -> float:
     return 2e-3 if scheme in FLOAT_TOKENS else 0.03
 
 
-def layer_calls(scheme: str, shape: Shape) -> list[Any]:
+def layer_calls(scheme: str, shape: Shape, *, bias: bool = True) -> list[Any]:
     """The calls of a layer on CUDA, for `qcut.backends.cuda.launch.prebuild`."""
     describe = qcut.Linear.subclass_for(scheme).cuda_calls
     m, n, k = shape.m, shape.n, shape.k
     dtype = torch.float16
-    return list(describe(parse_scheme(scheme), dtype=dtype, rows=m, n=n, k=k, bias=True, activation="none"))
+    return list(describe(parse_scheme(scheme), dtype=dtype, rows=m, n=n, k=k, bias=bias, activation="none"))
 
 
-def kernels(scheme: str, shape: Shape, device: int) -> str:
+def kernels(scheme: str, shape: Shape, device: int, *, bias: bool = True) -> str:
     """Names of the kernels of one call, in the order of their launches."""
-    return "+".join(source.name for call in layer_calls(scheme, shape) for source in call.sources(device))
+    return "+".join(source.name for call in layer_calls(scheme, shape, bias=bias) for source in call.sources(device))
 
 
 def copies_of(layer: nn.Module) -> list[Any]:

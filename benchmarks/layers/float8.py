@@ -33,7 +33,7 @@ class TorchFloat8(nn.Module):
     """A layer of e4m3 tokens and weights by torch: row-wise ``torch._scaled_mm`` after a compiled quantization.
 
     Args:
-        linear: on a GPU with products of e4m3, of whole 16 channels and columns, with a bias.
+        linear: on a GPU with products of e4m3, of whole 16 channels and columns.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -41,7 +41,7 @@ class TorchFloat8(nn.Module):
         q, scale = float8.quantize_tokens_ref(linear.weight.detach(), linear.in_features)
         self.register_buffer("codes", q)
         self.register_buffer("scale", scale[None])
-        self.register_buffer("bias", linear.bias.detach().bfloat16())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
 
     def dequantized_weight(self) -> Tensor:
         """float64 ``[N, K]``."""

@@ -1,6 +1,6 @@
-"""`qcut.Linear` with its activation quantization, against float16 ``nn.Linear`` and other libraries.
+"""`qcut.Linear` with its activation quantization, against float16 ``nn.Linear``.
 
-The layers have a bias, the tokens are float16. Other libraries that are not installed are named and left out.
+The layers have a bias, the tokens are float16. `benchmarks.layers.peers` measures other libraries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import qcut
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant
-from benchmarks.layers import device_kernels, float8, peers
+from benchmarks.layers import device_kernels, float8
 from benchmarks.layers.gemm import require_close
 from benchmarks.layers.shapes import GPT2_LARGE_NK, GPT2_LARGE_TOKENS, Shape, linear_shapes
 from benchmarks.publish import plots
@@ -37,18 +37,17 @@ EPILOGUES = {
 W8A16_EPILOGUE = Epilogue(col_scale="per_channel", bias=True)
 HEADLINE = (Shape(4096, 14336, 4096), 350.0)
 """Shape and microseconds to reach with W8A8 dynamic."""
-WEIGHT_BITS = {"fp16": 16, "bitsandbytes_nf4": 4}
 
 
 def tolerance(name: str) -> float:
-    """Largest relative error of a whole result: float16's rounding, or int8's (4-bit's) quantization error.
+    """Largest relative error of a whole result: float16's rounding, or the quantization error.
 
     For Gaussian data the largest of K values is about 4.5 standard deviations, so a step is 4.5/127 of
-    one and its rounding error 1.0 % on each side; NF4 loses about 10 %, weights of 8-bit floats up to 6 %.
+    one and its rounding error 1.0 % on each side; weights of 8-bit floats lose up to 6 %.
     """
     if name.startswith("qcut_fp8"):
         return float8.TOLERANCE
-    return {"fp16": 2e-3, "bitsandbytes_nf4": 0.15}.get(name, 0.03)
+    return 2e-3 if name == BASELINE else 0.03
 
 
 def qcut_layer(linear: nn.Linear, scheme: str, x: Tensor) -> qcut.Linear:
@@ -67,48 +66,33 @@ def variant(name: str, layers: list[Callable[[Tensor], Tensor]], x: Tensor, refe
     return Variant(name, call, len(layers), lambda: require_close(call(0), reference, tolerance(name)))
 
 
-def variants_of(
-    shape: Shape,
-    built: dict[str, tuple[peers.Builder, bool]],
-    most: int = harness.MAX_COPIES,
-    schemes: Sequence[str] = SCHEMES,
-) -> tuple[list[Variant], list[str]]:
-    """Return the variants of a shape in a limited number of copies, and why a peer could not be built."""
+def variants_of(shape: Shape, most: int = harness.MAX_COPIES, schemes: Sequence[str] = SCHEMES) -> list[Variant]:
+    """Return the variants of a shape in a limited number of copies."""
     m, n, k = shape.m, shape.n, shape.k
     linear = nn.Linear(k, n, dtype=torch.float16, device="cuda")
     nn.init.normal_(linear.weight, std=k**-0.5)
     x = torch.randn(m, k, device="cuda").half()
-    product = x.double() @ linear.weight.double().t()
-    reference = product + linear.bias.double()
+    reference = x.double() @ linear.weight.double().t() + linear.bias.double()
 
     def copies(bits: int) -> int:
         return min(most, harness.rotation(n * k * bits // 8))
 
     floats = [linear, *(copy.deepcopy(linear) for _ in range(copies(16) - 1))]
-    out, failed = [variant(BASELINE, [*floats], x, reference)], []
+    out = [variant(BASELINE, [*floats], x, reference)]
     for scheme in schemes:
         layer = qcut_layer(linear, scheme, x)
         layers = [layer, *(copy.deepcopy(layer) for _ in range(copies(8) - 1))]
         out.append(variant(f"qcut_{scheme}", [*layers], x, reference))
         if scheme == "fp8_dynamic" and torch.cuda.get_device_capability() >= (8, 9) and n % 16 == k % 16 == 0:
             out += float8.products(layers, x, reference)
-    for name, (build, bias) in built.items():
-        try:
-            # No peer needs more copies than evict the L2: building them is slow.
-            several = [build(linear) for _ in range(min(copies(WEIGHT_BITS.get(name, 8)), 64))]
-            several[0](x)
-        except Exception as error:  # another library's failure, of whatever type, is its own
-            failed.append(f"{name} left out: {type(error).__name__}: {str(error).splitlines()[:1]}")
-            continue
-        out.append(variant(name, several, x, reference if bias else product))
-    return out, failed
+    return out
 
 
 def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing], names: dict[str, str]) -> None:
     """One CSV row per variant."""
     for name, timing in timings.items():
-        moved = shape.bytes_moved(16, WEIGHT_BITS.get(name, 8), 16)
-        in_bytes = ("w8a8", "fp8_dynamic", "fp8_static", "fp8_product", "scaled_mm", "bitsandbytes_int8")
+        moved = shape.bytes_moved(16, 16 if name == BASELINE else 8, 16)
+        in_bytes = ("w8a8", "fp8_dynamic", "fp8_static", "fp8_product", "scaled_mm")
         bits = 8 if any(part in name for part in in_bytes) else 16
         x_fp16 = round(timings[BASELINE].median_us / timing.median_us, 4) if BASELINE in timings else math.nan
         results.add_gemm(timing, shape, name, moved, bits, x_fp16=x_fp16, kernel=names.get(name, ""))
@@ -148,8 +132,7 @@ def _shape(text: str) -> Shape:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-names", action="store_true", help="do not profile the other libraries' kernel names")
-    parser.add_argument("--no-peers", action="store_true", help="measure only float16 and qcut")
+    parser.add_argument("--no-names", action="store_true", help="do not profile the names of float16's kernels")
     parser.add_argument(
         "--schemes",
         nargs="+",
@@ -165,8 +148,6 @@ def main(options: argparse.Namespace) -> int:
     """Run the benchmark; 1 if a result of qcut's was wrong, 2 without a GPU."""
     torch.manual_seed(0)
     results = harness.Results("bench_linear", harness.environment())
-    built = {} if options.no_peers else peers.installed()
-    missing = sorted({package for package, *_ in peers.PEERS.values()} - {peers.PEERS[name][0] for name in built})
     shapes, schemes = options.shapes or linear_shapes(options.quick), tuple(options.schemes)
     epilogues = {f"qcut_{s}": EPILOGUES[s] for s in schemes if s in EPILOGUES}
     chosen = device_kernels.prebuild((e, s.m, s.n, s.k) for s in shapes for e in epilogues.values())
@@ -181,10 +162,7 @@ def main(options: argparse.Namespace) -> int:
         if time.monotonic() > deadline:
             break
         report = functools.partial(print, f"{shape.name}:")
-        variants, failed = variants_of(shape, built, schemes=schemes)
-        for text in failed:
-            report(text)
-        good, wrong = harness.checked(variants, report)
+        good, wrong = harness.checked(variants_of(shape, schemes=schemes), report)
         failures += sum(name == BASELINE or name.startswith("qcut") for name in wrong)
         timings = harness.measure(good, clock, rounds=7 if options.quick else 15, deadline=deadline, report=report)
         names = {name: "quantize+" + chosen[e, shape.m, shape.n, shape.k] for name, e in epilogues.items()}
@@ -193,7 +171,7 @@ def main(options: argparse.Namespace) -> int:
         add_rows(results, shape, timings, names)
         measured[shape] = timings
     products = [name for name in float8.NAMES if any(name in timings for timings in measured.values())]
-    columns = [BASELINE, *(f"qcut_{s}" for s in schemes), *built, *products]
+    columns = [BASELINE, *(f"qcut_{s}" for s in schemes), *products]
     rows = []
     for shape, timings in measured.items():
         times = [timings[c].median_us if c in timings else math.nan for c in columns]
@@ -202,7 +180,7 @@ def main(options: argparse.Namespace) -> int:
     path = write(results, options.out, whole=whole)
     if not options.no_names:
         for shape in measured:
-            device_kernels.name_rows(results, shape, variants_of(shape, built, most=1, schemes=schemes)[0])
+            device_kernels.name_rows(results, shape, variants_of(shape, most=1, schemes=schemes))
         write(results, options.out, whole=whole)
     if not whole:
         print(harness.table(["M", "N", "K", *(f"{c} µs" for c in columns)], rows))
@@ -222,8 +200,6 @@ def main(options: argparse.Namespace) -> int:
         "speed relative to float16 nn.Linear",
     )
     print(harness.table(["M", "N", "K", *(f"{c} µs" for c in columns)], rows))
-    if missing:
-        print(f"not installed: {', '.join(missing)}")
     print(f"{len(measured)} of {len(shapes)} shapes measured, {failures} wrong results; rows in {path}")
     print(summary(measured))
     return 1 if failures else 0

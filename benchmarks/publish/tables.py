@@ -20,13 +20,15 @@ from benchmarks.engine.steps import IN_CONTEXT
 from benchmarks.harness import CEILINGS, RESULTS, ROOT, geomean
 from benchmarks.layers import crossover
 from benchmarks.layers.codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
+from benchmarks.layers.libraries import PEERS
+from benchmarks.layers.peers import BENCH as PEER_ROWS
 from benchmarks.layers.shapes import CLAIM_MIN_TOKENS
 from benchmarks.perplexity import encoder
 from benchmarks.perplexity import plans as planning
 from benchmarks.perplexity.codebooks import VARIANTS, is_refined, kind_of
-from benchmarks.publish import engines, plots, quantization, serving
+from benchmarks.publish import engines, peers, plots, quantization, serving
 from benchmarks.publish.markdown import MISSING, figures, markdown, us
-from benchmarks.publish.rows import Row, Rows, missing, shape_of
+from benchmarks.publish.rows import Row, Rows, missing, provenance, shape_of
 from benchmarks.scaling import pages as scale
 from qcut.engine.kv_cache.cache import KV_DTYPES
 
@@ -57,7 +59,7 @@ LINEAR_SHAPES = (
     *((64, 14336, 4096), (1024, 4096, 4096), (1024, 14336, 4096), (4096, 14336, 4096)),
     *((m, n, k) for m in (4096, 8192) for n, k in ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120))),
 )
-PEERS = (
+OLD_PEERS = (
     *("fp16", "qcut_w8a8", "bitsandbytes_int8", "torchao_w8a8", "gemlite_w8a8", "humming_w8a8"),
     *("qcut_w8a16", "torchao_w8a16", "gemlite_w8a16", "humming_w8a16", "bitsandbytes_nf4"),
 )
@@ -85,7 +87,9 @@ ENGINE_MODELS = {
 }
 HEADLINE_NK = (14336, 4096)
 HEADLINE_TOKENS = (1, 16, 64, 1024, 4096)
-LIBRARIES = {"bitsandbytes": "bitsandbytes", "gemlite": "gemlite", "humming": "Humming", "torchao": "torchao"}
+PROMPT, TOKEN = ((m, *HEADLINE_NK) for m in (4096, 1))
+NOTED = "2026-11-20"
+"""The day of figures of other libraries that have no rows: `PEERS_US` and `PEERS_GB`."""
 
 
 def times(rows: Rows, bench: str, **wanted: str) -> Times:
@@ -159,11 +163,20 @@ def float8(rows: Rows) -> str:
     return markdown(["M × N × K", *header, "product, speed over `_scaled_mm`"], lines)
 
 
-def peers(rows: Rows) -> str:
-    """Layers of other libraries and of qcut, a line each."""
+def other_libraries(rows: Rows) -> str:
+    """Layers of other libraries and of qcut: of one run, or without its rows three shapes of an earlier one."""
+    if peers.cells(rows):
+        return peers.table(rows)
     measured = times(rows, "peers/bench_linear")
-    lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in PEERS)
-    return markdown(["", *map(name_of, measured)], lines)
+    lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in OLD_PEERS)
+    versions = (
+        "bitsandbytes 0.50.2, torchao 0.18.0 (compiled), gemlite 0.6.0, humming-kernels 0.1.19 (without its bias)"
+    )
+    return (
+        f"These rows are of an earlier version of qcut, in which `w8a16` had no kernel for few tokens. Next to it are "
+        f"{versions}. torchao's int8 product does not support 16 tokens.\n\n"
+        f"{markdown(['', *map(name_of, measured)], lines)}"
+    )
 
 
 def codebook_kernel(rows: Rows) -> str:
@@ -201,12 +214,26 @@ def codebook_scales(rows: Rows) -> str:
 def codebook_layer(rows: Rows) -> str:
     """Whole layers, float16, and the fastest layer of another library at that shape; means below."""
     measured = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
+    new = peers.cells(rows)
+
+    def others(shape: Shape) -> str:
+        return peers.best_cell(new.get(shape)) if new else best_peer_cell(rows, shape)
+
     lines = [
-        [name_of(shape), *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS), best_peer_cell(rows, shape)]
+        [name_of(shape), *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS), others(shape)]
         for shape in CODEBOOK_LAYER_SHAPES
     ]
     table = markdown(["M × N × K", *CODEBOOK_LAYERS, "best of others"], lines)
-    return f"{table}\n\n{codebook_speedups(rows)}"
+    where = (
+        f"the rows of `{PEER_ROWS}.csv`, layers without bias; a dash means that none was timed at that shape."
+        if new
+        else "bitsandbytes, torchao, gemlite or Humming at that shape; a dash means that none was timed. Rows in "
+        "`benchmarks/results/peers` have two of these figures (16 × 4096 × 4096, 4096 × 5120 × 1280). The others are "
+        f"notes of {NOTED} without rows, listed in `benchmarks/layers/codebook.py` (`PEERS_US`). For gemlite at "
+        "4096 × 14336 × 4096 the note says 529, and a row of another run 770."
+    )
+    best = f"*Best of others* is the fastest 8- or 4-bit layer of {where}"
+    return f"{table}\n\n{codebook_speedups(rows)}\n\n{best}"
 
 
 def codebook_speedups(rows: Rows) -> str:
@@ -372,11 +399,18 @@ def model(rows: Rows) -> str:
     title = "the same with `CUBLAS_WORKSPACE_CONFIG=:16:8`, GB"
     lines.append([title, *(f"{peak:.3f}" for peak in small), MISSING, MISSING])
     header = ["", "float16", "w8a8", "codebook4, embeddings w8a16", "codebook4, embeddings codebook4"]
-    return markdown(header, lines)
+    memory, noted = peer_memory(rows)
+    others = ", ".join(f"`{name}` {gb:.2f} GB" for name, gb in memory.items())
+    source = f"notes of {NOTED}, not rows" if noted else "rows in `benchmarks/results/peers`"
+    return f"{markdown(header, lines)}\n\nPeak memory of the same with other libraries' layers: {others} ({source})."
 
 
 def _peak(rows: Rows, bench: str, variant: str) -> float:
-    return next(float(r["generate_peak_gb"]) for r in rows.of(bench, variant=variant) if r["generate_peak_gb"])
+    return next(float(row["generate_peak_gb"]) for row in _peaks(rows, bench) if row["variant"] == variant)
+
+
+def _peaks(rows: Rows, bench: str) -> list[Row]:
+    return [row for row in rows.of(bench) if row["generate_peak_gb"]]
 
 
 def engine(rows: Rows) -> str:
@@ -529,14 +563,13 @@ def loading(rows: Rows) -> str:
 
 
 def headline(rows: Rows) -> str:
-    """Six figures, each with the best alternative."""
-    n, k = HEADLINE_NK
-    int8, gemms, rates = times(rows, "bench_linear"), times(rows, "bench_gemm"), generation_rates(rows)
-    few = times(rows, "bench_codebook", part="layer")
+    """Six figures, each with the best alternative; below the table, the card and what has no rows."""
+    gemms, rates = times(rows, "bench_gemm"), generation_rates(rows)
     weights = {row["variant"]: row for row in rows.of("codebook_quality", model="gpt2-14m")}
     one_pass = [name for name in weights if name.startswith("codebook4_") and kind_of(name) and "4_4" not in name]
     fitted = min(one_pass, key=lambda name: float(weights[name]["change_percent"]))
-    prompt, token = (4096, n, k), (1, n, k)
+    memory, noted = peer_memory(rows)
+    least = min(memory, key=lambda name: memory[name])
 
     def speed(variant: str) -> str:
         return f"{geomean(gemm_speeds(gemms, variant, 'fp16')):.2f}×"
@@ -544,23 +577,8 @@ def headline(rows: Rows) -> str:
     def change(variant: str) -> str:
         return f"{float(weights[variant]['change_percent']):+.2f} %"
 
-    def peer(shape: Shape) -> str:
-        best = best_peer(rows, shape)
-        return MISSING if best is None else f"{us(best[1])} ({library_of(best[0])})"
-
     lines = [
-        [
-            f"layer {n} × {k}, a prompt of 4,096 tokens, µs",
-            us(int8[prompt]["fp16"]),
-            f"**{us(int8[prompt]['qcut_w8a8'])}** (`w8a8`)",
-            peer(prompt),
-        ],
-        [
-            "the same, one token, µs",
-            us(few[token]["fp16"]),
-            f"**{us(few[token]['codebook4'])}** (`codebook4`)",
-            peer(token),
-        ],
+        *headline_layers(rows),
         [
             "int8 matrix products of 31 shapes, mean speed over float16",
             "1×",
@@ -577,7 +595,7 @@ def headline(rows: Rows) -> str:
             "GPT-2 Large, peak memory at 256 tokens, GB",
             f"{_peak(rows, 'bench_model', 'fp16'):.2f}",
             f"**{_peak(rows, 'codebook_memory/bench_model', 'codebook4/codebook4'):.2f}** (`codebook4`)",
-            f"{min(PEERS_GB.values()):.2f} ({library_of(min(PEERS_GB, key=lambda name: PEERS_GB[name]))})",
+            f"{memory[least]:.2f} ({peers.library_of(least)})",
         ],
         [
             "perplexity at 4 bits a weight, a GPT-2 of 14M",
@@ -586,16 +604,55 @@ def headline(rows: Rows) -> str:
             f"{change('int4')} (4-bit integers)",
         ],
     ]
-    return markdown(["", "float16, PyTorch", "qcut", "best alternative"], lines)
+    table = markdown(["", "float16, PyTorch", "qcut", "best alternative"], lines)
+    benches = ("bench_gemm", "bench_compare", "bench_model")
+    cards = " or ".join(dict.fromkeys(row["gpu"] for bench in benches for row in rows.of(bench)))
+    source = f"Medians on one {cards}, written by a script from the measured rows in `benchmarks/results`."
+    return f"{table}\n\n{source} {headline_source(rows, noted)}"
 
 
-def library_of(variant: str) -> str:
-    """The library's own spelling of its name, for a variant such as ``gemlite_w8a8``."""
-    return LIBRARIES[variant.partition("_")[0]]
+def headline_layers(rows: Rows) -> list[list[str]]:
+    """The lines of one layer, a prompt and a token."""
+    n, k = HEADLINE_NK
+    titles = (f"layer {n} × {k}, a prompt of 4,096 tokens, µs", "the same, one token, µs")
+    if new := headline_cells(rows):
+        return [peers.headline(title, new[shape[0]]) for title, shape in zip(titles, (PROMPT, TOKEN), strict=True)]
+    int8, few = times(rows, "bench_linear"), times(rows, "bench_codebook", part="layer")
+    found = ((int8[PROMPT], "qcut_w8a8"), (few[TOKEN], "codebook4"))
+    lines = []
+    for title, shape, (of, name) in zip(titles, (PROMPT, TOKEN), found, strict=True):
+        best = best_peer(rows, shape)
+        other = MISSING if best is None else f"{us(best[1])} ({peers.library_of(best[0])})"
+        lines.append([title, us(of["fp16"]), f"**{us(of[name])}** (`{name.removeprefix('qcut_')}`)", other])
+    return lines
+
+
+def headline_cells(rows: Rows) -> dict[int, peers.Cell]:
+    """Tokens to what was timed at the headline's layer in one run; nothing unless its prompt and its token were."""
+    found = {m: cell for (m, *size), cell in sorted(peers.cells(rows).items()) if tuple(size) == HEADLINE_NK}
+    return found if {PROMPT[0], TOKEN[0]} <= found.keys() else {}
+
+
+def headline_source(rows: Rows, memory_noted: bool) -> str:
+    """Where the headline's figures of other libraries are from."""
+    if not headline_cells(rows):
+        names = "gemlite, Humming and bitsandbytes" if memory_noted else "gemlite and Humming"
+        return f"The figures of {names}, here and in the plot, are notes of {NOTED}; their rows were not kept."
+    text = f"One run has the layers, here and in the plot. {provenance(PEER_ROWS, rows.of(PEER_ROWS))}"
+    return f"{text} The memory of bitsandbytes is a note of {NOTED} without a row." if memory_noted else text
+
+
+def peer_memory(rows: Rows) -> tuple[dict[str, float], bool]:
+    """Peak GB of generation with other libraries' layers, and whether the figures are notes."""
+    found = {row["variant"]: float(row["generate_peak_gb"]) for row in _peaks(rows, "peers/bench_model")}
+    others = {name: gb for name, gb in found.items() if name in PEERS}
+    return (others, False) if others else (PEERS_GB, True)
 
 
 def plot(rows: Rows, out: Path) -> None:
     """Speed of one linear layer over PyTorch's float16, by tokens: qcut's best scheme, and the best other library."""
+    if new := headline_cells(rows):
+        return peers.plot(new, HEADLINE_NK, out)
     int8 = times(rows, "bench_linear")
     codebook = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
     labels, ours, theirs = [], {}, {}
@@ -612,7 +669,7 @@ def plot(rows: Rows, out: Path) -> None:
         labels.append(label)
         ours[label] = speeds[scheme], scheme
         if best := best_peer(rows, shape):
-            theirs[label] = int8[shape]["fp16"] / best[1], library_of(best[0])
+            theirs[label] = int8[shape]["fp16"] / best[1], peers.library_of(best[0])
     plots.groups(
         out / "headline",
         labels,
@@ -631,7 +688,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "gemm": gemm,
     "linear": linear,
     "float8": float8,
-    "peers": peers,
+    "peers": other_libraries,
     "codebook kernel": codebook_kernel,
     "codebook scales": codebook_scales,
     "codebook layer": codebook_layer,
