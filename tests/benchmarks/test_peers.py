@@ -217,9 +217,10 @@ def test_headline_is_of_one_run(rows: Any) -> None:
     assert "gemlite, Humming" not in text
 
 
-def test_headline_of_half_a_run_is_the_old_one(rows: Any) -> None:
-    found = rows([one for one in MADE_UP if one["m"] != "1"])
-    assert tables.headline(found) == tables.headline(Rows(RESULTS)) or (RESULTS / f"{peers.BENCH}.csv").is_file()
+def test_half_a_run_makes_no_headline(rows: Any) -> None:
+    text = tables.headline(rows([one for one in MADE_UP if one["m"] != "1"]))
+    assert f"are notes of {tables.NOTED}" in text
+    assert "vLLM" not in text
 
 
 def test_memory_of_others_comes_from_rows(rows: Any, tmp_path: Path) -> None:
