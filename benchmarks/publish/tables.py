@@ -169,11 +169,9 @@ def other_libraries(rows: Rows) -> str:
         return peers.table(rows)
     measured = times(rows, "peers/bench_linear")
     lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in OLD_PEERS)
-    versions = (
-        "bitsandbytes 0.50.2, torchao 0.18.0 (compiled), gemlite 0.6.0, humming-kernels 0.1.19 (without its bias)"
-    )
+    versions = "bitsandbytes 0.50.2, torchao 0.18.0 (compiled), gemlite 0.6.0 and humming-kernels 0.1.19 (without bias)"
     return (
-        f"These rows are of an earlier version of qcut, in which `w8a16` had no kernel for few tokens. Next to it are "
+        "These rows are of layers with a bias and an earlier qcut, in which `w8a16` had no kernel for few tokens, next to "
         f"{versions}. torchao's int8 product does not support 16 tokens.\n\n"
         f"{markdown(['', *map(name_of, measured)], lines)}"
     )
