@@ -171,7 +171,7 @@ def other_libraries(rows: Rows) -> str:
     lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in OLD_PEERS)
     versions = "bitsandbytes 0.50.2, torchao 0.18.0 (compiled), gemlite 0.6.0 and humming-kernels 0.1.19 (without bias)"
     return (
-        "These rows are of layers with a bias and an earlier qcut, in which `w8a16` had no kernel for few tokens, next to "
+        "These rows are of layers with a bias, by an earlier qcut without `w8a16`'s kernel for few tokens and by "
         f"{versions}. torchao's int8 product does not support 16 tokens.\n\n"
         f"{markdown(['', *map(name_of, measured)], lines)}"
     )
