@@ -149,6 +149,7 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
     from torch import _dynamo
 
     _dynamo.config.recompile_limit = COMPILED_SHAPES
+    _dynamo.config.automatic_dynamic_shapes = False  # else a second size makes code for any size of a weight
     return torch.compile(lambda x, weight: product(x, weight), fullgraph=True)
 
 

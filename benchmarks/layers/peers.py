@@ -153,8 +153,7 @@ def reason_of(work: Callable[[], object], seconds: float) -> str:
     except Exception as error:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        first = next(iter(str(error).splitlines()), "")
-        return f"{type(error).__name__}: {first}"[:200]
+        return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return ""
 
 
@@ -213,7 +212,7 @@ def add_rows(
         version = method.version if method else PEERS[name].version() if name in PEERS else qcut.__version__
         columns: dict[str, object] = {"version": version, "reason": reasons.get(name, "")}
         if method and name in timings:
-            columns |= {"tokens": str(method.dtype).removeprefix("torch."), "kernel": kernels.get(name, "")}
+            columns |= {"dtype": str(method.dtype).removeprefix("torch."), "kernel": kernels.get(name, "")}
             columns |= {"fp16_us": round(fp16, 3), "x_fp16": round(fp16 / timings[name].median_us, 4)}
             moved = method.moved + shape.bytes_moved(16, 0, 16)
             results.add_gemm(timings[name], shape, name, moved, method.product_bits, **columns)

@@ -120,7 +120,7 @@ def test_failing_method_has_a_reason() -> None:
     timings, reasons = peers.measured(Shape(3, 64, 256), found, Clock(), 0.2, rounds=3)
     assert list(timings) == ["a"]
     assert reasons == {
-        "b": "ValueError: 16 tokens at least",
+        "b": "ValueError: 16 tokens at least and more",
         "c": "FirstCallError: a first call took more than 0 s",
     }
 
@@ -143,7 +143,7 @@ def test_rows_have_float16_or_a_reason(tmp_path: Path) -> None:
     timings = {name: Timing(us, us, us, 3) for name, us in ((peers.BASELINE, 6.0), ("qcut_w8a8", 3.0))}
     peers.add_rows(results, shape, found, timings, {"gemlite_w8a8": "TypeError: no"}, {"qcut_w8a8": "a+b"})
     half, own, other = read_rows(results.write_csv(tmp_path, peers.KEY))
-    assert (half["x_fp16"], half["tokens"], half["version"]) == ("1.0", "float16", "1.0")
+    assert (half["x_fp16"], half["dtype"], half["version"]) == ("1.0", "float16", "1.0")
     assert (own["fp16_us"], own["x_fp16"], own["kernel"], own["reason"]) == ("6.0", "2.0", "a+b", "")
     assert (other["variant"], other["median_us"], other["reason"]) == ("gemlite_w8a8", "", "TypeError: no")
     assert all(row["gpu"] == "NVIDIA H200" for row in (half, own, other))
