@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import qcut
 from benchmarks import harness
-from benchmarks.harness import Clock, Timing, Variant
+from benchmarks.harness import CheckError, Clock, Timing, Variant
 from benchmarks.layers import crossover, libraries
 from benchmarks.layers.codebook import float_layer, weight_bytes
 from benchmarks.layers.gemm import require_close
@@ -50,12 +50,13 @@ NK = ((14336, 4096), (4096, 14336), (4096, 4096), (5120, 1280))
 TOKENS = (1, 8, 16, 64, 128, 512, 1024, 4096)
 QUICK_NK, QUICK_TOKENS = ((4096, 4096),), (1, 16, 1024)
 KEY = ("variant", "m", "n", "k")
+SLOW = "a first call took more than"
 MOST_COPIES = 64
 """Of a small layer of another library: building them is slow, and so many exceed the L2."""
 
 
-class FirstCallError(Exception):
-    """A first call took too long."""
+class TooLong(Exception):
+    """A call took longer than it may."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,10 @@ def peer_method(linear: nn.Linear, name: str) -> Method:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise `FirstCallError` in the body, on the main thread, once it has taken this long."""
+    """Raise `TooLong` in the body, on the main thread, once it has taken this long."""
 
     def raise_error(_: int, __: FrameType | None) -> None:
-        raise FirstCallError(f"a first call took more than {seconds:.0f} s")
+        raise TooLong
 
     before = signal.signal(signal.SIGALRM, raise_error)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -141,18 +142,26 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def reason_of(work: Callable[[], object], seconds: float) -> str:
-    """Run it and return why it failed, in a line; "" if it did not.
+def reason_of(name: str, work: Callable[[], object], seconds: float) -> str:
+    """Run a method's work and return why it failed, in a line; "" if it did not.
 
-    Other libraries fail with exceptions of any type. An error of the device itself is raised: all later calls would
-    fail with it.
+    Other libraries fail with exceptions of any type, and hide that of `limited`.
+
+    Raises:
+        CheckError: the device itself has failed, and would fail all later calls.
     """
+    start = time.monotonic()
     try:
         with limited(seconds):
             work()
     except Exception as error:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except RuntimeError:
+            raise CheckError(f"{name} broke the device: {error}; leave it out by --methods") from error
+        if time.monotonic() - start >= seconds:
+            return f"{SLOW} {seconds:.0f} s"
         return " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return ""
 
@@ -163,8 +172,7 @@ def methods_of(linear: nn.Linear, names: Iterable[str], seconds: float) -> tuple
     reasons: dict[str, str] = {}
     for name in (BASELINE, *names):
         make = peer_method if name in PEERS else own_method
-        reason = reason_of(lambda make=make, name=name: found.append(make(linear, name)), seconds)  # type: ignore[misc]
-        if reason:
+        if reason := reason_of(name, lambda make=make, name=name: found.append(make(linear, name)), seconds):  # type: ignore[misc]
             reasons[name] = reason
     return found, reasons
 
@@ -190,7 +198,7 @@ def measured(
     for method in methods:
         variant = method.variant(x)
         assert variant.check is not None
-        if reason := reason_of(variant.check, seconds):
+        if reason := reason_of(method.name, variant.check, seconds):
             reasons[method.name] = reason
         else:
             good.append(variant)
@@ -255,7 +263,8 @@ def build(options: argparse.Namespace) -> None:
             layer = peer.build(linear)
             for m in options.tokens:
                 x = torch.randn(m, k, device="cuda").to(peer.dtype)
-                print(f"{name} {m}x{n}x{k}: {reason_of(functools.partial(layer, x), options.prepare) or 'ready'}")
+                reason = reason_of(name, functools.partial(layer, x), options.prepare)
+                print(f"{name} {m}x{n}x{k}: {reason or 'ready'}")
                 if peer.package == "gemlite":
                     libraries.keep_tiles(f"{name}-{n}x{k}")
 
@@ -339,7 +348,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Time all cells and write their rows after each size."""
+    """Time all cells and write the rows after each."""
     results = harness.Results(BENCH, harness.environment())
     clock = harness.CudaClock()
     start = time.monotonic()
@@ -347,7 +356,7 @@ def measure(options: argparse.Namespace) -> int:
     path = Path()
     for n, k in options.shapes:
         linear = float_layer(n, k, bias=False)
-        methods, unbuilt = methods_of(linear, options.methods, options.first_call)
+        methods, unbuilt = methods_of(linear, options.methods, 2 * options.first_call)
         for m in options.tokens:
             shape, now = Shape(m, n, k), time.monotonic()
             share = (start + options.time_budget - now) / left  # spreads time that earlier cells left
@@ -362,7 +371,7 @@ def measure(options: argparse.Namespace) -> int:
             for name, reason in reasons.items():
                 print(f"{shape.name}: {name}: {reason}", flush=True)
                 failures += name not in PEERS
-            slow = {name for name, reason in reasons.items() if reason.startswith(FirstCallError.__name__)}
+            slow = {name for name, reason in reasons.items() if reason.startswith(SLOW)}
             kernels = {
                 name: crossover.kernels(name.removeprefix(OURS), shape, torch.cuda.current_device(), bias=False)
                 for name in timings
@@ -371,7 +380,7 @@ def measure(options: argparse.Namespace) -> int:
             add_rows(results, shape, {method.name: method for method in methods}, timings, reasons, kernels)
             unbuilt |= {name: reasons[name] for name in slow}
             methods = [method for method in methods if method.name not in slow]
-        path = results.write_csv(options.out, KEY)
+            path = results.write_csv(options.out, KEY)  # each time: another library may end the process
         del methods, linear
         torch.cuda.empty_cache()
         print(f"{n}x{k}: {time.monotonic() - start:.0f} s", flush=True)
