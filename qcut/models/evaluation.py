@@ -1,8 +1,10 @@
-"""Perplexity of a causal language model on a text, as plans, examples and benchmarks measure it."""
+"""Perplexity of a causal language model on a text, and the divergence of its predictions from a reference's."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,9 @@ from qcut.common.progress import with_progress
 from qcut.errors import DtypeError, ShapeError, UnsupportedError
 from qcut.models.modules import evaluating, forward, model_device, output_tensor
 from qcut.models.selection import check_model
+
+_POSITIONS = 64
+"""Positions whose distributions are in memory in float64 at once."""
 
 
 def language_reference() -> str:
@@ -117,20 +122,171 @@ def perplexity(
     """
     check_model(model)
     windows = windows_of(token_ids, window, max_windows)
-    if batch_size < 1:
-        raise ShapeError(f"batch_size: found {batch_size}; at least 1 is allowed")
-    device = model_device(model)
     total = 0.0
-    batches = with_progress(windows.split(batch_size), "perplexity", "batch", shown=progress)
+    for ids in _batches(windows, batch_size, "perplexity", progress):
+        total += token_nll(logits_of(model, ids), ids.to(model_device(model))).double().sum().item()
+    return perplexity_of(total, windows.shape[0] * (window - 1))
+
+
+def token_divergence(reference: Tensor, logits: Tensor) -> Tensor:
+    """Kullback-Leibler divergence of every position's next-token distribution from the reference's, in nats.
+
+    ``KL(p || q) = sum over v of p[v] * (log p[v] - log q[v])`` with ``p = softmax(reference)`` and
+    ``q = softmax(logits)``, in float64, a few positions at a time.
+
+    Args:
+        reference: logits ``[..., V]``, any floating dtype.
+        logits: logits of the same shape on the same device, any floating dtype.
+
+    Returns:
+        float64 ``[...]``. Infinite where a token has a logit of -inf, but not in the reference; NaN where a logit is
+        NaN. A token whose probability in the reference is 0 adds 0.
+
+    Raises:
+        ShapeError: the shapes differ.
+
+    Exactness: float64 sums over V, whose order may change the last bits; equal logits give exactly 0.
+    """
+    if reference.shape != logits.shape:
+        raise ShapeError(
+            f"logits: found shape {list(logits.shape)}; allowed: {list(reference.shape)}, as of the reference. Both "
+            "models need one vocabulary"
+        )
+    flat, others = (each.reshape(-1, each.shape[-1]) for each in (reference, logits))
+    found = torch.empty(len(flat), dtype=torch.float64, device=flat.device)
+    for first in range(0, len(flat), _POSITIONS):
+        rows = slice(first, first + _POSITIONS)
+        log_p, log_q = (each[rows].double().log_softmax(-1) for each in (flat, others))
+        p = log_p.exp()
+        found[rows] = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1)
+    return found.view(reference.shape[:-1])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How near the predictions of a model are to those of a reference, on a text.
+
+    Attributes:
+        perplexity: of the model; see `perplexity`.
+        reference_perplexity: of the reference.
+        divergence: mean of `token_divergence` over all positions, in nats.
+        divergence_999: its 99.9 % quantile: the least divergence that 99.9 % of the positions do not exceed.
+        same_top: share of the positions, 0 to 1, at which both have the same most probable token. Of equal logits the
+            first counts; a position of NaN counts as different.
+        positions: number of positions, the last one of each window among them.
+    """
+
+    perplexity: float
+    reference_perplexity: float
+    divergence: float
+    divergence_999: float
+    same_top: float
+    positions: int
+
+
+def compare_logits(windows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Comparison:
+    """Compare predictions of a model with those of a reference.
+
+    Args:
+        windows: of each batch of windows, token ids, integers ``[B, T]`` on any device; the reference's logits; and
+            the model's, both ``[B, T, V]``, any floating dtype, on one device. Batches are taken one by one, and none
+            is kept: if a generator makes them, only one is in memory.
+
+    Raises:
+        ShapeError: there is no window, or logits of both differ in shape.
+
+    Exactness: see `token_divergence`; token losses are float32, their sum is float64.
+    """
+    divergences: list[Tensor] = []
+    own = others = 0.0
+    predicted = same = 0
+    for ids, reference, logits in windows:
+        found = token_divergence(reference, logits)
+        divergences.append(found.flatten().cpu())
+        same += int((reference.argmax(-1).eq(logits.argmax(-1)) & ~found.isnan()).sum())
+        own += token_nll(logits, ids.to(logits.device)).double().sum().item()
+        others += token_nll(reference, ids.to(reference.device)).double().sum().item()
+        predicted += ids.numel() - len(ids)
+        del reference, logits
+    if not divergences:
+        raise ShapeError("windows: found none; at least 1 is allowed")
+    every = torch.cat(divergences)
+    return Comparison(
+        perplexity=perplexity_of(own, predicted),
+        reference_perplexity=perplexity_of(others, predicted),
+        divergence=every.mean().item(),
+        divergence_999=every.kthvalue(math.ceil(0.999 * len(every))).values.item(),
+        same_top=same / len(every),
+        positions=len(every),
+    )
+
+
+def compare(
+    model: nn.Module,
+    reference: nn.Module,
+    token_ids: Tensor,
+    *,
+    window: int = 512,
+    batch_size: int = 1,
+    progress: bool = True,
+    max_windows: int | None = None,
+) -> Comparison:
+    """Compare the predictions of a model with those of a reference over non-overlapping windows of a text.
+
+    Args:
+        model: see `perplexity`.
+        reference: a model of the same vocabulary, on the same device.
+        token_ids: see `perplexity`.
+        window: tokens per window.
+        batch_size: windows per forward call; the logits of so many windows of both models are in memory.
+        progress: show a progress bar.
+        max_windows: evaluate at most this many windows, from the start.
+
+    Raises:
+        DtypeError: as `perplexity`.
+        ShapeError: as `perplexity`, or the vocabularies differ in size.
+
+    Exactness: as `compare_logits`; the batch size may change the last bits of logits.
+    """
+    check_model(model)
+    check_model(reference)
+    windows = windows_of(token_ids, window, max_windows)
+    return compare_logits(
+        (ids, logits_of(reference, ids), logits_of(model, ids))
+        for ids in _batches(windows, batch_size, "divergence", progress)
+    )
+
+
+def _batches(windows: Tensor, size: int, what: str, progress: bool) -> Iterable[Tensor]:
+    if size < 1:
+        raise ShapeError(f"batch_size: found {size}; at least 1 is allowed")
+    return with_progress(windows.split(size), what, "batch", shown=progress)
+
+
+def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """Logits of a model in evaluation mode, without gradients.
+
+    Args:
+        model: see `perplexity`.
+        ids: integers ``[B, T]`` on any device.
+
+    Returns:
+        ``[B, T, V]``, in the model's dtype and on its device.
+
+    Raises:
+        ShapeError: the model returns something of another shape.
+    """
     with evaluating(model), torch.no_grad():
-        for batch in batches:
-            ids = batch.to(device)
-            logits = output_tensor(forward(model, ids))
-            if logits.ndim != 3 or logits.shape[:2] != ids.shape:
-                raise ShapeError(
-                    f"{type(model).__name__}: found an output of shape {tuple(logits.shape)} for input ids of shape "
-                    f"{tuple(ids.shape)}; perplexity needs logits [B, T, V]"
-                )
-            total += token_nll(logits, ids).double().sum().item()
-    mean = total / (windows.shape[0] * (window - 1))
+        logits = output_tensor(forward(model, ids.to(model_device(model))))
+    if logits.ndim != 3 or logits.shape[:2] != ids.shape:
+        raise ShapeError(
+            f"{type(model).__name__}: found an output of shape {tuple(logits.shape)} for input ids of shape "
+            f"{tuple(ids.shape)}; logits [B, T, V] are needed"
+        )
+    return logits
+
+
+def perplexity_of(nll: float, predicted: int) -> float:
+    """``exp(nll / predicted)``: perplexity by the sum of token losses and their number; infinite beyond ``e**700``."""
+    mean = nll / predicted
     return math.exp(mean) if mean < 700 else math.inf if mean == mean else math.nan
