@@ -72,16 +72,14 @@ def open_drafter(
     Raises:
         QcutError: the draft model cannot be opened, or has another vocabulary.
     """
-    from qcut.engine.drafters import DraftModel, Lookup, check_words
+    from qcut.engine.drafters import DraftModel, Lookup
     from qcut.engine.engine import DEFAULT_CONTEXT, Engine
     from qcut.engine.families import decoder_of
     from qcut.engine.families.fidelity import base_of
 
     if arguments.draft_model is None or not arguments.speculate:
         return (Lookup(arguments.speculate) if arguments.speculate else None), context
-    given = argparse.Namespace(**{**vars(arguments), "model": arguments.draft_model})
-    smaller, words = open_model(given)
-    check_words(words, tokenizer)
+    smaller, _ = open_another(arguments, "--draft-model", arguments.draft_model, tokenizer)
     if context is None:
         context = min(DEFAULT_CONTEXT, *(decoder_of(base_of(each)).context for each in (model, smaller)))
     batch = getattr(arguments, "batch", 1)
@@ -230,6 +228,25 @@ def open_model(arguments: argparse.Namespace, dtype: torch.dtype | None = None) 
     if dtype is None or arguments.dtype != "auto":
         dtype = dtype_for(arguments.dtype, device)
     return load_pretrained(arguments.model, dtype=dtype, device=device, progress=shown())
+
+
+def open_another(arguments: argparse.Namespace, option: str, name: str, tokenizer: Any) -> tuple[Any, Any]:
+    """A model that an option names next to ``MODEL``, and its tokenizer, of the same vocabulary.
+
+    Args:
+        arguments: parsed command line, see `open_model`.
+        option: the option.
+        name: its value.
+        tokenizer: of ``MODEL``, or None.
+
+    Raises:
+        QcutError: the model cannot be opened, or has another vocabulary.
+    """
+    from qcut.engine.drafters import check_words
+
+    model, words = open_model(argparse.Namespace(**{**vars(arguments), "model": name}))
+    check_words(words, tokenizer, f"{option} {name}: the tokenizer")
+    return model, words
 
 
 def open_quantized(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,13 +13,11 @@ from qcut.common.progress import with_progress
 from qcut.engine.drafters import Drafter
 from qcut.engine.engine import Engine
 from qcut.engine.sequence import Generated
-from qcut.errors import ConfigError, QcutError, UnsupportedError
-from qcut.models.evaluation import perplexity
+from qcut.errors import QcutError, UnsupportedError
+from qcut.models.evaluation import logits_of, perplexity, perplexity_of
 from qcut.models.modules import model_device
 from qcut.numerics.sampling import Sampling
 from qcut.text.constraint import Constraint
-
-_LARGEST_EXPONENT = 700.0
 
 
 class Runner(Protocol):
@@ -57,6 +54,9 @@ class Runner(Protocol):
 
     def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
         """Perplexity over windows ``[W, T]`` of token ids, ``batch`` windows per forward pass."""
+
+    def logits(self, window: Tensor) -> Tensor:
+        """Logits ``[1, T, V]`` after each token of a window of token ids, int64 ``[1, T]``."""
 
 
 def runner_for(
@@ -138,8 +138,11 @@ class EngineRunner:
         total = 0.0
         for part in with_progress(windows.split(batch), "perplexity", "batch", shown=progress):
             total += sum(float(scores.double().sum()) for scores in self._engine.score(part))
-        mean = total / (len(windows) * (windows.shape[1] - 1))
-        return math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)
+        return perplexity_of(total, len(windows) * (windows.shape[1] - 1))
+
+    def logits(self, window: Tensor) -> Tensor:
+        """See `Runner`."""
+        return self._engine.logits(window)[0][None]
 
 
 class _Streamer:
@@ -232,6 +235,8 @@ class TransformersRunner:
 
     def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
         """See `Runner`."""
-        if self.context is not None and windows.shape[1] > self.context:
-            raise ConfigError(f"--window {windows.shape[1]}: allowed: 2 to {self.context}, the model's context")
         return perplexity(self._model, windows.flatten(), window=windows.shape[1], batch_size=batch, progress=progress)
+
+    def logits(self, window: Tensor) -> Tensor:
+        """See `Runner`."""
+        return logits_of(self._model, window)

@@ -200,7 +200,7 @@ class DraftModel:
         ):
             if found != allowed:
                 raise ConfigError(f"DraftModel: the engine has {name} {found}; allowed: {allowed}, as of the model")
-        check_words(self.engine.tokenizer, tokenizer)
+        check_words(self.engine.tokenizer, tokenizer, "DraftModel: the tokenizer")
         return ours.with_batch(runner.batch)
 
     def propose(self, companion: ModelRunner | None, state: DraftState, drafts: int, hidden: Tensor | None) -> None:
@@ -239,8 +239,8 @@ def accompany(runner: ModelRunner, drafter: Drafter, tokenizer: Any) -> None:
         runner.accompany(companion)
 
 
-def check_words(tokenizer: Any, models: Any) -> None:
-    """Compare a draft model's tokenizer and a model's, if there are both.
+def check_words(tokenizer: Any, models: Any, what: str) -> None:
+    """Compare another model's tokenizer, which messages call ``what``, and a model's, if there are both.
 
     Raises:
         ConfigError: a word has another id.
@@ -251,9 +251,7 @@ def check_words(tokenizer: Any, models: Any) -> None:
     others = sorted(word for word, index in found.items() if allowed.get(word) != index)
     if others:
         given = f"{others[0]!r} as token {found[others[0]]}"
-        raise ConfigError(
-            f"DraftModel: the tokenizer has {given}; allowed: {allowed.get(others[0])}, as the model's tokenizer"
-        )
+        raise ConfigError(f"{what} has {given}; allowed: {allowed.get(others[0])}, as the model's tokenizer")
 
 
 def _check_drafts(name: str, drafts: object) -> None:

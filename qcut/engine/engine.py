@@ -227,14 +227,36 @@ class Engine:
         Raises:
             As `prefill`.
         """
+
+        def losses(logits: Tensor, following: Tensor) -> Tensor:
+            return F.cross_entropy(logits[: len(following)].float(), following.to(logits.device), reduction="none")
+
+        return self._by_token(prompts, losses)
+
+    @inference()
+    def logits(self, prompts: Prompts) -> list[Tensor]:
+        """Prefill new sequences, and return the logits after each of their tokens.
+
+        Args:
+            prompts: see `prefill`.
+
+        Returns:
+            For each prompt of T tokens ``[T, vocabulary]``, in the model's dtype.
+
+        Raises:
+            As `prefill`.
+        """
+        return self._by_token(prompts, lambda logits, _: logits)
+
+    def _by_token(self, prompts: Prompts, reduced: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """Prefill new sequences; of each, what becomes of the logits of each chunk and of the ids that follow."""
         ids, starts = self.checked(prompts, False)
-        scores: list[list[Tensor]] = [[] for _ in ids]
+        found: list[list[Tensor]] = [[] for _ in ids]
         self._lengths = []
         for row, first, logits in self.runner.prefill_scored(ids, starts):
-            following = ids[row][first + 1 : first + len(logits) + 1].to(logits.device)
-            scores[row].append(F.cross_entropy(logits[: len(following)].float(), following, reduction="none"))
+            found[row].append(reduced(logits, ids[row][first + 1 : first + len(logits) + 1]))
         self._lengths = [len(row) for row in ids]
-        return [torch.cat(found) for found in scores]
+        return [torch.cat(parts) for parts in found]
 
     @inference()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import qcut
 from qcut.engine.speculation import DraftedLoop
-from qcut.models.evaluation import perplexity
+from qcut.models.evaluation import compare, perplexity
 from tests.cli.commands import DEMO, PROMPT
 from tests.cli.commands import on_cpu as run
 from tests.support import ROOT, llama2c_oracle
@@ -116,6 +119,55 @@ def test_eval_is_the_librarys_perplexity(capfd: pytest.CaptureFixture[str], demo
     found = json.loads(run(capfd, *base, "--kv-cache", "int8", "--json")[1])
     assert found["kv_cache"] == "int8"
     assert 0 < abs(found["perplexity"] / want - 1) < 0.01
+
+
+def test_eval_compares_with_a_reference(capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any]) -> None:
+    text = ROOT / "README.md"
+    base = ("eval", DEMO, "--text", text, "--window", 64, "--max-windows", 6, "--reference", DEMO)
+    model, tokenizer = demo
+    tokens = torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"])
+    quantized = copy.deepcopy(model)
+    qcut.quantize(quantized, "codebook3", progress=False)
+    want = compare(quantized, model, tokens, window=64, max_windows=6, progress=False)
+    found = json.loads(run(capfd, *base, "--scheme", "codebook3", "--json")[1])
+    assert (found["reference"], found["positions"]) == (str(DEMO), 6 * 64)
+    assert {name: found[name] for name in asdict(want)} == pytest.approx(asdict(want), rel=1e-3)
+    assert 0 < found["divergence"] < found["divergence_999"]
+    assert found["same_top"] < 1
+    status, out, err = run(capfd, *base)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[1].endswith("; divergence 0, its 99.9 % quantile 0; same top token 100.00 %")
+    alone = json.loads(run(capfd, *base[:-2], "--json")[1])
+    assert [alone[name] for name in ("reference", "divergence", "same_top", "reference_perplexity")] == [None] * 4
+
+
+def test_references_of_other_tokens_are_refused(
+    capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any], tmp_path: Path
+) -> None:
+    text = ROOT / "README.md"
+    for name in ("words", "merges"):
+        shutil.copytree(DEMO, tmp_path / name)
+        path = tmp_path / name / "tokenizer.json"
+        data = json.loads(path.read_text())
+        words, merges = data["model"]["vocab"], data["model"]["merges"]
+        if name == "words":
+            words["H"], words["p"] = words["p"], words["H"]
+        else:
+            data["model"]["merges"] = merges[:100]
+        path.write_text(json.dumps(data))
+    wider = copy.deepcopy(demo[0])
+    wider.resize_token_embeddings(8200)
+    wider.save_pretrained(tmp_path / "wider")
+    demo[1].save_pretrained(tmp_path / "wider")
+    for name, message in {
+        "words": "the tokenizer has 'H' as token 80; allowed: 40, as the model's tokenizer",
+        "merges": f"its tokenizer cuts --text {text} into other tokens than that of MODEL",
+        "wider": "found shape [1, 512, 8192]; allowed: [1, 512, 8200], as of the reference. Both models need one",
+    }.items():
+        words = ("eval", DEMO, "--text", text, "--max-windows", 2, "--reference", tmp_path / name)
+        status, out, err = run(capfd, *words)
+        assert (status, out) == (1, "")
+        assert message in err
 
 
 def test_models_without_a_start_want_a_prompt(

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import qcut
-from qcut.models.evaluation import perplexity
+from qcut.models.evaluation import compare, perplexity
 from tests.cli.commands import DEMO, PROMPT
 from tests.cli.commands import on_cpu as run
 from tests.support import ROOT
@@ -100,7 +100,21 @@ def test_transformers_predicts(folder: Path, capfd: pytest.CaptureFixture[str]) 
     answer = json.loads(run(capfd, *words, "--json")[1])
     assert answer["perplexity"] == pytest.approx(want, rel=1e-6)
     assert (answer["window"], answer["runs_on"]) == (64, "transformers")  # the context is shorter than 512
+    compared = json.loads(run(capfd, *words, "--reference", DEMO, "--json")[1])
+    assert compared["perplexity"] == pytest.approx(want, rel=1e-6)
+    wanted = compare(
+        model,
+        AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32),
+        tokens,
+        window=64,
+        max_windows=4,
+        progress=False,
+    )
+    assert compared["divergence"] == pytest.approx(wanted.divergence, rel=1e-4)
     assert run(capfd, *words, "--window", 65)[0] == 1
+    status, out, err = run(capfd, "eval", DEMO, "--text", text, "--reference", folder)
+    assert (status, out) == (1, "")
+    assert f"qcut: --reference {folder}: --window 512: allowed: 2 to 64, the model's context" in err
     status, out, err = run(capfd, *words, "--kv-cache", "int8")
     assert (status, out) == (1, "")
     assert "--kv-cache int8 is for qcut's engine" in err
