@@ -31,6 +31,7 @@ from qcut.conversion.calibration.curvature import collect_curvature
 from qcut.conversion.calibration.second_moments import collect_second_moments
 from qcut.conversion.refine import CODE_RATE
 from qcut.layers.codebook import CodebookLinear
+from qcut.models.evaluation import compare
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
 from qcut.numerics.codebook import rotation
@@ -208,14 +209,10 @@ def with_float_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
     return model
 
 
-@torch.no_grad()
 def divergence(model: nn.Module, reference: nn.Module, windows: Tensor) -> float:
     """Mean divergence of a position's predictions from those of the float model, in nats."""
-    device, total = next(reference.parameters()).device, 0.0
-    for ids in windows.to(device).split(8):
-        found, wanted = (m(ids).logits.float().log_softmax(-1) for m in (model, reference))
-        total += float(nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))
-    return total / windows.numel()
+    sizes: dict[str, Any] = {"window": windows.shape[1], "batch_size": 8, "progress": False}
+    return compare(model, reference, windows.flatten(), **sizes).divergence
 
 
 def as_float(layer: Any) -> nn.Linear:

@@ -13,21 +13,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import qcut
 from benchmarks.harness import Results, environment, list_of, model_options, script
-from benchmarks.perplexity.models import Evaluated, own_text
+from benchmarks.perplexity.models import Evaluated, divergence_columns, own_text
 from qcut.conversion.calibration.moments import Moments, shrunk
-from qcut.models.evaluation import token_nll
 from qcut.numerics.codebook.fitting.curvature import Curvature, as_curvature
 
 EXPERTS = ["*.experts"]
@@ -70,38 +67,25 @@ def by_rule(collected: Moments[Any], rule: str, prior: float) -> dict[str, Curva
     return found
 
 
-@torch.no_grad()
-def scores(model: nn.Module, reference: nn.Module, windows: Tensor) -> tuple[float, float]:
-    """Perplexity of a text, and the mean divergence of a position from the float model, in nats."""
-    device, nll, far = next(reference.parameters()).device, 0.0, 0.0
-    for ids in windows.to(device).split(4):
-        found, wanted = (m(ids, use_cache=False).logits.float() for m in (model, reference))
-        nll += token_nll(found, ids).double().sum().item()
-        found, wanted = found.log_softmax(-1), wanted.log_softmax(-1)
-        far += float(nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))
-    return math.exp(nll / (windows.numel() - len(windows))), far / windows.numel()
-
-
 def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     """One model: the float model, and its experts under every rule, a row each."""
     text = Evaluated(path, args)
-    baseline, _ = scores(text.model, text.model, text.windows)
+    baseline = text.perplexity()
 
     def add(fit: str, scheme: str, rule: str, prior: float, tokens: int, moments: Mapping[str, Any] | None) -> None:
         start = time.perf_counter()
         model = copy.deepcopy(text.model)
         if scheme != "float32":
             qcut.quantize(model, scheme, include=EXPERTS, second_moments=moments, progress=text.progress)
-        value, far = scores(model, text.model, text.windows)
+        found = text.compared(model)
         row = {"bench": results.bench, "model": path.name, "fit": fit, "scheme": scheme, "rule": rule, "prior": prior}
-        row |= {"tokens": tokens, "perplexity": round(value, 4)}
-        row |= {"change_percent": round(100 * (value / baseline - 1), 3), "divergence": round(far, 6)}
+        row |= {"tokens": tokens, "perplexity": round(found.perplexity, 4)}
+        row |= {"change_percent": round(100 * (found.perplexity / baseline - 1), 3), **divergence_columns(found)}
         row |= {"least": min(counts, default=""), "median": sorted(counts)[len(counts) // 2] if counts else ""}
         results.rows.append(row | text.columns() | {"seconds": round(time.perf_counter() - start, 1)})
         results.write_csv(args.out, KEY)  # an interrupted run keeps its rows
-        print(
-            f"{path.name} {fit} {scheme} {rule} {prior} {tokens}: {value:.3f}, {far:.5f}", file=sys.stderr, flush=True
-        )
+        what = f"{path.name} {fit} {scheme} {rule} {prior} {tokens}"
+        print(f"{what}: {found.perplexity:.3f}, {found.divergence:.5f}", file=sys.stderr, flush=True)
 
     counts: list[int] = []
     add("", "float32", "", 0.0, 0, None)

@@ -12,23 +12,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import qcut
 from benchmarks.harness import Results, environment, list_of, model_options, script, served_dtype
-from benchmarks.perplexity.models import Evaluated, own_text
+from benchmarks.perplexity.models import Evaluated, divergence_columns, own_text
 from benchmarks.publish.markdown import markdown
 from qcut.layers.experts.opening import opened
-from qcut.models.evaluation import token_nll
+from qcut.models.evaluation import compare_logits, logits_of, perplexity_of, token_nll
 
 VARIANTS: dict[str, tuple[str, bool]] = {
     "w8a16": ("w8a16", False),
@@ -94,42 +93,38 @@ def forcing(routes: Routes) -> Callable[[str], Callable[..., Any]]:
     return for_name
 
 
-class Judged:
-    """What predictions of a model are compared by, added up over batches.
+@dataclass
+class Routed:
+    """What becomes of routes in a model that is compared with the float one.
 
     Attributes:
-        nll: of the text under the model.
-        forced: of the text under the model with the float model's routes.
-        kl: divergences of every position.
-        same: positions with the float model's most probable token.
+        forced: negative log-likelihood of the text under the model with the float model's routes.
         routes: routes compared.
         moved: of these, those that go to another expert.
     """
 
-    def __init__(self) -> None:
-        self.nll = self.forced = 0.0
-        self.kl: list[Tensor] = []
-        self.same = self.routes = self.moved = 0
+    forced: float = 0.0
+    routes: int = 0
+    moved: int = 0
 
-    @torch.no_grad()
-    def add(self, reference: Any, model: Any, ids: Tensor) -> None:
-        """Compare a model with the float one on token ids ``[B, T]``."""
-        wanted: Routes = {}
-        found: Routes = {}
-        with hooked(reference, noting(wanted)):
-            target = reference(ids, use_cache=False).logits.float().log_softmax(-1)
-        with hooked(model, noting(found)):
-            logits = model(ids, use_cache=False).logits.float()
-        with hooked(model, forcing(wanted)):
-            self.forced += token_nll(model(ids, use_cache=False).logits, ids).double().sum().item()
-        self.nll += token_nll(logits, ids).double().sum().item()
-        made = logits.log_softmax(-1)
-        self.kl.append((target.exp() * (target - made)).sum(-1).flatten().cpu())
-        self.same += int((target.argmax(-1) == made.argmax(-1)).sum())
-        for name, calls in wanted.items():
-            for (index, _), (other, _) in zip(calls, found[name], strict=True):
-                self.routes += index.numel()
-                self.moved += int((index[:, :, None] != other[:, None, :]).all(-1).sum())
+    def logits(
+        self, reference: nn.Module, model: nn.Module, batches: Iterable[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of every batch of token ids ``[B, T]``, the ids and the logits of both models, for `compare_logits`."""
+        for ids in batches:
+            wanted: Routes = {}
+            found: Routes = {}
+            with hooked(reference, noting(wanted)):
+                target = logits_of(reference, ids)
+            with hooked(model, forcing(wanted)):
+                self.forced += token_nll(logits_of(model, ids), ids).double().sum().item()
+            with hooked(model, noting(found)):
+                logits = logits_of(model, ids)
+            for name, calls in wanted.items():
+                for (index, _), (other, _) in zip(calls, found[name], strict=True):
+                    self.routes += index.numel()
+                    self.moved += int((index[:, :, None] != other[:, None, :]).all(-1).sum())
+            yield ids, target, logits
 
 
 def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
@@ -144,7 +139,6 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
         own = own_text(model, args.calibration_windows, args.window, model.config.vocab_size)
         moments = qcut.collect_curvature(model, own.split(8), progress=bar)
         fewest = min(count for name, count in moments.tokens.items() if ".experts." in name)
-    total = text.windows.shape[0] * (text.windows.shape[1] - 1)
     baseline = text.perplexity()
     for variant in (unchanged, *args.variants):
         start = time.perf_counter()
@@ -159,20 +153,16 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
             )
             report = qcut.quantize(subject, what, second_moments=given, progress=bar)
             seconds = time.perf_counter() - start
-            judged = Judged()
-            for ids in text.windows.to(args.device).split(8):
-                judged.add(model, subject, ids)
-            kl = torch.cat(judged.kl)
+            routed = Routed()
+            found = compare_logits(routed.logits(model, subject, text.windows.to(args.device).split(8)))
             weights = sum(layer.out_features * layer.in_features for layer in report.layers)
-            value, forced = math.exp(judged.nll / total), math.exp(judged.forced / total)
+            forced = perplexity_of(routed.forced, found.positions - len(text.windows))
             row |= {
-                "perplexity": round(value, 4),
-                "change_percent": round(100 * (value / baseline - 1), 3),
+                "perplexity": round(found.perplexity, 4),
+                "change_percent": round(100 * (found.perplexity / baseline - 1), 3),
                 "forced_change_percent": round(100 * (forced / baseline - 1), 3),
-                "routes_changed_percent": round(100 * judged.moved / judged.routes, 3),
-                "divergence": round(kl.double().mean().item(), 6),
-                "divergence_999": round(kl.kthvalue(math.ceil(0.999 * len(kl))).values.item(), 4),
-                "same_top_percent": round(100 * judged.same / len(kl), 3),
+                "routes_changed_percent": round(100 * routed.moved / routed.routes, 3),
+                **divergence_columns(found),
                 "bits_per_weight": round(8 * sum(layer.bytes_after for layer in report.layers) / weights, 3),
                 "quantize_seconds": round(seconds, 1),
                 "calibration_windows": args.calibration_windows if is_fitted else "",

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.harness import REFERENCE
-from qcut.models.evaluation import language_reference, perplexity, windows_of
+from qcut.models.evaluation import Comparison, compare, language_reference, perplexity, windows_of
 
 
 def text_of(path: Path | None) -> str:
@@ -70,6 +70,11 @@ class Evaluated:
         sizes = {"window": self.options.window, "max_windows": self.options.max_windows, "progress": self.progress}
         return perplexity(self.model if model is None else model, self.tokens, **sizes, **more)
 
+    def compared(self, model: nn.Module) -> Comparison:
+        """Predictions of another model on the text, compared with those of the float model as it is now."""
+        sizes = {"window": self.options.window, "max_windows": self.options.max_windows, "progress": self.progress}
+        return compare(model, self.model, self.tokens, batch_size=4, **sizes)
+
     def columns(self) -> dict[str, object]:
         """The columns of a row that name the text."""
         text = self.options.text
@@ -80,8 +85,17 @@ class Evaluated:
         }
 
 
+def divergence_columns(found: Comparison) -> dict[str, object]:
+    """The columns of a row that say how far predictions are from the float model's."""
+    return {
+        "divergence": float(f"{found.divergence:.4g}"),
+        "divergence_999": float(f"{found.divergence_999:.4g}"),
+        "same_top_percent": round(100 * found.same_top, 3),
+    }
+
+
 @torch.no_grad()
-def own_text(model: torch.nn.Module, count: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
+def own_text(model: nn.Module, count: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
     """Return a model's continuations of random tokens, sampled at temperature 1, int64 ``[count, length]``."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device

@@ -1,4 +1,4 @@
-"""The benchmark of moments for experts: its rules, and its scores."""
+"""The rules of the benchmark of moments for experts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import qcut
-from benchmarks.perplexity.experts import EXPERTS, by_rule, scores
-from qcut.models.evaluation import perplexity
+from benchmarks.perplexity.experts import EXPERTS, by_rule
 from qcut.numerics.codebook.fitting.curvature import as_curvature
 from tests.support.mixtures import mixture_batches, tiny_mixture
 
@@ -29,17 +28,3 @@ def test_shrunk_moments_are_those_that_are_collected(collect: Any) -> None:
     name, other_name = "model.layers.0.mlp.experts.down.0", "model.layers.0.mlp.experts.down.1"
     torch.testing.assert_close(own[name].inputs, as_curvature(raw[name]).inputs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mean[name].inputs, mean[other_name].inputs, rtol=1e-4, atol=1e-4)
-
-
-def test_scores_are_perplexity_and_divergence() -> None:
-    model, other = tiny_mixture(), tiny_mixture()
-    windows = torch.cat(mixture_batches(4))
-    with torch.no_grad():
-        other.lm_head.weight.mul_(1.1)
-    value, far = scores(model, model, windows)
-    assert value == pytest.approx(perplexity(model, windows.flatten(), window=16, progress=False), rel=1e-4)
-    assert far == 0
-    with torch.no_grad():
-        p, q = (m(windows).logits.double().log_softmax(-1) for m in (model, other))
-    wanted = (p.exp() * (p - q)).sum().item() / windows.numel()
-    assert scores(other, model, windows)[1] == pytest.approx(wanted, rel=1e-3)
