@@ -193,7 +193,7 @@ def compare_logits(windows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Comparis
             is kept: if a generator makes them, only one is in memory.
 
     Raises:
-        ShapeError: there is no window, or logits of both differ in shape.
+        ShapeError: there is no window of 2 tokens or more, or logits of both differ in shape.
 
     Exactness: see `token_divergence`; token losses are float32, their sum is float64.
     """
@@ -208,8 +208,8 @@ def compare_logits(windows: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Comparis
         others += token_nll(reference, ids.to(reference.device)).double().sum().item()
         predicted += ids.numel() - len(ids)
         del reference, logits
-    if not divergences:
-        raise ShapeError("windows: found none; at least 1 is allowed")
+    if not predicted:
+        raise ShapeError("windows: found no token to predict; allowed: 1 window and more, of 2 tokens and more")
     every = torch.cat(divergences)
     return Comparison(
         perplexity=perplexity_of(own, predicted),

@@ -52,8 +52,9 @@ def test_divergence_of_excluded_tokens() -> None:
 def test_vocabularies_of_two_sizes_are_refused() -> None:
     with pytest.raises(ShapeError, match=r"found shape \[1, 4, 8\]; allowed: \[1, 4, 9\].*one vocabulary"):
         token_divergence(torch.zeros(1, 4, 9), torch.zeros(1, 4, 8))
-    with pytest.raises(ShapeError, match="windows: found none"):
-        compare_logits([])
+    for windows in ([], [(torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 1, 9), torch.zeros(3, 1, 9))]):
+        with pytest.raises(ShapeError, match="windows: found no token to predict"):
+            compare_logits(windows)
 
 
 def one_hot(tokens: list[int], height: float) -> Tensor:
