@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import vllm
 from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from qcut.errors import UnsupportedError
 from qcut.integrations.vllm.layers import LOG, Layers
 
-_RELEASES = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
 _OF_VLLM = ("total_num_heads", "total_num_kv_heads")
 """What vLLM adds to a configuration of compressed-tensors."""
 
@@ -34,7 +31,6 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
         config: of ``config.json`` or ``hf_overrides``; None takes the method's own scheme.
 
     Raises:
-        UnsupportedError: a vLLM that is not tested.
         QcutError: see `Layers`.
 
     Exactness: weights are bitwise those of `qcut.quantize`, or of the checkpoint, on any number of GPUs; for outputs
@@ -46,9 +42,6 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
-        release = ".".join(vllm.__version__.split(".")[:2])
-        if release not in _RELEASES:
-            raise UnsupportedError(f"vLLM {vllm.__version__}; tested: {', '.join(_RELEASES)}")
         self.method, self.scheme = self.method, self.scheme
         self.__class__ = ServingConfig  # vLLM pickles it, and the classes of shorthands have no place in a module
         asked = config or {"quant_method": "qcut", "scheme": self.scheme}
