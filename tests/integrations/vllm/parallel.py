@@ -65,7 +65,8 @@ def layer(kind: str, config: Any, tensors: list[dict[str, Tensor]], bias: bool =
             parameter = getattr(made, key)
             parameter.weight_loader(parameter, tensor, *shard)
     made.quant_method.process_weights_after_loading(made)
-    made.quant_method.process_weights_after_loading(made)  # vLLM does, where weights were quantized one by one
+    if hasattr(made, "qcut"):  # where weights were quantized one by one, vLLM calls it once more
+        made.quant_method.process_weights_after_loading(made)
     return made
 
 

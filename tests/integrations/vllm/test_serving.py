@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import qcut
@@ -17,6 +19,10 @@ from tests.support import ROOT
 
 TOKENS = 16
 GPT2 = ROOT / "models" / "gpt2-5m"
+routed = pytest.mark.skipif(
+    Version(vllm.__version__) < Version("0.30"),
+    reason="vLLM's build for CPUs chooses experts for a plug-in's mixtures since 0.30",
+)
 PROMPTS = [[11, 7, 300, 5], [1000, 2, 2, 40, 77, 1234, 9], [8000], list(range(100, 140))]
 
 
@@ -88,11 +94,13 @@ def test_a_float_checkpoint_is_quantized_while_it_loads(llama: Path) -> None:
     assert_greedy(model, answers, near=1e-3)
 
 
+@routed
 def test_a_mixture_is_quantized_while_it_loads(mixture: Path) -> None:
     answers = served(mixture, quantization="qcut-codebook4")
     assert_greedy(quantized(mixture, "codebook4"), answers, near=1e-3)
 
 
+@routed
 def test_a_saved_mixture_is_served_as_it_is(mixture: Path, tmp_path: Path) -> None:
     model = quantized(mixture, "w8a16")
     model.save_pretrained(tmp_path)
