@@ -296,7 +296,7 @@ def test_perplexity_refuses_bad_input() -> None:
     for kwargs in ({"window": 1}, {"max_windows": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match=r"at least|2 tokens"):
             perplexity(model, ids, **{"window": 8, "progress": False, **kwargs})
-    with pytest.raises(ValueError, match="needs logits"):
+    with pytest.raises(ValueError, match=r"logits \[B, T, V\] are needed"):
         perplexity(nn.Sequential(nn.Embedding(64, 3), nn.Flatten()), ids, window=8, progress=False)
     broken = tiny_lm()
     with torch.no_grad():
