@@ -21,26 +21,10 @@ from benchmarks.layers.shapes import Shape
 from benchmarks.publish import peers as pages
 from benchmarks.publish import tables
 from benchmarks.publish.rows import Rows
+from tests.support.fakes.clock import FixedClock
 
 H200 = Environment("NVIDIA H200", "580", "13.0", "2.11", "abc123")
 PROMPT, TOKEN = (4096, 14336, 4096), (1, 14336, 4096)
-
-
-class Clock:
-    """A call takes a microsecond."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def warm_up(self, body: Callable[[], object]) -> None:
-        body()
-
-    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        return body
-
-    def time_us(self, replay: Callable[[], object]) -> float:
-        replay()
-        return 1.0
 
 
 def a_linear(n: int = 64, k: int = 256) -> nn.Linear:
@@ -98,10 +82,10 @@ def test_own_layers_are_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         made = peers.own_method(linear, name)
         assert len(made.layers) == 2
         assert made.moved > 0
-        timings, reasons = peers.measured(Shape(9, 64, 256), [made], Clock(), 60, rounds=3)
+        timings, reasons = peers.measured(Shape(9, 64, 256), [made], FixedClock(1.0), 60, rounds=3)
         assert (list(timings), reasons) == ([name], {})
         wrong = peers.Method(**{**made.__dict__, "layers": [lambda x: 1.1 * made.layers[0](x)] * 2})
-        timings, reasons = peers.measured(Shape(9, 64, 256), [wrong], Clock(), 60)
+        timings, reasons = peers.measured(Shape(9, 64, 256), [wrong], FixedClock(1.0), 60)
         assert not timings
         assert reasons[name].startswith("CheckError: relative error")
 
@@ -117,7 +101,7 @@ def test_failing_method_has_a_reason() -> None:
         return linear(x)
 
     found = [method(name, layer, linear) for name, layer in (("a", linear), ("b", fails), ("c", takes_long))]
-    timings, reasons = peers.measured(Shape(3, 64, 256), found, Clock(), 0.2, rounds=3)
+    timings, reasons = peers.measured(Shape(3, 64, 256), found, FixedClock(1.0), 0.2, rounds=3)
     assert list(timings) == ["a"]
     assert reasons == {
         "b": "ValueError: 16 tokens at least and more",

@@ -22,6 +22,7 @@ from qcut.ops.gemm import GemmS8Op
 from qcut.tuning.cublaslt import CublasLtError
 from tests.cli.commands import answer as answer_of
 from tests.cli.commands import run
+from tests.support.fakes.clock import FixedClock
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")
 LAYOUTS = ["".join(flags) for flags in itertools.product("tn", repeat=3)]
@@ -157,20 +158,6 @@ def test_one_wrong_element_is_found(
 # ── with a GPU made of torch ─────────────────────────────────────────────────────────────────────
 
 
-class Clock:
-    """Every replay takes 1000 µs, whatever it holds."""
-
-    def warm_up(self, body: Callable[[], object]) -> None:
-        body()
-
-    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        return body
-
-    def time_us(self, replay: Callable[[], object]) -> float:
-        replay()
-        return 1000.0
-
-
 class Library:
     """`Int8Matmul` in torch: the layouts of ``supported``, two algorithms, ``error`` added to every result."""
 
@@ -212,7 +199,7 @@ class GpuOfTorch:
 def gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> GpuOfTorch:
     """Runs the GPU's path on the CPU."""
     stand_in = GpuOfTorch()
-    gpu = check.Gpu(H200, False, stand_in.gemm_s8, Clock(), copies=lambda size: 2, matmul=Library, device="cpu")
+    gpu = check.Gpu(H200, False, stand_in.gemm_s8, FixedClock(1000.0), copies=lambda size: 2, matmul=Library, device="cpu")
     monkeypatch.setattr(check, "current_gpu", lambda: gpu)
     return stand_in
 
