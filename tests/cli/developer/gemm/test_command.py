@@ -199,7 +199,9 @@ class GpuOfTorch:
 def gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> GpuOfTorch:
     """Runs the GPU's path on the CPU."""
     stand_in = GpuOfTorch()
-    gpu = check.Gpu(H200, False, stand_in.gemm_s8, FixedClock(1000.0), copies=lambda size: 2, matmul=Library, device="cpu")
+    gpu = check.Gpu(
+        H200, False, stand_in.gemm_s8, FixedClock(1000.0), copies=lambda size: 2, matmul=Library, device="cpu"
+    )
     monkeypatch.setattr(check, "current_gpu", lambda: gpu)
     return stand_in
 
