@@ -26,6 +26,7 @@ from qcut.tuning.timing import CudaClock as CudaClock
 from qcut.tuning.timing import Environment as Environment
 from qcut.tuning.timing import Timing as Timing
 from qcut.tuning.timing import Variant as Variant
+from qcut.tuning.timing import WallClock as WallClock
 from qcut.tuning.timing import checked as checked
 from qcut.tuning.timing import environment as environment
 from qcut.tuning.timing import measure as measure

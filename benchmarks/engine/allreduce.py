@@ -37,24 +37,6 @@ TIMEOUT = datetime.timedelta(minutes=2)
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class HostClock:
-    """The host's clock, in place of `harness.CudaClock` without a GPU; it cannot capture."""
-
-    def warm_up(self, body: Callable[[], object]) -> None:
-        """Run ``body`` once."""
-        body()
-
-    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """Raise RuntimeError: no graph can hold ``body``."""
-        raise RuntimeError("a CPU has no CUDA graphs")
-
-    def time_us(self, replay: Callable[[], object]) -> float:
-        """Microseconds of ``replay``."""
-        start = time.perf_counter()
-        replay()
-        return (time.perf_counter() - start) * 1e6
-
-
 def calls_of(size: int) -> int:
     """All-reduces in one sample: a function of the size only, so that all processes agree."""
     least, most = CALLS
@@ -153,7 +135,7 @@ def run(options: argparse.Namespace, device: torch.device) -> int:
     """Measure, print and write everything; the first process prints and writes."""
     results = harness.Results("bench_allreduce", harness.environment())
     gpus, first = dist.get_world_size(), dist.get_rank() == 0
-    clock: Clock = harness.CudaClock() if device.type == "cuda" else HostClock()
+    clock: Clock = harness.CudaClock() if device.type == "cuda" else harness.WallClock(device)
     library = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""  # type: ignore[no-untyped-call]
     backend = f"{dist.get_backend()} {library}".strip()
     variants = (GRAPH, EAGER) if device.type == "cuda" else (EAGER,)
