@@ -26,6 +26,7 @@ from torch.nn.functional import linear as product
 
 from benchmarks.layers import float8
 from qcut.numerics.float8 import quantize_tokens_ref
+from qcut.numerics.int8 import quantize_weight
 
 Layer = Callable[[Tensor], Tensor]
 GROUP = 128
@@ -116,12 +117,6 @@ def packed4(codes: Tensor) -> Tensor:
     for i in range(8):
         words |= columns[:, i] << 4 * i
     return words
-
-
-def rounded8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 ``[N, K]`` and float32 ``[N, 1]``: each weight to the nearest."""
-    scale = weight.float().abs().amax(1, keepdim=True) / 127
-    return (weight.float() / scale).round().to(torch.int8), scale
 
 
 # ── bitsandbytes ─────────────────────────────────────────────────────────────────────────────────
@@ -314,11 +309,12 @@ def _vllm_8_bits(dtype: torch.dtype) -> Callable[[nn.Linear], Layer]:
         ops, _ = _vllm_ops()
         weight = linear.weight.detach()
         if dtype is torch.int8:
-            codes, scale = rounded8(weight)
+            codes, rows = quantize_weight(weight)
             quantize = ops.dynamic_scaled_int8_quant
         else:
             codes, rows = quantize_tokens_ref(weight, weight.shape[1])
-            scale, quantize = rows[:, None].contiguous(), ops.dynamic_per_token_scaled_fp8_quant
+            quantize = ops.dynamic_per_token_scaled_fp8_quant
+        scale = rows[:, None].contiguous()
 
         def call(x: Tensor) -> Tensor:
             tokens = torch.empty_like(x, dtype=dtype)

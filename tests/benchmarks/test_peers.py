@@ -54,13 +54,6 @@ def test_4_bit_weights_are_rounded_and_packed() -> None:
         assert torch.equal((words >> 4 * i & 15).t().to(torch.uint8), codes[:, i::8])
 
 
-def test_8_bit_weights_are_rounded() -> None:
-    weight = a_linear().weight
-    codes, scale = libraries.rounded8(weight)
-    assert codes.abs().amax(1).eq(127).all()
-    assert ((codes * scale - weight).abs() <= 0.51 * scale).all()
-
-
 def test_missing_library_is_known_without_its_import() -> None:
     there = Peer("pytest", "pytest", "pytest", libraries.W8A8, lambda linear: linear)
     absent = Peer("none", "no_such_package", "no-such-package", libraries.W8A8, lambda linear: linear)
