@@ -2,8 +2,8 @@
 
 Next to it a static batch: as many sequences as clients, with the same prompts in the same order, where each batch ends
 with its longest member. Both times hold reading the prompts. Every answer is counted; those of a model with one layer,
-under the same load, are held against what its engine gives alone. ``--constrained`` times the load twice more, in an
-engine with a tokenizer made for the purpose: as it is, and with clients that all ask for JSON by a schema.
+under the same load, are held against what its engine gives by itself. ``--constrained`` times the load twice more, in
+an engine with a tokenizer made for the purpose: as it is, and with clients that all ask for JSON by a schema.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def test_files_of_llama2c_word_for_word(
     files = ("--llama2c", llama2c_sample.model, "--tokenizer", llama2c_sample.tokens)
     want, prompt = llama2c_sample.text.read_text(), llama2c_oracle.PROMPT
     assert run(capfd, "generate", *files, "--steps", llama2c_sample.steps) == (0, want, "")
-    # A prompt is text that is forced, a step each token; the steps that it takes all print it alone.
+    # A prompt is text that is forced, a step each token; the steps that it takes all print nothing else.
     status, text, _ = run(capfd, "generate", *files, "--steps", 40, "--prompt", prompt)
     assert status == 0
     assert len(text) > len(prompt) + 10
@@ -137,8 +137,8 @@ def test_eval_compares_with_a_reference(capfd: pytest.CaptureFixture[str], demo:
     status, out, err = run(capfd, *base)
     assert (status, err) == (0, "")
     assert out.splitlines()[1].endswith("; divergence 0, its 99.9 % quantile 0; same top token 100.00 %")
-    alone = json.loads(run(capfd, *base[:-2], "--json")[1])
-    assert [alone[name] for name in ("reference", "divergence", "same_top", "reference_perplexity")] == [None] * 4
+    without = json.loads(run(capfd, *base[:-2], "--json")[1])
+    assert [without[name] for name in ("reference", "divergence", "same_top", "reference_perplexity")] == [None] * 4
 
 
 def test_references_of_other_tokens_are_refused(
