@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import qcut
 from benchmarks.harness import Results, environment, list_of, model_options, script
+from benchmarks.perplexity import roundings
 from benchmarks.perplexity.models import Evaluated, Processes, fit_option, own_text
 from benchmarks.publish.markdown import markdown
 from qcut.conversion.calibration.curvature import collect_curvature
@@ -34,10 +35,9 @@ from qcut.layers.codebook import CodebookLinear
 from qcut.models.evaluation import compare
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
-from qcut.numerics.codebook import rotation
 from qcut.numerics.codebook.fitting.curvature import Curvature
 from qcut.numerics.codebook.fitting.fit import DAMPING, fit
-from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, quantize
+from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
 
 GROUP = 128
 REFINE_STEPS = 450
@@ -46,25 +46,6 @@ OWN_AT_ONCE = 1024
 RESIDUAL_SEED = 1042
 APART = 16  # of so many windows to refine on, one is set apart to judge by
 REFINED = "refined"
-
-
-def int4(weight: Tensor, symmetric: bool) -> Tensor:
-    """A weight rounded to nearest in 4 bits: a float16 scale for 128 columns, and a zero point unless symmetric."""
-    out = torch.empty_like(weight)
-    for first, d in rotation.groups(weight.shape[1], GROUP):
-        w = weight[:, first : first + d]
-        if symmetric:
-            low, high, zero = -8, 7, torch.zeros(len(w), 1, device=w.device)
-            scale = w.abs().amax(1, keepdim=True) / 7
-        else:
-            low, high = 0, 15
-            least, most = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
-            scale = (most - least) / 15
-        scale = torch.where(scale > 0, scale, 1.0).half().float()
-        if not symmetric:
-            zero = (-least / scale).round()
-        out[:, first : first + d] = (((w / scale).round() + zero).clamp(low, high) - zero) * scale
-    return out
 
 
 def nearest(bits: int, refit: bool = False, in_pairs: bool = False) -> Fit:
@@ -97,10 +78,13 @@ Passes = Sequence[RotatedCodebook] | Tensor
 Fit = Callable[[Tensor, Curvature | None, int, float], Passes]
 
 VARIANTS: dict[str, tuple[str, Fit]] = {
-    "int4": ("4-bit integers, asymmetric, to nearest", lambda w, given, seed, damping: int4(w, symmetric=False)),
+    "int4": (
+        "4-bit integers, asymmetric, to nearest",
+        lambda w, given, seed, damping: roundings.int4(w, symmetric=False).weight,
+    ),
     "int4_symmetric": (
         "4-bit integers, symmetric, to nearest",
-        lambda w, given, seed, damping: int4(w, symmetric=True),
+        lambda w, given, seed, damping: (quantize_plain(w, 4, group_size=GROUP, levels="steps"),),
     ),
     "codebook4": ("to nearest", nearest(4)),
     "codebook4_refit": ("to nearest, norms refitted without data", nearest(4, refit=True)),

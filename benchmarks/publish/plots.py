@@ -124,33 +124,42 @@ def curves(path: Path, series: Mapping[str, Mapping[float, float]], title: str, 
     _print(axes, path, title)
 
 
-def points(
-    path: Path, series: Mapping[str, Mapping[str, tuple[float, float]]], title: str, x_axis: str, y_axis: str
+def panels(
+    path: Path,
+    points: Mapping[str, Mapping[str, Mapping[str, tuple[float, float]]]],
+    title: str,
+    x_axis: str,
+    y_axis: str,
 ) -> None:
-    """Labelled points; y is linear around 0 and logarithmic beyond, on both sides.
+    """Labelled points in panels, two in a row, with logarithmic y.
 
     Args:
         path: file name without suffix.
-        series: name to label to (x, y).
+        points: title of a panel to series to label to (x, y), y positive; all panels have the same series.
         title: heading.
-        x_axis: label of the x axis.
-        y_axis: label of the y axis.
+        x_axis: label of the x axes.
+        y_axis: label of the y axes.
     """
-    axes = _axes((8, 5.5))
-    if axes is None:
+    rows = -(-len(points) // 2)
+    grid = _axes((13, 6.5 * rows), rows, 2)
+    if grid is None:
         return
-    for marker, (name, found) in zip(MARKERS * (1 + len(series) // len(MARKERS)), series.items(), strict=False):
-        xs, ys = zip(*found.values(), strict=True)
-        axes.plot(xs, ys, marker, label=name, markersize=5, alpha=0.85)
-        for label, place in found.items():
-            axes.annotate(label, place, xytext=(4, 3), textcoords="offset points", fontsize=7)
-    axes.set_yscale("symlog", linthresh=1.0)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.axhline(0.0, color="black", linewidth=1)
-    axes.grid(alpha=0.3)
-    axes.set_xlabel(x_axis)
-    axes.set_ylabel(y_axis)
-    _print(axes, path, title)
+    for axes, (name, series) in zip(grid.flat, points.items(), strict=False):
+        for i, (kind, found) in enumerate(series.items()):
+            xs, ys = zip(*found.values(), strict=True)
+            axes.plot(xs, ys, MARKERS[i], label=kind, markersize=5, alpha=0.85)
+            # Labels of the first series are on the left, where they cover none of the others'.
+            side: dict[str, Any] = {"xytext": (4, -2)} if i else {"xytext": (-4, -2), "ha": "right"}
+            for label, place in found.items():
+                axes.annotate(label, place, textcoords="offset points", fontsize=6.5, **side)
+        axes.set_yscale("log")
+        axes.grid(which="both", alpha=0.3)
+        axes.set(title=name, xlabel=x_axis, ylabel=y_axis)
+        axes.margins(x=0.15)
+    for axes in grid.flat[len(points) :]:
+        axes.remove()
+    grid.flat[0].figure.suptitle(title, fontsize=11)
+    _print(grid.flat[0], path)
 
 
 def groups(
@@ -189,21 +198,22 @@ def groups(
     _print(axes, path, title)
 
 
-def _axes(size: tuple[float, float]) -> Any:
-    """The axes of a new figure of this size in inches; None without matplotlib."""
+def _axes(size: tuple[float, float], *grid: int) -> Any:
+    """The axes of a new figure of this size in inches, or an array of rows and columns; None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: no plot")
         return None
     from matplotlib.figure import Figure
 
-    return Figure(figsize=size, layout="constrained").subplots()
+    return Figure(figsize=size, layout="constrained").subplots(*grid, squeeze=not grid)
 
 
-def _print(axes: Any, path: Path, title: str, legend: str = "best") -> None:
+def _print(axes: Any, path: Path, title: str | None = None, legend: str = "best") -> None:
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    axes.set_title(title, fontsize=11)
+    if title is not None:
+        axes.set_title(title, fontsize=11)
     if legend:
         axes.legend(fontsize=8, loc=legend)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Schemes of weights: quality against memory and speed, and the int8 cache."""
+"""Schemes of weights: quality against memory and speed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,76 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.harness import geomean
+from benchmarks.perplexity import divergence
 from benchmarks.publish import plots
 from benchmarks.publish.markdown import figures, markdown
 from benchmarks.publish.rows import Row, Rows, mean, missing, provenance, shape_of, speeds
 
+MOST_BITS = 6
+"""Of methods in the plot by memory: those of 8 bits are far from all others."""
+Panels = dict[str, dict[str, dict[str, tuple[float, float]]]]
 
-def schemes(rows: Rows) -> str:
-    """Each scheme's quality and memory, and the cost of an int8 cache, by model."""
-    quality = rows.of("report_quality")
-    parts = []
-    for model in dict.fromkeys(row["model"] for row in quality):
-        own = [row for row in quality if row["model"] == model]
-        parts += [_quality_table(own), _cache_table(own)]
-    return "\n\n".join([*parts, provenance("report_quality", quality)]) if parts else missing("report_quality")
+
+def divergences(rows: Rows) -> str:
+    """Each method's distance from the float model, by model, and which formats of others lose less than qcut's."""
+    found = rows.of("divergence")
+    if not found:
+        return missing("divergence")
+    by = {(row["method"], row["model"]): row for row in found}
+    models = list(dict.fromkeys(row["model"] for row in found))
+    bits: dict[str, list[float]] = {}
+    for row in found:
+        if row["by"]:
+            bits.setdefault(row["method"], []).append(float(row["bits"]))
+    order = sorted(bits, key=lambda name: min(bits[name]))
+
+    def cells(text: Callable[[Row], str]) -> str:
+        lines = []
+        for name in order:
+            least, most = f"{min(bits[name]):.3f}", f"{max(bits[name]):.3f}"
+            own = (text(by[name, model]) if (name, model) in by else "–" for model in models)
+            title = f"`{name}`" if name in divergence.OURS else name
+            lines.append([title, least if least == most else f"{least} to {most}", *own])
+        return markdown(["weights", "bits", *models], lines)
+
+    text = found[0]
+    parts = [
+        f"Mean divergence of a position, and the share of positions with the same most probable token, on "
+        f"{text['windows']} windows of {text['window']} tokens of {text['text']}; qcut's names are in this `type`:",
+        cells(lambda row: f"{float(row['divergence']):.3g}, {float(row['same_top_percent']):.1f} %"),
+        "The 99.9 % quantile of the divergence, and the change of perplexity:",
+        cells(lambda row: f"{float(row['divergence_999']):.3g}, {float(row['change_percent']):+.2f} %"),
+        _against(found, models),
+        provenance("divergence", found),
+    ]
+    return "\n\n".join(parts)
+
+
+_EQUAL_BITS = 0.01
+
+
+def _against(rows: list[Row], models: list[str]) -> str:
+    """Formats of others with a smaller mean divergence than all of qcut's schemes that have at most their bits."""
+
+    def better(fitted: bool) -> str:
+        found: dict[str, list[str]] = {}
+        for row in (row for row in rows if row["by"] == "others"):
+            ours = [
+                float(own["divergence"])
+                for own in rows
+                if (own["by"], own["model"]) == ("qcut", row["model"])
+                and own["method"].endswith(divergence.SUFFIXES) == fitted
+                and float(own["bits"]) <= float(row["bits"]) + _EQUAL_BITS
+            ]
+            if ours and float(row["divergence"]) < min(ours):
+                found.setdefault(row["method"], []).append(row["model"])
+        on = {name: "all models" if len(every) == len(models) else ", ".join(every) for name, every in found.items()}
+        return ", ".join(f"{name} ({where})" for name, where in on.items()) or "none"
+
+    return (
+        "Formats of others with a smaller mean divergence than every scheme of qcut's with at most their bits (and "
+        f"{_EQUAL_BITS}), if qcut's weights are rounded, too: {better(False)}. If they are fitted: {better(True)}."
+    )
 
 
 def outliers(rows: Rows) -> str:
@@ -32,39 +89,6 @@ def layers(rows: Rows) -> str:
     found = rows.of("report_layers")
     parts = [_layer_table([row for row in found if row["m"] == m], m) for m in dict.fromkeys(row["m"] for row in found)]
     return "\n\n".join([*parts, provenance("report_layers", found)]) if parts else missing("report_layers")
-
-
-def _quality_table(rows: list[Row]) -> str:
-    first = rows[0]
-    lines = [
-        [
-            row["scheme"],
-            row["what"],
-            f"{float(row['perplexity']):.2f}",
-            f"{float(row['change_percent']):+.2f} %",
-            f"{int(row['weight_bytes']) / 1e6:.2f}",
-            f"{float(row['weight_bits']):.2f}",
-        ]
-        for row in rows
-        if row["kv_cache"] == "auto"
-    ]
-    head = f"**{first['model']}**, {first['windows']} windows of {first['window']} tokens of {first['text']}:\n\n"
-    return head + markdown(["scheme", "weights", "perplexity", "change", "MB", "bits a weight"], lines)
-
-
-def _cache_table(rows: list[Row]) -> str:
-    float_cache = {row["scheme"]: row for row in rows if row["kv_cache"] == "auto"}
-    lines = []
-    for row in rows:
-        if row["kv_cache"] == "int8" and row["scheme"] in float_cache:
-            before = float_cache[row["scheme"]]
-            pairs = [f"{float(r['perplexity']):.3f} ({float(r['change_percent']):+.3f} %)" for r in (before, row)]
-            sizes = f"{before['cache_bytes_token']} → {row['cache_bytes_token']}"
-            lines.append([row["scheme"], *pairs, f"{float(row['cache_percent']):+.4f} %", sizes])
-    if not lines:
-        return f"{rows[0]['model']}, int8 keys and values: not measured."
-    header = ["scheme", "float cache", "int8 cache", "change by the cache", "bytes a token"]
-    return f"{rows[0]['model']}, KV cache in float and in int8:\n\n{markdown(header, lines)}"
 
 
 def _outlier_table(rows: list[Row]) -> str:
@@ -102,26 +126,31 @@ def _layer_table(rows: list[Row], m: str) -> str:
 
 
 def plot(rows: Rows, out: Path) -> None:
-    """Perplexity by bits of a weight, and by speed."""
-    quality = rows.of("report_quality", kv_cache="auto")
+    """Mean divergence by bits of a weight, and by speed."""
     over = speeds(((row["variant"], row) for row in rows.of("report_layers", m="1")), "float").get(1, {})
-    memory: dict[str, dict[str, tuple[float, float]]] = {}
-    speed: dict[str, dict[str, tuple[float, float]]] = {}
-    for row in quality:
-        scheme, change = row["scheme"], float(row["change_percent"])
-        memory.setdefault(row["model"], {})[scheme] = float(row["weight_bits"]), change
-        timed = mean(over, scheme.removesuffix("_fit"))
+    memory: Panels = {}
+    speed: Panels = {}
+    for row in rows.of("divergence"):
+        method, far = row["method"], float(row["divergence"])
+        if not row["by"]:
+            continue
+        fitted = method.endswith(divergence.SUFFIXES)
+        kind = "other formats, rounded" if row["by"] == "others" else f"qcut, {'fitted' if fitted else 'rounded'}"
+        if float(row["bits"]) <= MOST_BITS and divergence.has_float_tokens(method):
+            memory.setdefault(row["model"], {}).setdefault(kind, {})[method] = float(row["bits"]), far
+        timed = mean(over, divergence.scheme_of(method))
         if timed:
-            speed.setdefault(row["model"], {})[scheme] = timed, change
+            speed.setdefault(row["model"], {}).setdefault(kind, {})[method] = timed, far
+    axis = "mean divergence from the float model"
     if memory:
-        plots.points(out / "report_memory", memory, "Quality by memory", "bits a weight", "perplexity, change in %")
+        title = "Quality by memory, activations in float"
+        plots.panels(out / "divergence", memory, title, "bits a weight, with scales and tables", axis)
     if speed:
-        axis = "speed of layers at one token, float16 = 1"
-        plots.points(out / "report_speed", speed, "Quality by speed", axis, "perplexity, change in %")
+        plots.panels(out / "report_speed", speed, "Quality by speed", "speed of layers at one token, float16 = 1", axis)
 
 
 TABLES: Mapping[str, Callable[[Rows], str]] = {
-    "schemes": schemes,
+    "divergence": divergences,
     "outliers": outliers,
     "scheme layers": layers,
 }

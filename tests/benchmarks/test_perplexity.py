@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import qcut
 from benchmarks.demo import EMBEDDED
 from benchmarks.harness import read_rows
-from benchmarks.perplexity import caches, codebooks, encoder, plans, schemes, shards, sizes
+from benchmarks.perplexity import caches, codebooks, divergence, encoder, plans, schemes, shards
 from benchmarks.perplexity.models import Processes, tokens_of
 from qcut.engine.kv_cache.cache import KV_DTYPES
+from qcut.errors import UnsupportedError
 from qcut.models.evaluation import language_reference, perplexity
 from qcut.numerics.codebook.fitting.curvature import Curvature
+from tests.support.mixtures import mixture_batches, tiny_mixture
 from tests.support.zoo import first_block
 
 transformers = pytest.importorskip("transformers", reason="the benchmarks need the hf extra")
@@ -109,23 +111,36 @@ def test_caches_lose_by_their_bits(words: list[str], folder: Path, tmp_path: Pat
     assert len(read_rows(tmp_path / "cache_quality.csv")) == len(rows)
 
 
-def test_sizes_have_a_row_for_each_cache(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--schemes", "w8a8,codebook2_fit,int4_asymmetric", "--window", "32", "--max-windows", "4"]
-    given += ["--models", str(folder), "--calibration-windows", "2"]
-    assert sizes.main([*given, "--device", "cpu", "--out", str(tmp_path)]) == 0
-    assert "layers are timed on a GPU: none of them was" in capsys.readouterr().out
-    rows = {(row["scheme"], row["kv_cache"]): row for row in read_rows(tmp_path / "report_quality.csv")}
-    assert list(rows) == [
-        *((scheme, cache) for scheme in ("float", "w8a8") for cache in KV_DTYPES),
-        *(("codebook2_fit", "auto"), ("int4_asymmetric", "auto")),
-    ]
-    assert [round(float(row["weight_bits"])) for row in rows.values()] == [32] * 4 + [8] * 4 + [2, 4]
-    assert float(rows["float", "auto"]["perplexity"]) == pytest.approx(
-        exact_perplexity(folder, language_reference(), 32), rel=1e-4
-    )
-    # The cache's own change is against the same weights with a float cache.
-    before, after = (float(rows["w8a8", cache]["perplexity"]) for cache in ("auto", "int8"))
-    assert float(rows["w8a8", "int8"]["cache_percent"]) == pytest.approx(100 * (after / before - 1), abs=5e-4)
+def test_divergence_has_a_row_for_each_method(words: list[str], folder: Path, tmp_path: Path) -> None:
+    methods = ["w8a8_static", "codebook2", "codebook2_fitted", "codebook2_refined", "Q4_0", "int4 symmetric"]
+    some = ["--methods", ",".join(methods), "--calibration-windows", "8", "--refine-steps", "8", "--refine-batch", "4"]
+    assert divergence.main([*words, *some]) == 0
+    rows = {row["method"]: row for row in read_rows(tmp_path / "divergence.csv")}
+    assert set(rows) == {"float32", *methods}
+    float_model = rows["float32"]
+    assert [float(float_model[name]) for name in ("divergence", "same_top_percent", "bits")] == [0, 100, 32]
+    exact = exact_perplexity(folder, language_reference()[:8000], 64)
+    assert float(float_model["perplexity"]) == pytest.approx(exact, rel=1e-4)
+    assert [rows[name]["by"] for name in ("codebook2", "Q4_0")] == ["qcut", "others"]
+    far = {name: float(row["divergence"]) for name, row in rows.items()}
+    assert 0 < far["w8a8_static"] < far["Q4_0"] < far["codebook2_refined"] < far["codebook2"]
+    assert far["codebook2_refined"] < far["codebook2_fitted"]
+    bits = {name: float(row["bits"]) for name, row in rows.items()}
+    assert (bits["Q4_0"], bits["int4 symmetric"]) == (4.5, 4.125)
+    assert 2.125 < bits["codebook2"] == bits["codebook2_refined"] < 2.13
+    assert divergence.main([*words, "--methods", "NF4"]) == 0  # rows of methods that a call does not measure stay
+    assert len(read_rows(tmp_path / "divergence.csv")) == len(rows) + 1
+
+
+@torch.no_grad()
+def test_formats_of_others_round_experts() -> None:
+    model, other = tiny_mixture(), tiny_mixture()
+    assert divergence.rounded(model, "MXFP4") == 4.25
+    qcut.quantize(other, "mxfp4", progress=False)
+    ids = mixture_batches(1)[0]
+    torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="its weight is a copy of the model's"):
+        divergence.rounded(tiny_mixture("GptOss"), "MXFP4")
 
 
 @pytest.fixture

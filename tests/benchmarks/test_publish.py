@@ -55,7 +55,10 @@ def test_rows_keep_their_benchmarks_names() -> None:
         assert all(row["gpu"] and row["torch"] and row["commit"] for row in rows), path
 
 
-@pytest.mark.parametrize(("name", "draw"), [("headline", tables.plot), ("scale", pages.plot)])
+PLOTS = [("headline", tables.plot), ("scale", pages.plot), ("divergence", quantization.plot)]
+
+
+@pytest.mark.parametrize(("name", "draw"), PLOTS)
 def test_plots_show_the_measured_rows(name: str, draw: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw(Rows(RESULTS), tmp_path)
@@ -118,3 +121,20 @@ def test_rows_name_all_they_were_measured_with(write: Writer, tmp_path: Path) ->
 def test_a_place_without_a_figure_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="nothing"):
         tables.filled("<!-- measured: nothing -->\n<!-- end -->", Rows(tmp_path))
+
+
+def test_better_formats_of_others_are_named(write: Writer, tmp_path: Path) -> None:
+    def row(method: str, by: str, bits: float, far: float, model: str = "a") -> dict[str, Any]:
+        found = {"model": model, "method": method, "by": by, "bits": bits, "divergence": far, "divergence_999": 9 * far}
+        text = {"windows": 4, "window": 64, "text": "t.txt"}
+        return {**found, "same_top_percent": 90, "change_percent": 1, "perplexity": 9, **text}
+
+    ours = [row("codebook4", "qcut", 4.13, 0.02), row("codebook4_fitted", "qcut", 4.13, 0.01)]
+    ours += [row("codebook4", "qcut", 4.13, 0.02, "b"), row("w8a16", "qcut", 8.0, 0.001)]
+    others = [row("NF4", "others", 4.5, 0.015), row("NF4", "others", 4.5, 0.03, "b"), row("Q4_0", "others", 4.12, 0.5)]
+    write("divergence", [row("float32", "", 32, 0.0), *ours, *others, row("MXFP4", "others", 4.0, 0.0001)])
+    text = quantization.divergences(Rows(tmp_path))
+    assert "rounded, too: NF4 (a). If they are fitted: none." in text  # MXFP4 has fewer bits than any of qcut's
+    assert "| `codebook4` | 4.130 | 0.02, 90.0 % | 0.02, 90.0 % |" in text
+    assert "| Q4_0 | 4.120 | 4.5, +1.00 % | – |" in text
+    assert "float32 |" not in text

@@ -119,7 +119,7 @@ class StepCost:
     """Time in µs of a layer in a step of few tokens: ``start + bytes / rate``, an estimate.
 
     A start is paid for each product: fused projections of one scheme share it. Start and rate are lines through times
-    of whole layers, rotation included, measured on an H200 with one token (benchmarks/perplexity/sizes.py), which they
+    of whole layers, rotation included, measured on an H200 with one token (benchmarks/layers/schemes.py), which they
     meet within 15 %; on another GPU the rate goes with the memory's bandwidth, and the start to the clock. Of experts,
     a token reads k of E, and all of a projection are one product. Attention, norms and the classifier are not counted.
 
