@@ -57,7 +57,7 @@ def has_float_tokens(method: str) -> bool:
 
 
 class Subject(Evaluated):
-    """A float model, its predictions of the text, and the text that it writes itself."""
+    """A float model, its logits of all windows, which stay in memory, and the text that it writes itself."""
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         super().__init__(path, options, served_dtype(options.device))

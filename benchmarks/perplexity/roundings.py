@@ -48,7 +48,7 @@ def nf4(weight: Tensor, *, nested: bool = False) -> Rounded:
         rest = largest - mean
         outer = torch.cat([part.abs().amax(0, keepdim=True).expand(len(part)) for part in rest.split(256)])
         table = dynamic_floats(weight.device)
-        largest = table[nearest(rest / outer, table)] * outer + mean
+        largest = table[nearest(rest / outer.clamp(min=1e-38), table)] * outer + mean
         bits = 4 * weight.numel() + 8 * len(largest) + 32 * (math.ceil(len(largest) / 256) + 1)
     return Rounded((values[codes] * largest[:, None]).view(weight.shape), bits)
 
@@ -124,11 +124,11 @@ def q4_k_like(weight: Tensor) -> Rounded:
     """GGUF's Q4_K: super-blocks of 256 columns, ``w = d * s * q - e * m``.
 
     q has 4 bits; s and m have 6 bits and are of 32 columns; d and e are float16 and of the super-block. For every 32
-    columns 22 spacings of 15 steps are tried: each gives integers, to which the step and the least value, 0 at most,
-    are fitted by least squares with the weights ``rms(w) + |w|``. The best of them are rounded to 6 bits, and integers
-    are chosen again. *Like*, since the format is exact and the search is of the kind that llama.cpp makes, without
-    being the same number by number. A super-block at the end of a row may be shorter here; llama.cpp takes another
-    format if the length of rows is no multiple of 256.
+    columns 15 steps over the span are tried, and 22 spacings near it: each gives integers, to which the step and the
+    least value, 0 at most, are fitted by least squares with the weights ``rms(w) + |w|``. The best of them are rounded
+    to 6 bits, and integers are chosen again. *Like*, since the format is exact and the search is of the kind that
+    llama.cpp makes, without being the same number by number. A super-block at the end of a row may be shorter here;
+    llama.cpp takes another format if the length of rows is no multiple of 256.
 
     Source: llama.cpp's ``block_q4_K`` and ``quantize_row_q4_K_ref``.
     """
@@ -165,8 +165,9 @@ def _spaced(x: Tensor) -> tuple[Tensor, Tensor]:
     weights = x.square().mean(-1, keepdim=True).sqrt() + x.abs()
     low = x.amin(-1, keepdim=True).clamp(max=0)
     span = (x.amax(-1, keepdim=True) - low).clamp(min=1e-30)
-    best = torch.full(x.shape[:-1], math.inf, device=x.device)
-    step, least = torch.zeros_like(best), torch.zeros_like(best)
+    step, least = span[..., 0] / _STEPS, low[..., 0]
+    q = ((x - low) / step[..., None]).round()
+    best = (weights * (step[..., None] * q + low - x).square()).sum(-1)
     total, first = weights.sum(-1), (weights * x).sum(-1)
     for steps in (_STEPS, *(_STEPS - 1 + i / 10 for i in range(21))):
         q = ((x - low) * (steps / span)).round().clamp(0, _STEPS)
