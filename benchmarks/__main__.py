@@ -12,7 +12,8 @@ if __package__ in (None, ""):
     sys.path[0] = str(FOLDER.parent)  # not this folder, whose modules belong to the package
 
 SUBJECTS = {
-    "layers": "gemm linear peers schemes codebook experts crossover zero_points triton epilogue capture overhead tutorial",
+    "layers": "gemm linear peers schemes codebook experts crossover zero_points triton epilogue capture "
+    "overhead tutorial",
     "attention": "decode prompt",
     "engine": "steps families caches breakdown batching server compare vllm gpt2 allreduce speculation acceptance",
     "perplexity": "schemes codebooks divergence mixtures experts plans caches encoder shards",

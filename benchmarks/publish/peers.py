@@ -1,18 +1,14 @@
-"""qcut's layers next to those of other libraries: the tables and the plot of the rows of `benchmarks.layers.peers`."""
+"""qcut's layers next to those of other libraries: the table of the rows of `benchmarks.layers.peers`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.layers.libraries import PEERS
 from benchmarks.layers.peers import BASELINE, BENCH, OURS, fastest
-from benchmarks.publish import plots
 from benchmarks.publish.markdown import MISSING, figures, markdown
-from benchmarks.publish.rows import Row, Rows, provenance, shape_of
-
-Shape = tuple[int, int, int]
+from benchmarks.publish.rows import Row, Rows, Shape, provenance, shape_of
 
 
 @dataclass(frozen=True)
@@ -72,14 +68,6 @@ def best_cell(cell: Cell | None) -> str:
     return f"{figures(best[1])} {best[0]}" if best else MISSING
 
 
-def headline(title: str, cell: Cell) -> list[str]:
-    """A line of the README's table: float16, qcut's fastest scheme and the fastest other; the faster one is bold."""
-    ours, theirs = cell.ours, cell.theirs
-    own = f"{_bold(ours[1], not cell.is_lost)} (`{ours[0]}`)" if ours else MISSING
-    other = f"{_bold(theirs[1], cell.is_lost)} ({library_of(theirs[0])})" if theirs else MISSING
-    return [title, figures(cell.fp16), own, other]
-
-
 def table(rows: Rows) -> str:
     """Microseconds of all methods by tokens, a table for each size, the fastest bold; then what qcut loses."""
     found = cells(rows)
@@ -122,37 +110,10 @@ def failures(rows: Iterable[Row]) -> list[str]:
     return ["Without a time:\n\n" + "\n".join(lines)] if shapes else []
 
 
-def plot(found: Mapping[int, Cell], size: tuple[int, int], out: Path) -> None:
-    """Speed over float16 by tokens: qcut's fastest scheme, and the fastest method of another library.
-
-    Args:
-        found: tokens to what was timed there.
-        size: N and K.
-        out: folder of the plot.
-    """
-    labels, ours, theirs = [], {}, {}
-    for m, cell in found.items():
-        label = f"{m:,} token{'s' * (m > 1)}"
-        labels.append(label)
-        if cell.ours:
-            ours[label] = cell.fp16 / cell.ours[1], cell.ours[0]
-        if cell.theirs:
-            theirs[label] = cell.fp16 / cell.theirs[1], library_of(cell.theirs[0])
-    libraries = dict.fromkeys(library_of(name) for cell in found.values() for name in cell.us if name in PEERS)
-    gpus = ", ".join(dict.fromkeys(cell.gpu for cell in found.values()))
-    plots.groups(
-        out / "headline",
-        labels,
-        {f"best of {', '.join(libraries)}": theirs, "qcut, its fastest scheme": ours},
-        "PyTorch, float16",
-        f"One linear layer of an 8B Llama ({size[0]} × {size[1]}) on an {gpus}",
-        "speed, float16 = 1",
-    )
-
-
-def _bold(us: float, bold: bool) -> str:
-    return f"**{figures(us)}**" if bold else figures(us)
+def bold(value: float, is_best: bool) -> str:
+    """A figure, bold if it is the best of its line."""
+    return f"**{figures(value)}**" if is_best else figures(value)
 
 
 def _time(cell: Cell, name: str) -> str:
-    return _bold(cell.us[name], cell.us[name] == min(cell.us.values())) if name in cell.us else MISSING
+    return bold(cell.us[name], cell.us[name] == min(cell.us.values())) if name in cell.us else MISSING

@@ -8,6 +8,12 @@ from pathlib import Path
 from benchmarks.harness import geomean, read_rows
 
 Row = dict[str, str]
+Shape = tuple[int, int, int]
+"""M, N, K."""
+Times = dict[Shape, dict[str, float]]
+"""Shape → variant → median microseconds."""
+NOTED = "2026-11-20"
+"""The day of figures of other libraries that have no rows."""
 Speeds = dict[int, dict[str, list[float]]]
 """Tokens → variant → × the baseline, by layer shape."""
 
@@ -46,9 +52,17 @@ def missing(*benches: str) -> str:
     return f"Not measured: there are no rows in {' and '.join(f'`{bench}.csv`' for bench in benches)}."
 
 
-def shape_of(row: Row) -> tuple[int, int, int]:
+def shape_of(row: Row) -> Shape:
     """M, N, K."""
     return int(row["m"]), int(row["n"]), int(row["k"])
+
+
+def times(rows: Rows, bench: str, **wanted: str) -> Times:
+    """Median microseconds of the rows of a benchmark with the given values of columns."""
+    by_shape: Times = {}
+    for row in rows.of(bench, **wanted):
+        by_shape.setdefault(shape_of(row), {})[row["variant"]] = float(row["median_us"])
+    return by_shape
 
 
 def speeds(rows: Iterable[tuple[str, Row]], baseline: str) -> Speeds:
@@ -58,11 +72,11 @@ def speeds(rows: Iterable[tuple[str, Row]], baseline: str) -> Speeds:
         rows: the variant's name in the table, and the row, for each row.
         baseline: one of those names; shapes without it count for nothing.
     """
-    times: dict[tuple[int, int, int], dict[str, float]] = {}
+    found_us: Times = {}
     for name, row in rows:
-        times.setdefault(shape_of(row), {})[name] = float(row["median_us"])
+        found_us.setdefault(shape_of(row), {})[name] = float(row["median_us"])
     ratios: Speeds = {}
-    for (m, _, _), found in sorted(times.items()):
+    for (m, _, _), found in sorted(found_us.items()):
         for name in found if baseline in found else ():
             ratios.setdefault(m, {}).setdefault(name, []).append(found[baseline] / found[name])
     return ratios

@@ -11,24 +11,21 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from benchmarks import harness
 from benchmarks.attention.prompt import NAMES as PROMPT_NAMES
-from benchmarks.engine.gpt2 import PEERS_GB
 from benchmarks.engine.steps import IN_CONTEXT
 from benchmarks.harness import CEILINGS, RESULTS, ROOT, geomean
 from benchmarks.layers import crossover
-from benchmarks.layers.codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
-from benchmarks.layers.libraries import PEERS
+from benchmarks.layers.codebook import FEW_TOKENS, NK, PROMPTS, speedups
 from benchmarks.layers.peers import BENCH as PEER_ROWS
 from benchmarks.layers.shapes import CLAIM_MIN_TOKENS
 from benchmarks.perplexity import encoder
 from benchmarks.perplexity import plans as planning
-from benchmarks.perplexity.codebooks import VARIANTS, is_refined, kind_of
-from benchmarks.publish import engines, peers, plots, quantization, serving
+from benchmarks.perplexity.codebooks import VARIANTS
+from benchmarks.publish import engines, gpt2, headline, peers, quantization, serving
 from benchmarks.publish.markdown import MISSING, figures, markdown, us
-from benchmarks.publish.rows import Row, Rows, missing, provenance, shape_of
+from benchmarks.publish.rows import NOTED, Row, Rows, Shape, Times, missing, shape_of, times
 from benchmarks.scaling import pages as scale
 from qcut.engine.kv_cache.cache import KV_DTYPES
 
@@ -46,9 +43,6 @@ PAGES = (
     DOCS / "kernel-notes" / "experts.md",
     DOCS / "kernel-notes" / "triton.md",
 )
-
-Shape = tuple[int, int, int]
-Times = dict[Shape, dict[str, float]]
 
 SQUARES = (1024, 2048, 4096, 8192)
 LAYERS = ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336))
@@ -85,19 +79,6 @@ ENGINE_MODELS = {
     "llama2c-512": "llama2.c, 8 layers of 512, w8a16",
     "llama2c-288-float": "llama2.c, 6 layers of 288, float16",
 }
-HEADLINE_NK = (14336, 4096)
-HEADLINE_TOKENS = (1, 16, 64, 1024, 4096)
-PROMPT, TOKEN = ((m, *HEADLINE_NK) for m in (4096, 1))
-NOTED = "2026-11-20"
-"""The day of figures of other libraries that have no rows: `PEERS_US` and `PEERS_GB`."""
-
-
-def times(rows: Rows, bench: str, **wanted: str) -> Times:
-    """Shape → variant → median microseconds."""
-    by_shape: Times = {}
-    for row in rows.of(bench, **wanted):
-        by_shape.setdefault(shape_of(row), {})[row["variant"]] = float(row["median_us"])
-    return by_shape
 
 
 def name_of(shape: Shape) -> str:
@@ -215,7 +196,7 @@ def codebook_layer(rows: Rows) -> str:
     new = peers.cells(rows)
 
     def others(shape: Shape) -> str:
-        return peers.best_cell(new.get(shape)) if new else best_peer_cell(rows, shape)
+        return peers.best_cell(new.get(shape)) if new else headline.noted_cell(rows, shape)
 
     lines = [
         [name_of(shape), *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS), others(shape)]
@@ -306,22 +287,6 @@ def triton_layers(rows: Rows) -> str:
     return markdown(["M × N × K", *schemes], lines)
 
 
-def best_peer(rows: Rows, shape: Shape) -> tuple[str, float] | None:
-    """The fastest 8- or 4-bit layer of another library, with its microseconds; None if none was timed."""
-    others = times(rows, "peers/bench_linear").get(shape, {})
-    known = {name: value for name, value in others.items() if name != "fp16" and not name.startswith("qcut_")}
-    if shape in PEERS_US:
-        name, value = PEERS_US[shape]
-        known[name] = min(value, known.get(name, value))
-    return min(known.items(), key=lambda item: item[1]) if known else None
-
-
-def best_peer_cell(rows: Rows, shape: Shape) -> str:
-    """Microseconds and name of `best_peer`."""
-    best = best_peer(rows, shape)
-    return MISSING if best is None else f"{us(best[1])} {best[0]}"
-
-
 # ── quality ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -372,43 +337,6 @@ def encoders(rows: Rows) -> str:
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def model(rows: Rows) -> str:
-    """GPT-2 Large in transformers with its layers replaced: prompts a second, and peak memory."""
-    speed = {
-        (row["logits"], row["variant"]): int(row["tokens_s"])
-        for row in rows.of("bench_model", beside="w8a8")
-        if row["logits"]
-    }
-    lines = []
-    for logits, what in (("last", "logits of the last token"), ("all", "all logits")):
-        before, after = speed[logits, "fp16"], speed[logits, "w8a8"]
-        title = f"prompts of 8 × 1024, {what}, tokens/s"
-        lines.append([title, f"{before:,}", f"{after:,} ({after / before:.2f}×)", MISSING, MISSING])
-    peaks = [
-        _peak(rows, "bench_model", "fp16"),
-        _peak(rows, "bench_model", "w8a8"),
-        _peak(rows, "codebook_memory/bench_model", "codebook4/w8a16"),
-        _peak(rows, "codebook_memory/bench_model", "codebook4/codebook4"),
-    ]
-    lines.append(["peak memory, one sequence of 256 tokens, GB", *(f"{peak:.3f}" for peak in peaks)])
-    small = [_peak(rows, "small_cublas_workspace/bench_model", variant) for variant in ("fp16", "w8a8")]
-    title = "the same with `CUBLAS_WORKSPACE_CONFIG=:16:8`, GB"
-    lines.append([title, *(f"{peak:.3f}" for peak in small), MISSING, MISSING])
-    header = ["", "float16", "w8a8", "codebook4, embeddings w8a16", "codebook4, embeddings codebook4"]
-    memory, noted = peer_memory(rows)
-    others = ", ".join(f"`{name}` {gb:.2f} GB" for name, gb in memory.items())
-    source = f"notes of {NOTED}, not rows" if noted else "rows in `benchmarks/results/peers`"
-    return f"{markdown(header, lines)}\n\nPeak memory of the same with other libraries' layers: {others} ({source})."
-
-
-def _peak(rows: Rows, bench: str, variant: str) -> float:
-    return next(float(row["generate_peak_gb"]) for row in _peaks(rows, bench) if row["variant"] == variant)
-
-
-def _peaks(rows: Rows, bench: str) -> list[Row]:
-    return [row for row in rows.of(bench) if row["generate_peak_gb"]]
 
 
 def engine(rows: Rows) -> str:
@@ -557,131 +485,10 @@ def loading(rows: Rows) -> str:
     return markdown(["", "the model's tensors, MB", "peak memory, MB", "peak file pages, MB"], lines)
 
 
-# ── the README ───────────────────────────────────────────────────────────────────────────────────
-
-
-def headline(rows: Rows) -> str:
-    """Six figures, each with the best alternative; below the table, the card and what has no rows."""
-    gemms, rates = times(rows, "bench_gemm"), generation_rates(rows)
-    weights = {row["variant"]: row for row in rows.of("codebook_quality", model="gpt2-14m")}
-    one_pass = [name for name in weights if name.startswith("codebook4_") and kind_of(name) and "4_4" not in name]
-    fitted = min(one_pass, key=lambda name: float(weights[name]["change_percent"]))
-    memory, noted = peer_memory(rows)
-    least = min(memory, key=lambda name: memory[name])
-
-    def speed(variant: str) -> str:
-        return f"{geomean(gemm_speeds(gemms, variant, 'fp16')):.2f}×"
-
-    def change(variant: str) -> str:
-        return f"{float(weights[variant]['change_percent']):+.2f} %"
-
-    lines = [
-        *headline_layers(rows),
-        [
-            "int8 matrix products of 31 shapes, mean speed over float16",
-            "1×",
-            f"**{speed('qcut_f16')}**, dequantized",
-            f"{speed('cublaslt_s8')}, int8 only (cuBLASLt)",
-        ],
-        [
-            "generation, a Llama of 8 layers × 512, tokens/s",
-            f"{rates['eager']:,.0f}",
-            f"**{rates['qcut_w8a16']:,.0f}** (`w8a16`)",
-            f"{rates['compile']:,.0f} (torch.compile, float16)",
-        ],
-        [
-            "GPT-2 Large, peak memory at 256 tokens, GB",
-            f"{_peak(rows, 'bench_model', 'fp16'):.2f}",
-            f"**{_peak(rows, 'codebook_memory/bench_model', 'codebook4/codebook4'):.2f}** (`codebook4`)",
-            f"{memory[least]:.2f} ({peers.library_of(least)})",
-        ],
-        [
-            "perplexity at 4 bits a weight, a GPT-2 of 14M",
-            f"{float(weights['float32']['perplexity']):.2f}",
-            f"**{change(fitted)}** (`{fitted.rpartition('_')[0]}`, {'refined' if is_refined(fitted) else 'fitted'})",
-            f"{change('int4')} (4-bit integers)",
-        ],
-    ]
-    table = markdown(["", "float16, PyTorch", "qcut", "best alternative"], lines)
-    benches = ("bench_gemm", "bench_compare", "bench_model")
-    cards = " or ".join(dict.fromkeys(row["gpu"] for bench in benches for row in rows.of(bench)))
-    source = f"Medians on one {cards}, written by a script from the measured rows in `benchmarks/results`."
-    return f"{table}\n\n{source} {headline_source(rows, noted)}"
-
-
-def headline_layers(rows: Rows) -> list[list[str]]:
-    """The lines of one layer, a prompt and a token."""
-    n, k = HEADLINE_NK
-    titles = (f"layer {n} × {k}, a prompt of 4,096 tokens, µs", "the same, one token, µs")
-    if new := headline_cells(rows):
-        return [peers.headline(title, new[shape[0]]) for title, shape in zip(titles, (PROMPT, TOKEN), strict=True)]
-    int8, few = times(rows, "bench_linear"), times(rows, "bench_codebook", part="layer")
-    found = ((int8[PROMPT], "qcut_w8a8"), (few[TOKEN], "codebook4"))
-    lines = []
-    for title, shape, (of, name) in zip(titles, (PROMPT, TOKEN), found, strict=True):
-        best = best_peer(rows, shape)
-        other = MISSING if best is None else f"{us(best[1])} ({peers.library_of(best[0])})"
-        lines.append([title, us(of["fp16"]), f"**{us(of[name])}** (`{name.removeprefix('qcut_')}`)", other])
-    return lines
-
-
-def headline_cells(rows: Rows) -> dict[int, peers.Cell]:
-    """Tokens to what was timed at the headline's layer in one run; nothing unless its prompt and its token were."""
-    found = {m: cell for (m, *size), cell in sorted(peers.cells(rows).items()) if tuple(size) == HEADLINE_NK}
-    return found if {PROMPT[0], TOKEN[0]} <= found.keys() else {}
-
-
-def headline_source(rows: Rows, memory_noted: bool) -> str:
-    """Where the headline's figures of other libraries are from."""
-    if not headline_cells(rows):
-        names = "gemlite, Humming and bitsandbytes" if memory_noted else "gemlite and Humming"
-        return f"The figures of {names}, here and in the plot, are notes of {NOTED}; their rows were not kept."
-    text = f"One run has the layers, here and in the plot. {provenance(PEER_ROWS, rows.of(PEER_ROWS))}"
-    return f"{text} The memory of bitsandbytes is a note of {NOTED} without a row." if memory_noted else text
-
-
-def peer_memory(rows: Rows) -> tuple[dict[str, float], bool]:
-    """Peak GB of generation with other libraries' layers, and whether the figures are notes."""
-    found = {row["variant"]: float(row["generate_peak_gb"]) for row in _peaks(rows, "peers/bench_model")}
-    others = {name: gb for name, gb in found.items() if name in PEERS}
-    return (others, False) if others else (PEERS_GB, True)
-
-
-def plot(rows: Rows, out: Path) -> None:
-    """Speed of one linear layer over PyTorch's float16, by tokens: qcut's best scheme, and the best other library."""
-    if new := headline_cells(rows):
-        return peers.plot(new, HEADLINE_NK, out)
-    int8 = times(rows, "bench_linear")
-    codebook = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
-    labels, ours, theirs = [], {}, {}
-    for m in HEADLINE_TOKENS:
-        shape = (m, *HEADLINE_NK)
-        speeds = {
-            name.removeprefix("qcut_"): measured[shape]["fp16"] / value
-            for measured in (codebook, int8)
-            for name, value in measured[shape].items()
-            if name != "fp16"
-        }
-        scheme = max(speeds, key=lambda name: speeds[name])
-        label = f"{m:,} token{'s' * (m > 1)}"
-        labels.append(label)
-        ours[label] = speeds[scheme], scheme
-        if best := best_peer(rows, shape):
-            theirs[label] = int8[shape]["fp16"] / best[1], peers.library_of(best[0])
-    plots.groups(
-        out / "headline",
-        labels,
-        {"best of bitsandbytes, torchao, gemlite, Humming": theirs, "qcut, its fastest scheme": ours},
-        "PyTorch, float16",
-        f"One linear layer of an 8B Llama ({HEADLINE_NK[0]} × {HEADLINE_NK[1]}) on an H200",
-        "speed, float16 = 1",
-    )
-
-
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────
 
 MEASURED: Mapping[str, Callable[[Rows], str]] = {
-    "headline": headline,
+    "headline": headline.headline,
     "quality": quality,
     "gemm": gemm,
     "linear": linear,
@@ -696,7 +503,6 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "codebook quality": codebook_quality,
     "plan quality": plans,
     "encoder quality": encoders,
-    "model": model,
     "engine": engine,
     "contexts": contexts,
     "comparison": comparison,
@@ -707,6 +513,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "quantizing": quantizing,
     "loading": loading,
     "zero points": zero_points,
+    **gpt2.TABLES,
     **quantization.TABLES,
     **engines.TABLES,
     **serving.TABLES,
@@ -735,6 +542,6 @@ def main(_: argparse.Namespace) -> int:
     rows = Rows(RESULTS)
     for path in PAGES:
         path.write_text(filled(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    for draw in (plot, quantization.plot, scale.plot):
+    for draw in (headline.plot, quantization.plot, scale.plot):
         draw(rows, RESULTS)
     return 0

@@ -18,9 +18,9 @@ from benchmarks.harness import RESULTS, Environment, Results, Timing, read_rows
 from benchmarks.layers import libraries, peers
 from benchmarks.layers.libraries import PEERS, Peer
 from benchmarks.layers.shapes import Shape
+from benchmarks.publish import headline, tables
 from benchmarks.publish import peers as pages
-from benchmarks.publish import tables
-from benchmarks.publish.rows import Rows
+from benchmarks.publish.rows import NOTED, Rows
 from tests.support.fakes.clock import FixedClock
 
 H200 = Environment("NVIDIA H200", "580", "13.0", "2.11", "abc123")
@@ -186,7 +186,7 @@ def test_best_alternative_is_found_in_the_rows(rows: Any) -> None:
 
 
 def test_headline_is_of_one_run(rows: Any) -> None:
-    text = tables.headline(rows(MADE_UP))
+    text = headline.headline(rows(MADE_UP))
     prompt, token = text.splitlines()[2:4]
     assert prompt.endswith("| 700 | 350 (`w8a8`) | **280** (vLLM) |")
     assert token.endswith("| 32.0 | **8.00** (`codebook4`) | 20.0 (gemlite) |")
@@ -195,19 +195,38 @@ def test_headline_is_of_one_run(rows: Any) -> None:
 
 
 def test_half_a_run_makes_no_headline(rows: Any) -> None:
-    text = tables.headline(rows([one for one in MADE_UP if one["m"] != "1"]))
-    assert f"are notes of {tables.NOTED}" in text
-    assert "vLLM" not in text
+    text = headline.headline(rows([one for one in MADE_UP if one["m"] != "1"]))
+    assert f"are notes of {NOTED}" in text
+    assert "280" not in text
+
+
+def test_headline_shows_where_a_server_is_faster(rows: Any, tmp_path: Path) -> None:
+    found = rows(MADE_UP)
+    served = read_rows(tmp_path / "bench_vllm.csv")
+    for one in served:
+        if (one["shape"], one["method"], one["what"], one["batch"]) == ("qwen3-30b-a3b", "vllm fp8", "step", "1"):
+            one["tokens_s"] = "400.0"
+    with (tmp_path / "bench_vllm.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(served[0]))
+        writer.writeheader()
+        writer.writerows(served)
+    lines = headline.headline(found).splitlines()
+    (mixture,) = (line for line in lines if "mixture" in line)
+    assert mixture.endswith("| – | 375 (`codebook4`) | **400** (vLLM, fp8) |")
+    (dense,) = (line for line in lines if "64 sequences" in line)
+    assert dense.count("**") == 2
+    (drafted,) = (line for line in lines if "with drafts" in line)
+    assert drafted.split("|")[3] > " **2,"
 
 
 def test_memory_of_others_comes_from_rows(rows: Any, tmp_path: Path) -> None:
     found = rows(MADE_UP)
     (tmp_path / "peers" / "bench_model.csv").unlink(missing_ok=True)
-    assert tables.NOTED in tables.headline(found)
+    assert NOTED in headline.headline(found)
     (tmp_path / "peers" / "bench_model.csv").write_text("variant,generate_peak_gb\nfp16,1.6\nbitsandbytes_nf4,0.55\n")
-    text = tables.headline(found)
+    text = headline.headline(found)
     assert "0.55 (bitsandbytes)" in text
-    assert tables.NOTED not in text
+    assert NOTED not in text
 
 
 def test_tables_show_fastest_lost_and_failed(rows: Any) -> None:
@@ -229,7 +248,7 @@ def test_tables_say_where_nothing_is_lost(rows: Any) -> None:
 
 def test_plot_names_the_card_and_libraries(rows: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    tables.plot(rows(MADE_UP), tmp_path)
+    headline.plot(rows(MADE_UP), tmp_path)
     drawn = re.findall("<!-- (.+?) -->", (tmp_path / "headline.svg").read_text())
     assert any("NVIDIA H200" in one for one in drawn)
     assert {"best of gemlite, vLLM", "1 token", "4,096 tokens", "codebook4"} <= set(drawn)

@@ -16,7 +16,6 @@ from benchmarks.demo import EMBEDDED
 from benchmarks.harness import read_rows
 from benchmarks.perplexity import caches, codebooks, divergence, encoder, plans, schemes, shards
 from benchmarks.perplexity.models import Processes, tokens_of
-from qcut.engine.kv_cache.cache import KV_DTYPES
 from qcut.errors import UnsupportedError
 from qcut.models.evaluation import language_reference, perplexity
 from qcut.numerics.codebook.fitting.curvature import Curvature

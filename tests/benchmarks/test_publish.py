@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import RESULTS
-from benchmarks.publish import plots, quantization, tables
+from benchmarks.publish import headline, plots, quantization, tables
 from benchmarks.publish.rows import Rows, mean, provenance, speeds
 from benchmarks.scaling import pages
 
@@ -55,7 +55,7 @@ def test_rows_keep_their_benchmarks_names() -> None:
         assert all(row["gpu"] and row["torch"] and row["commit"] for row in rows), path
 
 
-PLOTS = [("headline", tables.plot), ("scale", pages.plot), ("divergence", quantization.plot)]
+PLOTS = [("headline", headline.plot), ("scale", pages.plot), ("divergence", quantization.plot)]
 
 
 @pytest.mark.parametrize(("name", "draw"), PLOTS)
