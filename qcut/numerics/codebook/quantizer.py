@@ -144,7 +144,7 @@ def quantize_plain(
 ) -> RotatedCodebook:
     """Quantize a weight, or the error that earlier passes left, without a rotation.
 
-    With ``steps`` the values are ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1)``
+    With ``steps`` the values are ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1 / 2)``
     rounded to its dtype, and ``idx = clamp(rne(W / norm)) + 2**(b - 1)``. With ``normal``, the Lloyd-Max codebook,
     ``norm`` is the root of the group's mean square, and idx is the index of the value nearest to ``W / norm``. With
     ``e2m1`` both are those of `qcut.numerics.codebook.float4`.
@@ -189,7 +189,7 @@ def quantize_plain(
             if whole is not None:
                 scale = float4.e4m3_norms(group.abs().amax(1), whole).float()
             elif levels == "steps":
-                scale = group.abs().amax(1) / torch.full((), half - 1.0, device=device, dtype=torch.float32)
+                scale = group.abs().amax(1) / torch.full((), half - 0.5, device=device, dtype=torch.float32)
             elif levels == "e2m1":
                 scale = float4.scales(group.abs().amax(1))
             else:

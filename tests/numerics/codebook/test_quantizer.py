@@ -125,7 +125,7 @@ def test_weights_without_a_rotation():
     assert (step.rotation, step.norms.shape, step.values.tolist()) == ("none", (6, 3), list(range(-8, 8)))
     for first, d, g in ((0, 48, 0), (48, 48, 1), (96, 4, 2)):
         w = weight[:, first : first + d]
-        norm = (w.abs().amax(1) / 7).half()
+        norm = (w.abs().amax(1) / 7.5).half()
         assert torch.equal(step.norms[:, g], norm)
         nearest = (w / torch.where(norm > 0, norm.float(), 1.0)[:, None]).round().clamp(-8, 7)
         assert torch.equal(step.indices[:, first : first + d], (nearest + 8).to(torch.uint8))
