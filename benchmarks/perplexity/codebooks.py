@@ -48,9 +48,9 @@ APART = 16  # of so many windows to refine on, one is set apart to judge by
 REFINED = "refined"
 
 
-def nearest(bits: int, refit: bool = False, in_pairs: bool = False) -> Fit:
+def nearest(bits: int, in_pairs: bool = False) -> Fit:
     """Rounds to nearest."""
-    return lambda w, given, seed, damping: (quantize(w, bits, seed=seed, refit=refit, in_pairs=in_pairs),)
+    return lambda w, given, seed, damping: (quantize(w, bits, seed=seed, in_pairs=in_pairs),)
 
 
 def fitted(bits: int, in_pairs: bool = False) -> Fit:
@@ -66,7 +66,7 @@ def fitted(bits: int, in_pairs: bool = False) -> Fit:
 
 def two_passes(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Passes:
     """Two residual stages of 4 bits, the second fitted if there is a moment or curvature."""
-    first = quantize(w, 4, seed=seed, refit=given is not None)
+    first = quantize(w, 4, seed=seed)
     if given is None:
         return first, quantize(w, 4, before=[first], seed=RESIDUAL_SEED)
     options: dict[str, Any] = {"before": [first], "seed": RESIDUAL_SEED, "damping": damping}
@@ -87,7 +87,6 @@ VARIANTS: dict[str, tuple[str, Fit]] = {
         lambda w, given, seed, damping: (quantize_plain(w, 4, group_size=GROUP, levels="steps"),),
     ),
     "codebook4": ("to nearest", nearest(4)),
-    "codebook4_refit": ("to nearest, norms refitted without data", nearest(4, refit=True)),
     "codebook4_inputs": ("fitted to inputs", fitted(4)),
     "codebook4_curvature": ("fitted to the loss's curvature", fitted(4)),
     "codebook4_refined": ("fitted to the loss's curvature, then refined as a whole", fitted(4)),

@@ -84,8 +84,7 @@ def quantize_weights(
             if e in made:
                 q = made[e]
             elif rotated:
-                # A pass before a fitted one takes the norms with the least squared error.
-                q = quantize(weight, bits, before=before, layer=layer, refit=e in fitted, **options)
+                q = quantize(weight, bits, before=before, layer=layer, **options)
             else:
                 plain = {"before": before, "levels": scheme.levels, "layer": layer, "row_absmax": absmax, **common}
                 q = quantize_plain(weight, bits, **plain)

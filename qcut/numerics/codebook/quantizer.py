@@ -2,10 +2,11 @@
 
 Per output row n and group g of d columns, Pi the group's rotation::
 
-    norm[n, g] = ||W[n, g]||_2
-    r = (W[n, g] / norm[n, g]) Pi^T * sqrt(d)
-    idx[n, g, j] = searchsorted(midpoints of the codebook, r[j])
-    W'[n, g] = norm[n, g] / sqrt(d) * codebook[idx[n, g]] Pi
+    r = (W[n, g] / ||W[n, g]||_2) Pi^T * sqrt(d)
+    f = the one of MULTIPLES with the least ||r - f * codebook[idx(f)]||_2, idx(f)[j] the index nearest to r[j] / f
+    idx[n, g] = idx(f), c = codebook[idx[n, g]]
+    norm[n, g] = ||W[n, g]||_2 * <r, c> / <c, c>
+    W'[n, g] = norm[n, g] / sqrt(d) * c Pi
 
 Without a rotation the norms are plain scales: ``W'[n, g] = norm[n, g] * codebook[idx[n, g]]``. A residual pass
 quantizes the error of the first pass, ``W - W'``, in the same way, with a seed, a codebook and norms of its own; the
@@ -15,7 +16,7 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,8 @@ from qcut.numerics.codebook.rotation import NO_ROTATION, Kind, per_column
 from qcut.numerics.float8 import E4M3
 
 NORM_DTYPES = (torch.float16, torch.float32)
+MULTIPLES = (0.82, 0.9, 0.98, 1.06, 1.14)
+"""Of a group's root mean square: what its codebook values may be multiplied by when they are chosen."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,11 @@ def quantize(
     seed: int = 42,
     norm_dtype: torch.dtype = torch.float16,
     layer: str | None = None,
-    refit: bool = False,
     in_pairs: bool = False,
 ) -> RotatedCodebook:
     """Quantize a weight, or the error that earlier passes left, to the nearest codebook values of its rotated groups.
+
+    A group has the norm with the least squared error: of `MULTIPLES` the best, then, for its indices, the best of all.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
@@ -83,9 +87,6 @@ def quantize(
         seed: seed of the group at column 0; see `RotatedCodebook`.
         norm_dtype: float16 or float32. The indices do not depend on it.
         layer: name for error messages.
-        refit: store, for the same indices, the norm that leaves the least squared error in its group,
-            ``norm * <r, c> / <c, c>`` with c the chosen codebook values. The stored number is then no longer the
-            Euclidean norm of the group.
         in_pairs: take the codebook of pairs, with 4 bits and groups of an even number of columns.
 
     Returns:
@@ -99,7 +100,7 @@ def quantize(
             group with pairs.
 
     Exactness: float32; between devices an index may differ where a rotated value lies within rounding of a midpoint,
-    and a norm by its last bit.
+    a norm by its last bit, and a group where two multiples round it equally well.
 
     Source: docs/schemes.md, section 4; Lloyd-Max (`qcut.numerics.codebook.lloyd_max`).
     """
@@ -119,16 +120,44 @@ def quantize(
         rotated *= per_column(
             torch.tensor([d**0.5 for _, d in parts], device=weight.device, dtype=torch.float32), parts
         )
-        nearest = nearest_indices(rotated, values)
-        if refit:
-            chosen = pairs.look_up(values, nearest)
-            for g, (first, d) in enumerate(parts):
-                columns = slice(first, first + d)
-                c = chosen[:, columns]
-                exact[:, g] *= (rotated[:, columns] * c).sum(1) / c.square().sum(1)
+        nearest, multiples = _rounded(rotated, values, parts)
         indices[rows] = nearest
-        norms[rows] = stored_norms(exact, norm_dtype, layer)
+        norms[rows] = stored_norms(exact * multiples, norm_dtype, layer)
     return RotatedCodebook(indices, norms, values, group_size, kind, seed)
+
+
+def _rounded(numbers: Tensor, values: Tensor, parts: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """uint8 ``[R, K]`` and float32 ``[R, G]``: the indices of groups of numbers, and what their values are times."""
+
+    def nearest(multiples: Tensor) -> Tensor:
+        return nearest_indices(numbers / per_column(multiples, parts), values)
+
+    def squared_error(multiples: Tensor) -> Tensor:
+        chosen = pairs.look_up(values, nearest(multiples))
+        return _sums(torch.addcmul(numbers, chosen, per_column(multiples, parts), value=-1.0).square_(), parts)
+
+    indices = nearest(best_multiple(numbers.new_ones(len(numbers), len(parts)), squared_error))
+    chosen = pairs.look_up(values, indices)
+    return indices, _sums(numbers * chosen, parts) / _sums(chosen.square_(), parts)
+
+
+def best_multiple(scales: Tensor, squared_error: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of `MULTIPLES` of each scale, the one with the least error, which is of the shape of the scales."""
+    best, least = scales, torch.full_like(scales, torch.inf)
+    for factor in MULTIPLES:
+        tried = scales * factor
+        error = squared_error(tried)
+        best = torch.where(error < least, tried, best)
+        least = torch.minimum(error, least)
+    return best
+
+
+def _sums(x: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+    """float32 ``[R, G]``: sums over the columns of each group; the last group may have fewer."""
+    whole = x.shape[1] // parts[0][1]
+    end = whole * parts[0][1]
+    sums = x[:, :end].unflatten(1, (whole, -1)).sum(2)
+    return sums if end == x.shape[1] else torch.cat((sums, x[:, end:].sum(1, keepdim=True)), 1)
 
 
 def quantize_plain(

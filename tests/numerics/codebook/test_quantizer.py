@@ -11,11 +11,13 @@ from torch import Tensor
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError
 from qcut.numerics import chunks
 from qcut.numerics.codebook import lloyd_max, rotation
-from qcut.numerics.codebook.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
+from qcut.numerics.codebook.quantizer import MULTIPLES, RotatedCodebook, dequantize, quantize, quantize_plain
 from tests.support.oracles import normal
 
 DISTORTION = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009501}
 """Mean squared errors of the Lloyd-Max codebooks on N(0, 1)."""
+GAIN = {1: 0.98, 2: 0.955, 3: 0.91, 4: 0.83}
+"""What the best multiple of a norm makes of these errors, in groups of 64 and 128 normal values."""
 
 
 @pytest.mark.parametrize("bits", lloyd_max.BITS)
@@ -26,16 +28,29 @@ def test_the_error_is_the_codebooks(kind: rotation.Kind, bits: int):
     q = quantize(weight, bits, group_size=128, kind=kind, norm_dtype=torch.float32)
     assert q.norms.shape == (64, 3)
     error = (dequantize(q) - weight).square().sum() / weight.square().sum()
-    # A coordinate of a point on a sphere of 64 or 128 dimensions has lighter tails than N(0, 1), outliers or not.
-    assert 0.88 < float(error) / DISTORTION[bits] < 1.02
+    # A coordinate of a point on a sphere of 64 or 128 dimensions has lighter tails than N(0, 1), outliers or not; and
+    # a norm that suits the group's own largest values is worth the more the more values the codebook has.
+    assert 0.95 < float(error) / (GAIN[bits] * DISTORTION[bits]) < 1.05
 
 
-def test_indices_are_the_nearest_values():
-    weight = normal(8, 64)
+def test_norms_are_the_best_multiples_of_the_groups():
+    weight = normal(8, 160)
     q = quantize(weight, 3, group_size=64, kind="qr", seed=5, norm_dtype=torch.float32)
-    rotated = rotation.rotate(weight, "qr", 5) / weight.norm(dim=1, keepdim=True) * 8
-    nearest = (rotated[..., None] - q.values).abs().argmin(-1)
-    assert torch.equal(q.indices.long(), nearest)
+    for g, (first, d) in enumerate(((0, 64), (64, 64), (128, 32))):
+        columns = slice(first, first + d)
+        rotated = rotation.rotate(weight[:, columns], "qr", 5 + first).double()
+        size = rotated.norm(dim=1) * d**-0.5
+        tried = []
+        for multiple in MULTIPLES:
+            scale = (multiple * size)[:, None]
+            nearest = (rotated[..., None] / scale[..., None] - q.values).abs().argmin(-1)
+            tried.append(((rotated - scale * q.values[nearest]).square().sum(1), nearest))
+        best = torch.stack([error for error, _ in tried]).argmin(0)
+        indices = torch.stack([nearest for _, nearest in tried])[best, torch.arange(8)]
+        assert torch.equal(q.indices[:, columns].long(), indices)
+        chosen = q.values[indices].double()
+        norm = (rotated * chosen).sum(1) / chosen.square().sum(1) * d**0.5
+        torch.testing.assert_close(q.norms[:, g].double(), norm, rtol=1e-6, atol=0)
 
 
 def test_zero_rows_strides_and_short_groups():
@@ -51,7 +66,7 @@ def test_zero_rows_strides_and_short_groups():
 def test_weights_that_are_refused():
     with pytest.raises(QuantizationError, match=r"layer 'h\.0': .*NaN or Inf"):
         quantize(torch.tensor([[float("nan")]]), layer="h.0")
-    with pytest.raises(QuantizationError, match="norm is 1e"):
+    with pytest.raises(QuantizationError, match=r"norm is 1\.061e\+10; torch.float16 holds less"):
         quantize(torch.full((1, 4), 5e9))
     with pytest.raises(ShapeError, match=r"\[0, 4\]"):
         quantize(torch.zeros(0, 4))
@@ -63,18 +78,6 @@ def test_weights_that_are_refused():
     for bad in ({"norms": good.norms[:1]}, {"values": good.values[:2]}):
         with pytest.raises(ShapeError):
             dequantize(RotatedCodebook(**{**good.__dict__, **bad}))
-
-
-@pytest.mark.parametrize("bits", lloyd_max.BITS)
-def test_refitted_norms_lower_the_error_of_every_group(bits: int):
-    weight = normal(32, 256) * (1 + 3 * (normal(32, 256, seed=1) > 1))
-    weight[3, :128] = 0
-    plain, refitted = (quantize(weight, bits, norm_dtype=torch.float32, refit=refit) for refit in (False, True))
-    assert torch.equal(plain.indices, refitted.indices)
-    before, after = ((dequantize(q) - weight).square().unflatten(1, (2, 128)).sum(2) for q in (plain, refitted))
-    assert (after <= before * (1 + 1e-5)).all()
-    assert after.sum() < 0.999 * before.sum()
-    assert not after[3, 0]
 
 
 def two_passes(
@@ -107,7 +110,7 @@ def test_error_of_two_stages_is_the_product(bits: int, residual_bits: int):
     torch.testing.assert_close(restored, dequantize(first) + dequantize(second), rtol=0, atol=0)
     assert torch.equal(second.indices, quantize(weight - dequantize(first), residual_bits, seed=1042).indices)
     error = (restored - weight).square().sum() / weight.square().sum()
-    expected = DISTORTION[bits] * DISTORTION[residual_bits]
+    expected = GAIN[bits] * DISTORTION[bits] * GAIN[residual_bits] * DISTORTION[residual_bits]
     assert 0.85 < float(error) / expected < 1.05
 
 

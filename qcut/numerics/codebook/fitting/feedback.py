@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from qcut.numerics.codebook import lloyd_max
+from qcut.numerics.codebook.quantizer import best_multiple
 
 BLOCK = 128
 """Errors pass from column to column within a block of so many, and by one product to later blocks."""
-
-_NORM_FACTORS = tuple(0.85 + 0.025 * i for i in range(11))
 
 
 def unit_factor(h: Tensor) -> Tensor | None:
@@ -36,9 +35,7 @@ def unit_factor(h: Tensor) -> Tensor | None:
     return factor.div_(factor.diagonal().clone())
 
 
-def by_columns(
-    w: Tensor, factor: Tensor, values: Tensor, parts: list[tuple[int, int]], refit: bool
-) -> tuple[Tensor, Tensor]:
+def by_columns(w: Tensor, factor: Tensor, values: Tensor, parts: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Choose scales group by group and values column by column, each row by itself, for E experts at a time.
 
     Args:
@@ -46,7 +43,6 @@ def by_columns(
         factor: U of the inputs' metrics, ``[E, K, K]``.
         values: codebook.
         parts: the groups, see `qcut.numerics.codebook.rotation.groups`.
-        refit: take the multiple of a group's norm that rounds the group best, in place of the norm.
 
     Returns:
         uint8 indices ``[E, R, K]`` and float32 scales ``[E, R, G]``, which are norms over sqrt(d).
@@ -63,7 +59,7 @@ def by_columns(
     scales = torch.empty((experts, rows, len(parts)), device=w.device, dtype=torch.float32)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
-        fed, scale = begin_group(w, factor, error, group, rounded if refit else None)
+        fed, scale = begin_group(w, factor, error, group, rounded)
         scales[..., g] = scale
         divisor = torch.where(scale > 0, scale, 1.0)
         for start in range(first, first + d, BLOCK):
@@ -125,7 +121,7 @@ def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, values: T
 
 
 def begin_group(
-    w: Tensor, factor: Tensor, error: Tensor, group: slice, rounded: Callable[[Tensor], Tensor] | None
+    w: Tensor, factor: Tensor, error: Tensor, group: slice, rounded: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """What the columns before a group pass on to it, and the group's scales.
 
@@ -134,8 +130,7 @@ def begin_group(
         factor: U of the inputs' metrics, ``[E, K, K]``.
         error: errors of the columns before, ``[E, K, R]``.
         group: the group's columns.
-        rounded: rounds numbers ``[E, d, R]`` to codebook values, to choose the multiple of a norm that rounds best;
-            None takes the norm.
+        rounded: rounds numbers ``[E, d, R]`` to codebook values, to choose the multiple of a norm that rounds best.
 
     Returns:
         ``[E, d, R]``, and scales ``[E, R]``.
@@ -149,20 +144,18 @@ def begin_group(
     wanted = (each(without_error, factor[:, group, group], fed) + w[..., group].mT).contiguous()
     norm = each(lambda one: torch.linalg.vector_norm(one, dim=0), wanted)
     scale = norm * (group.stop - group.start) ** -0.5
-    return fed, scale if rounded is None else _best_scale(wanted, scale, rounded)
+    return fed, _best_scale(wanted, scale, rounded)
 
 
 def _best_scale(w: Tensor, scale: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
     """``[E, R]``: the multiple of each scale that rounds columns ``[E, d, R]`` with the least squared error."""
-    best, least = scale, torch.full_like(scale, torch.inf)
-    for factor in _NORM_FACTORS:
-        tried = scale * factor
+
+    def squared_error(tried: Tensor) -> Tensor:
         divisor = torch.where(tried > 0, tried, 1.0)[:, None]
         squares = torch.addcmul(w, rounded(w / divisor), tried[:, None], value=-1.0).square_()
-        error = each(lambda one: one.sum(0), squares)
-        best = torch.where(error < least, tried, best)
-        least = torch.minimum(error, least)
-    return best
+        return each(lambda one: one.sum(0), squares)
+
+    return best_multiple(scale, squared_error)
 
 
 def each(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -90,7 +90,6 @@ def fit_experts(
     layers: Sequence[str | None] | None = None,
     damping: float = DAMPING,
     sweeps: int = SWEEPS,
-    refit: bool = True,
     in_pairs: bool = False,
 ) -> list[RotatedCodebook]:
     """Quantize weights so that their layers' outputs, or the loss, change little on inputs like the calibration's.
@@ -115,9 +114,6 @@ def fit_experts(
         damping: the mean of each moment's diagonal, times this factor, is added to the diagonal. The factor is raised
             tenfold as long as float32 cannot factor the moment.
         sweeps: rounds of coordinate descent; 0 for feedback only.
-        refit: choose norms too. At a group's first column, take the multiple of the group's norm that rounds the group
-            best; after each round over the indices, take the norms with the least error, where these lower the error.
-            Without refit, a norm is the group's own, after the errors of earlier columns have been passed on.
         in_pairs: take the codebook of pairs, with 4 bits and groups of an even number of columns.
 
     Returns:
@@ -151,7 +147,7 @@ def fit_experts(
             raise ConfigError(f"{layer_prefix(layer)}damping is {damping}; allowed: 0 and more")
         if sweeps < 0:
             raise ConfigError(f"{layer_prefix(layer)}sweeps is {sweeps}; allowed: 0 and more")
-    how = _How(bits, group_size, kind, seed, norm_dtype, damping, sweeps, refit, in_pairs)
+    how = _How(bits, group_size, kind, seed, norm_dtype, damping, sweeps, in_pairs)
     found: list[RotatedCodebook] = []
     experts = [_Expert(*one) for one in zip(weights, moments, before, layers, strict=True)]
     # Weights whose rows matter together go by themselves.
@@ -183,7 +179,6 @@ class _How(NamedTuple):
     norm_dtype: torch.dtype
     damping: float
     sweeps: int
-    refit: bool
     in_pairs: bool
 
 
@@ -215,8 +210,6 @@ def _fit(experts: Sequence[_Expert], how: _How) -> list[RotatedCodebook]:
     root = torch.tensor([d**0.5 for _, d in parts], device=device, dtype=torch.float32)
 
     def best_scales(w: Tensor, chosen: Tensor, scales: Tensor, g: Tensor | None) -> Tensor:
-        if not how.refit:
-            return scales
         if g is None:
             return each(lambda w, c, s, h: descent.scales(w, c, s, h, None, values, parts), w, chosen, scales, h)
         return each(lambda w, c, s, h, g: descent.scales(w, c, s, h, g, values, parts), w, chosen, scales, h, g)
@@ -227,9 +220,9 @@ def _fit(experts: Sequence[_Expert], how: _How) -> list[RotatedCodebook]:
             [rotation.rotate_groups(rows_left(one.weight, one.before, rows, one.layer), *rotated_by) for one in experts]
         )
         if forms is None:
-            chosen, scales = feedback.by_columns(w, u, values, parts, how.refit)
+            chosen, scales = feedback.by_columns(w, u, values, parts)
         else:
-            chosen, scales = pair_feedback.by_columns(w, u, forms, values, parts, how.refit)
+            chosen, scales = pair_feedback.by_columns(w, u, forms, values, parts)
         scales = best_scales(w, chosen, scales, None)
         if g is not None and v is not None:
             columns = rotation.per_column(scales, parts)

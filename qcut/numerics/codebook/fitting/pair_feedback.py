@@ -32,7 +32,7 @@ def metrics(h: Tensor, factor: Tensor) -> Tensor:
 
 
 def by_columns(
-    w: Tensor, factor: Tensor, forms: Tensor, values: Tensor, parts: list[tuple[int, int]], refit: bool
+    w: Tensor, factor: Tensor, forms: Tensor, values: Tensor, parts: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
     """Choose scales group by group and pairs one after the other, each row by itself, for E experts at a time.
 
@@ -42,7 +42,6 @@ def by_columns(
         forms: results of `metrics`, ``[E, K / 2, 3]``.
         values: pairs, ``[256, 2]``.
         parts: the groups, of even numbers of columns; see `qcut.numerics.codebook.rotation.groups`.
-        refit: take the multiple of a group's norm that rounds the group best, in place of the norm.
 
     Returns:
         uint8 indices ``[E, R, K]`` and float32 scales ``[E, R, G]``, which are norms over sqrt(d).
@@ -59,7 +58,7 @@ def by_columns(
     scales = torch.empty((experts, rows, len(parts)), device=w.device, dtype=torch.float32)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
-        fed, scale = feedback.begin_group(w, factor, error, group, rounded if refit else None)
+        fed, scale = feedback.begin_group(w, factor, error, group, rounded)
         scales[..., g] = scale
         for start in range(first, first + d, feedback.BLOCK):
             block = slice(start, min(start + feedback.BLOCK, first + d))

@@ -28,7 +28,7 @@ def start(bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w, h = normal(N, K), metric(K)
     u = unit_factor(h)
     assert u is not None
-    indices, scales = (one[0] for one in by_columns(w[None], u[None], lloyd_max.codebook(bits), PARTS, refit=False))
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], lloyd_max.codebook(bits), PARTS))
     return w, h, indices, scales
 
 

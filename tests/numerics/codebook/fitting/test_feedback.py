@@ -55,7 +55,7 @@ def test_rows_by_themselves_are_those_of_columns():
     w, values, parts = normal(10, 256), lloyd_max.codebook(3), rotation.groups(256, 128)
     u = unit_factor(metric(256))
     assert u is not None
-    indices, scales = (one[0] for one in by_columns(w[None], u[None], values, parts, refit=True))
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], values, parts))
     columns = rotation.per_column(scales, parts)
     other = by_antidiagonals(w, columns, u, torch.eye(10), values)
     # The two add up in different orders.

@@ -36,11 +36,9 @@ def test_it_beats_rounding_on_correlated_inputs(kind: rotation.Kind, k: int, gro
     weight, h = normal(96, k), correlated(k)
     options = {"group_size": group_size, "kind": kind, "layer": "h.0"}
     rounded = weighted(dequantize(quantize(weight, bits, **options)) - weight, h).sum()
-    plain = weighted(dequantize(fit(weight, h, bits, damping=0.01, refit=False, **options)) - weight, h).sum()
     fitted = weighted(dequantize(fit(weight, h, bits, damping=0.01, **options)) - weight, h).sum()
     # With fine steps feedback pays the geometric mean of this spectrum, 0.22 of the arithmetic one that rounding pays.
-    assert bits == 1 or fitted < plain
-    assert plain < (0.7 if bits == 1 else 0.5) * rounded
+    assert fitted < (0.7 if bits == 1 else 0.5) * rounded
 
 
 def test_it_needs_no_inverse_of_what_has_none():
@@ -58,26 +56,19 @@ def test_it_needs_no_inverse_of_what_has_none():
 def test_alike_inputs_leave_rounding_as_it_is(kind: rotation.Kind, group_size: int):
     weight = normal(16, 512)
     rounded = quantize(weight, group_size=group_size, kind=kind, norm_dtype=torch.float32)
-    q = fit(weight, 3 * torch.eye(512), group_size=group_size, kind=kind, norm_dtype=torch.float32, refit=False)
-    torch.testing.assert_close(q.norms, rounded.norms, rtol=2e-6, atol=0)
-    rotated = rotation.rotate_groups(weight, kind, group_size, 42).unflatten(1, (-1, group_size))
-    rotated = (rotated / rounded.norms[..., None]).flatten(1) * group_size**0.5
-    # The fit rotates before it divides by the norm, and a rotated H is the identity to some 1e-7.
-    unsure = (rotated[..., None] - lloyd_max.boundaries(rounded.values)).abs().amin(-1) < 1e-5
-    assert torch.equal(q.indices[~unsure], rounded.indices[~unsure])
-    assert unsure.float().mean() < 1e-3
+    q = fit(weight, 3 * torch.eye(512), group_size=group_size, kind=kind, norm_dtype=torch.float32, sweeps=0)
+    # The fit rotates before it divides by the norm, and a rotated H is the identity to some 1e-7: a value next to a
+    # midpoint may fall otherwise, and with it the group's norm by a part in some thousand.
+    assert (q.indices == rounded.indices).float().mean() > 0.999
+    torch.testing.assert_close(q.norms, rounded.norms, rtol=2e-3, atol=0)
 
 
 def test_every_stage_loses_less():
     weight, h = normal(64, 384), correlated(384)
     options = {"damping": 0.01, "norm_dtype": torch.float32}
-    errors = [
-        weighted(dequantize(fit(weight, h, sweeps=sweeps, refit=refit, **options)) - weight, h).sum()
-        for sweeps, refit in ((0, False), (0, True), (1, True), (4, True))
-    ]
-    assert errors[1] < 0.999 * errors[0]
-    assert errors[2] < 0.95 * errors[1]
-    assert errors[3] < 0.98 * errors[2]
+    errors = [weighted(dequantize(fit(weight, h, sweeps=sweeps, **options)) - weight, h).sum() for sweeps in (0, 1, 4)]
+    assert errors[1] < 0.95 * errors[0]
+    assert errors[2] < 0.98 * errors[1]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -108,7 +99,7 @@ def test_rows_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_residual_pass_fits_what_is_left():
     weight, h = normal(48, 256), correlated(256)
-    first = quantize(weight, seed=5, refit=True)
+    first = quantize(weight, seed=5)
     second = fit(weight, h, 3, before=[first], seed=9, damping=0.01)
     assert (second.seed, len(second.values)) == (9, 8)
     alone = fit(weight - dequantize(first), h, 3, seed=9, damping=0.01)

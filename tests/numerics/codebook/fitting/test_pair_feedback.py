@@ -59,7 +59,7 @@ def test_antidiagonals_are_the_recursion_over_rows_and_columns(n: int, k: int):
 
 def test_rows_by_themselves_are_those_of_columns():
     w, parts, u, forms = normal(10, 256), rotation.groups(256, 128), factor(256), metrics(metric(256), factor(256))
-    indices, scales = (one[0] for one in by_columns(w[None], u[None], forms[None], BOOK, parts, refit=True))
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], forms[None], BOOK, parts))
     other = by_antidiagonals(w, rotation.per_column(scales, parts), u, torch.eye(10), forms, BOOK)
     # The two add up in different orders.
     assert (other == indices).float().mean() > 0.98
@@ -68,7 +68,7 @@ def test_rows_by_themselves_are_those_of_columns():
 def test_no_single_pair_could_be_better():
     w, h, parts = normal(20, 96), metric(96), rotation.groups(96, 32)
     u, forms = factor(96), metrics(h, factor(96))
-    indices, scales = (one[0] for one in by_columns(w[None], u[None], forms[None], BOOK, parts, refit=False))
+    indices, scales = (one[0] for one in by_columns(w[None], u[None], forms[None], BOOK, parts))
     columns = rotation.per_column(scales, parts)
 
     def loss(joined: Tensor) -> Tensor:
