@@ -26,7 +26,7 @@ def test_estimates_order_layers_as_measurements_do() -> None:
     assert same(before, snapshot(model))
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     calibration = calibrate(model, batches, progress=False)
-    made = {name: Linear.from_float(module, "int3_g16") for name, module in layers.items()}
+    made = {name: Linear.from_float(module, "int2_g16") for name, module in layers.items()}
     measured = judge.losses([{name: layer} for name, layer in made.items()], "x")
     estimates = [expected_loss(layers[n], made[n], calibration.stats(n).sample, weights[n]) for n in made]
     ratios = [math.expm1(estimate) / loss for estimate, loss in zip(estimates, measured, strict=True)]
