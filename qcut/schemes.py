@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 K_MAX = 131_071
-"""Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
+"""Largest K with int8 products that cannot overflow int32: 2**14 * K < 2**31."""
 K_MAX_ZERO_POINT = 66_311
-"""Largest K whose int8 products cannot overflow int32 with a zero point, which widens one factor to 255 steps."""
+"""Largest K with int8 products that cannot overflow int32 with a zero point, which widens one factor to 255 steps."""
 K_ALIGNMENT = 16
 """Rows of int8 are zero padded to a multiple of this many columns, 16 bytes: one vector load."""
 
@@ -33,14 +33,14 @@ NVFP4_GROUP = 16
 FP8_BLOCK = 128
 """Rows and columns that share a scale in ``fp8_blocks``."""
 FP8_UNIT_ROWS = 16
-"""Rows of which each `FP8_BLOCK` columns have a stored scale in ``fp8_blocks``: those that kernels multiply at once."""
+"""Rows with a stored scale for each `FP8_BLOCK` columns in ``fp8_blocks``: those that kernels multiply at once."""
 
 ACTIVATIONS = ("none", "relu", "gelu_erf", "gelu_tanh", "silu")
 """Names of the elementwise functions a layer can fuse after its bias."""
 
 
 def padded_k(k: int) -> int:
-    """Columns of an int8 operand whose rows hold ``k`` values: k rounded up to a multiple of `K_ALIGNMENT`."""
+    """Columns of an int8 operand with ``k`` values a row: k rounded up to a multiple of `K_ALIGNMENT`."""
     return (k + K_ALIGNMENT - 1) // K_ALIGNMENT * K_ALIGNMENT
 
 
@@ -114,7 +114,7 @@ class Scheme(ABC):
 
 @dataclass(frozen=True)
 class Int8Products(Scheme):
-    """int8 weights, and activations whose products with them are products of int8; their scales come in two modes.
+    """int8 weights, and activations that make products of int8 with them; their scales come in two modes.
 
     Attributes:
         mode: ``dynamic`` scales each token by its own largest magnitude; ``static`` uses one calibrated `StaticRange`
@@ -362,7 +362,7 @@ class Codebook(Scheme):
     Attributes:
         bits: bits of an index: 2, 3 or 4.
         residual_bits: bits of an index in a second pass, which quantizes the error of the first; None for one pass.
-        group_size: columns of a group, of which the last may have fewer; None for whole rows.
+        group_size: columns of a group; the last group may have fewer; None for whole rows.
         rotation: ``hadamard`` (every group a power of two), ``qr`` (any size) or ``none``.
         seed: seed of the first pass's rotations.
         residual_seed: seed of the second pass's rotations.
@@ -603,8 +603,8 @@ _SAME = {
 """Other names of a scheme that mean the same thing."""
 
 _NEAR = {
-    "int8": "w8a8 (weights and activations in int8) or w8a16 (weights alone)",
-    "8bit": "w8a8 (weights and activations in int8) or w8a16 (weights alone)",
+    "int8": "w8a8 (weights and activations in int8) or w8a16 (only weights)",
+    "8bit": "w8a8 (weights and activations in int8) or w8a16 (only weights)",
     "int16": "int16x8 (int16 activations, int8 weights)",
     "w8": "w8a16 (int8 weights, activations as they are)",
     "a8w8": "w8a8",

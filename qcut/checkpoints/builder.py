@@ -229,7 +229,8 @@ def check_headers(
 
     Args:
         wanted: every tensor of the model, by every name.
-        exact: names whose dtype must be the model's; others may be of any floating dtype where theirs is one.
+        exact: names of tensors that must have the model's dtype; others may have any floating dtype if the model's is
+            one.
         headers: of the stored tensors.
         tied: names that are stored under another.
         path: for error messages.
@@ -377,7 +378,7 @@ def fill_layer(
 
 
 def tie_layers(modules: Mapping[str, nn.Module], tied: Mapping[str, str]) -> None:
-    """Let quantized layers whose tensors were stored under another's name hold that layer's tensors."""
+    """Let quantized layers hold another layer's tensors if they were stored under that layer's name."""
     pairs = {}
     for name, owner in tied.items():
         layer, other = (modules.get(full.rpartition(".")[0]) for full in (name, owner))

@@ -56,7 +56,7 @@ class StoredLayer:
         in_features: K; None where another library's format does not state it.
         nbytes: bytes of its tensors that are stored under its own name.
         tied_to: the layer that stores its tensors, or None.
-        experts: whether it is a projection of all experts of a mixture, whose rows count together.
+        experts: whether it is a projection of all experts of a mixture; their rows count together.
     """
 
     name: str
@@ -228,7 +228,7 @@ def _without_marks(
 def _own_layers(
     index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, TensorFile], path: Path
 ) -> tuple[list[StoredLayer], set[str]]:
-    """The quantized layers, and the modules by whose names their tensors are stored."""
+    """The quantized layers, and the modules that give the stored tensors their names."""
     specs = schema.conform(index.get("layers", {}), _LAYERS, path, CheckpointError)
     check_layer_sizes(specs, sum(file.size for file in files.values()), path)
     tied = schema.conform(index.get("tied", {}), _NAMES, path, CheckpointError)
@@ -254,7 +254,7 @@ def _own_layers(
 
 
 def _pieces(index: Mapping[str, Any], stored: Iterable[str], path: Path) -> dict[str, list[str]]:
-    """By the name of each stack whose experts' tensors are stored by themselves, the modules of its pieces.
+    """The modules of a stack's pieces, by the stack's name, for stacks with the tensors of each expert stored apart.
 
     A family's checkpoints may have another name for what the experts are in; the numbers in the names are the same.
     """
@@ -299,7 +299,7 @@ def _tied_tables(index: Mapping[str, Any], layers: Mapping[str, StoredLayer], pa
 
 
 def _turboquant_layers(directory: Path, headers: Mapping[str, TensorHeader]) -> list[StoredLayer]:
-    """The layers of the turboquant-model package, whose indices take half a byte at any width."""
+    """The layers of the turboquant-model package; their indices take half a byte at any width."""
     config = read_json(directory / TURBOQUANT_CONFIG, CheckpointError)
     widths = (config.get("bit_width"), config.get("residual_bit_width"))
     scheme = "codebook" + "+".join(str(bits) for bits in widths if bits)

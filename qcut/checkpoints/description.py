@@ -118,7 +118,7 @@ def quantization_config(model: nn.Module, tied: Mapping[str, str], index: str | 
         model: with quantized layers.
         tied: tensors that are stored under another name; those of quantized layers are noted, the rest is known to the
             model's class.
-        index: file beside ``config.json`` that belongs to it, or None.
+        index: file next to ``config.json`` that belongs to it, or None.
 
     Raises:
         CheckpointError: an embedding is tied to a layer that is not in the model.

@@ -50,7 +50,7 @@ READERS = {
 """By format, the function that loads what was detected, with `Options`."""
 GGUF_MAGIC = b"GGUF"
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-"""Files that older writers put their configuration in, beside config.json."""
+"""Files next to config.json that older writers put their configuration in."""
 
 
 class Options(NamedTuple):
@@ -241,7 +241,7 @@ def _gguf(path: Path) -> Detected | None:
 
 
 def _configured(path: Path) -> Detected | None:
-    """A folder whose ``config.json``, or an older file beside it, names the method."""
+    """A folder with a ``config.json``, or an older file next to it, that names the method."""
     where = path / "config.json"
     if not where.exists():
         return None

@@ -128,7 +128,7 @@ def split(stack: LinearStack, names: Sequence[str], keys: Sequence[str]) -> Iter
 
 
 def join(stack: LinearStack, names: Sequence[str], key: str, pieces: Mapping[str, Tensor], where: str) -> Tensor:
-    """The tensor of a stack whose pieces these are, bit by bit.
+    """The tensor of a stack, joined from these pieces, bit by bit.
 
     Args:
         stack: on the meta device.

@@ -1,4 +1,4 @@
-"""Builds models of transformers from configurations that come with checkpoints, none of which is trusted."""
+"""Builds models of transformers from configurations of checkpoints; no configuration is trusted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _ELSEWHERE = {
 """Keys that bring in weights or code from elsewhere, unless they are empty or false."""
 
 _QUANTIZATION = ("compression_config", "quantization_config")
-"""Keys whose empty values transformers takes for a configuration."""
+"""Keys with empty values that transformers takes for a configuration."""
 
 _ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
@@ -60,7 +60,8 @@ _LARGEST = 1 << 24
 
 _COUNTED = ("layer", "depth", "block", "stage", "expert", "head", "label", "group")
 _MOST_PARTS = 1 << 16
-"""Most layers, heads, … of a kind, and modules and tensors of a model whose number of stored tensors is not known."""
+"""Most layers, heads, … of a kind. Also most modules and tensors of a model if the number of stored tensors is
+unknown."""
 
 _DEPTH = 16
 _MOST_VALUES = 1 << 16
@@ -174,7 +175,7 @@ def stated_class(config: Mapping[str, Any], where: str) -> str:
 
 
 def plain_config(config: Any, where: str, key: str = "config") -> dict[str, Any]:
-    """A configuration without what matters to loading alone.
+    """A configuration without what matters only to loading.
 
     Args:
         config: as JSON holds it.

@@ -38,9 +38,9 @@ def mark(
 
     Args:
         layers: names of the quantized layers, tables of embeddings and stacks of experts among them.
-        embeddings: names of the quantized embeddings, in whose places float models have their tables.
-        experts: by name, what is described of quantized experts, in whose places float models have parameters of three
-            dimensions.
+        embeddings: names of the quantized embeddings; float models have their tables in these places.
+        experts: by name, the description of quantized experts; float models have parameters of three dimensions in
+            these places.
     """
     import torch
 

@@ -147,7 +147,7 @@ def _huggingface(
     quantization: Any,
     on_disk: bool,
 ) -> nn.Module:
-    """A model whose weights transformers reads, from a directory or the hub, of a configuration that is checked.
+    """A model with weights that transformers reads, from a directory or the hub; the configuration is checked.
 
     transformers fills what is missing with random numbers, casts whole numbers to weights, and at most warns.
     """

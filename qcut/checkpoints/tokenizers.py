@@ -1,4 +1,4 @@
-"""The files of a tokenizer, and of what prepares images and sound, beside a model's."""
+"""The files of a tokenizer and of the processors of images and sound, next to a model's files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
-    """Put a tokenizer beside a model, and the files that say how images and sound are prepared.
+    """Put a tokenizer next to a model, and the files that say how images and sound are prepared.
 
     Args:
-        tokenizer: of transformers; or None for the files beside which transformers found the model, where that is a
-            directory. Then no file of the directory is replaced, and no tokenizer is copied where one is.
+        tokenizer: of transformers; or None for the files next to the model that transformers loaded, if it came from a
+            directory. With None, no existing file is replaced, and no tokenizer is copied if there is one.
         model: the model.
         directory: where the model was saved.
 
@@ -51,7 +51,7 @@ def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
 
 
 def fetch_processors(name: str, directory: Path, on_disk: bool) -> None:
-    """Put the files that say how images and sound are prepared beside a model that came from the hub.
+    """Put the files that say how images and sound are prepared next to a model that came from the hub.
 
     Args:
         name: of the model on the hub.

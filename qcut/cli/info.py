@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Shows the contents of a model's folder: quantized layers with sizes, schemes, bytes and bits per weight, and the tensors
 in floating point. Reads only the files' headers and checks them against the files' sizes; no model is built, and no
-package except qcut is needed. Layers whose names differ only by a number are one line: h.* stands for h.0, h.1, …
+package except qcut is needed. Layers with names that differ only by a number are one line: h.* stands for h.0, h.1, …
 """
 
 FIELDS = {

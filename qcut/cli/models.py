@@ -449,7 +449,7 @@ class Quantizing:
 
 
 def _check_reads_text(model: Any, tokenizer: Any) -> None:
-    """Refuse calibration by text for a model whose input is not only text."""
+    """Refuse calibration by text for a model that has other inputs too."""
     if tokenizer is None:
         raise ConfigError("--calibrate TEXT needs a tokenizer; the model's folder has none")
     reads = getattr(model, "main_input_name", "input_ids")
@@ -475,7 +475,7 @@ def fit_bytes(arguments: argparse.Namespace) -> float | None:
 
 
 def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) -> None:
-    """Refuse options whose prerequisites are missing, before anything is read or computed."""
+    """Refuse options with missing prerequisites, before anything is read or computed."""
     given = {
         f"--{name}": getattr(arguments, name)
         for name in ("calibrate", "smooth", "refine", "embeddings", "include", "skip", "verify")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from qcut.conversion.planning.plan import LayerPlan, Plan
 
 _DESCRIPTION = """\
-Chooses a scheme for each layer: the fastest or smallest model whose loss of quality stays within --budget, or the model
+Chooses a scheme for each layer: the fastest or smallest model with a loss of quality within --budget, or the model
 with the least loss within --bits per weight or --step-us of time. Writes a file for `qcut quantize --plan`, which may
 be edited, and with --report a page with the sensitivity of each layer to each scheme and the loss at other budgets. The
 sensitivities are measured on a text: use a text like the model's inputs, and another one for evaluation.

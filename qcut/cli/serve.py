@@ -86,7 +86,7 @@ limits:
 --chunk N: positive = 512
     tokens per chunk of chunked prefill between two decode steps (default: 512)
 --prefixes N: natural = 8
-    sequences in the prefix cache, whose keys and values new prompts with the same prefix reuse; each takes the memory
+    sequences in the prefix cache; new prompts with the same prefix reuse their keys and values; each takes the memory
     of a running sequence (default: 8)
 --max-waiting N: positive = 1024
     most waiting prompts; further ones get 503 (default: 1024)

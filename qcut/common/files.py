@@ -91,7 +91,7 @@ def is_at(path: str | Path, handle: int) -> bool:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete the temporary files of a path whose writers were killed; files in progress and all others stay."""
+    """Delete the temporary files of a path that killed writers left; files in progress and all others stay."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):
             _remove_if_dead(leftover)

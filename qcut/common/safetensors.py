@@ -126,7 +126,7 @@ class TensorHeader:
 
 
 class TensorFile:
-    """An open safetensors file, whose header fits the file's size, and whose tensors can be read.
+    """An open safetensors file: its header fits the file's size, and its tensors can be read.
 
     The file stays readable when it is deleted or replaced. Reading a tensor takes the tensor's memory and no more.
 

@@ -141,7 +141,7 @@ class TensorFiles:
 
         Args:
             data: for the index; ``headers`` and ``digest`` are added.
-            beside: more JSON files to replace, by name. They are renamed just before the index.
+            beside: further JSON files to replace, by name. They are renamed just before the index.
 
         Raises:
             OSError: see `qcut.common.files.replacing`.

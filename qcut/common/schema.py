@@ -57,7 +57,7 @@ def open_regular(path: Path, error: type[QcutError]) -> BinaryIO:
 
 @contextmanager
 def reading(path: Path, error: type[QcutError]) -> Iterator[BinaryIO]:
-    """`open_regular` for a block, whose OSError and MemoryError become ``error`` with the path."""
+    """`open_regular` for a block; OSError and MemoryError in it become ``error`` with the path."""
     with open_regular(path, error) as file, closed_if_refused(file, path, error):
         yield file
 
@@ -133,7 +133,7 @@ def read_bounded(file: BinaryIO, limit: int, path: Path, error: type[QcutError])
 
 
 def parse_json(data: bytes, where: object, error: type[QcutError]) -> Any:
-    """Parse JSON, whose depth, number of values and numbers are bounded.
+    """Parse JSON with bounds on depth, number of values and numbers.
 
     Args:
         data: UTF-8 text.
@@ -231,7 +231,7 @@ class Mismatch(ValueError):
     """A value that fails a check; `inside` adds where, from the innermost key outwards.
 
     Args:
-        value: that was found; None of an object whose fields are not those of a record.
+        value: that was found; None for an object with other fields than a record's.
         allowed: what is.
         fields: the message for such an object.
     """
@@ -333,7 +333,7 @@ def nothing_or(inner: Check) -> Check:
 
 
 def items(inner: Check, count: int | None = None, *, most: int | None = None) -> Check:
-    """A list, of ``count`` values or of ``most`` at most if that is given, each of which another check takes."""
+    """A list of values that another check takes: ``count`` of them, or at most ``most``, if one is given."""
     allowed = f"a list of {count}" if count is not None else "a list" if most is None else f"a list of up to {most}"
 
     def check(value: Any) -> Any:
@@ -352,7 +352,7 @@ def items(inner: Check, count: int | None = None, *, most: int | None = None) ->
 
 
 def table(inner: Check) -> Check:
-    """An object whose keys are names and whose values another check takes."""
+    """An object with names as keys and values that another check takes."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):

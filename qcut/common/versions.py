@@ -15,7 +15,7 @@ from qcut.errors import UnsupportedError
 OLDEST: dict[str, tuple[str, str]] = {
     "torch": (
         "2.11",
-        "PyPI's builds before it are of CUDA 12, beside which qcut's compilers of CUDA 13 are not tested",
+        "PyPI's builds before it are of CUDA 12, and qcut's compilers of CUDA 13 are not tested with them",
     ),
     "transformers": ("5.4", "the attention of its models before it has no `scaling`, which the engine reads"),
 }

@@ -54,10 +54,10 @@ def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False
 
 
 def rotatable(scheme: Scheme, k: int) -> tuple[Scheme, str]:
-    """A scheme whose rotation takes K columns, and why it is not the one given.
+    """A scheme with a rotation that takes K columns, and why it is not the one given.
 
-    A codebook gets the rotation ``qr``, which takes any number; `W8A8Rotated` the largest smaller group whose last one
-    is a power of two, or no rotation.
+    A codebook gets the rotation ``qr``, which takes any number. `W8A8Rotated` gets the largest smaller group that
+    leaves a power of two as the last group, or no rotation.
     """
     if isinstance(scheme, W8A8Rotated):
         return _rotatable_int8(scheme, k)

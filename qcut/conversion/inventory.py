@@ -133,7 +133,7 @@ def warn_of_float(model: nn.Module, found: Coverage, stacklevel: int) -> None:
     """Warn where less than nine tenths of the expected parameters are quantized.
 
     Args:
-        model: whose class is named.
+        model: its class is named.
         found: its coverage.
         stacklevel: of the warning.
     """

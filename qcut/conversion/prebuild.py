@@ -27,7 +27,7 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         progress: show a progress bar.
 
     Raises:
-        ConfigError: float32 weights of a layer whose kernels take 16-bit tokens.
+        ConfigError: float32 weights of a layer with kernels that take 16-bit tokens.
         BuildError: the first kernel that does not compile.
     """
     calls: dict[int, set[LayerCall]] = {}

@@ -76,7 +76,7 @@ def quantize(
     A layer stays in float, and the report gives the reason, where other code reads its weight without calling it
     (``nn.MultiheadAttention``), where it is a subclass with a forward of its own that is not proved to be
     ``x @ W.T + b``, where it is part of an adapter, where its quantized form would not be smaller, and where K is
-    beyond the exact range. A codebook whose Hadamard rotation does not take a layer's K gets the rotation ``qr`` there.
+    beyond the exact range. A codebook gets the rotation ``qr`` where a layer's K does not fit its Hadamard rotation.
     Forward hooks of replaced layers move to the new ones.
 
     Tied weights stay tied: layers that share one weight share one quantized copy of it. A layer whose weight is also
@@ -92,8 +92,8 @@ def quantize(
         second_moments: by name, `qcut.collect_curvature` of this model, or `qcut.collect_second_moments` of the
             layers' inputs: codebook layers are then fitted to them, in place of rounding to the nearest. Other schemes
             ignore them.
-        smooth: SmoothQuant's alpha, to migrate outliers into the weights first; see `qcut.smooth`. Not with a plan,
-            whose ranges hold for the model it was made on: call `qcut.smooth` before `qcut.plan`.
+        smooth: SmoothQuant's alpha, to migrate outliers into the weights first; see `qcut.smooth`. Not with a plan: its
+            ranges hold for the model it was made on; call `qcut.smooth` before `qcut.plan`.
         include: globs of layers to quantize; None takes all (of the plan).
         skip: globs of layers to leave in float; None means ``("lm_head",)``, or nothing with a plan. A glob matches
             the whole dotted name or the end of it.
@@ -103,9 +103,9 @@ def quantize(
         device: device of the model afterwards; None leaves the model where it is.
         fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
             activations are those of `qcut.models.fusion.fusible_activations`.
-        allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more: those of
-            few rows or columns. A plan, and ``embeddings``, do so in any case.
-        prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel; those that take nvcc
+        allow_growth: also quantize layers that take as many bytes as before or more: those with few rows or columns. A
+            plan, and ``embeddings``, do so in any case.
+        prebuild: token counts (batch times length); their CUDA kernels are built now, in parallel; those that take nvcc
             half a minute each are built in the background, unless ``QCUT_BUILD`` is ``wait``, and others serve until
             then. Other kernels are built at their first use. Of no effect on the CPU.
         verify: a batch, as `qcut.calibrate` takes them, on which the quantized and the float model are compared; see
@@ -235,7 +235,7 @@ def _smoothing(
     if alpha is None:
         return None, calibration
     if is_plan(scheme):
-        raise ConfigError("smooth: not with a plan, whose ranges hold for the model it was made on; smooth, then plan")
+        raise ConfigError("smooth: not with a plan: its ranges hold for the model it was made on; smooth, then plan")
     if calibration is None:
         raise ConfigError(f"smooth={alpha} needs calibration=qcut.calibrate(model, batches)")
     from qcut.conversion.smooth import migrations_for, rescale

@@ -3,8 +3,8 @@
 Fitting a layer at a time (`qcut.numerics.codebook.fitting.fit`) knows the loss by two moments only, at the float
 weights. Here the
 quantized model is differentiated: norms, biases and the vectors of the layers between follow the gradient of the
-divergence, and so do the codes: every place of a rotated weight has a real number, in units of its scale, whose nearest
-codebook value counts, and derivatives pass by that rounding unchanged.
+divergence, and so do the codes: every place of a rotated weight has a real number, in units of its scale, that is
+rounded to the nearest codebook value; derivatives pass through that rounding unchanged.
 
 Source: Bengio et al., "Estimating or propagating gradients through stochastic neurons" (2013), section 4 (straight
 through); Hinton et al., "Distilling the knowledge in a neural network" (2015), section 2.

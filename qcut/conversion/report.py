@@ -31,7 +31,7 @@ class LayerReport:
         bytes_after: bytes of the quantized layer's buffers; shared buffers count in every layer that holds them.
         weight_error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius).
         output_sqnr_db: signal over quantization noise of its output on calibration tokens, or None without calibration.
-        tied_to: the layer whose quantized weight it shares, or None.
+        tied_to: the layer that shares its quantized weight with this one, or None.
         note: why its scheme is not the requested one; empty if it is.
         weight_norm: ``‖W‖``.
         experts: of a projection of experts, their number; N counts the rows of all. 0 for a layer by itself.

@@ -1,6 +1,6 @@
 """Moves outliers from activations into weights, exactly.
 
-Where linear layers alone read a norm's output, channel j of that output may be divided by ``s[j]`` (in the norm's
+Where only linear layers read a norm's output, channel j of that output may be divided by ``s[j]`` (in the norm's
 weight and bias) and column j of those layers' weights multiplied by it. With powers of two nothing is rounded on
 either side: the float model computes the same bits as before, and the static ranges shrink.
 """
@@ -83,7 +83,7 @@ def _shortly(layers: Sequence[str]) -> list[str]:
 
 
 def migrations_for(model: nn.Module, calibration: Calibration, alpha: float = 0.5, *, exact: bool = True) -> Smoothing:
-    """Choose the scales of `smooth` without touching the model, whose experts are open.
+    """Choose the scales of `smooth` without touching the model; its experts are open.
 
     Args and Raises: see `smooth`.
     """
@@ -157,7 +157,7 @@ def float_updates(
     Args:
         model: its experts are open.
         migration: of one norm.
-        quantized: layers that are quantized, whose weights stay as they are.
+        quantized: layers that are quantized; their weights stay as they are.
         mixtures: the experts; weights are written where the model keeps them.
     """
     norm, scale = model.get_submodule(migration.norm), migration.scale

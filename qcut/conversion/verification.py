@@ -174,8 +174,8 @@ def lent_weights(modules: Mapping[nn.Module, Linear | Embedding]) -> Iterator[No
     For a verification after the float weights are gone: how layers are connected does not depend on the weights.
 
     Args:
-        modules: linear layers and embeddings, whose weights are on the meta device before and after, with what replaces
-            each.
+        modules: linear layers and embeddings, with what replaces each; their weights are on the meta device before and
+            after.
     """
     before: dict[nn.Module, Any] = {module: module._parameters["weight"] for module in modules}
     handles = []
@@ -297,7 +297,7 @@ class Recording:
     Args:
         model: the float model; run once, in evaluation mode. Buffers and plain attributes are afterwards as before.
         batch: what it is called on.
-        layers: those whose results are kept, by name.
+        layers: those with results to keep, by name.
         most_bytes: of results to keep.
 
     Attributes:

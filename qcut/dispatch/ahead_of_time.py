@@ -43,7 +43,7 @@ KNOWN_SHAPES = frozenset(
         (4096, 14336),
     }
 )
-"""N and K of layers of known models, and of layers that an engine stacks, whose tiles are made for them."""
+"""N and K of layers of known models, and of layers that an engine stacks; tiles are made for them."""
 ROTATION_POINTS = (1024, 2048, 4096, 8192, 16384, 131_072, 1 << 20)
 """Columns of a row that is rotated."""
 FEW_ROTATION_POINTS = (4096, 16384, 1 << 20)
@@ -55,7 +55,7 @@ FEW_VECTOR_POINTS = (256, 1024, 4096)
 HEADS = (32, 64, 80, 96, 112, 128, 192, 256)
 """Columns of a head of attention."""
 CLUSTER_HEADS = (64, 128)
-"""Heads whose attention divides a context among the CTAs of a cluster."""
+"""Sizes of heads; attention divides the context among the CTAs of a cluster for these."""
 NORM_HEADS = (128, 256)
 """Heads that attention normalizes in a decode step with rotary positions: those of Qwen 3 and Gemma 3."""
 QUERIES = (1, 4, 8)
@@ -112,7 +112,7 @@ def few_tokens(m: int, target: Target, *, known: bool) -> int:
 
 
 def bounded_problem(problem: P, target: Target, *, element_stores: bool = False) -> tuple[P, tuple[int, ...]]:
-    """The problem whose kernel serves a problem, and the arguments that a launch adds to those of a call.
+    """The problem that has a kernel to serve a given one, and the arguments that a launch adds to those of a call.
 
     A target with a compiler, and a problem without ahead-of-time kernels, keep the problem.
 
@@ -215,7 +215,7 @@ def is_open(problem: GemmProblem, family: str, tile: object, target: Target) -> 
 
 
 def is_users(row: tables.Row, arch: str) -> bool:
-    """Whether a tuned row is the user's own, whose kernel was built here when it was measured."""
+    """Whether a tuned row is the user's own: its kernel was built here when it was measured."""
     return replace(row, tuned_on="") not in _shipped_rows(arch)
 
 

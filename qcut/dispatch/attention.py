@@ -39,7 +39,7 @@ def select_attention(
     """Choose the kernel of a shape and its number of parts by the model of `qcut.dispatch.heuristics.attention`.
 
     The kernel uses tensor cores if these take the queries' type and the head's size. It is shortened to the tiles
-    that its warps have, except among ahead-of-time kernels, of which one serves every context.
+    that its warps have, except among ahead-of-time kernels, where one kernel serves every context.
 
     Args:
         x: element type of queries.

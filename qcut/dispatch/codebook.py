@@ -215,7 +215,7 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target,
                 return streams
         return best(CODEBOOK_STREAM_WGMMA, *sizes)
     if m <= FEW_TOKENS:
-        # Without clusters, a long K or little shared memory leaves no tile whose warps hold all tokens.
+        # Without clusters, a long K or little shared memory leaves no tile with warps that hold all tokens.
         with suppress(EmitError):
             return best(CODEBOOK_STREAM, *sizes)
         return best(CODEBOOK_STREAM_ROUNDS, *sizes)

@@ -1,6 +1,6 @@
 """Estimates the time of a GEMM from its tile: occupancy, waves, products, loads. Estimates only order candidates.
 
-Pure functions of sizes and the GPU, whose figures are those of `qcut.dispatch.machines`; numbers here are an H200's.
+Pure functions of sizes and the GPU. The GPU's figures are in `qcut.dispatch.machines`; numbers here are an H200's.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def busy_tiles(routes: int, experts: int, size: int) -> int:
 
 
 def select(problem: ExpertProblem, size: int, tiles: int, n: int, k: int, target: Target) -> Choice:
-    """Choose the kernel of a product whose routes are in ``tiles`` tiles of ``size``.
+    """Choose the kernel of a product with routes in ``tiles`` tiles of ``size``.
 
     Raises:
         EmitError: no kernel takes the product on this GPU.

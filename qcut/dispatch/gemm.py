@@ -102,7 +102,7 @@ def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) 
     if not tensor_cores:
         return "no tensor cores wanted"
     if problem.epilogue.rescale:
-        return "results in integers alone"
+        return "results only in integers"
     if problem.layouts != "tnt":
         return f"its kernels take layouts tnt, these are {problem.layouts}"
     if problem.epilogue.is_raw:
@@ -198,7 +198,7 @@ def select_fp8(
         nvcc: whether nvcc and g++ are there, which ``fp8_cutlass`` and ``w8a16_wgmma`` need.
 
     Returns:
-        The problem, whose activations are e4m3 or f16, and the choice.
+        The problem, with activations in e4m3 or f16, and the choice.
     """
     floats = replace(problem, a=DType.F16, alignment_k=8)
     if m > _MOST_E4M3_TOKENS and nvcc and not target.ahead_of_time:
@@ -229,7 +229,7 @@ def few_tokens(
     """The problem and the kernel that stream int8 weights past m tokens; None if tiled kernels are faster or needed.
 
     Args:
-        problem: of the product, whose tokens are int8.
+        problem: of the product, with int8 tokens.
         m: rows of D.
         n: columns of D.
         k: summed over, with the operands' padding if tokens are int8.
@@ -360,7 +360,7 @@ def problem_of(
         k: summed over.
         layouts: of A, B and D: ``t`` is row-major, ``n`` column-major.
         out: type of D: f16, bf16, f32, s8 or s32.
-        epilogue: the fused epilogue, whose output type wins over ``out``; None takes the whole dequantization (zero
+        epilogue: the fused epilogue; its output type wins over ``out``; None takes the whole dequantization (zero
             point, both scales, bias), or no epilogue if ``out`` is s32.
         tokens: type of A: s8, or f16 or bf16, with a scale for each column and a bias by default.
 

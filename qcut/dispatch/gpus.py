@@ -32,7 +32,7 @@ class Target:
 
     @property
     def exchanges_in_clusters(self) -> bool:
-        """Whether kernels whose CTAs exchange results in a cluster were measured on the architecture.
+        """Whether kernels with CTAs that exchange results in a cluster were measured on the architecture.
 
         Elsewhere attention divides a context among CTAs that meet in a workspace, and one CTA reads a row of logits.
         """

@@ -77,7 +77,7 @@ def ahead_of_time_kernels(arch: str) -> Iterator[KernelSource]:
 
 
 def _each_once(kernels: Iterable[Kernel]) -> Iterator[KernelSource]:
-    """Texts of kernels, most of which serve many sizes."""
+    """Texts of kernels, each once; most kernels serve many sizes."""
     for kernel in dict.fromkeys(kernels):
         yield kernel.emit()
 
@@ -127,7 +127,7 @@ def _int8_epilogues() -> Iterator[Epilogue]:
 
 
 def _without_any(epilogue: Epilogue) -> Epilogue:
-    """A layer's own epilogue, whose activation a launch names."""
+    """A layer's own epilogue without the activation, which a launch names."""
     return replace(epilogue, activation=Activation.NONE)
 
 

@@ -82,7 +82,7 @@ class Row:
         swizzle: see `qcut.dispatch.heuristics.Choice`.
         raster: see `qcut.dispatch.heuristics.Choice`.
         splits: see `qcut.dispatch.heuristics.Choice`.
-        tuned_on: another GPU, whose row is a start for this one; empty for a GPU's own row.
+        tuned_on: another GPU, if its row is a start for this one; empty for a GPU's own row.
     """
 
     family: str
@@ -366,7 +366,7 @@ def table_for(gpu: str) -> Table:
 
 
 def start_of(target: Target) -> str:
-    """The GPU whose shipped table a GPU without one starts from; empty if there is none.
+    """For a GPU without a shipped table, the GPU that lends it one as a start; empty if there is none.
 
     A row's tile is the fastest for a number of waves, and for the ratio of products to memory bandwidth. Hence the
     other GPU has the same architecture and the same number of multiprocessors, and its products per byte of memory

@@ -74,7 +74,7 @@ class StepAttention:
         slots: position in the cache for each token's keys and values, int32 ``[B rows]``.
         counters: int32 ``[B rows queries]``, zero before and after every launch.
         reach: ``max_seq_len`` bucket that the kernels are chosen for; 0: the cache's length.
-        others: further buckets, whose kernels run too, to be built and loaded; they compute the same.
+        others: further buckets; their kernels run too, to be built and loaded, and compute the same.
         early_read: whether the promise of `qcut.ops.attention.decode.AppendAttentionOp` holds.
         rows: new tokens of each sequence.
     """

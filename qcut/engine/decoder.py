@@ -81,7 +81,7 @@ class AddNorm:
         eps: added under the root.
         k_padded: columns of the normalized tokens in int8, if all layers that read them take int8; else None.
         rotating: one of the layers that read the normalized tokens, if all rotate alike; else None.
-        experts: those that read the normalized tokens, beside layers that take plain ones; None: there are none.
+        experts: those that read the normalized tokens, next to layers that take plain ones; None: there are none.
     """
 
     norm: Literal["rms", "layer"]
@@ -261,7 +261,7 @@ class SelfAttention:
     """Projections to queries, keys and values, attention, and the output projection.
 
     Attributes:
-        projections: three modules for queries, keys and values, or one module whose result holds all three.
+        projections: three modules for queries, keys and values, or one module with all three in its result.
         output: the projection of the concatenated heads.
         heads: heads of a token.
         scaling: factor of the scores.
@@ -343,7 +343,7 @@ class MLP:
     """Projections up, an activation, a projection down.
 
     Attributes:
-        projections: the up projection; in a gated MLP gate and up, or one module whose result holds both.
+        projections: the up projection; in a gated MLP gate and up, or one module with both in its result.
         activation: applied to the up projection, or to the gate, by which up is then multiplied. The module decides
             what is computed, not the model's configuration: a quantized projection may compute the activation, and
             ``nn.Identity`` then stands in its place.

@@ -227,7 +227,7 @@ class DraftModel:
 
 
 def accompany(runner: ModelRunner, drafter: Drafter, tokenizer: Any) -> None:
-    """Give a runner, whose engine has this tokenizer or None, what a drafter needs.
+    """Give a runner what a drafter needs; ``tokenizer`` is the engine's, or None.
 
     Raises:
         ConfigError: no drafter, or one that does not go with the runner.

@@ -45,7 +45,7 @@ from qcut.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.text.sequence_text import SequenceText
 
 DEFAULT_CONTEXT = 4096
-"""Default context in tokens of an engine whose model was made for more."""
+"""Default context in tokens of an engine with a model made for more."""
 
 Prompts = str | Sequence[str] | Chat | Sequence[Chat] | Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
@@ -89,8 +89,8 @@ class Engine:
             drops no more tokens than this, except all. 0: every layer keeps all tokens.
         stack: one product for queries, keys and values, and one for gate and up, if the modules allow it; False calls
             each module and leaves the weights where they are.
-        speculate: a `qcut.Lookup` or `qcut.DraftModel`, by which `generate`, `stream` and a `Scheduler` find drafts,
-            several of which a step verifies (`qcut.engine.speculation`); None: a step gives one token of a sequence.
+        speculate: a `qcut.Lookup` or `qcut.DraftModel` that finds drafts for `generate`, `stream` and a `Scheduler`; a
+            step verifies several (`qcut.engine.speculation`); None: a step gives one token of a sequence.
 
     Attributes:
         decoder: the model's parts.
@@ -199,8 +199,8 @@ class Engine:
             Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
 
         Raises:
-            ContextError: more prompts than the batch, a prompt longer than the rest of the context, or a prefix whose
-                window is no longer in a layer's ring. The cache stays as it was.
+            ContextError: more prompts than the batch, a prompt longer than the rest of the context, or a prefix with a
+                window that a layer's ring has dropped in part. The cache stays as it was.
             ShapeError: no prompt, an empty one, a tensor that is not ``[B, T]``, or another number of prompts than of
                 prefixes.
             DtypeError: text without a tokenizer, prompts of several kinds, or ids that are no integers.
@@ -524,7 +524,7 @@ class Engine:
             raise ConfigError("this stream is over: the engine has served another call since")
 
     def _check_window(self, slot: int, length: int) -> None:
-        """Refuse to go on after tokens of a sequence whose window is no longer in a layer's ring."""
+        """Refuse to go on after tokens of a sequence if a layer's ring has dropped part of the window before them."""
         if 0 < length < (least := self.cache.least(slot)):
             raise ContextError(
                 f"sequence {slot} would go on after {length} tokens, some of which the ring KV cache has"

@@ -11,7 +11,8 @@ import torch
 T = TypeVar("T")
 
 MAX_GRAPHS = 128
-"""Most sizes whose graphs are kept. A graph takes memory on the host and the device; results share one pool."""
+"""Most graphs that are kept, one for each size. A graph takes memory on the host and the device; results share one
+pool."""
 
 
 class Graphs:

@@ -38,7 +38,7 @@ class Router:
         gate: has the weight ``[E, H]`` that makes logits of tokens.
         routing: how experts are chosen.
         bias: ``[1, E]``, added to the scores that choose, and not to weights; or None.
-        logits_bias: ``[E]``, added to the logits; or None, as with ``by_layer``, whose layer adds its own.
+        logits_bias: ``[E]``, added to the logits; or None, as with ``by_layer``, where the layer adds its own.
         in_float32: whether logits are computed in float32, instead of in the type of the weight.
         by_layer: whether ``gate`` is called for logits, a linear layer that is quantized or has an adapter.
     """
@@ -73,7 +73,7 @@ class SharedExperts:
 
     Attributes:
         mlp: computes their result.
-        gate: one column, whose sigmoid multiplies the result; or None.
+        gate: one column; its sigmoid multiplies the result; or None.
     """
 
     mlp: MLP
@@ -101,7 +101,7 @@ class Mixture:
 
     @property
     def readers(self) -> tuple[Experts]:
-        """See `FeedForward`: the experts, beside which the router reads plain tokens."""
+        """See `FeedForward`: the experts; the router reads plain tokens next to them."""
         return (self.experts,)
 
     def __call__(self, x: Activations, absmax: Tensor | None) -> Branch:

@@ -45,7 +45,7 @@ class Request(SequenceState):
         prompt: its ids.
         tokens: ids of the new tokens so far.
         reason: why the sequence has ended, once that has been delivered; None before.
-        reused_tokens: prompt tokens whose keys and values came from the prefix cache.
+        reused_tokens: prompt tokens with keys and values from the prefix cache.
         prompt_log_probabilities: of the prompt's tokens from the second on, if asked for, once the prompt has been
             prefilled, which is before the first event; else None.
         error: the request's failure, or None.

@@ -38,7 +38,7 @@ sequences together at most: a prefill chunk reads longer caches in less time.
 MOST_ROWS = 16
 """Most tokens of a sequence in a step."""
 HOST_STEPS = 4
-"""Recent steps whose tokens are kept in pinned host memory; the host may lag one step."""
+"""Number of recent steps with tokens in pinned host memory; the host may lag one step."""
 FIRST_BUCKET = 512
 """Smallest ``max_seq_len`` bucket: up to here attention has few splits, which meet in one cluster, if there are any."""
 
@@ -46,7 +46,7 @@ ForwardStep = Callable[[Tensor, Tensor, Tensor, int, Sequence[int]], Tensor]
 """Logits ``[B, vocabulary]`` of a decode step.
 
 Takes tokens int64, positions and cache slots int32, all ``[B]``; the ``max_seq_len`` bucket that kernels are chosen
-for, 0 for the cache's length; and further buckets whose kernels are to be built too.
+for, 0 for the cache's length; and further buckets, to build their kernels too.
 """
 
 
@@ -302,7 +302,7 @@ class ModelRunner:
     def forward_tokens(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, max_seq_len: int = 0, other_buckets: Sequence[int] = ()
     ) -> Tensor:
-        """A step of several tokens of each sequence, all of which the cache takes, as far as it has room.
+        """A step of several tokens of each sequence; the cache takes all of them, as far as it has room.
 
         Args:
             tokens: int64 ``[T, n]``.
@@ -511,7 +511,7 @@ class DecodeLoop:
 def parked(
     context: int, tokens: Tensor, positions: Tensor, slots: Tensor, *more: Tensor, host: HostTokens | None
 ) -> Iterator[None]:
-    """Run and capture steps whose keys and values go to padding; afterwards all inputs are as they were.
+    """Run and capture steps that write keys and values to padding; afterwards all inputs are as they were.
 
     Args:
         context: most tokens of a sequence.

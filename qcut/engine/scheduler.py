@@ -37,7 +37,7 @@ Prompt = str | Chat | Sequence[int] | Tensor
 MAX_PREFILLS = 8
 """Most prompts in prefill at once."""
 _SCORED_TOKENS = 64
-"""Most tokens whose log-probabilities are in memory at once."""
+"""Most tokens with log-probabilities in memory at once."""
 
 _log = logging.getLogger("qcut")
 
@@ -52,7 +52,7 @@ class Load:
         running: sequences that are decoded.
         prefix_cache_tokens: tokens in the prefix cache.
         prompt_tokens: tokens of all prompts so far.
-        reused_tokens: prompt tokens whose keys and values came from the prefix cache.
+        reused_tokens: prompt tokens with keys and values from the prefix cache.
         new_tokens: new tokens so far.
         steps: decode steps so far.
         drafted_tokens: drafts that steps have verified so far.
@@ -490,7 +490,7 @@ class Scheduler:
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
     def _decode(self) -> None:
-        """Queue a decode step, and retire sequences whose last token is in it."""
+        """Queue a decode step, and retire sequences that get their last token in it."""
         self._pending.append(self._batch.step())
         self._done["steps"] += 1
         for request in [each for each in self._batch.sequences if not each.has_next]:

@@ -90,7 +90,7 @@ def ids_of(tokens: Any, index: int | None) -> Tensor:
     if isinstance(tokens, str | bytes):
         raise DtypeError(f"{what} text, {tokens[:40]!r}; allowed: {_TOKENS}{'' if index is None else _TEXT}")
     if isinstance(tokens, list | tuple) and tokens and type(tokens[0]) is int:
-        with suppress(TypeError, OverflowError):  # several times faster than torch, whose errors say more
+        with suppress(TypeError, OverflowError):  # several times faster than torch, but torch's errors say more
             return torch.frombuffer(array("q", tokens), dtype=torch.int64)
     try:
         ids = torch.as_tensor(tokens if isinstance(tokens, Tensor) or hasattr(tokens, "__array__") else list(tokens))

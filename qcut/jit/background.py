@@ -70,7 +70,7 @@ class Builder:
         self._finished: list[str] = []  # since the last take-over, and when the first of them was
         self._since = 0.0
         self._failed: set[str] = set()
-        self._awaited: set[str] = set()  # jobs whose results callers would use
+        self._awaited: set[str] = set()  # jobs with results that callers wait for
         self._listeners: list[Callable[[], None]] = []
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -1,8 +1,8 @@
 """Turns a `KernelSource` into a `Binary`, taken from memory, from a wheel's pack, from disk, or from a compiler.
 
 No kernel is built twice: the key of a kernel is a digest of everything its binary depends on. The cubin
-and the host launcher have a key each, so that a cubin built on one machine serves another machine whose C
-library or g++ differ. Building never launches, never sees a tensor and needs no GPU.
+and the host launcher have a key each, so that a cubin built on one machine serves another machine with another C
+library or g++. Building never launches, never sees a tensor and needs no GPU.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def find(source: KernelSource) -> Binary | None:
 
 
 def rebuild(source: KernelSource) -> Binary:
-    """Compile a kernel whose stored binary turned out to be unusable, and replace it.
+    """Compile a kernel again, since its stored binary turned out to be unusable, and replace the binary.
 
     Raises:
         BuildError: as `build`.

@@ -95,8 +95,8 @@ def host_flags(source: KernelSource) -> list[str]:
     """Options of the host compiler, without paths.
 
     Driver symbols stay undefined: libcuda is loaded before the launcher is. GNU unique symbols would tie
-    the launchers' template statics together across shared objects. g++ reads
-    CUTLASS's device code for its types alone, so errors that ``-fpermissive`` allows, and all warnings, are off.
+    the launchers' template statics together across shared objects. g++ reads CUTLASS's device code only for its types,
+    so errors that ``-fpermissive`` allows, and all warnings, are off.
     """
     defines = ["-DNDEBUG", *(f"-D{define}" for define in source.defines)]
     return [

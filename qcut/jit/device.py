@@ -80,8 +80,8 @@ def rates(ordinal: int) -> dict[str, int]:
         ordinal: CUDA ordinal.
 
     Returns:
-        ``clock_khz``, the highest clock of the multiprocessors; ``memory_khz``, the memory's, of which each cycle
-        transfers twice; ``bus_bits``, width of the memory's bus; ``l2_bytes``.
+        ``clock_khz``, the highest clock of the multiprocessors; ``memory_khz``, the memory's (two transfers a cycle);
+        ``bus_bits``, width of the memory's bus; ``l2_bytes``.
 
     Raises:
         DeviceError: there is no such device, or no driver.

@@ -62,7 +62,7 @@ def distrust(path: Path | str, status: os.stat_result, *, sticky: bool = False) 
     Args:
         path: named in the message.
         status: what is known of it, from an open descriptor.
-        sticky: others may write a directory whose sticky bit keeps them from each other's files, such as ``/tmp``.
+        sticky: others may write a directory with the sticky bit, which protects each user's files, such as ``/tmp``.
 
     Returns:
         The error to raise; None if nobody else could.

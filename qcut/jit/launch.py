@@ -46,7 +46,7 @@ _PACKING_ERRORS = (struct.error, TypeError, ValueError, OverflowError, ctypes.Ar
 
 # CUlaunchConfig: grid, block, shared memory, stream, attributes, their number.
 _CONFIG = struct.Struct("@IIIIIIIPPI")
-# CUlaunchAttribute: id, padding to 8, then a union of 64 bytes of which one int is used.
+# CUlaunchAttribute: id, padding to 8, then a union of 64 bytes; one int of it is used.
 _ATTRIBUTE = struct.Struct("@ixxxxi60x")
 
 _kernels: dict[tuple[str, int], Kernel] = {}

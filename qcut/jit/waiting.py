@@ -79,7 +79,7 @@ def require(
         progress: show a bar on stderr while something compiles, if a terminal is there.
 
     Returns:
-        Binaries by kernel name, None for a queued kernel. A kernel whose build in the background has failed is absent.
+        Binaries by kernel name, None for a queued kernel. A kernel is absent if its build in the background has failed.
 
     Raises:
         BuildError: the first kernel that does not compile, of those that are built now.

@@ -387,7 +387,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         gate: GatedSilu | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | None:
-        """See `Linear.routed`: products of one set, whose codebook all experts have in common."""
+        """See `Linear.routed`: products of one set, with one codebook for all experts."""
         one, b, dtype = stack.form, stack.tensors, x.dtype
         if len(one.set_bits) > 1 or not (dtype in _HALVES or (one.int8 and dtype is torch.float32)):
             return None

@@ -1,6 +1,6 @@
 """`Embedding`: a table of quantized rows in place of ``nn.Embedding``, its own or that of the classifier tied to it.
 
-The table is a `qcut.Linear` without a product, whose `rows` are gathered and dequantized. A tied table is the
+The table is a `qcut.Linear` without a product; its `rows` are gathered and dequantized. A tied table is the
 classifier's own layer, held without being registered, so that moving, saving and loading the model knows one layer and
 the two cannot come apart.
 """
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
     change what is returned, never the table.
 
     Args:
-        linear: the layer whose weight ``[rows, columns]`` is the table; its bias and activation do not count.
+        linear: the layer with the table as weight ``[rows, columns]``; its bias and activation do not count.
         dtype: what is returned: float16, bfloat16, float32 or float64.
         tied: the layer belongs to another module, which registers it.
 
@@ -110,7 +110,7 @@ class Embedding(nn.Module):
 
     @property
     def linear(self) -> Linear:
-        """The layer whose weight is the table."""
+        """The layer that has the table as weight."""
         linear: Linear = self.__dict__["_tied"] if self.tied else self.table
         return linear
 
@@ -148,7 +148,7 @@ class Embedding(nn.Module):
             RangeError: an id below 0, or beyond the rows, on the CPU. On CUDA the device asserts, as it does for
                 ``nn.Embedding``.
 
-        Exactness: rows of `dequantized_weight`, rounded to `dtype`: bitwise, except for the rotation ``qr``, whose
+        Exactness: rows of `dequantized_weight`, rounded to `dtype`: bitwise, except with the rotation ``qr``: its
         float32 products depend on the device and the number of rows.
         """
         ids = input  # the name is nn.Embedding's

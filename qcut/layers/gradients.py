@@ -81,7 +81,7 @@ class InputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, layer: _Layer) -> Tensor:
-        """The layer's product, of which torch records nothing.
+        """The layer's product; torch records nothing of it.
 
         Raises:
             UnsupportedError: a buffer of the layer wants a gradient.

@@ -42,7 +42,7 @@ MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
 
 
 class Int8Linear(Linear):
-    """A layer whose weight is int8 with a float32 scale for each output channel.
+    """A layer with an int8 weight and a float32 scale for each output channel.
 
     Attributes:
         qweight: int8 ``[N, padded_k(K)]``, zero padded.
@@ -151,7 +151,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
 
     def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
-        """Applies the layer to rows whose largest magnitudes are known.
+        """Applies the layer to rows with known largest magnitudes.
 
         Args:
             x: ``[M, K]``.
@@ -200,7 +200,7 @@ def int8_routed(
     per_row: int,
     weights: Tensor | None,
 ) -> Tensor:
-    """The products of routes whose tokens are int8; see `Linear.routed` and `qcut.ops.experts.W8A8ExpertsOp`."""
+    """The products of routes with int8 tokens; see `Linear.routed` and `qcut.ops.experts.W8A8ExpertsOp`."""
     b, options = stack.tensors, (stack.form.activation, dtype)
     weight = b["qweight"], b["weight_scale"], b["bias"]
     y: Tensor = torch.ops.qcut.w8a8_experts(

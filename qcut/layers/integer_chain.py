@@ -45,17 +45,17 @@ class IntegerChain(nn.Module):
         same.load_state_dict(chain.state_dict())
 
     Args:
-        layers: at least one, of the same bits and on one device, whose sizes follow one another.
+        layers: at least one, of the same bits and on one device; each K is the N of the layer before.
 
     Attributes:
         layers: the layers, an ``nn.ModuleList``.
         input_scale: float32 ``[1]``, of the tokens of the first layer, and
         input_zero_point: int32 ``[1]``; 0 with 16 bits.
-        output_scale: float32 ``[1]``, of the last layer's result, whose zero point is the layer's.
+        output_scale: float32 ``[1]``, of the last layer's result; its zero point is the layer's.
 
     Raises:
         ConfigError: no layers, or layers of different bits.
-        ShapeError: a layer whose K is not the N of the one before.
+        ShapeError: a layer's K is not the N of the one before.
 
     Exactness: bitwise the same on every device: the quantization is `qcut.numerics`'s, all between is integers, and the
     end is one float32 product.
@@ -89,8 +89,8 @@ class IntegerChain(nn.Module):
     def from_float(cls, module: nn.Sequential, batches: Iterable[Tensor], *, bits: int = 8) -> Self:
         """Quantizes an ``nn.Sequential`` of linear layers, each with or without a ReLU; the module is not changed.
 
-        The batches pass through the float layers, whose results' least and largest values become the ranges. Identity
-        and Dropout are left out.
+        The batches pass through the float layers; the least and largest values of their results become the ranges.
+        Identity and Dropout are left out.
 
         Args:
             module: of ``nn.Linear`` or ``Conv1D``, ``nn.ReLU``, ``nn.Identity`` and ``nn.Dropout``.

@@ -36,7 +36,7 @@ def qparams(bits: int, lo: float, hi: float) -> tuple[float, int]:
 
 
 class IntegerLinear(nn.Module):
-    """A linear layer whose tokens, weight, bias and result are integers.
+    """A linear layer with tokens, weight, bias and result in integers.
 
     ``y = clamp(rne((acc + bias[n]) * multiplier[n] / 2**shift[n]) + zero_point, least, most)``, where ``acc`` is the
     exact sum of products and ``rne`` rounds to the nearest integer, halves to the even one. int8 tokens give int8,

@@ -63,7 +63,7 @@ _MODULES: dict[type[Scheme], str] = {
 
 
 class Stacked(Protocol):
-    """Layers of one form, whose tensors are stacked: the experts of a projection."""
+    """Layers of one form with stacked tensors: the experts of a projection."""
 
     @property
     def tensors(self) -> dict[str, Any]:
@@ -88,7 +88,8 @@ class Known(NamedTuple):
 class Linear(QuantizedLayer):
     """``y = act(x @ W.T + b)`` with a quantized W.
 
-    Calling this class makes a layer of the subclass that computes the scheme, whose buffers and exactness are its own.
+    Calling this class makes a layer of the subclass that computes the scheme. Each subclass documents its buffers and
+    exactness.
 
     Build one with `from_float`, or with the class and a state dict. The weight is frozen, and a backward pass that
     reaches the layer raises `UnsupportedError` unless `qcut.enable_input_gradients` was called. ``.to(dtype)``,
@@ -106,7 +107,7 @@ class Linear(QuantizedLayer):
 
     Attributes:
         bias: float32 ``[N]`` or None.
-        k_max: the largest K whose products are exact, or None where any is.
+        k_max: the largest K with exact products, or None if products of any K are exact.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
 
     Raises:
@@ -360,7 +361,7 @@ class Linear(QuantizedLayer):
 
         Args:
             stack: layers of this class.
-            x: ``[M, K]`` on a GPU; with ``gate``, ``[M, 2 K]``, of which `torch.ops.qcut.silu_mul` makes the tokens.
+            x: ``[M, K]`` on a GPU; with ``gate``, ``[M, 2 K]``; `torch.ops.qcut.silu_mul` makes the tokens of it.
                 With tiles that are not ``ordered``, also M tokens that an earlier kernel has prepared for the layers,
                 without ``gate``.
             tiles: the routes, ``M * per_row`` in all.
@@ -420,7 +421,7 @@ class Linear(QuantizedLayer):
         raise NotImplementedError
 
     def row_buffers(self) -> dict[str, Tensor]:
-        """The buffers whose first dimension is N, or tiles of N; all other buffers are shared by all rows."""
+        """The buffers with N, or tiles of N, as first dimension; all other buffers are shared by all rows."""
         return {key: buffer for key, buffer in self._buffers.items() if buffer is not None}
 
     @property

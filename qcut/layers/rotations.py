@@ -97,7 +97,7 @@ class _Shared:
 class SharedRotations:
     """Remembers the last tensor that was rotated, for the layers that read the same: q, k and v, or gate and up.
 
-    A result is given out where nothing can have changed: for the same tensor object at the same version, the same
+    A cached result is reused only if nothing can have changed: for the same tensor object at the same version, the same
     rotation and token type, on the same stream, inside the same graph capture or outside of any, and once to each
     layer. The memory holds the tensor and the layers weakly, and drops the result when the tensor dies. Tensors made
     in inference mode count no versions: each layer rotates them anew; so it does in compiled code, where the compiler

@@ -31,7 +31,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
     """``y = act(x[:, order] @ W.T + b)``, W the sum over passes of ``norm * (value + offset)``, without a rotation.
 
     A zero point z of a weight ``s * (q - z)`` is the offset ``8 - z`` of the codebook -8 … 7. Kernels read offsets
-    beside the norms.
+    together with the norms.
 
     Attributes:
         offsets: float16 ``[N, passes * G]``, or None.

@@ -47,7 +47,7 @@ class Stacker:
         return projections if one is None else (one,)
 
     def stack(self, projections: Sequence[nn.Module]) -> nn.Module | None:
-        """A module whose result is those of all projections, side by side.
+        """A module that returns the results of all projections, side by side.
 
         The projections' tensors become views of the module's own. Projections that are views of one stack already are
         not copied.
@@ -114,7 +114,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _rows(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors whose first dimension is N, or tiles of it."""
+    """Tensors with N, or tiles of it, as first dimension."""
     return module.row_buffers() if isinstance(module, Linear) else _tensors(module)
 
 

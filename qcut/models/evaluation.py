@@ -16,7 +16,7 @@ from qcut.models.modules import evaluating, forward, model_device, output_tensor
 from qcut.models.selection import check_model
 
 _POSITIONS = 64
-"""Positions whose distributions are in memory in float64 at once."""
+"""Positions with distributions in memory in float64 at once."""
 
 
 def language_reference() -> str:
@@ -140,12 +140,12 @@ def token_divergence(reference: Tensor, logits: Tensor) -> Tensor:
 
     Returns:
         float64 ``[...]``. Infinite where a token has a logit of -inf, but not in the reference; NaN where a logit is
-        NaN. A token whose probability in the reference is 0 adds 0.
+        NaN. A token with probability 0 in the reference adds 0.
 
     Raises:
         ShapeError: the shapes differ.
 
-    Exactness: float64 sums over V, whose order may change the last bits; equal logits give exactly 0.
+    Exactness: float64 sums over V; their order may change the last bits; equal logits give exactly 0.
     """
     if reference.shape != logits.shape:
         raise ShapeError(

@@ -1,9 +1,9 @@
 """Activations that the linear layer before them computes, in float32, before the layer's result is rounded.
 
 Nobody else may read what lies between the two. In an ``nn.Sequential`` that holds by construction: the container takes
-the class `FusedSequential`, whose own ``forward`` calls the pair as one, and whoever calls the layer without the
-container gets the layer without the activation. In transformers' GPT-2 the code shows it: nothing that a forward call
-reaches mentions ``c_fc`` but the MLP itself.
+the class `FusedSequential`. Its own ``forward`` calls the pair as one; code that calls the layer without the container
+gets the layer without the activation. In transformers' GPT-2 the code shows it: nothing that a forward call reaches
+mentions ``c_fc`` but the MLP itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FusedActivation(nn.Identity):
 
 
 class FusedSequential(nn.Sequential):
-    """An ``nn.Sequential`` whose quantized layers compute the activations behind them.
+    """An ``nn.Sequential`` with quantized layers that compute the activations behind them.
 
     A pair is called as one only where the container is called as a whole and nobody looks between: hooks on either,
     an adapter around the layer, or another module in a place lead to a call of each. The same holds for whoever
@@ -150,11 +150,11 @@ def is_fusible_place(parent: nn.Module, key: str) -> bool:
 
 
 def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Activations of torch and transformers whose only input is the result of one linear layer, by that layer's name.
+    """Activations of torch and transformers that read only the result of one linear layer, by that layer's name.
 
     Two places are known: neighbours in a plain ``nn.Sequential``, and the MLP of GPT-2 (``c_fc``, then ``act``) where
     no other code that the model reaches reads ``c_fc``. A layer in two places has no activation of its own, and hooks
-    on either of the two see what lies between them. A Sequential whose class code checks stays as it is.
+    on either of the two see what lies between them. A Sequential stays as it is if code checks its class.
 
     Returns:
         By layer name: the name of the activation module, and its function's name in `qcut.schemes.ACTIVATIONS`.

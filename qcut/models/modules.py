@@ -37,7 +37,7 @@ _STATE_HOOKS = (
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' ``Conv1D``, a linear layer whose weight is stored as ``[K, N]``."""
+    """Whether a module is transformers' ``Conv1D``, a linear layer with its weight stored as ``[K, N]``."""
     return type(module) is conv1d_class()
 
 
@@ -72,11 +72,11 @@ class ExpertsModule(nn.Module):
 
 
 _DBRX = ("transformers.models.dbrx.modeling_dbrx", "DbrxExperts")
-"""Experts whose matrices lie one below the other in parameters of two dimensions."""
+"""Experts with matrices one below the other in parameters of two dimensions."""
 
 
 def expert_count(module: nn.Module) -> int:
-    """The experts in a module, whose matrices lie in parameters of three dimensions or are layers; 0 if it has none."""
+    """Number of experts in a module, as parameters of three dimensions or as layers; 0 if it has none."""
     if isinstance(module, ExpertsModule):
         return module.num_experts + module.identities
     if isinstance(module, _ConvNd) or type(module).__module__.startswith("torch."):
@@ -248,7 +248,7 @@ def weight_of(module: nn.Module) -> nn.Parameter:
 
 
 def tied_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The layers whose weight a module outside ``layers`` holds too, with that module's name.
+    """The layers that share their weight with a module outside ``layers``, and that module's name.
 
     Such a layer stays in float: a quantized copy in addition to the embedding's weight would cost memory.
     """
@@ -314,7 +314,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def forward(model: nn.Module, batch: Any) -> Any:
     """Call a model on one batch: a tensor is the first argument, a tuple or list all arguments, a mapping the keywords.
 
-    A Hugging Face model is told not to build a key-value cache.
+    A Hugging Face model gets ``use_cache=False``.
 
     Raises:
         DtypeError: the batch is of another type, holds no tensor, or has token ids that are no integers.
@@ -363,7 +363,7 @@ def _check_batch(model: nn.Module, batch: Any, args: tuple[Any, ...], keywords: 
 
 
 def _check_ids(model: nn.Module, ids: Any) -> None:
-    """Check token ids of a model whose token embeddings are known."""
+    """Check token ids of a model with known token embeddings."""
     given: Any = getattr(model, "get_input_embeddings", None)
     try:
         table = given() if callable(given) and getattr(model, "main_input_name", "") == "input_ids" else None

@@ -38,7 +38,7 @@ def check_model(model: Any) -> None:
         script = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
         if script is not None:
             raise UnsupportedError(
-                f"module {script!r} is TorchScript, whose layers cannot be looked at; allowed: modules of Python, "
+                f"module {script!r} is TorchScript: its layers cannot be looked at; allowed: modules of Python, "
                 "which may be scripted or traced after they are quantized"
             )
         lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
@@ -80,7 +80,7 @@ def matches(name: str, patterns: Iterable[str], stacks: Container[str] = ()) -> 
 
 
 def expert_stacks(model: nn.Module) -> set[str]:
-    """Names of the stacks whose layers a model's experts are, as `qcut.layers.experts.opening` lays them open."""
+    """Names of the stacks of a model's experts, as `qcut.layers.experts.opening` lays them open."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, ExpertsModule)]
     return {f"{name}.{key}" for name, module in found for key in module._modules}
 

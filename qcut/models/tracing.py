@@ -1,4 +1,4 @@
-"""Finds norms whose output channels can be rescaled without changing the model.
+"""Finds norms with output channels that can be rescaled without changing the model.
 
 A norm can be rescaled where (1) its output is proportional to its weight and bias, and (2) linear layers are the only
 readers of that output. The tracer watches forward calls for both, and goes by no names: any plain PyTorch model
@@ -46,9 +46,9 @@ class NormPair:
 class NormTracer(TorchFunctionMode):
     """Watches forward calls of a model for the readers of its norms.
 
-    A norm here is a childless module with a one-dimensional ``weight`` of K values whose output ends in K channels.
-    Readers are recognized by the identity of the tensor: every torch function that takes the norm's output, outside a
-    linear layer it was passed to, is another reader (a residual, a view, an unquantized module), unless the
+    A norm here is a childless module with a one-dimensional ``weight`` of K values and an output that ends in K
+    channels. Readers are recognized by the identity of the tensor: every torch function that takes the norm's output,
+    outside a linear layer it was passed to, is another reader (a residual, a view, an unquantized module), unless the
     function returns no tensor (``x.shape``). The model's caller is a reader too, of all that the model returns, and so
     is a hook. A view with the same rows, or a copy of another dtype, is the output still. Experts read it with their
     first product, and a router that calls ``linear`` with a parameter of its own reads it with that.
@@ -299,7 +299,7 @@ class NormTracer(TorchFunctionMode):
 
 
 _MOVES = ("view", "reshape", "flatten", "contiguous", "float", "half", "bfloat16", "to", "type")
-"""Functions whose result may be the same rows, seen in another way or in another dtype."""
+"""Functions that may return the same rows, seen in another way or in another dtype."""
 
 
 def _keeps_rows(func: Any, tensor: Tensor, result: Any) -> bool:

@@ -190,7 +190,7 @@ def check_clamped_silu(where: str, alpha: float, limit: float) -> None:
 
 
 class _Activation(torch.autograd.Function):
-    """The activation of a `Gating`, bit by bit, whose operations in place torch could not go back through."""
+    """The activation of a `Gating`, bit by bit, with a backward pass: torch has none for its operations in place."""
 
     @staticmethod
     def forward(g: Tensor, gating: Gating) -> Tensor:

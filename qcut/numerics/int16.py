@@ -2,8 +2,8 @@
 
 A token's element is ``a = 256 * high + low`` with both halves int8, so that the product of a token with a row of
 weights is two products of int8. The largest magnitude of a token becomes 32,639 = 256 * 127 + 127 rather than 32,767,
-whose high half would be 128. Sums are exact: those of the halves in int32, their combination in int64, which is rounded
-to float32 once. Float arithmetic is that of `qcut.numerics.int8`.
+which would have a high half of 128. Sums are exact: those of the halves in int32, their combination in int64, which is
+rounded to float32 once. Float arithmetic is that of `qcut.numerics.int8`.
 
 Source: docs/schemes.md, section 3.
 """
@@ -24,7 +24,7 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST = 32_639
 """The largest magnitude of a quantized token's elements."""
 TOKENS_PER_BLOCK = 8
-"""Tokens whose halves make a block of 16 rows: eight of high halves, then eight of low ones."""
+"""Tokens with halves in one block of 16 rows: eight of high halves, then eight of low ones."""
 
 
 def scale_of(largest: Tensor, most: float) -> Tensor:
@@ -38,7 +38,7 @@ def quantize_tokens_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     """Quantizes each row by its own largest magnitude.
 
     ``scale[m] = max(max_k |f32(x[m, k])| / 32639, 2**-126)``, and 1 for a row of zeros,
-    ``q = rne(f32(x) * (1 / scale[m]))``, whose magnitude is 32,639 at most. The product with the reciprocal moves a
+    ``q = rne(f32(x) * (1 / scale[m]))``, with a magnitude of 32,639 at most. The product with the reciprocal moves a
     quotient by ``2**-8`` of a step at most, and is one operation where a division is ten.
 
     A row that holds NaN or Inf gets the scale NaN and zeros, so that its output row is NaN: one bad token does not

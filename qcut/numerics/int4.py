@@ -1,7 +1,7 @@
 """Keys and values of 4 bits: Hadamard-rotated rows, and 16 levels with a scale and a zero point for each row.
 
 A row of d columns, a power of two, is *rotated* first: ``y = H (s * x) / sqrt(d)`` with the Walsh-Hadamard matrix H and
-fixed signs s. Outlying columns of x are spread over all columns of y, whose distribution is close to a normal one.
+fixed signs s. Outlying columns of x are spread over all columns of y; the distribution of y is close to a normal one.
 Products of two rotated rows are those of the rows: queries are rotated with the keys, and weighted values rotated back.
 
 A rotated row becomes codes c from 0 to 15 and a word of 16 bits that holds its scale and zero point::

@@ -79,7 +79,7 @@ def weight_qparams(
     if largest < least and bool(w.any()):
         raise QuantizationError(
             f"the weight's largest magnitude is {largest:.4g}; allowed: {least:.4g} and more, so that scales "
-            "are normal numbers of float32, or zeros alone",
+            "are normal numbers of float32, or only zeros",
             layer,
         )
     return _scale_from_absmax(absmax, most)
@@ -158,7 +158,7 @@ def quantize_per_token_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_by_absmax_ref(x: Tensor, absmax: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
-    """`quantize_per_token_ref` of float32 rows ``[M, K]`` whose largest magnitudes, float32 ``[M]``, are given."""
+    """`quantize_per_token_ref` of float32 rows ``[M, K]`` with given largest magnitudes, float32 ``[M]``."""
     scale = _scale_from_absmax(absmax).masked_fill_(~absmax.isfinite(), math.nan)
     q = torch.zeros(x.shape[0], k_padded, dtype=torch.int8, device=x.device)
     q[:, : x.shape[1]] = (x / scale[:, None]).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)

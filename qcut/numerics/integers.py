@@ -33,7 +33,7 @@ MULTIPLIER_MAX = 2**MULTIPLIER_BITS - 1
 SHIFT_MAX = 62
 """The longest shift: ``2 * (2**shift - 1)`` fits 64 bits, see `rescale_ref`."""
 LIMITS = {torch.int8: (-128, 127), torch.int16: (-int16.LARGEST, int16.LARGEST)}
-"""The least and the largest value of a result, by type; 32,639 is the largest whose high half is int8."""
+"""The least and the largest value of a result, by type; 32,639 is the largest with a high half in int8."""
 
 
 def rescale_ref(v: Tensor, multiplier: Tensor, shift: Tensor) -> Tensor:

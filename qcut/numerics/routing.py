@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SCORES = ("softmax", "sigmoid", "logits")
-"""Scores of a router: of all logits, of each logit, or the logits, whose weights are the softmax of those chosen."""
+"""Scores of a router: of all logits, of each logit, or the logits (weights are the softmax of those chosen)."""
 GROUP_SCORES = ("max", "top2")
 """A group's score: its largest choice score, or the sum of its two largest."""
 MAX_EXPERTS = 1024

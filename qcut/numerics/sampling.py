@@ -1,9 +1,9 @@
 """Chooses the next token from logits, in plain torch: the definition that a kernel equals token for token.
 
 A draw depends only on the seed, the sequence and the position. The exponential is written as float32 operations, each
-rounded by itself, and its results are made integers, whose sums are exact in every order. Tokens are therefore the same
-on every device and in every batch, except under ``torch.compile``, which contracts float operations. No function reads
-a tensor on the host, so that a CUDA graph can capture each function.
+rounded by itself, and its results are made integers, so that sums are exact in every order. Tokens are therefore the
+same on every device and in every batch, except under ``torch.compile``, which contracts float operations. No function
+reads a tensor on the host, so that a CUDA graph can capture each function.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Sampling:
     Attributes:
         temperature: divisor of the logits, a positive normal number of float32; 0 always chooses the largest logit.
         top_k: number of largest logits to draw from, in [0, 2**31); 0 keeps all.
-        top_p: the draw is from the fewest likeliest tokens whose probabilities sum to this or more, in (0, 1], rounded
-            to 24 bits; 1 keeps all.
+        top_p: the draw is from the fewest likeliest tokens with probabilities that sum to this or more, in (0, 1],
+            rounded to 24 bits; 1 keeps all.
         seed: key of the random draws, in [0, 2**64).
         min_p: the draw is from tokens at least this many times as likely as the likeliest, in [0, 1], rounded to 24
             bits; 0 keeps all.
@@ -343,8 +343,8 @@ def sample(
        ``P = rne(top_p * 2**24)``. ``T`` becomes its sum. Quotients are exact until they are rounded.
     8. ``u = 2**24 * uniform(seed, sequence, position)``. The token is the first with ``c[i] > floor(u * T / 2**24)``.
 
-    A weight of 0 is never chosen, so neither are -Inf and NaN. A row whose largest logit is not finite (all -Inf or
-    NaN, or a +Inf) gives its `argmax`. Probabilities are exact to about 2**-24, the step of u.
+    A weight of 0 is never chosen, so neither are -Inf and NaN. A row gives its `argmax` if its largest logit is not
+    finite (all -Inf or NaN, or a +Inf). Probabilities are exact to about 2**-24, the step of u.
 
     Args:
         logits: ``[B, V]`` of any floating-point dtype; B may be 0, V is 1 to 2**22.

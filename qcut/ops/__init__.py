@@ -1,4 +1,4 @@
-"""The operators of ``torch.ops.qcut``. The first look at one registers those of its module, or, by name alone, all.
+"""The operators of ``torch.ops.qcut``. The first look at one registers its module's, or all if only a name is given.
 
 Every operator is for inference only (see `qcut.ops.gradients`) and returns new tensors, row-major unless an argument
 asks for another order. An operator writes to no argument unless its schema says so. The tensors of one call live on one

@@ -18,7 +18,7 @@ from qcut.ops.codebook import can_rotate, check_set
 from qcut.ops.registry import MUTATED, operator
 
 _COLUMNS = 32
-"""Columns of a codebook weight whose rows a kernel reads are a multiple of this many."""
+"""A kernel that gathers rows of a codebook weight needs a number of columns that is a multiple of this."""
 
 
 @operator("embed_rows", returns="Tensor")

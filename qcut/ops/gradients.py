@@ -1,7 +1,7 @@
 """What becomes of gradients: operators have none, and a backward pass that reaches one raises.
 
 A forward pass with gradients enabled is served, since a model may have parameters of its own before a quantized layer
-and after it. Its result then ends in `inference_only`, whose backward raises, in eager mode, under gradient
+and after it. Its result then ends in `inference_only`. The backward pass of that raises, in eager mode, under gradient
 checkpointing and in compiled code alike. Nothing of this runs where no gradient is wanted.
 """
 
@@ -24,7 +24,7 @@ _library = torch.library.Library("qcut", "FRAGMENT")
 
 
 def inference_only(result: Any, x: Tensor, who: str) -> Any:
-    """The result of an operator or layer, as copies whose backward pass raises.
+    """The result of an operator or layer, as copies with a backward pass that raises.
 
     Args:
         result: a tensor or a tuple of tensors; those not of a floating type stay as they are.

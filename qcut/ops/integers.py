@@ -66,7 +66,7 @@ class IntegerLinearOp(NamedTuple):
             sizes = f"q has K = {k}, qweight has shape {list(qweight.shape)}"
             raise ShapeError(f"qcut::{op}: {sizes}; allowed: [N, {padded_k(k)}], K rounded up to {K_ALIGNMENT}")
         if k > numerics.K_MAX:
-            raise QuantizationError(f"qcut::{op}: K is {k}; allowed: 1 to {numerics.K_MAX}, whose sums are below 2**38")
+            raise QuantizationError(f"qcut::{op}: K is {k}; allowed: 1 to {numerics.K_MAX}, with sums below 2**38")
         check_tensor(op, "qweight", qweight, (torch.int8,), (n, padded_k(k)), q.device)
         for name, vector, dtypes in (("bias", self.bias, S64), ("multiplier", self.multiplier, S32)):
             check_tensor(op, name, vector, dtypes, (n,), q.device)

@@ -36,7 +36,7 @@ from qcut.ops.registry import MUTATED, operator
 from qcut.schemes import FP8, K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 
 FEW_ROWS = 8
-"""Most rows whose product, on CUDA, quantizes tokens by given magnitudes and computes those of its result."""
+"""Most rows of a product that, on CUDA, quantizes tokens by given magnitudes and computes those of its result."""
 FEW_ELEMENTS = 16_384
 """Most elements of all tokens for which this pays, since every CTA of the product quantizes all tokens."""
 
@@ -446,7 +446,7 @@ class Int8LinearOp(NamedTuple):
 
 @operator("noted_linear", returns="Tensor", layers=True)
 class LinearWithAbsmaxOp(NamedTuple):
-    """The formula of ``w8a8_linear`` on rows whose largest magnitudes are known.
+    """The formula of ``w8a8_linear`` on rows with known largest magnitudes.
 
     Args:
         x: float16, bfloat16 or float32 ``[M, K]``, K from 1 to `qcut.schemes.K_MAX`, any strides.

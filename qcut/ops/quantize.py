@@ -138,7 +138,7 @@ class DequantizeOp(NamedTuple):
 
 @operator("colsum", returns="Tensor")
 class ColSumOp(NamedTuple):
-    """``sum_k q[n, k]``: column sums of the right operand of a product, whose transpose q is.
+    """``sum_k q[n, k]``: column sums of the right operand of a product; q is its transpose.
 
     Args:
         q: int8 ``[N, K]``, 1 <= K <= `qcut.schemes.K_MAX`, any strides.

@@ -13,14 +13,14 @@ fields and registers the class; `serves` marks the function in `qcut.backends.cu
     @serves(SiluMulOp)
     def silu_mul(call: SiluMulOp) -> Tensor: ...
 
-An operator whose class ends in the field `EARLY_READ` has an overload of this name besides ``default``, with the same
-arguments. Its caller promises that weights are ready: no kernel queued just before writes them, so a kernel may read
-them under programmatic dependent launch, while its predecessor on the stream still runs. Layers and the engine call the
-overload; with ``default`` every argument may come from the kernel just before.
+An operator with a class that ends in the field `EARLY_READ` has an overload of this name besides ``default``, with the
+same arguments. Its caller promises that weights are ready: no kernel queued just before writes them, so a kernel may
+read them under programmatic dependent launch, while its predecessor on the stream still runs. Layers and the engine
+call the overload; with ``default`` every argument may come from the kernel just before.
 
-An operator of which all written tensors may be left out can come a second time without these arguments, as `EARLY_READ`
-and with the suffix `PURE` after its name, for layers that are compiled: torch's compiler makes a wrong graph of an
-operator that may write and writes nothing.
+If all written tensors of an operator may be left out, it can come a second time without these arguments, as
+`EARLY_READ` and with the suffix `PURE` after its name, for layers that are compiled: torch's compiler makes a wrong
+graph of an operator that may write and writes nothing.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def operator(
             return found
 
         def put(qualified: str, make: Callable[..., C], *, pure: bool = False) -> None:
-            """Define and implement one overload, whose calls ``make`` makes of the arguments."""
+            """Define and implement one overload; ``make`` makes its calls of the arguments."""
 
             def on_cpu(*args: Any, **kwargs: Any) -> Any:
                 made = make(*args, **kwargs)
@@ -255,7 +255,7 @@ def serves(call: type, path: str = "cuda") -> Callable[[F], F]:
 
 
 def import_modules(package: str) -> None:
-    """Import all modules of a package and of those in it, each of which may register something."""
+    """Import all modules of a package and of those in it; each may register something."""
     for module in iter_modules(import_module(package).__path__):
         import_module(f"{package}.{module.name}")
         if module.ispkg:

@@ -41,8 +41,8 @@ class RouteOp(NamedTuple):
         scores: ``"softmax"``, ``"sigmoid"`` or ``"logits"``.
         top_k: k, 1 to 32, at most E.
         groups: equal groups of neighbouring experts, 1 to 32, a divisor of E.
-        top_groups: groups with the largest scores, whose experts may be chosen; they have k experts at least. Of equal
-            groups the lower index is chosen.
+        top_groups: groups with the largest scores; only their experts may be chosen; they have k experts at least. Of
+            equal groups the lower index is chosen.
         group_score: a group's score: ``"max"``, its largest choice score, or ``"top2"``, the sum of its two largest.
         renormalize: see above.
         eps: at least 0.
@@ -177,8 +177,8 @@ class SortRoutesOp(NamedTuple):
 
     Experts are in ascending order, and the routes of an expert too. Of tiles of more than `MOST_GATHERED` routes, those
     that are at most half filled lie evenly among the others: multiprocessors that take tiles in turn then have equal
-    work, and find weights in the L2 that the expert's other tiles have read. A route without an expert, whose number is
-    not 0 to ``count - 1``, is in no tile: another process computes it.
+    work, and find weights in the L2 that the expert's other tiles have read. A route with an expert's number outside 0
+    to ``count - 1`` is in no tile: another process computes it.
 
     Args:
         experts: int32 ``[M, k]``, k at least 1, of any strides.
@@ -227,8 +227,8 @@ class SumRoutesOp(NamedTuple):
     """The weighted sum of each token's results, over its routes in order.
 
     ``y = rne(sum over j of weights[m, j] * float32(results[m * k + j]))``, from 0 on, every product and sum rounded to
-    float32, and rne rounding to the nearest value of the results' type; with ``added``, ``rne(y + added)``. Routes
-    without an expert, whose number is not 0 to ``count - 1``, are left out: their results may be anything.
+    float32, and rne rounding to the nearest value of the results' type; with ``added``, ``rne(y + added)``. Routes with
+    an expert's number outside 0 to ``count - 1`` are left out: their results may be anything.
 
     Args:
         results: float16, bfloat16 or float32 ``[M * k, H]``, H at least 1, of any strides.

@@ -409,7 +409,7 @@ class Message(Schema):
 
 
 class ChatFields(Schema):
-    """Fields of requests whose prompt is a chat.
+    """Fields of requests with a chat as prompt.
 
     Attributes:
         chat_template_kwargs: further variables of the template.
@@ -449,7 +449,7 @@ class ChatFields(Schema):
 
 
 class ToolFields(ChatFields):
-    """Fields of requests whose chat may have tools.
+    """Fields of requests with a chat that may have tools.
 
     Attributes:
         IS_FLAT: whether the fields of a function stand next to the type of its tool.

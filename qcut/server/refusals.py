@@ -9,7 +9,7 @@ from qcut.errors import BusyError, ContextError, QcutError
 RETRY_AFTER_S = 1
 
 CLIENT_GONE = 499
-"""Status of a request whose client disconnected (nginx's 499); only in the metrics."""
+"""Status of a request after its client disconnected (nginx's 499); only in the metrics."""
 
 
 class Refusal(Exception):

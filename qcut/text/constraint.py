@@ -119,8 +119,8 @@ class Constraint:
         """Text that a context-free grammar describes.
 
         Args:
-            text: in llguidance's form of Lark's syntax, whose first rule is ``start``; or in llama.cpp's GBNF, whose
-                first rule is ``root``.
+            text: in llguidance's form of Lark's syntax, with ``start`` as first rule; or in llama.cpp's GBNF, with
+                ``root`` as first rule.
 
         Raises:
             ConstraintError: empty, or too long. Its syntax is checked where the constraint is used.

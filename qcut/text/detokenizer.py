@@ -23,7 +23,7 @@ _MOST_IN_CHARACTER = 3
 _FORCED = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 """Attribute of tokenizers of transformers."""
 _PATIENCE = 8
-"""Tokens without a whole character after which some of them are given out as they are."""
+"""After so many tokens without a whole character, some of them are returned as they are."""
 
 
 class IncrementalDetokenizer:
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
 
     Exactness: equal to decoding all tokens at once, where each token's text depends on the tokens of its characters and
         on whether it is the first. Decoders with byte fallback replace a whole run of byte tokens where the run is no
-        UTF-8: characters of the run that were complete stay as they were given out.
+        UTF-8: characters of the run that were complete stay as they were returned.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _begin_after(self, read: int) -> None:
-        """Set that the text of the first ``read`` ids has been given out."""
+        """Set that the text of the first ``read`` ids has been returned."""
         self._read, self._known = read, self._decode(self._ids[:read])
         self._patience = _PATIENCE
 
@@ -186,7 +186,8 @@ def _direct(tokenizer: Any) -> Callable[[list[int], bool], str] | None:
 def _cleans(tokenizer: Any) -> bool:
     """Whether a tokenizer cleans what it decodes, by the rule of transformers.
 
-    Tokenizers that merge bytes are left alone since 5.5, unless an attribute that came with this rule says otherwise.
+    Tokenizers that merge bytes are left as they are since 5.5, unless an attribute that came with this rule says
+    otherwise.
     """
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
@@ -205,7 +206,7 @@ def _following(known: str, text: str) -> str:
 
 
 def _final(text: str) -> int:
-    """Number of characters of a text whose cleaning does not depend on what follows.
+    """Number of characters of a text that are cleaned the same whatever follows.
 
     What is cleaned starts with a space and has four characters at most: ``n't`` after a space is the longest. An
     apostrophe between spaces is cleaned with the spaces around it, and may then belong to an ``n`` before it.

@@ -77,7 +77,7 @@ thread.start()
 thread.join()
 """
 _KEPT = 32
-"""Constraints whose first matcher is kept: the next request with the same one copies it."""
+"""Constraints with a first matcher that is kept: the next request with the same constraint copies it."""
 _SHOWN = 400
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """A matcher of an answer's first token, whose mask has been computed.
+        """A matcher of an answer's first token, with its mask computed.
 
         Raises:
             ConstraintError: llguidance is missing; the model has no tokenizer of the library tokenizers, or no token

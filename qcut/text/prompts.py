@@ -21,7 +21,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Check what is given as tokenizer.
 
     Raises:
-        ConfigError: no tokenizer of transformers, or one whose decoder may take any time; see
+        ConfigError: no tokenizer of transformers, or one with a decoder that may take any time; see
             `qcut.text.tokenization.check_decoder`.
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
@@ -41,7 +41,7 @@ def as_ids(prompts: Any, tokenizer: Any, vocabulary: int) -> Any:
         DtypeError: kinds that are mixed, a message by itself, or a chat without a tokenizer.
         ShapeError: an empty text or chat.
         ConfigError: text that the tokenizer does not take, a message without role or content, a tokenizer without a
-            template for chats or whose template refuses a chat, or a token that the model does not know.
+            template for chats or with one that refuses the chat, or a token that the model does not know.
     """
     if isinstance(prompts, str):
         return prompts if tokenizer is None else [text_ids(tokenizer, prompts, vocabulary)]

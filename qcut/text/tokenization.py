@@ -343,7 +343,7 @@ class _Pool:
                 self._count -= 1
 
     def forget(self) -> None:
-        """In a forked child, whose parent's processes are not its own."""
+        """In a forked child: the parent's processes are not its own."""
         self.__init__()  # type: ignore[misc]
 
 

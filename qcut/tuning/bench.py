@@ -111,7 +111,7 @@ class Operands:
 
     @classmethod
     def _of_16_bits(cls, a: Tensor, b: list[Tensor], task: Task) -> Operands:
-        """Tokens of small integers, whose sums are below ``2**24``: exact in float32 in any order."""
+        """Tokens of small integers with sums below ``2**24``: exact in float32 in any order."""
         limit = max(1, min(8, (2**24 - 1) // (128 * task.k)))
         a = a.remainder(2 * limit + 1) - limit
         col_scale = torch.rand(task.n, device="cuda", dtype=torch.float32) * 1e-2
@@ -143,7 +143,7 @@ class CudaBench:
     def variant(
         self, task: Task, name: str, choice: Choice, source: KernelSource, binary: jit.Binary
     ) -> timing.Variant:
-        """The kernel on the task's operands, as a variant whose check compares every element bitwise."""
+        """The kernel on the task's operands, as a variant with a check that compares every element bitwise."""
         x = self._for(task)
         kernel = jit.load(binary, source, self.device)
         grid = dispatch.grid(choice, task.n, self.target.sm_count)(task.rows)

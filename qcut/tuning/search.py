@@ -113,7 +113,7 @@ class Result:
         tiles: number of candidates.
         measured: number of measurements in this run; other measurements came from the journal.
         left_out: by tile name, the reason why a candidate was not timed.
-        wrong: names of tiles whose result was wrong.
+        wrong: names of tiles with a wrong result.
     """
 
     task: Task
@@ -164,7 +164,7 @@ def candidates(task: Task, target: Target, limit: int = DEFAULT_LIMIT) -> list[A
 
 
 def _varied(ranked: Sequence[Any], count: int) -> dict[Any, None]:
-    """The first tiles, passing over those whose CTA and warp tiles were taken `PER_SHAPE` times already."""
+    """The first tiles, without those that have CTA and warp tiles taken `PER_SHAPE` times already."""
     taken: Counter[Any] = Counter()
     varied: dict[Any, None] = {}
     for tile in ranked:

@@ -263,10 +263,10 @@ def _prepare(
 
 
 def checked(variants: Iterable[Variant], report: Callable[[str], None]) -> tuple[list[Variant], list[str]]:
-    """Keep the variants whose result is right.
+    """Keep the variants with a right result.
 
     Returns:
-        The variants to time, and the names of variants whose check failed (``report`` gets the reason).
+        The variants to time, and the names of variants that failed their check (``report`` gets the reason).
     """
     good, wrong = [], []
     for variant in variants:

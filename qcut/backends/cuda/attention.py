@@ -94,7 +94,7 @@ def _guide(call: AppendKvOp | AppendAttentionOp) -> tuple[int, ...]:
 
 
 def _append_aligned(call: AppendKvOp, tables: list[Tensor]) -> None:
-    """The same where rows do not start at whole vectors, of which no kernel makes 4-bit rows."""
+    """As `append_kv`, for rows that do not start at whole vectors; no kernel makes 4-bit rows of these."""
     q, k, v = (rows.clone(memory_format=torch.contiguous_format) for rows in call.tokens[:3])
     cos, sin = (table.clone() for table in tables) if tables else (None, None)
     _append(call._replace(q=q, k=k, v=v, cos=cos, sin=sin))
@@ -169,9 +169,9 @@ def scores_arguments(call: DecodeAttentionOp | AppendAttentionOp | PromptAttenti
 class Counters:
     """Counters, zero before and after each launch, with which attention kernels count their finished CTAs.
 
-    Launches on one stream follow one another and share a tensor. A CUDA graph gets a tensor of its own, whose memory
-    belongs to the graph and which each replay sets to zero first: a graph can be replayed on any stream, before or
-    beside any other.
+    Launches on one stream follow one another and share a tensor. A CUDA graph gets a tensor of its own. Its memory
+    belongs to the graph, and each replay sets it to zero first: a graph can be replayed on any stream, before any other
+    graph or at the same time.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two where dense
 rotations end as int8, or where no kernel rotates a token itself); a miss makes a plan first, and hands it to
-`qcut.backends.cuda.launch.native`, whose C++ serves the calls that follow. A `Rotation` or a `Product` holds all that
+`qcut.backends.cuda.launch.native`. Its C++ serves the calls that follow. A `Rotation` or a `Product` holds all that
 chooses a kernel and is the key of its plan; `CodebookLayer` lists the kernels of a layer before its first call.
 """
 
@@ -353,7 +353,7 @@ class CodebookLayer:
 
     @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: all, except one token whose columns no kernel holds."""
+        """Whether C++ serves calls: all, except those with one token that has more columns than a kernel holds."""
         return True
 
 

@@ -41,9 +41,9 @@ def explain(
         gpu: a name such as ``NVIDIA H200``, or an architecture such as ``sm_80``; None takes the current device.
 
     Returns:
-        The `qcut.dispatch.gemm.Explanation`; print it. It says which tuned table spoke, or that of which similar GPU
-        served as a start, and what the model assumes of the GPU. CUTLASS counts as available where this machine can
-        build its kernels.
+        The `qcut.dispatch.gemm.Explanation`; print it. It reports which tuned table was used, or which similar GPU's
+        table served as a start, and what the model assumes of the GPU. CUTLASS counts as available where this machine
+        can build its kernels.
 
     Raises:
         ConfigError: layouts, an output type, a type of tokens or a size that is not allowed.

@@ -173,7 +173,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
     # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
     pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name
     grid = dispatch.grid(choice, n, gpu.sm_count)
-    of_token = 2 if problem.epilogue.halves else 1  # rows of A, of which tiles are made
+    of_token = 2 if problem.epilogue.halves else 1  # rows of A for each token
     grid = replace(grid, rows=max(1, grid.rows // of_token))
     if choice.family not in CUTLASS_FAMILIES:
         return LaunchSpec(source, grid, tail=tail, pdl=pdl)
@@ -189,7 +189,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
 
 
 def tma_rows(tile: TileConfig) -> int:
-    """Number of which the rows of A are best a multiple: a box of TMA that hangs over the edge of A loads slower.
+    """The rows of A should be a multiple of this number: a box of TMA that hangs over the edge of A loads slower.
 
     A row past the edge took 15 cycles of an H200, one that is there 2 (docs/kernel-notes/int8-gemm.md).
     """
@@ -214,7 +214,7 @@ class Operand(NamedTuple):
         q: the matrix, or a contiguous copy where the matrix is contiguous along neither side.
         along_k: whether contiguous elements run along K; otherwise they run along the rows' index.
         ld: leading dimension: elements from one run to the next.
-        alignment: bytes, 16, 8, 4, 2 or 1, of which all runs start and end at multiples.
+        alignment: bytes, 16, 8, 4, 2 or 1; all runs start and end at multiples of it.
     """
 
     q: Tensor

@@ -1,4 +1,4 @@
-"""`qcut.ops.integers` on CUDA: kernels of int8 products whose epilogue rescales in 64 bits.
+"""`qcut.ops.integers` on CUDA: kernels of int8 products with an epilogue that rescales in 64 bits.
 
 Up to some tokens one kernel streams the weights, and splits int16 tokens as it loads them. For more tokens, int16 is
 split into halves first, and a tiled kernel multiplies.

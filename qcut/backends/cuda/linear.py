@@ -2,7 +2,7 @@
 
 A call is a look-up in a dictionary, one allocation for the result (and one for quantized tokens), and one or two
 launches on the current stream. The first call of a layer makes a plan and hands it to
-`qcut.backends.cuda.launch.native`, whose C++ serves the calls that follow.
+`qcut.backends.cuda.launch.native`. Its C++ serves the calls that follow.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from qcut.ops.next_token import AcceptOp, AdvanceOp, ArgmaxOp
 from qcut.ops.registry import serves
 
 SPLIT_BYTES = 128 << 10
-"""Rows from so many bytes on are divided among a cluster's CTAs, where each CTA has a multiprocessor: one alone reads
-some 64 bytes a cycle, and a cluster's barriers take as long as reading half as much."""
+"""Rows from so many bytes on are divided among a cluster's CTAs, if each CTA has a multiprocessor to itself: a single
+one reads some 64 bytes a cycle, and a cluster's barriers take as long as reading half as much."""
 
 
 @serves(ArgmaxOp)

@@ -35,7 +35,7 @@ class Tile(NamedTuple):
         columns: output channels of a program, a multiple of 16.
         transposed: whether weights have the rows of the tensor core's tile.
         warps: of a program.
-        stages: steps whose loads are under way.
+        stages: steps with loads under way.
         parts: programs that share the columns of the weight, for weights of few rows.
         group: tiles of rows that take turns on the columns.
     """

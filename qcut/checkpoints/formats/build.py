@@ -289,7 +289,7 @@ def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | Non
         at = int((found != expected).nonzero()[0])
         raise UnsupportedError(
             f"{parts.where}: tensor {parts.full(key)!r}: found group {int(found[at])} at place {at} of the columns in "
-            f"the order of their groups; groups of {size} columns, the last of which may have fewer, are served"
+            f"the order of their groups; allowed: groups of {size} columns; the last may have fewer"
         )
     return None if torch.equal(order, torch.arange(parts.k, dtype=torch.int64, device="cpu")) else order.to(torch.int32)
 

@@ -24,7 +24,7 @@ from qcut.models.modules import is_linear, weight_nk
 
 @dataclass(frozen=True)
 class NameMapping:
-    """A checkpoint whose every tensor has its place in a model.
+    """A checkpoint with a place in a model for every tensor.
 
     Attributes:
         where: the file or folder, for messages.

@@ -145,7 +145,7 @@ class Format(Protocol):
         """
 
     def layer(self, parts: Parts) -> Linear:
-        """Read a layer whose headers were checked, on the CPU.
+        """Read a layer with checked headers, on the CPU.
 
         Raises:
             CheckpointError: values that cannot be (named).
@@ -155,7 +155,7 @@ class Format(Protocol):
 
 @runtime_checkable
 class CacheFormat(Format, Protocol):
-    """A format whose writers put scales of KV caches next to the weights of keys and values.
+    """A format that has scales of KV caches next to the weights of keys and values.
 
     Attributes:
         cache_scales: their keys. Layers that are left in float may have such scales, too; they are not read.

@@ -43,7 +43,7 @@ def save(
     `qcut.Linear` with their schemes, which tensors are tied, which file holds what, and for a Hugging Face model its
     class and configuration. Such a model's ``config.json``, ``generation_config.json`` and
     ``model.safetensors.index.json`` are written too, so that transformers' ``from_pretrained`` reads the same tensors.
-    Other files are left alone.
+    Other files stay as they are.
 
     Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
     puts them in force all at once. Only then are the old ones deleted (`qcut.common.safetensors_writer`).
@@ -53,8 +53,8 @@ def save(
         directory: created if missing.
         max_shard_bytes: a file takes tensors until it holds this much.
         progress: show a progress bar.
-        tokenizer: of transformers, to be saved beside the model. With None, the files of the tokenizer that lies in the
-            directory from which transformers loaded the model are copied, where they are not there yet.
+        tokenizer: of transformers, to be saved next to the model. With None, the tokenizer's files are copied from the
+            directory that transformers loaded the model from, except those that exist already.
 
     One process saves at a time; others wait, up to ten minutes. Processes that load meanwhile get the checkpoint that
     was in force when they began, whole, or the new one.
@@ -126,7 +126,7 @@ def _write_shards(
 
 
 def _huggingface(model: nn.Module) -> dict[str, Any]:
-    """Class and configuration of a model whose class transformers itself defines."""
+    """Class and configuration of a model, if transformers itself defines the class."""
     if not type(model).__module__.startswith("transformers.models."):
         return {}
     from qcut.checkpoints.marks import NO_FILE

@@ -43,7 +43,7 @@ def load(found: Detected, options: Options) -> nn.Module:
     """Read a checkpoint of another library; arguments and errors as `qcut.load`, and the files have no digests.
 
     Names, shapes and dtypes of all tensors are checked against the model before any is read; then layers are made one
-    at a time. Without ``dtype``, models of GGUF files, whose norms are float32, become float16.
+    at a time. Without ``dtype``, models of GGUF files become float16, though their norms are float32.
 
     Exactness: docs/foreign-checkpoints.md.
     """

@@ -43,7 +43,7 @@ class Amounts:
         prompt: tokens of a prompt.
         new: tokens that continue each prompt, at least 2.
         windows: windows of the text.
-        rounds: repetitions, of which medians are taken.
+        rounds: repetitions; results are their medians.
         min_rounds: repetitions even beyond ``limit_s``.
         limit_s: seconds for the first calls and repetitions of a scheme.
         settle_s: seconds of calls that are not counted, before those that are: a GPU takes so long to reach its clocks.

@@ -80,7 +80,7 @@ def compared(rows: Sequence[Row]) -> tuple[list[Row], str | None]:
 
 
 def recommend(rows: Sequence[Row], reference: str | None, budget: float, *, by_speed: bool) -> Recommendation | None:
-    """Choose among the rows whose change of perplexity is within the budget.
+    """Choose among the rows with a change of perplexity within the budget.
 
     By speed it is the fastest with the smallest number of sequences; of those within `TIE` of its speed, the one with
     the least weights. The time to the first token and the larger numbers of sequences are judged likewise. By memory it
@@ -200,5 +200,5 @@ def _number(value: float) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """Lines of at most `WIDTH` columns, of which those after the first are indented."""
+    """Lines of at most `WIDTH` columns; those after the first are indented."""
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -43,7 +43,7 @@ _EXPERT_ROWS = 8
 _MSE_VALUES = 1 << 14
 _FORMAT, _VERSION = "qcut-calibration", 2
 _FIRST_BATCH_ALONE = 1
-"""The version whose pairs are those that the first batch showed: other batches may have had other readers."""
+"""The version with pairs from the first batch only: other batches may have had other readers."""
 _INDEX = "calibration.json"
 _SIZE = schema.integer(1)
 _SCHEMA = schema.record(
@@ -71,13 +71,13 @@ _SCHEMA = schema.record(
 
 @dataclass
 class Calibration:
-    """Input statistics of a model's linear layers, and the norms whose channels may be rescaled.
+    """Input statistics of a model's linear layers, and the norms with channels that may be rescaled.
 
     Attributes:
         layers: `LayerStats` by layer name.
         method: how `range` derives a range unless told otherwise.
         quantile: the quantile of ``method="quantile"``, on both sides.
-        pairs: norms whose output only linear layers read; see `qcut.models.tracing`.
+        pairs: norms with an output that only linear layers read; see `qcut.models.tracing`.
         refused: other norms, with the reason.
     """
 

@@ -22,7 +22,7 @@ from qcut.numerics.plain_state import in_plain_state
 Loss = Literal["tokens", "outputs"]
 
 OUTPUT_LIMIT = 8192
-"""Most rows of a layer whose outputs are fitted together: their moment takes 256 MiB."""
+"""Most rows of a layer with outputs that are fitted together: their moment takes 256 MiB."""
 
 _SCALE = 256.0  # of the derivatives, which float16 would lose otherwise; moments are fitted up to a factor
 

@@ -23,9 +23,9 @@ _ROWS = 1024
 def lend(stats: Mapping[str, LayerStats], mixtures: Opened) -> dict[str, LayerStats]:
     """Statistics of layers, those of experts with fewer than `FEW_TOKENS` with tokens of the mixture.
 
-    For ``up``, whose inputs are the tokens themselves, the least and greatest values are those of all experts. For
-    ``down``, whose inputs mean something else to each expert, they are those of what this expert's ``up`` makes of a
-    sample of all tokens, and its own.
+    Inputs of ``up`` are the tokens themselves: the least and greatest values are those of all experts. Inputs of
+    ``down`` mean something else to each expert: the values are those of what this expert's ``up`` makes of a sample of
+    all tokens, and its own.
 
     Args:
         stats: of all layers that saw a token; of a mixture, of both projections or of none.

@@ -44,8 +44,8 @@ def collect_second_moments(
         batches: what the model is called on; see `qcut.calibrate`. In turns, all are held, and read again in each turn.
         layers: globs of layer names; None takes every ``nn.Linear`` and ``Conv1D``, and experts.
         skip: globs of layers to leave out.
-        most_bytes: of matrices that are held at once. The result then runs the model when a layer is asked for whose
-            moment is not held; the model has to be as it is now until then. None: all are collected now.
+        most_bytes: of matrices that are held at once. The result then runs the model when the moment of a layer is
+            asked for and not held; until then the model has to stay as it is now. None: all are collected now.
         prior: of experts: what is known of all counts as so many tokens for each column; 0 takes an expert's own moment
             as it is.
         progress: show a progress bar.

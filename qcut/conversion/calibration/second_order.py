@@ -112,7 +112,7 @@ def expected_loss(module: nn.Module, layer: nn.Module, sample: Tensor, weights: 
 
 
 def _drawn(y: Tensor, metric: Metric, generator: torch.Generator) -> tuple[Tensor, float]:
-    """A number whose gradient's square has the Fisher information for its mean, and what the loss is divided by."""
+    """A number, and what the loss is divided by; the mean square of the number's gradient is the Fisher information."""
     if metric == "output error":
         probe = torch.randn(y.shape, generator=generator, device=y.device, dtype=torch.float32).to(y.dtype)
         return (y * probe).sum(), y.detach().double().square().sum().item()

@@ -49,7 +49,7 @@ class Assignment:
 
 
 def within_loss(space: SearchSpace, budget: float) -> Assignment:
-    """The cheapest choice found whose measured loss is within a budget; see `qcut.plan`.
+    """The cheapest choice found with a measured loss within a budget; see `qcut.plan`.
 
     Raises:
         PlanError: the loss is above the budget with every group on its most exact candidate.

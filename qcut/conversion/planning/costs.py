@@ -79,9 +79,9 @@ class TimeCost:
     one byte a value, and 8 a token for dynamic scales) and of the output (2 a value); a second pass of a codebook
     reads and multiplies the input again. Launches, and separate passes that quantize or rotate the
     input, are not counted, since fusion and CUDA graphs remove them; the float32 operations that rotate an input to
-    int8 are (``log2(group) + 2`` a value, at a rate that is an estimate). Products of e4m3 tokens, whose rate nobody
-    has measured here, count as those of 16-bit tokens. The defaults are rates that an H200 sustains;
-    only the ratios between schemes matter to a plan. An expert computes its share of the tokens.
+    int8 are (``log2(group) + 2`` a value, at a rate that is an estimate). The rate of products of e4m3 tokens was not
+    measured: they count as those of 16-bit tokens. The defaults are rates that an H200 sustains; only the ratios
+    between schemes matter to a plan. An expert computes its share of the tokens.
 
     Attributes:
         tokens: M, the tokens of a call; the default is a prompt's. With few tokens, bytes decide the time and the plan.
@@ -111,7 +111,7 @@ class TimeCost:
 
 
 _ROTATION_TFLOPS = 20.0
-"""10¹² float32 operations a second of a rotation, whose values move between lanes; not measured."""
+"""10¹² float32 operations a second of a rotation, which moves values between lanes; not measured."""
 
 
 @dataclass(frozen=True)

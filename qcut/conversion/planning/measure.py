@@ -54,7 +54,7 @@ class Group:
 
     Attributes:
         names: the layers.
-        stack: the projection whose experts they are; empty of others.
+        stack: the projection that has these experts; empty for other layers.
         layers: per scheme, the quantized layers; nothing for ``fp16``.
         cost: per scheme.
         sensitivity: per scheme, the loss with only these layers quantized.

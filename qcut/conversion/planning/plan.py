@@ -149,7 +149,7 @@ class Plan:
 
     @property
     def off_int8(self) -> list[str]:
-        """Layers whose activations stay in floating point: ``w8a16``, ``fp16``, and codebooks without ``int8``."""
+        """Layers with activations in floating point: ``w8a16``, ``fp16``, and codebooks without ``int8``."""
         return [name for name, layer in self.layers.items() if not parse_scheme(layer.scheme).int8_products]
 
     @property
@@ -168,7 +168,7 @@ class Plan:
 
     @property
     def parted(self) -> list[list[str]]:
-        """The sets of `siblings` whose layers do not all have one scheme: the engine computes them by several products.
+        """The sets of `siblings` with layers of several schemes: the engine computes them by several products.
 
         Layers without an entry have no scheme.
         """
@@ -244,8 +244,8 @@ class Plan:
         """Read what `to_json` wrote, a user's edits included.
 
         Raises:
-            PlanError: not a plan; a value of another type, or out of range; or a layer whose scheme does not exist, or
-                that needs a static range and has none.
+            PlanError: not a plan; a value of another type, or out of range; or a layer with a scheme that does not
+                exist, or that needs a static range and has none.
         """
         if data.get("format") != _FORMAT or data.get("version") != _VERSION:
             raise PlanError(
@@ -267,7 +267,7 @@ class Plan:
         return plan
 
     def check(self) -> None:
-        """Raise `PlanError` naming the layer whose scheme is unknown or lacks its range."""
+        """Raise `PlanError` naming the layer with a scheme that is unknown or lacks its range."""
         for name, layer in self.layers.items():
             try:
                 scheme = parse_scheme(layer.scheme)

@@ -57,10 +57,10 @@ def plan(
        squared error of the layer's own output.
 
     Within a loss, all layers start on their cheapest scheme. Moves to dearer ones are ordered by sensitivity saved per
-    cost added. The shortest run of moves whose loss, measured on the model with all of them made, is within the budget
-    is found by bisection: errors of layers do not add up, so sums of sensitivities decide the order and nothing else.
+    cost added. Bisection finds the shortest run of moves that brings the loss within the budget, measured on the model
+    with all of them made: errors of layers do not add up, so sums of sensitivities decide the order and nothing else.
     Every move is then undone on trial, the moves that save most first, and stays undone where the measured loss is
-    within the budget. Moves whose own sensitivity is more than twice the rest of the budget are not tried.
+    within the budget. Moves with a sensitivity of more than twice the rest of the budget are not tried.
 
     Within a cost, the schemes whose sensitivities add up to the least are found exactly
     (`qcut.conversion.planning.knapsack`; see `Plan.gap`). Around them each layer is measured again under each scheme,
@@ -76,8 +76,8 @@ def plan(
     for each expert.
 
     Args:
-        model: the float model; it is not changed. Beside it, quantized copies of its layers exist during the search:
-            one in int8, and one for each codebook among the candidates.
+        model: the float model; it is not changed. During the search, quantized copies of its layers exist too: one in
+            int8, and one for each codebook among the candidates.
         batches: what the model is called on (see `qcut.calibrate`), held in a list: a few windows do. Not the text
             you will evaluate on.
         budget: the loss allowed: 0.003 is 0.3 % of perplexity. That is the default where no cost is limited.
@@ -88,10 +88,10 @@ def plan(
             H200 (`qcut.conversion.planning.costs.StepCost`; ``cost=StepCost("NVIDIA L40S")`` is another GPU's).
         objective: what is least within a budget: ``time``, the default, or ``memory``
             (`qcut.conversion.planning.costs`).
-        candidates: schemes that may be used: names or objects, codebooks too. As in `qcut.quantize`, a codebook whose
-            Hadamard rotation does not take a layer's K is tried with the rotation ``qr`` there, and a layer that would
-            grow under all candidates stays in float. None: w8a8_static, w8a8, w8a8_rotated, w8a16 and fp16 within a
-            loss; codebooks of 2, 3, 4 and 4+4 bits and w8a16 within a cost.
+        candidates: schemes that may be used: names or objects, codebooks too. As in `qcut.quantize`, a codebook with a
+            Hadamard rotation that does not take a layer's K is tried with the rotation ``qr`` there, and a layer that
+            would grow under all candidates stays in float. None: w8a8_static, w8a8, w8a8_rotated, w8a16 and fp16 within
+            a loss; codebooks of 2, 3, 4 and 4+4 bits and w8a16 within a cost.
         calibration: of this model as it is now; by default the batches are used for it, if it is needed.
         second_moments: `qcut.collect_curvature` or `qcut.collect_second_moments` of this model: codebooks are fitted to
             them, here and, with the same argument, in `qcut.quantize`.

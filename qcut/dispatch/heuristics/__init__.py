@@ -71,7 +71,7 @@ def choose(names: Iterable[str], problem: Any, m: int, n: int, k: int, target: T
     """The candidate with the least time, the first of several; None: no candidate.
 
     Args:
-        names: of families of the same kind of problem whose models count in the same unit.
+        names: of families of the same kind of problem, with models that count in the same unit.
         problem: types, layouts and epilogue.
         m: rows of A.
         n: columns of B and D, or rows of a codebook weight.

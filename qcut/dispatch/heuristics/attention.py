@@ -39,7 +39,7 @@ def candidates(
 
 
 def cycles(desc: AttentionMma, parts: int, places: int, context: int, target: Target) -> float:
-    """Estimated cycles of a launch whose sequences fill the context.
+    """Estimated cycles of a launch with sequences that fill the context.
 
     The model is a closed system: loads return after the latency, or when the memory, or the SMs that ask for them,
     have served the loads before. CTAs that find no room start when the first CTAs are done. ``places`` is the number

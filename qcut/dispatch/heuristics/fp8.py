@@ -1,7 +1,7 @@
 """Tiles of ``fp8_cutlass`` and ``fp8_mma``.
 
-Source: ``fp8_cutlass`` measured on an H200 at five shapes and 32 to 4,096 tokens; ``fp8_mma`` as int8 products, whose
-rate e4m3 has on data sheets.
+Source: ``fp8_cutlass`` measured on an H200 at five shapes and 32 to 4,096 tokens; ``fp8_mma`` as int8 products, since
+data sheets give e4m3 the same rate.
 """
 
 from __future__ import annotations

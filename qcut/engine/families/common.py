@@ -10,7 +10,7 @@ from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.models.modules import model_device
 
 _BY_CONFIGURATION = ("mistral", "mixtral", "phi3", "starcoder2")
-"""Models whose windows are only in their configurations; others ignore an entry there."""
+"""Models with windows only in their configurations; others ignore an entry there."""
 
 
 def window_of(attention: Any) -> int:
@@ -60,7 +60,7 @@ def decoder_from(
 
 
 def llama_like(model: Any, block: Callable[[Any, Heads, Rotary], Block], norm: AddNorm) -> Decoder:
-    """The decoder of a model of Llama's shape, whose blocks all have the same rotary positions.
+    """The decoder of a model of Llama's shape; all blocks have the same rotary positions.
 
     Raises:
         UnsupportedError: see `rotary_of`.

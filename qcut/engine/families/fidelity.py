@@ -54,7 +54,7 @@ _INSTEAD = "; the engine would compute without it. Allowed: transformers' own; o
 
 
 def base_of(model: nn.Module) -> nn.Module:
-    """The model in a `PeftModel`, whose layers hold the active adapters; other models unchanged.
+    """The model in a `PeftModel`, with the active adapters in its layers; other models unchanged.
 
     Raises:
         UnsupportedError: a `PeftModel` that computes more than its layers.
@@ -74,7 +74,7 @@ def _check_adapters(model: Any, name: str) -> None:
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         depends = ("alora_invocation_tokens", "arrow_config")
         if config.is_prompt_learning or any(getattr(config, each, None) is not None for each in depends):
-            what = f"adapter {adapter!r} is a {_named(type(config))}, which acts beside the model's layers"
+            what = f"adapter {adapter!r} is a {_named(type(config))}, which acts outside the model's layers"
             raise UnsupportedError(f"{name}: {what}; allowed: LoRA, IA3 and AdaLoRA; or call model.generate")
 
 
@@ -145,7 +145,7 @@ def _check_experts_function(config: Any) -> None:
 
 
 def _check_parts(model: nn.Module, reference: nn.Module, prefix: str, config: Any, known: set[type]) -> None:
-    """Compare the parts of a module with a reference's; ``known`` are classes whose code has been checked."""
+    """Compare the parts of a module with a reference's; ``known`` are classes with checked code."""
     is_list = isinstance(reference, nn.ModuleList)
     if is_list:
         _check_list(model, reference, prefix)
@@ -301,7 +301,7 @@ def _check_activation(module: nn.Module, name: str, known: set[type]) -> None:
 
 @cache
 def _activations() -> frozenset[type[nn.Module]]:
-    """Classes of activations, each of whose results depends on one number."""
+    """Classes of activations where each result depends on one number."""
     from transformers import activations
 
     found = [cls for cls in vars(activations).values() if isinstance(cls, type) and issubclass(cls, nn.Module)]

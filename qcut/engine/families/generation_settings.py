@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, object] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), None),  # 0 is a token
 }
-"""Values that ask for nothing, beside None, False, 0 and what is empty."""
+"""Values that request nothing, besides None, False, 0 and empty ones."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def rotary_of(model: Any, module: Any, heads: Heads, layer_type: str | None = No
 
 
 def context_of(config: Any) -> int:
-    """Most tokens of a context whose rotary frequencies do not depend on its length."""
+    """Most tokens of a context with rotary frequencies that do not depend on its length."""
     rope, most = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
     own = getattr(config, "original_max_position_embeddings", None)
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):

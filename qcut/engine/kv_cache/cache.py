@@ -46,7 +46,7 @@ class KVCache:
 
     Attributes:
         needs_calibration: whether keys have 4 bits.
-        companion: a cache of another decoder with the same sequences, whose sequences are copied with these; or None.
+        companion: a cache of another decoder with the same sequences; its sequences are copied with these; or None.
 
     Raises:
         ConfigError: another ``kv_dtype``; or 4 bits for a head of another size than `qcut.numerics.int4.HEADS`, or, on

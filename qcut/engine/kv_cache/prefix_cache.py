@@ -49,7 +49,7 @@ class PrefixCache:
     def find(self, ids: Tensor) -> Match:
         """The longest cached prefix of ids int64 ``[T]``, at most T - 1 tokens: the last one gives the logits.
 
-        A slot whose ring has dropped tokens that a window after the common prefix would see does not match; shorter
+        A slot does not match if its ring has dropped tokens that a window after the common prefix would see; shorter
         prefixes of it have lost more.
         """
         if self._cache is None or len(ids) <= SHORTEST:

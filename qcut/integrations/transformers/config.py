@@ -62,7 +62,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         second_moments: `qcut.collect_curvature` or `qcut.collect_second_moments` of the float model, by layer:
             codebooks are fitted to them.
         fuse: let a layer compute the activation that follows.
-        allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more.
+        allow_growth: also quantize layers that take as many bytes as before or more.
         verify: a batch, as `qcut.calibrate` takes them: each layer is held to its float weight while both exist, on the
             calibration's tokens or else on random ones. How the layers are put together is then held, on the batch, to
             the model's own modules, which compute with the quantized layers' weights, one at a time. None and True are

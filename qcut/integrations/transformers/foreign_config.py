@@ -30,7 +30,7 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
             the model's ``from_pretrained`` needs the same ones.
 
     Returns:
-        A configuration of transformers, whose ``quantization_config`` is a request to qcut.
+        A configuration of transformers with a ``quantization_config`` that is a request to qcut.
 
     Raises:
         CheckpointError: the configuration is no other library's, or cannot be read; and, of a folder, what `qcut.load`

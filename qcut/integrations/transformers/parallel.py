@@ -39,7 +39,7 @@ class Whole(NamedTuple):
 class TensorParallel:
     """The parts of one model's quantized layers, for one ``from_pretrained`` with a plan for tensor parallelism.
 
-    A layer whose style in the plan is ``colwise``, ``colwise_gather_output`` or the like is cut along its output
+    A layer with the style ``colwise``, ``colwise_gather_output`` or the like is cut along its output
     channels N, one of ``rowwise``, ``rowwise_split_input`` or the like along its input channels K. Parts are cut from
     whole quantized layers, so that their integers, scales, indices and norms are the slices of those. Layers that the
     plan does not name, quantized tables of tokens, and classifiers tied to them are whole in every process.
@@ -267,8 +267,8 @@ class TensorParallel:
         of_weight = self._plan.get(f"{self._generic(name)}.weight")
         if of_weight not in (None, style, "replicate"):
             raise UnsupportedError(
-                f"layer {name!r}: the plan has {of_weight!r} for its weight and {style!r} for the layer; allowed: a "
-                "rule for the layer alone"
+                f"layer {name!r}: the plan has {of_weight!r} for its weight and {style!r} for the layer; allowed: "
+                "only a rule for the layer"
             )
 
     def _style(self, name: str) -> str | None:

@@ -1,7 +1,7 @@
 """Loads a model that is quantized already, by qcut or another library; transformers reads what is float.
 
-Of qcut's models transformers fills plain buffers, of which layers are made afterwards; the tensors of another library's
-layers stay in the files.
+For qcut's models transformers fills plain buffers, and layers are made of these afterwards; the tensors of another
+library's layers stay in the files.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class StoredLoading:
         return self._where if self._experts is None else self._experts.file(name)
 
     def _in_pieces(self, name: str) -> bool:
-        """Whether a layer is a stack of which each expert lies in the files by itself."""
+        """Whether a layer is a stack with each expert stored by itself in the files."""
         return self._experts is not None and name in self._experts
 
     def _own_keys(self, name: str) -> list[str]:
@@ -264,7 +264,7 @@ class StoredLoading:
         return place
 
     def _read_stored(self, name: str, device: torch.device) -> Tensor | None:
-        """A tensor of the files whose place the model does not have."""
+        """A tensor of the files that has no place in the model."""
         for path in self._paths:
             with TensorFile(path, CheckpointError) as file:
                 if name in file.headers:
@@ -463,7 +463,7 @@ def _converted(model: Any) -> bool:
 
 
 def _is_other_class(model: Any) -> bool:
-    """Whether a model's class does not come of the saved one: it is the base alone, or the base with another head."""
+    """Whether a model's class does not come of the saved one: it is only the base, or the base with another head."""
     saved = getattr(model.config, "architectures", None) or ()
     return bool(saved) and not any(cls.__name__ in saved for cls in type(model).__mro__)
 
@@ -542,7 +542,7 @@ def _mapped(saved: Description, rename: Any) -> Description:
 
 
 def _with_own_tables(whole: Description, saved: Description) -> Description:
-    """Let an embedding whose table is a layer that the model does not have, a classifier, hold the table itself."""
+    """Let an embedding hold its table itself if the table is a layer, a classifier, that the model does not have."""
     layers, embeddings, tied = dict(saved.layers), dict(saved.embeddings), dict(saved.tied)
     for name, spec in saved.embeddings.items():
         table, own = spec["table"], f"{name}.table"

@@ -319,7 +319,7 @@ def gating_of(layer: Any, name: str) -> Gating:
     """What the experts of a mixture of vLLM compute between their products.
 
     Raises:
-        UnsupportedError: an activation that no `Gating` is, or one whose gates and ups are interleaved.
+        UnsupportedError: an activation that no `Gating` has, or one with interleaved gates and ups.
     """
     kind, limit, alpha, beta = layer.activation.value, layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta
     if kind == _CLAMPED and beta in (None, 0.0, 1.0):

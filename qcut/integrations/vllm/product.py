@@ -30,7 +30,7 @@ def attach(layer: nn.Module, computing: nn.Module) -> None:
 
 
 def serve(layer: Linear, weight: Tensor) -> None:
-    """Let the operator find a layer by its weight, whose memory stays where it is."""
+    """Let the operator find a layer by its weight; the weight's memory stays where it is."""
     _layers[tensor_key(weight)] = layer
 
 

@@ -53,7 +53,7 @@ class Experts(ExpertsModule):
         gating: what is between them.
         post_expert_norm: applied to an expert's result, before the route's weight; None for none.
         name: of the module, for error messages.
-        identities: experts without weights, whose result is the token: E, E + 1 and so on.
+        identities: experts without weights, which return the token: E, E + 1 and so on.
 
     Attributes:
         num_experts: E.
@@ -122,8 +122,8 @@ class Experts(ExpertsModule):
             ShapeError: shapes that do not fit together.
             DtypeError: indices that are no integers, or weights that are no floats.
             DeviceError: indices or weights on another device than the tokens.
-            RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite; on
-                a GPU whose kernels read the routes, such routes add nothing, or what the weight makes of them.
+            RangeError: an index below 0, or beyond all experts with a weight, or a weight that is NaN or infinite; on a
+                GPU with kernels that read the routes, such routes add nothing, or what the weight makes of them.
             UnsupportedError: a CUDA graph or a program is captured, where the host must read the routes: on the CPU,
                 and with layers or gatings that no kernel of experts computes.
 

@@ -1,8 +1,8 @@
 """Reads the weights of experts of transformers, and lays them out in one way.
 
 Experts are taken for what they compute, not for what their class is called. Most go through transformers' interface for
-experts, whose flags say how the weights lie; other classes of transformers have a reader each. A gate is found by
-calling it (`gating_of`), and the whole is compared with the module's own result on random tokens.
+experts; its flags say how the weights lie; other classes of transformers have a reader each. A gate is found by calling
+it (`gating_of`), and the whole is compared with the module's own result on random tokens.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def up_parameters(module: Any) -> list[tuple[nn.Parameter, int]]:
     """The parameters of a float module of experts that multiply tokens, each with the axis of its columns.
 
     Args:
-        module: one whose weights `expert_weights` knows.
+        module: one with weights that `expert_weights` knows.
     """
     if uses_interface(type(module)):
         name = "gate_up_proj" if module.has_gate else "up_proj"
@@ -223,7 +223,7 @@ def _checked(
     form: type[Experts] = Experts,
     identities: int = 0,
 ) -> ExpertWeights | str:
-    """Weights whose sizes fit together, with the gating that a function computes."""
+    """Weights with sizes that fit together, and the gating that a function computes."""
     kind = type(module).__name__
     if up.ndim != 3 or down.ndim != 3:
         return f"{kind} has weights of {up.ndim} and {down.ndim} dimensions; those of experts have 3"

@@ -76,7 +76,7 @@ class LinearStack(QuantizedLayer):
 
     @classmethod
     def of(cls, layers: Sequence[Linear], name: str | None = None) -> Self:
-        """The stack of layers, whose tensors are copied.
+        """The stack of layers; their tensors are copied.
 
         Raises:
             QuantizationError: there is none, or they are not of one class, scheme, size, activation or device (named).

@@ -84,7 +84,7 @@ def opened(model: nn.Module) -> Iterator[Opened]:
 
 
 def stacked(opened: Opened, layers: dict[str, Linear], device: torch.device | None = None) -> dict[str, Experts]:
-    """Experts with quantized stacks, by name, of those of which layers were quantized.
+    """Experts with quantized stacks, by name, for those with quantized layers.
 
     Args:
         opened: the float experts.

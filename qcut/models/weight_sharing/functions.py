@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers")
 _KNOWN = (*_LIBRARIES, "builtins", "collections", "functools", "types")
-"""Packages whose objects hold no code of a model's author."""
+"""Packages with objects that hold no code of a model's author."""
 WALKS = ("children", "named_children", "modules", "named_modules", "get_submodule", "_modules", "__dict__", "vars")
 """Names by which code comes to modules without their names."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -34,7 +34,7 @@ def is_library_code(function: FunctionType) -> bool:
 
 
 def home_of(function: FunctionType) -> str:
-    """Name of the module whose globals a function has."""
+    """Name of the module that owns a function's globals."""
     return str(function.__globals__.get("__name__", ""))
 
 
@@ -80,7 +80,7 @@ def mentions(model: nn.Module, names: Sequence[str], known: type) -> bool:
     Args:
         model: its code is read, not run.
         names: of children; only the first of them decides in libraries, which have the others in many places.
-        known: the class whose own ``forward`` calls them.
+        known: the class with a ``forward`` that calls them.
     """
     for function in {f for _, functions in reached(model) for f in functions} - {vars(known)["forward"]}:
         found = mentioned_by(function)

@@ -36,7 +36,7 @@ from qcut.models.weight_sharing.syntax import (
 )
 
 _PASSED_BY = ("torch", "qcut", "transformers.utils", "transformers.modeling_layers", "accelerate", "contextlib")
-"""Modules whose functions hand their arguments on."""
+"""Modules with functions that hand their arguments on."""
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -65,7 +65,7 @@ class Span(NamedTuple):
 
 
 class _Holder(NamedTuple):
-    """A function that has a norm's output, and the module whose method it is, if it is one."""
+    """A function that has a norm's output, and its module, if it is a method of one."""
 
     code: CodeType
     module: nn.Module | None
@@ -77,7 +77,7 @@ class _Seen:
 
     Attributes:
         births: calls, by function, that the output came from.
-        results: calls whose result is the output: those of the norm itself.
+        results: calls that return the output: those of the norm itself.
         again: calls that were given the output and returned it.
         names: names, by function, that held the output.
         read: calls that took the output to a linear layer, with their files.
@@ -320,9 +320,9 @@ class _Flow:
     """Follows the names that hold a norm's output through a function.
 
     Args:
-        module: whose method the function is, or None.
+        module: the one that has the function as a method, or None.
         births: expressions that the output comes from.
-        results: calls whose result is the output.
+        results: calls that return the output.
         held: names that hold the output when the function begins.
         names: names that were seen to hold the output.
         read: calls that took the output to a linear layer.
@@ -434,7 +434,7 @@ class _Flow:
 
 
 def _blocks(node: ast.AST) -> list[list[ast.stmt]]:
-    """The lists of statements in a statement, of which each may run or not."""
+    """The lists of statements in a statement; each list may run or not."""
     owners = (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ()))
     blocks = (getattr(owner, name, None) for owner in owners for name in ("body", "orelse", "finalbody"))
     return [block for block in blocks if block]

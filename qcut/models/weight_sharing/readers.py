@@ -1,4 +1,4 @@
-"""Finds layers whose weight or bias other code reads, and layers whose class it checks.
+"""Finds layers if other code reads their weight or bias, or checks their class.
 
 ``nn.MultiheadAttention`` and Mamba, for example, pass ``self.out_proj.weight`` to a function; a quantized layer has no
 float weight to give them. ``isinstance(self.proj, nn.Linear)`` in a forward holds only for the float layer: with
@@ -35,7 +35,7 @@ _UNKNOWN: Any = object()
 
 
 def layers_read(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]:
-    """The layers, by id, whose tensors other modules read, and the class that reads them.
+    """The layers, by id, with tensors that other modules read, and the class that reads them.
 
     Args:
         model: the model; its code is read, not run.
@@ -85,7 +85,7 @@ def _all_read_by(model: nn.Module, module: nn.Module, function: FunctionType) ->
 def class_checked(
     model: nn.Module, modules: Iterable[nn.Module], replacement: type[nn.Module] = Quantized
 ) -> dict[int, str]:
-    """The modules, by id, whose class other code checks, and the class or function that does.
+    """The modules, by id, if other code checks their class, and the class or function that does.
 
     A check with the same result for both classes, such as ``isinstance(layer, nn.Module)`` or ``hasattr(layer,
     "weight")``, does not count.

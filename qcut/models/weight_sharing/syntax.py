@@ -1,4 +1,4 @@
-"""What a function's source mentions: layers whose weights it reads, and checks of their classes.
+"""What a function's source mentions: layers that it reads weights of, and checks of their classes.
 
 Paths begin at ``self``; names that stand for a part of the model are followed through assignments and loops. Functions
 without source are read as bytecode, which has only names.
@@ -23,7 +23,7 @@ VALUES = ("weight", "bias")
 ALL_VALUES = ("parameters", "named_parameters", "state_dict", "_parameters", "buffers", "named_buffers", "_buffers")
 """Attributes of a module that give the tensors of everything in it."""
 SHOWS = ("vars", "dir", "repr", "str")
-"""Functions whose result contains all attributes of an object, or its class."""
+"""Functions that return all attributes of an object, or its class."""
 SHOWN = ("__dict__", "__module__", "__doc__", "extra_repr")
 """Attributes that contain the same."""
 LOOKS = ("isinstance", "hasattr", "type", "id", "len")
@@ -39,7 +39,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class ClassCheck(NamedTuple):
-    """An expression whose value depends on the class of an object.
+    """An expression with a value that depends on the class of an object.
 
     Attributes:
         paths: of the modules that the object may be; empty if unknown.
@@ -66,7 +66,7 @@ class Code:
         reads: reads of one tensor of a layer: path, whether the path is that of a container of layers, the tensor, and
             the conditions.
         reads_all: reads of all tensors below a module, and the conditions.
-        parameters: positions of parameters whose tensors are read, and the tensor.
+        parameters: positions of parameters with a tensor that is read, and the tensor.
         passed: calls of functions with a module as an argument: function, position, path.
         checks: of classes.
     """
@@ -207,7 +207,7 @@ class _Reader:
         self.self_name = arguments[0] if arguments else ""
         self.aliases: dict[str, set[tuple[Path, bool]]] = {}
         self.quiet: set[ast.AST] = set()
-        """Nodes whose value nobody reads."""
+        """Nodes with a value that nobody reads."""
         self.noted: set[ast.AST] = set()
         """Nodes that take a class and are part of a check that is noted already."""
         for node in ast.walk(definition):

@@ -1,7 +1,7 @@
 """4-bit floats with one bit of mantissa, e2m1, and the scales of groups of them: MXFP4 and NVFP4.
 
-``w = scale * v``, v one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: the nearest of ``w / scale``, of two that
-are equally near the one whose last bit is 0, and 6 beyond it.
+``w = scale * v``, v one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: the nearest to ``w / scale``; of two that
+are equally near, the one with last bit 0; and 6 beyond 6.
 
 MXFP4: a group of 32 columns has ``scale = 2**e``, ``e = floor(log2(max |w|)) - 2``, so that its largest magnitude is
 between 4 and 8 powers of two.
@@ -39,19 +39,19 @@ def values(device: torch.device | str) -> Tensor:
 
 
 def scales(largest: Tensor) -> Tensor:
-    """The power of two of groups whose largest magnitudes these are, float32; 0 for 0."""
+    """The power of two of groups with these largest magnitudes, float32; 0 for 0."""
     exponent = torch.frexp(largest.float())[1] - 1 - _LARGEST_EXPONENT
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest, dtype=torch.float32), exponent), 0.0)
 
 
 def global_scale(largest: Tensor) -> Tensor:
-    """NVFP4's global scale, float32, of a tensor whose largest magnitude this is; 1 of one that float32 has not."""
+    """NVFP4's global scale, float32, of a tensor with this largest magnitude; 1 if float32 cannot hold the scale."""
     scale = torch.full_like(largest, LARGEST * _LARGEST, dtype=torch.float32) / largest.float()
     return torch.where(scale.isfinite(), scale, 1.0)
 
 
 def e4m3_norms(largest: Tensor, scale: Tensor) -> Tensor:
-    """NVFP4's norms, float8_e4m3fn, of groups whose largest magnitudes these are, in a tensor of that global scale."""
+    """NVFP4's norms, float8_e4m3fn, of groups with these largest magnitudes, in a tensor of that global scale."""
     sixth = largest.float() / torch.full_like(largest, _LARGEST, dtype=torch.float32)
     return (scale * sixth).clamp(max=LARGEST).to(E4M3)
 

@@ -3,7 +3,7 @@
 Columns. Every group is padded to whole *slots* of 16, 32, 64 or 128 columns (`Geometry.slot`), each with one norm, and
 every row to whole *units* of 128 columns. A residual pass follows the first pass along K, as if K were longer.
 
-Weights. A unit holds 16 rows x 128 columns as the tensor core's first operand wants them (PTX ISA, "Matrix Fragments
+Weights. A unit holds 16 rows x 128 columns as the tensor core's first operand needs them (PTX ISA, "Matrix Fragments
 for mma.m16n8k16"): lane ``4g + t`` keeps eight 32-bit words of eight 4-bit indices; byte b of word i has columns
 ``16i + 8(b & 1) + 2t`` (low half) and the next one, of row ``g + 8(b >> 1)``. Words 0 to 3 of all lanes come first,
 then words 4 to 7: a lane loads twice 16 bytes, a warp 512 contiguous bytes each time. With two bits, word j is
@@ -34,7 +34,7 @@ UNIT_ROWS, UNIT_COLUMNS = 16, 128
 ROW_ALIGNMENT = 64
 """Rows of weights are padded to a multiple of this many, the rows of one ``wgmma``."""
 _BITS = (2, 3, 4)
-_CHUNK_TILES = 256  # tiles of 16 rows whose words are packed at a time
+_CHUNK_TILES = 256  # tiles of 16 rows that are packed into words at a time
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
         values: float16, the codebook: ``[16]``, or pairs, ``[256, 2]``.
 
     Returns:
-        float32 ``[16 row tiles]``; 0 for rows whose norms are 0.
+        float32 ``[16 row tiles]``; 0 for rows with norms of 0.
 
     Exactness: two float32 operations, an exact product and a division rounded once.
     """

@@ -33,7 +33,7 @@ def levels(bits: int) -> tuple[float, ...]:
     Exactness: a fixed point of that condition in float64, symmetric bit by bit.
 
     Source: Lloyd, "Least squares quantization in PCM" (1957/1982), method I; Max, "Quantizing for minimum distortion"
-    (1960), whose table of errors is exact to three digits: at 4 bits it has 0.009497, the least is 0.009501.
+    (1960). Max's table of errors is exact to three digits: at 4 bits it has 0.009497, the least is 0.009501.
     """
     if bits not in BITS:
         raise ConfigError(f"a codebook of {bits} bits; allowed: {', '.join(map(str, BITS))}")

@@ -162,7 +162,7 @@ def nearest(points: Tensor, values: Tensor) -> Tensor:
     for first in range(0, len(flat), _CHUNK):
         part = flat[first : first + _CHUNK]
         size = part.abs()
-        # The nearest has the largest <point, pair> - |pair|^2 / 2; no matrix product, whose precision may be set low.
+        # The nearest has the largest <point, pair> - |pair|^2 / 2. No matrix product: its precision may be set low.
         score = torch.addcmul(torch.addcmul(-half, size[:, :1], x), size[:, 1:], y)
         negative = (part < 0).to(torch.uint8)
         out[first : first + _CHUNK] = score.argmax(1).to(torch.uint8) | negative[:, 0] << 6 | negative[:, 1] << 7
@@ -173,7 +173,7 @@ def best(wanted: Tensor, scale: Tensor, metric: Tensor, values: Tensor) -> Tenso
     """The indices with the least error under a metric: of ``(wanted - scale c) metric (wanted - scale c)^T``, c a pair.
 
     Args:
-        wanted: float32 ``[R, 2]``, or ``[E, R, 2]``, whose experts are computed one after the other.
+        wanted: float32 ``[R, 2]``, or ``[E, R, 2]`` for experts, which are computed one after the other.
         scale: ``[..., R]``, the factor of values.
         metric: ``[..., R, 3]`` or ``[..., 1, 3]``: the upper left, the upper right and the lower right number of a
             symmetric matrix.

@@ -107,7 +107,7 @@ its least normal number there.
 
 
 def _check_size(weight: Tensor, passes: Sequence[RotatedCodebook], layer: str | None) -> None:
-    """Refuse a weight whose norms underflow, and warn of single rows whose norms do."""
+    """Refuse a weight with norms that underflow, and warn of single rows with norms that do."""
     norms = passes[0].norms
     by_row, least = norms.float().amax(1), _LEAST_NORMS[norms.dtype][len(passes) - 1]
     low = (by_row < least).nonzero().flatten()
@@ -116,14 +116,14 @@ def _check_size(weight: Tensor, passes: Sequence[RotatedCodebook], layer: str | 
     if len(low) and largest < least:
         raise QuantizationError(
             f"the weight's largest norm of a group, or scale, is {largest:.4g} in {dtype}; allowed: {least:.4g} and "
-            "more, or zeros alone",
+            "more, or only zeros",
             layer,
         )
     if len(low):
         advice = ', which qcut.Codebook(..., norm_dtype="fp32") avoids' if dtype == "float16" else ""
         warnings.warn(
             f"{layer_prefix(layer)}{len(low)} of {len(norms)} rows, the first is row {int(low[0])}, are too small for "
-            f"norms of {dtype}, the largest of which is {largest:.4g}: they lose bits or become 0{advice}",
+            f"norms of {dtype} (theirs are at most {largest:.4g}): they lose bits or become 0{advice}",
             QuantizationWarning,
             stacklevel=2,
         )

@@ -250,7 +250,7 @@ def _largest(weight: Tensor, row_absmax: Tensor | None, layer: str | None) -> Te
 
 
 def fixed_values(levels: str, bits: int, device: torch.device) -> Tensor | None:
-    """The values that levels always have, float32 ``[2**bits]``; None of ``normal``, whose values may be others."""
+    """The values that levels always have, float32 ``[2**bits]``; None for ``normal``, where values may differ."""
     if levels == "steps":
         half = 1 << (bits - 1)
         return torch.arange(-half, half, device=device, dtype=torch.int64).float()

@@ -125,7 +125,7 @@ def rotate(x: Tensor, kind: Kind, seed: int) -> Tensor:
         seed: seed of this group: the layer's seed plus the group's first column.
 
     Raises:
-        ConfigError: another kind, or a Hadamard group whose size is not a power of two.
+        ConfigError: another kind, or a Hadamard group with a size that is not a power of two.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     d = x.shape[-1]

@@ -77,8 +77,8 @@ class AppendKvOp(NamedTuple):
         cos: ``[positions, head]`` of q's type, alike for both columns of a pair; None: positions are not rotary.
         sin: as ``cos``.
         positions: int32 ``[T]``, rows of ``cos`` and ``sin``; CUDA does not check them.
-        slots: int32 ``[T]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose place is
-            none of the cache's.
+        slots: int32 ``[T]``, places in the cache, each below ``context``. CUDA stores nothing of a token with a
+            place outside the cache.
         keys: as in `qcut.ops.attention.cache.Cache`, S at least ``T / length``; written.
         values: as ``keys``.
         key_scales: as in `qcut.ops.attention.cache.Cache`, written.
@@ -284,9 +284,9 @@ class AppendAttentionOp(NamedTuple):
         positions: int32 ``[B rows]``, rows of ``cos`` and ``sin``, and the last place that each query reads, below
             ``context`` and below the slots of its sequence's later tokens; CUDA takes the nearest below ``context``
             for another.
-        slots: int32 ``[B rows]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose
-            place is none of the cache's. With several rows, a sequence's slots are consecutive; tokens after the last
-            consecutive one are padding, whose results are unspecified, and of which CUDA may store nothing.
+        slots: int32 ``[B rows]``, places in the cache, each below ``context``. CUDA stores nothing of a token with a
+            place outside the cache. With several rows, a sequence's slots are consecutive; tokens after the last
+            consecutive one are padding: their results are unspecified, and CUDA may store nothing of them.
         keys: as in `qcut.ops.attention.cache.Cache`, S at least B; written.
         values: as ``keys``.
         key_scales: as in `qcut.ops.attention.cache.Cache`, written.

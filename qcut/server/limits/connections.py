@@ -221,7 +221,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._is_silent = False
             self._set_deadline(self._limits.head_s)
         if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
-            self._drained += nbytes  # the rest of a body whose response has been sent
+            self._drained += nbytes  # the rest of a body after its response was sent
             if self._drained > DRAINED_BYTES:
                 self.drop("drained")
                 return

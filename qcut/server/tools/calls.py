@@ -26,7 +26,7 @@ class Calls:
             "object": self._in_object,
             "called": self._in_called,
         }
-        self._raw = ""  # text of a call of which no piece has been given out
+        self._raw = ""  # text of a call that has not been sent at all
 
     def add(self, text: str) -> list[Piece]:
         """See `Parser`."""

@@ -171,7 +171,7 @@ def _object(name: str, field: str, parameters: JSON) -> JSON:
 
 
 def _moved(value: Any, place: str) -> Any:
-    """A part of a schema whose references go to a place where the schema now is."""
+    """A part of a schema with references to the place where the schema now is."""
     if isinstance(value, list):
         return [_moved(one, place) for one in value]
     if not isinstance(value, dict):

@@ -29,7 +29,7 @@ class Harmony:
         self._held, self._is_head = "", True
         self._kind: Kind = "content"
         self._written: set[str] = set()  # kinds of earlier messages
-        self._is_first = False  # whether nothing of the message has been given out
+        self._is_first = False  # whether nothing of the message has been sent
 
     def add(self, text: str) -> list[Piece]:
         """See `Parser`."""

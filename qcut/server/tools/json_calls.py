@@ -1,4 +1,4 @@
-"""JSON of calls, read character by character, so that arguments are given out as they come."""
+"""JSON of calls, read character by character, so that arguments are streamed as they come."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Value:
 class CallObject:
     """A call that is an object with ``name`` and ``arguments`` or ``parameters``, in any order.
 
-    The arguments are given out as the model writes them, and may be invalid JSON. Arguments that are a string are the
+    The arguments are streamed as the model writes them, and may be invalid JSON. Arguments that are a string are the
     text in it.
 
     Args:
@@ -64,7 +64,7 @@ class CallObject:
 
     Attributes:
         state: ``done`` after the object, ``failed`` if it is none that is a call.
-        begun: whether pieces have been given out.
+        begun: whether pieces have been returned.
         ended: whether `end` was read.
         rest: if the object failed, its text from the first wrong character on.
     """
@@ -155,7 +155,7 @@ class CallObject:
 
     @property
     def _streams(self) -> bool:
-        """Whether the value is given out as it comes: arguments that are no string, after the name."""
+        """Whether the value is streamed: arguments that are not a string, after the name."""
         return self._are_arguments and self._is_named and self._text[0] != '"'
 
     def _call(self) -> list[Piece]:

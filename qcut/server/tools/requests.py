@@ -26,7 +26,7 @@ def checked_tools(value: object, is_flat: bool = False) -> list[JSON]:
         is_flat: whether the fields of functions stand next to the type, as in ``/v1/responses``.
 
     Returns:
-        Tools whose functions are in ``function``.
+        Tools with functions in ``function``.
 
     Raises:
         Refusal: names the first field that is wrong.

@@ -230,7 +230,7 @@ class LaunchSpec:
         tail: arguments after those of a call; kernels with a host launcher take the workspace after them.
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
-        row_multiple: number of which the rows of a linear layer's operands must be a multiple.
+        row_multiple: the rows of a linear layer's operands must be a multiple of this number.
         fallback: describes the launch of a kernel that NVRTC builds, for use while nvcc builds this one in the
             background. Its integers are bitwise the same; it may add floats in another order.
 
@@ -284,7 +284,7 @@ class LaunchPlan:
     """A loaded kernel, and the parts of its launch that are the same for every call.
 
     Attributes:
-        row_multiple: number of which the rows of a linear layer's operands must be a multiple.
+        row_multiple: the rows of a linear layer's operands must be a multiple of this number.
         needs_workspace: whether `launch` must be given device memory.
         is_fallback: whether a better kernel is being built. C++ launches no such plan, since it does not know captures.
     """

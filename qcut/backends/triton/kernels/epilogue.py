@@ -101,8 +101,9 @@ def finish(
 def settled(sums, PTX: tl.constexpr):
     """The same sums, once the tensor cores have finished them.
 
-    A product whose decoded weights lie in registers runs on while the next step decodes into the same registers: Triton
-    (3.6, 3.7) awaits all but seven of a step's eight parts. An instruction that reads the sums lets it wait for all.
+    A product that has its decoded weights in registers runs on while the next step decodes into the same registers:
+    Triton (3.6, 3.7) awaits all but seven of a step's eight parts. An instruction that reads the sums lets it wait for
+    all.
     """
     if PTX:
         if sums.dtype == tl.float32:

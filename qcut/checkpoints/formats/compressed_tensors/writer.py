@@ -44,20 +44,20 @@ def save_compressed_tensors(
 
     Args:
         model: of a class of transformers, at least one layer of it quantized.
-        directory: created if missing. Other files, a tokenizer's for example, are left alone.
+        directory: created if missing. Other files, a tokenizer's for example, stay as they are.
         max_shard_bytes: a file takes tensors until it holds this much.
         progress: show a progress bar.
 
     Raises:
         UnsupportedError: a layer of another scheme, in place of transformers' ``Conv1D``, with groups that do not
             divide its columns, or of ``nvfp4`` with scales of rows that have no common float32 inverse (named); a
-            quantized embedding; experts in float, or of a family whose checkpoints have no layer for each; no quantized
-            layer; or a model of another class.
+            quantized embedding; experts in float, or of a family that has no layer for each expert in its checkpoints;
+            no quantized layer; or a model of another class.
         CheckpointError: weights of another checkpoint are in the directory, a tensor is on the meta device or holds NaN
             or Inf, or the directory cannot be written.
 
     Exactness: integers, floats and scales bit by bit; `qcut.load` gives back the same logits, except that it reads
-    experts of ``fp8_dynamic`` and ``fp8_static`` as ``fp8``, whose tokens keep 16 bits.
+    experts of ``fp8_dynamic`` and ``fp8_static`` as ``fp8``, where tokens keep 16 bits.
 
     Source: docs/foreign-checkpoints.md.
     """
@@ -107,7 +107,7 @@ class _Contents:
     floating: list[str] = field(default_factory=list)
 
     def add_layer(self, name: str, like: Linear, stored: Stored) -> None:
-        """Add a layer of which these are the tensors; ``like`` has its scheme and sizes."""
+        """Add a layer with these tensors; ``like`` has its scheme and sizes."""
         n, k = next(iter(stored.values())).shape[0], like.in_features
         written = self.layers[name] = written_as(like.scheme, k, name)
         try:

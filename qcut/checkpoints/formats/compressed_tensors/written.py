@@ -124,7 +124,7 @@ def _packed_steps(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
 
 def _packed_floats(stored: Stored, n: int, k: int) -> dict[str, StateEntry]:
     def packed(indices: Tensor) -> Tensor:
-        # A group whose scale is 0 has no other codes than 0: there is no power of two that is 0.
+        # A group with scale 0 has only codes 0: no power of two is 0.
         used = (stored["norms"].read() > 0).repeat_interleave(E2M1_GROUP // 2, 1).to(indices.device)
         return torch.where(used, _byte_codes().to(indices.device)[indices.long()], 0)
 

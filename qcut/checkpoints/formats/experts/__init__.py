@@ -1,1 +1,1 @@
-"""Mixtures whose experts are stored one by one: names, the tensors of each, and the stacks made of them."""
+"""Mixtures with experts that are stored one by one: names, the tensors of each, and the stacks made of them."""

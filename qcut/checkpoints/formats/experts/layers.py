@@ -1,4 +1,4 @@
-"""Quantized layers of experts, whose integers are stored for each expert, or for its gate and its up."""
+"""Quantized layers of experts, with integers stored for each expert, or for its gate and its up."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from qcut.layers.linear import Linear
 
 @runtime_checkable
 class IntegerFormat(Format, Protocol):
-    """A format of integers, whose rows can be joined before a layer is made of them."""
+    """A format of integers; rows can be joined before a layer is made of them."""
 
     def codes(self, parts: Parts) -> Tensor:
-        """The integers of a layer whose headers were checked: uint8 ``[N, K]``, columns in the model's order."""
+        """The integers of a layer with checked headers: uint8 ``[N, K]``, columns in the model's order."""
 
     def grid(self, parts: Parts) -> Grid:
         """What the integers stand for.
@@ -34,7 +34,7 @@ class IntegerFormat(Format, Protocol):
 
 @runtime_checkable
 class StackedFormat(IntegerFormat, Protocol):
-    """A format whose tensors have all experts of a projection, with rows as the product has them.
+    """A format with all experts of a projection in one tensor, with rows as the product has them.
 
     Attributes:
         stacked: the ends of the names of these tensors, behind that of the model's parameter and ``_``.

@@ -101,7 +101,7 @@ def take_experts(
     Raises:
         CheckpointError: an expert is missing, or is none of the model's; a tensor is missing, superfluous, or of a
             wrong shape or dtype (named).
-        UnsupportedError: experts that qcut does not know, of which some are in float, or that are not of integers.
+        UnsupportedError: experts that qcut does not know, that are partly in float, or that are not of integers.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, _Found] = {}

@@ -1,4 +1,4 @@
-"""Stacks whose tensors have all experts of a projection: the share of each."""
+"""Stacks with all experts of a projection in one tensor: the share of each."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LEVELS = torch.tensor([*MAGNITUDES, *(-v for v in MAGNITUDES)], dtype=torch.floa
 """What codes 0 to 15 stand for; 8 is -0."""
 BIAS, _NAN = 127, 255
 _LARGEST = 252 - BIAS
-"""The largest exponent whose products with 6 are finite in float32."""
+"""The largest exponent that gives finite products with 6 in float32."""
 
 
 def codes_of(packed: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def codes_of(packed: Tensor) -> Tensor:
 
 
 class Mxfp4Layout:
-    """Weights of which each 32 columns have a scale; see `IntegerFormat`.
+    """Weights with a scale for each 32 columns; see `IntegerFormat`.
 
     Attributes:
         packed: key of the tensor of codes, uint8 ``[N, K / 2]``, or as ``blocks`` of 16 bytes.
@@ -65,7 +65,7 @@ class Mxfp4Layout:
 
         Raises:
             CheckpointError: a scale is NaN, which 255 stands for.
-            UnsupportedError: weights that float32 does not hold, or rows whose scales kernels do not hold together.
+            UnsupportedError: weights that float32 does not hold, or rows with scales that kernels do not hold together.
         """
         exponents = parts.read(self.scales).to(torch.int32) - BIAS
         # Without the signs of both codes of a byte.
@@ -96,7 +96,7 @@ class Mxfp4Layout:
 
 
 class Nvfp4Layout:
-    """Weights of which each 16 columns have a scale and the layer another, ``weight = scale * value``.
+    """Weights with a scale for each 16 columns, and another for the layer: ``weight = scale * value``.
 
     The tensors are uint8 ``[N, K / 2]``, two e2m1 along K, the first in the low half; e4m3 scales ``[N, K / 16]``; and
     the layer's scale, float32 ``[1]`` or ``[]``. Tokens that the writer would quantize stay in 16 bits, and caches in

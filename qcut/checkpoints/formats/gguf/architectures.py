@@ -68,7 +68,7 @@ class Architecture:
         model_types: of a ``config.json`` next to a file; empty: only ``model_type``.
         rotation: how positions are rotated: ``whole`` heads, ``part`` of them, by type of layer (``local``), or not.
         yarn: of ``rope_parameters``, what files do not state of that type.
-        floats: stems of tensors of which no quantized module takes the place, and which are dequantized always.
+        floats: stems of tensors that no quantized module replaces; these are always dequantized.
         wide: of families with a ``query_pre_attn_scalar``, the number of layers of the one model for which that is the
             width divided by the heads; of the others it is the size of a head.
     """

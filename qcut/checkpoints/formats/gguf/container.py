@@ -67,7 +67,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile:
-    """An open GGUF file whose tensors lie within it.
+    """An open GGUF file with all of its tensors inside the file.
 
     Args:
         path: the file.
@@ -205,7 +205,7 @@ class GgufFile:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of which one is given: a model in several files has names that end in ``-00001-of-00003.gguf``."""
+    """All files of a model, given one: names of several files end in ``-00001-of-00003.gguf``."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]

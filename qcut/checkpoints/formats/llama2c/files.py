@@ -47,7 +47,7 @@ _THETA, _EPS = 10000.0, 1e-5
 
 
 class _Entry(NamedTuple):
-    """A tensor of the file: llama2.c's name for it, the module whose weight it is, and the heads to reorder."""
+    """A tensor of the file: llama2.c's name for it, the module that has it as weight, and the heads to reorder."""
 
     label: str
     module: str

@@ -208,7 +208,7 @@ def quantize(
         ConfigError: a group that the rotation cannot take.
 
     Exactness: float32. An index may differ from the package's where a rotated value lies within rounding of a
-    midpoint; in a group of zeros, whose norm is 1e-8, indices mean nothing.
+    midpoint; in a group of zeros the norm is 1e-8 and indices mean nothing.
 
     Source: the turboquant-model package, ``quantize_model``.
     """

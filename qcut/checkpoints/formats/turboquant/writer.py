@@ -30,7 +30,7 @@ from qcut.numerics.codebook import packing
 
 
 def save_turboquant(model: nn.Module, directory: str | Path) -> None:
-    """Write a model whose layers are quantized with a codebook as the turboquant-model package would.
+    """Write a model with layers quantized by a codebook as the turboquant-model package would.
 
     Indices, norms, codebooks and seeds are written as they are: what that package quantized comes back bit by bit, and
     what qcut quantized has qcut's codebook, which the files carry. For the package's own codebook and rounding see
@@ -39,7 +39,7 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
 
     All files are written under temporary names and put in force together (`qcut.common.together`): a crash leaves the
     old model or the new one. They carry digests and the name of the save, which `qcut.load` checks and other readers do
-    not heed. One process saves at a time. Other files are left alone. What goes into the files is in the CPU's memory
+    not heed. One process saves at a time. Other files stay as they are. What goes into the files is in the CPU's memory
     as a whole: the format has one file for all layers.
 
     Args:

@@ -143,7 +143,7 @@ def _place(experts: Experts, name: str) -> tuple[nn.ModuleList, int]:
 
 
 def mixtures_of(model: nn.Module, opened: Opened, tasks: Mapping[str, Task]) -> dict[str, Mixture]:
-    """The experts of a model of which some layers are to be quantized, by name.
+    """The experts of a model that have layers to quantize, by name.
 
     Args:
         model: on the meta device, its experts as they were before they were opened.

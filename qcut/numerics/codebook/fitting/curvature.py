@@ -27,7 +27,7 @@ class Curvature:
         return Curvature(self.inputs.to(device), None if self.outputs is None else self.outputs.to(device))
 
     def divided(self, scale: Tensor) -> Curvature:
-        """The curvature of the layer whose inputs are divided by ``scale [K]``."""
+        """The curvature of the layer with inputs divided by ``scale [K]``."""
         inverse = 1 / scale.to(self.inputs.device, self.inputs.dtype)
         return Curvature(self.inputs * inverse[:, None] * inverse, self.outputs)
 

@@ -103,9 +103,9 @@ def fit_experts(
             of ``g^T g`` over the loss's derivatives by the layer's outputs, times any factor; None fits every row by
             itself. Moments are moved to the weights' device.
         bits: 1 to 4.
-        before: of each, earlier rotated passes of the same weight, whose remaining error is fitted. Earlier passes are
-            better rounded to nearest (`qcut.numerics.codebook.quantizer.quantize`): error feedback leaves an error that
-            is small under H, but large in itself.
+        before: of each, earlier rotated passes of the same weight; what they leave as error is fitted. Earlier passes
+            are better rounded to nearest (`qcut.numerics.codebook.quantizer.quantize`): error feedback leaves an error
+            that is small under H, but large in itself.
         group_size: columns of a group; K or more takes whole rows.
         kind: kind of the rotation. A Hadamard group, the shorter last one too, is a power of two.
         seed: seed of the rotation of the group at column 0.
@@ -150,7 +150,7 @@ def fit_experts(
     how = _How(bits, group_size, kind, seed, norm_dtype, damping, sweeps, in_pairs)
     found: list[RotatedCodebook] = []
     experts = [_Expert(*one) for one in zip(weights, moments, before, layers, strict=True)]
-    # Weights whose rows matter together go by themselves.
+    # Weights with rows that matter together go by themselves.
     for _, alike in groupby(experts, lambda one: one.moment.outputs is None):
         group = list(alike)
         n, k = group[0].weight.shape
@@ -161,7 +161,7 @@ def fit_experts(
 
 
 def experts_at_once(n: int, k: int, device: torch.device) -> int:
-    """How many weights ``[N, K]`` are fitted together: those whose float32 intermediates take up to two gigabytes.
+    """How many weights ``[N, K]`` are fitted together: as many as have float32 intermediates of up to two gigabytes.
 
     On a processor, up to 8,192 rows in all: what a column passes on stays in the cache, and a step has enough to do.
     """

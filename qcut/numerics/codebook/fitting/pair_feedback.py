@@ -134,7 +134,7 @@ def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, forms: Te
 
 
 def _without_own_feedback(target: Tensor, exact: Tensor, within: Tensor) -> Tensor:
-    """``[..., R, 2]``: what is wanted of a pair whose error is measured by `metrics`.
+    """``[..., R, 2]``: the target of a pair with an error measured by `metrics`.
 
     Args:
         target: ``[..., R, 2]``, the numbers and what values before pass on to them.
