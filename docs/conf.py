@@ -70,7 +70,7 @@ def add_modules(app: Any, page: str, text: list[str]) -> None:
 
 
 EXECUTED = ("walkthrough", "recipes/own-module", "recipes/mixture", "recipes/adapters")
-"""Pages of which the site shows the results: their snippets run while it is built, on the CPU and without a network."""
+"""Pages that are shown with results: their snippets run while the site is built, on the CPU and without a network."""
 
 
 def add_results(app: Any, page: str, text: list[str]) -> None:

@@ -64,13 +64,13 @@ CONSTRAINTS = (
     Constraint("groups", "are 1 or 2 warpgroups", lambda k: k.groups in (1, 2)),
     Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
     Constraint("parts", "are 1, 2, 4 or 8: a portable cluster", lambda k: k.parts in PARTS),
-    Constraint("one_group", "has the rows whose places are shared", lambda k: k.parts == 1 or k.groups == 1),
+    Constraint("one_group", "has the rows of all shared places", lambda k: k.parts == 1 or k.groups == 1),
     Constraint(
         "registers",
         f"hold scores, weights and weighted values: {REGISTERS} of a thread",
         lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= REGISTERS,
     ),
-    Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
+    Constraint("shared_memory", f"has {MIN_SLOTS} slots next to the queries", lambda k: _slots(k) >= MIN_SLOTS),
 )
 """Constraints of `PromptWgmma`."""
 

@@ -77,7 +77,7 @@ class CodebookProblem:
             (e.row_scale == wanted, f"row_scale is {e.row_scale}; {self.x.value} tokens take {wanted}"),
             (
                 self.rotates in ((None, DType.F16, DType.BF16) if self.x is DType.S8 else (None, self.x)),
-                f"rotates {self.rotates and self.rotates.value}; allowed: 16-bit floats, those of 16-bit tokens alone",
+                f"rotates {self.rotates and self.rotates.value}; allowed: 16-bit floats; of 16-bit tokens, their type",
             ),
             (self.rotates is None or self.slots < 8, "rotates: groups of 32 columns or more, at most 4 norms a unit"),
             (

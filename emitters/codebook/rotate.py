@@ -78,7 +78,7 @@ CONSTRAINTS = (
     Constraint("passes", "are 1 or 2", lambda t: t.passes in (1, 2)),
     Constraint("threads", "are a multiple of 32 up to 1024", lambda t: t.threads in range(32, _MAX_THREADS + 1, 32)),
     Constraint("rows", "are 1 to 8, of 1024 threads at most", lambda t: 1 <= t.rows <= 8 and t.block <= _MAX_THREADS),
-    Constraint("held", "is False for int8 output alone: other rows are spread", lambda t: t.held or t.out is DType.S8),
+    Constraint("held", "is False only for int8 output: other rows are spread", lambda t: t.held or t.out is DType.S8),
     Constraint(
         "pieces",
         "of a row hold whole groups where it is read in pieces",

@@ -173,7 +173,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         "registers",
-        "hold 4 norms a unit, or 2 with offsets, beside 16-bit tokens of up to 128, not of 256",
+        "hold 4 norms a unit, or 2 with offsets, next to up to 128 tokens of 16 bits, not 256",
         lambda p, t, arch: p.x is DType.S8 or p.slots * (1 + p.offsets) < 4 or t.tokens < 256,
     ),
     Constraint(

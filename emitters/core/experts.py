@@ -1,4 +1,4 @@
-"""Arguments of products with the weights of experts, whose rows are routes in tiles of one expert.
+"""Arguments of products with the weights of experts; rows are routes in tiles of one expert.
 
 Device code: ``include/qcut/core/experts.cuh``.
 """
@@ -24,9 +24,9 @@ SUM_PARAMS = (
     Param("experts", "i32"),
     Param("per_token", "i32"),
 )
-"""Of products that add the results of a token's routes, each of which has a row of tokens. ``chosen``: int32
-``[m, per_token]``, the expert of each route; a number beyond 0 to ``experts - 1`` is none, whose route counts nothing.
-``weights``: float32 of the same shape, by which results are multiplied.
+"""Of products that add the results of a token's routes, if each route has a row of tokens. ``chosen``: int32
+``[m, per_token]``, the expert of each route; a number beyond 0 to ``experts - 1`` is no expert: its route counts
+nothing. ``weights``: float32 of the same shape, by which results are multiplied.
 """
 EXPERT_ROWS = "qcut::ExpertRows{tile_experts, tile_routes, experts, per_row, rows}"
 """The object of device code that these arguments make."""

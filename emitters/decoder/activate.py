@@ -41,7 +41,7 @@ class ActivateRows(Kernel):
         gelu_tanh         y = rne(x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))))
         clamped_silu_mul  y = rne(rne(g / (1 + exp(-alpha g))) * w)
 
-    The last one is ``qcut.numerics.gating.clamped_silu_mul``, whose numbers are arguments: g is x, of at most the
+    The last one is ``qcut.numerics.gating.clamped_silu_mul``; its numbers are arguments: g is x, of at most the
     limit, and w is up, within the limit, and rounded after 1 is added with ``plus_one``.
 
     Attributes:

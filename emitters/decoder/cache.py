@@ -8,7 +8,7 @@ from qcut.emitters.core.source import DType, Param
 SCALED = (DType.S8, DType.U4)
 """Types with a scale for each token and head; keys and values may differ."""
 ROTATED_HEADS = (32, 64, 128, 256)
-"""Sizes of a head in a 4-bit cache, whose keys are rotated."""
+"""Sizes of a head in a 4-bit cache, which has rotated keys."""
 
 
 def value_type(keys: DType, values: DType | None) -> DType:

@@ -145,9 +145,9 @@ class QuantizePerToken(_Quantize):
     With ``vectors > 0`` the row stays in registers: k_padded <= `row_elements`.
 
     Attributes:
-        halves: tokens become int16, whose scale is ``max |x| / 32639``; q has their halves in blocks of 16 rows, as
+        halves: tokens become int16 with the scale ``max |x| / 32639``; q has their halves in blocks of 16 rows, as
             `qcut.numerics.int16.in_blocks` describes. Rows of tokens past m are not written.
-        q: of e4m3 and f16, tokens become e4m3, whose scale is ``max |x| / 448``, at least 2**-126.
+        q: of e4m3 and f16, tokens become e4m3 with the scale ``max |x| / 448``, at least 2**-126.
 
     Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_token_ref`` (IEEE division, ties to even), with
     halves to ``qcut.numerics.int16.quantize_tokens_ref``, of e4m3 to ``qcut.numerics.float8.quantize_tokens_ref``.

@@ -23,7 +23,7 @@ PROBLEM_CONSTRAINTS = (
 """Constraints of all families of e4m3 tokens."""
 
 _CONVERTED_REGISTERS = 40
-"""Registers for fragments in 16 bits on sm_90a, whose ``mma.sync`` multiplies them so."""
+"""Registers for fragments in 16 bits on sm_90a: ``mma.sync`` multiplies in 16 bits there."""
 
 
 def _fits_registers(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:

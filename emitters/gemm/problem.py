@@ -16,7 +16,7 @@ from qcut.emitters.core.experts import EXPERT_PARAMS
 from qcut.emitters.core.source import DType, EmitError, Param
 
 K_MAX = 131_071
-"""Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
+"""Largest K with int8 products that cannot overflow int32: 2**14 * K < 2**31."""
 K_MAX_ZERO_POINT = 66_311
 """Largest K with a zero point, where one factor spans 255: 255 * 127 * K < 2**31."""
 
@@ -116,8 +116,7 @@ class TileConfig:
 
     Attributes:
         threadblock_shape: CTA tile (m, n, k) in elements.
-        warp_shape: warp tile (m, n, k) of the SM80 and raw families; (0, 0, 0) on SM90, whose
-            schedule fixes it.
+        warp_shape: warp tile (m, n, k) of the SM80 and raw families; (0, 0, 0) on SM90, where the schedule fixes it.
         stages: depth of the operand pipeline; 0 takes as many as shared memory holds (SM90).
         cluster_shape: CTAs (m, n) of a cluster that share loads by multicast (SM90).
         schedule: main loop and work distribution.
@@ -138,7 +137,7 @@ class TileConfig:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA of the raw families, whose warps cover its tile once."""
+        """Threads of a CTA of the raw families; its warps cover the tile once."""
         bm, bn, _ = self.threadblock_shape
         wm, wn, _ = self.warp_shape
         return 32 * (bm // wm) * (bn // wn)

@@ -52,7 +52,7 @@ class LinearRoute(Kernel):
     """The chosen experts of each token and their weights, as ``qcut.ops.routing.LinearRouteOp`` defines them.
 
     Attributes:
-        x: element type of tokens ``[m, columns]``, whose rows start at multiples of 16 bytes.
+        x: element type of tokens ``[m, columns]``; rows start at multiples of 16 bytes.
         weight: element type of the weight ``[count, columns]``, which starts at a multiple of 16 bytes.
         logits: element type that logits are rounded to.
         scores: see `SCORES`.
@@ -105,7 +105,7 @@ class LinearRoute(Kernel):
 
     @property
     def experts(self) -> int:
-        """Experts whose logits a CTA computes at once, a power of two."""
+        """Experts with logits that a CTA computes at once, a power of two."""
         held = max(1, _MAX_VECTORS[self.tokens] // self.passes)
         return min(1 << (held.bit_length() - 1), 1 << (-(-self.count // CTAS) - 1).bit_length())
 
@@ -146,7 +146,7 @@ class LinearRoute(Kernel):
         return self._source(
             f"qcut::linear_route<{types}, {choice}, {self.count}, {self.columns}, {tile}>(\n      {arguments});",
             device_code=include("routing/linear_route.cuh"),
-            # 128 registers of a thread, so that CTAs begin beside others.
+            # 128 registers of a thread, so that CTAs begin while others run.
             ctas_per_sm=_MAX_THREADS // self.block,
             cluster=CTAS,
         )

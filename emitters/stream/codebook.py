@@ -232,7 +232,7 @@ def decode_source(
         header: folder and stem of the header.
         function: name of the device code's function.
         tile: C++ type of the tile.
-        shared: C++ template whose ``kBytes`` are the shared memory.
+        shared: C++ template with the bytes of shared memory as ``kBytes``.
         shared_last: text that follows this template's arguments.
         tokens: first argument of the function.
         last: text that follows the function's template arguments.

@@ -25,7 +25,7 @@ class ExpertsTile:
 
     Attributes:
         tokens: routes of a tile: 1, 8, 16 or 32.
-        row_tiles: tiles of 16 rows whose sums a CTA holds, a multiple of ``prefetch``.
+        row_tiles: tiles of 16 rows with sums in a CTA, a multiple of ``prefetch``.
         warps: warps of a CTA, which share K.
         units: units of 128 columns of every row tile that a warp multiplies.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
@@ -63,7 +63,7 @@ def smem_bytes(element_bytes: int, table_bytes: int, tile: ExpertsTile) -> int:
     staged = tile.units * element_bytes * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
     sums = 4 * tile.tokens * (rows + 4)
     inbox = 4 * ROW_TILE * tile.splits * -(-tile.row_tiles * tile.tokens // tile.splits) if tile.splits > 1 else 0
-    parts = 2 if tile.splits > 1 else 1  # rows whose sums have been sent, and the next ones
+    parts = 2 if tile.splits > 1 else 1  # rows with sent sums, and the next ones
     parts_bytes = parts * (inbox + 8 * rows + 8 * tile.tokens) + (32 if parts > 1 else 0)
     return table_bytes + tile.warps * (staged + sums) + parts_bytes
 
@@ -106,7 +106,7 @@ def tile_constraints(
 
 
 class ExpertsFamily(StreamFamily[Problem, ExpertsTile]):
-    """A family whose CTAs share the rows of all tiles of routes."""
+    """A family with CTAs that share the rows of all tiles of routes."""
 
     tile_type = ExpertsTile
 

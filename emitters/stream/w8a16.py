@@ -25,7 +25,7 @@ _OTHER_REGISTERS = 24
 
 
 class W8A16Tile(Int8StreamTile):
-    """An `Int8StreamTile` whose ``tokens`` are 8, 16 or 32, or 1 with experts."""
+    """An `Int8StreamTile` with 8, 16 or 32 ``tokens``, or 1 with experts."""
 
 
 def smem_bytes(problem: GemmProblem, tile: W8A16Tile) -> int:

@@ -1,8 +1,8 @@
 """W8A8 for few tokens, bound by memory, on ``mma.sync.m16n8k32``, with int8 weights in the layout of the int8 GEMMs.
 
 Tokens are int8, or rows of floats that the kernel quantizes as it loads them, by largest magnitudes that the previous
-kernel stored. Device code: ``include/qcut/stream/w8a8.cuh``, and ``int16x8.cuh`` for int16 tokens as a
-hi/lo split, whose two sums are combined before warps add theirs; ``integers.cuh`` if the epilogue rescales.
+kernel stored. Device code: ``include/qcut/stream/w8a8.cuh``, and ``int16x8.cuh`` for int16 tokens as a hi/lo split (its
+two sums are combined before warps add theirs); ``integers.cuh`` if the epilogue rescales.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class W8A8Problem:
         tokens: ``none``: int8 ``a`` and ``row_scale``. ``given``: int8 ``a`` and ``row_scale``, and weights that the
             previous kernel does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, which
             the kernel quantizes as `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for
-            ``given``. ``floats``: rows whose largest magnitudes the kernel finds.
+            ``given``. ``floats``: rows; the kernel finds their largest magnitudes.
         x: element type of rows; unused by int8 tokens.
         epilogue: one with a scale for each token and each channel, or one that rescales: tokens are then ``none`` or
             ``given``, without scales, and with halves rows of int16.
@@ -106,7 +106,7 @@ class W8A8Problem:
 
 @dataclass(frozen=True)
 class W8A8Tile(Int8StreamTile):
-    """An `Int8StreamTile` whose ``tokens`` are 1, 2, 4, 8, 16 or 32.
+    """An `Int8StreamTile` with 1, 2, 4, 8, 16 or 32 ``tokens``.
 
     Attributes:
         common_sums: whether the warps add their sums to one set in shared memory, in place of a set for each.
@@ -159,7 +159,7 @@ CONSTRAINTS = (
     ),
     Constraint(
         "epilogue",
-        "scales channels, and has a residual with rows alone",
+        "scales channels, and has a residual only with rows",
         lambda p, t, arch: (
             (p.epilogue.col_scale == "per_channel" or p.epilogue.rescale)
             and (not p.epilogue.residual or p.tokens == "rows")

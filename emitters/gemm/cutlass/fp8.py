@@ -114,7 +114,7 @@ class FP8Cutlass(Family[GemmProblem, TileConfig]):
         return MENU if architecture(arch).wgmma else ()
 
     def search_space(self, problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
-        """Return every tile a tuner may try for a problem: none is ``fast``, whose results differ."""
+        """Return every tile a tuner may try for a problem: none is ``fast``, since its results differ."""
         tiles = (tile(schedule, spec) for schedule, specs in SPACE.items() for spec in specs)
         return (tile for tile in tiles if self.is_legal(problem, tile, arch))
 

@@ -49,7 +49,7 @@ class Int8Cutlass(Family[GemmProblem, TileConfig]):
         require(not problem.experts, name, "B is one weight")
         require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
         require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")
-        require(not problem.epilogue.rescale, name, "rescale: results in integers alone are the raw families'")
+        require(not problem.epilogue.rescale, name, "rescale: results only in integers are the raw families'")
         require(takes_halves(problem, tile), name, "halves: a warp-specialized tile, floats, per channel, no residual")
         require(not problem.device_m, name, f"{HOST_M.name}: {HOST_M.reason}")
         require(tile.splits == 1, name, "K is split by the stream_k schedule, not by the tile")
@@ -65,7 +65,7 @@ class Int8Cutlass(Family[GemmProblem, TileConfig]):
             require((m + n) * k * tile.stages <= smem_bytes, name, "operand stages fit shared memory")
             require(tile.cluster_shape == (1, 1), name, "clusters exist from sm_90 on")
             return
-        require(architecture(arch).wgmma, name, f"schedule {tile.schedule} exists on sm_90a alone")
+        require(architecture(arch).wgmma, name, f"schedule {tile.schedule} exists only on sm_90a")
         require(not any(tile.warp_shape), name, "the schedule fixes the warp shape on sm_90a")
         require(
             m in (64, 128, 256) and n in WGMMA_N and k in (64, 128, 256), name, "M is 64, 128 or 256, N a wgmma width"

@@ -37,7 +37,7 @@ def emit_launcher(
         residual: whether ``a.residual`` is the kernel's C.
         transposed: whether the kernel's A are the weights ``a.b``, and its D the transpose of ``a.d``.
         units: whether the weights are ``a.units`` and the tokens blocks, ``a.x``.
-        promotion: instructions whose sum is added in float32; None: the main loop has one sum.
+        promotion: instructions with a common sum, which is added in float32; None: the main loop has one sum.
 
     Returns:
         The translation unit; see `qcut.emitters.core.source.KernelSource` for what it exports.

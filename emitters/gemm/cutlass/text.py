@@ -44,7 +44,7 @@ class Operands:
         transposed: whether rows are output channels and D is column-major: the same memory as a row-major D of tokens
             by channels.
         units: whether rows are indices into a codebook, in units, and columns are tokens in blocks.
-        run: columns whose products of 8-bit floats the tensor core adds with its own bits, before their sum is added in
+        run: columns of 8-bit floats: the tensor core adds their products with its own bits, before the sum is added in
             float32; None: all, or other types.
     """
 

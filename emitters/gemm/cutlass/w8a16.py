@@ -70,7 +70,7 @@ TRANSPOSED_TILE = (
     ),
     Constraint(
         "registers",
-        "hold 128 sums a thread beside the weights",
+        "hold 128 sums a thread next to the weights",
         lambda p, t, arch: t.threadblock_shape[0] * t.threadblock_shape[1] <= 128 * 128 * consumers(t),
     ),
     Constraint(

@@ -388,7 +388,7 @@ CUTLASS_REFUSALS = {
     "cluster sides": [cutlass_case(ARCH, {"cluster_shape": (3, 1)})],
     "epilogue_tile": [cutlass_case(ARCH, {"epilogue_tile": tile}) for tile in ((32, 64), (64, 48))],
     "fixes the warp shape": [cutlass_case(ARCH, {"warp_shape": (64, 64, 64)})],
-    "exists on sm_90a alone": [(GemmProblem(epilogue=FULL), PINGPONG, "sm_80")],
+    "exists only on sm_90a": [(GemmProblem(epilogue=FULL), PINGPONG, "sm_80")],
     "at least 3 stages": [cutlass_case("sm_80", {"stages": 2})],
     "warp_shape is given": [cutlass_case("sm_80", {"warp_shape": (0, 0, 0)})],
     "divides": [cutlass_case("sm_80", {"warp_shape": shape}) for shape in ((48, 64, 64), (64, 64, 32))],

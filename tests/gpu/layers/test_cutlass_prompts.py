@@ -13,7 +13,7 @@ from tests.gpu.layers.test_linear import check_w8a16
 from tests.gpu.support.oracles import assert_same
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("wgmma exists on sm_90a alone", allow_module_level=True)
+    pytest.skip("wgmma exists only on sm_90a", allow_module_level=True)
 
 
 def layer(scheme: str, k: int, n: int) -> qcut.Linear:

@@ -23,7 +23,7 @@ from tests.gpu.support.launching import Guarded
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("wgmma exists on sm_90a alone", allow_module_level=True)
+    pytest.skip("wgmma exists only on sm_90a", allow_module_level=True)
 
 PLAIN = Epilogue(DType.F16, "per_token", "per_channel", bias=True)
 EPILOGUES = (

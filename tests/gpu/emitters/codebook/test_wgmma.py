@@ -22,7 +22,7 @@ from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp, smooth
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("wgmma exists on sm_90a alone", allow_module_level=True)
+    pytest.skip("wgmma exists only on sm_90a", allow_module_level=True)
 
 PLAIN = Epilogue(col_scale="per_channel", bias=True)
 INT8 = CodebookProblem(DType.S8, epilogue=replace(PLAIN, row_scale="per_token"))

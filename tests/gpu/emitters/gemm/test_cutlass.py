@@ -82,7 +82,7 @@ def run(gemm: Gemm, tile: TileConfig, *, extra: int = 0, splits: int = 1) -> Ten
 @pytest.mark.parametrize("tile", SM80_TILES + SM90_TILES, ids=lambda t: t.name)
 def test_schedules(tile: TileConfig, shape: tuple[int, int, int], extra: int) -> None:
     if tile not in tiles():
-        pytest.skip(f"{tile.schedule} exists on sm_90a alone")
+        pytest.skip(f"{tile.schedule} exists only on sm_90a")
     gemm = Gemm.random(DYNAMIC, *shape, seed=shape[0])
     gemm.check(run(gemm, tile, extra=extra))
 
@@ -91,7 +91,7 @@ def test_schedules(tile: TileConfig, shape: tuple[int, int, int], extra: int) ->
 @pytest.mark.parametrize("tile", SM80_TILES + SM90_TILES, ids=lambda t: t.name)
 def test_extremes(tile: TileConfig, kind: str) -> None:
     if tile not in tiles():
-        pytest.skip(f"{tile.schedule} exists on sm_90a alone")
+        pytest.skip(f"{tile.schedule} exists only on sm_90a")
     for k in (1040, K_MAX // 16 * 16):
         gemm = Gemm.of(Epilogue(DType.F32), *pattern(kind, 17, 144, k))
         gemm.check(run(gemm, tile))
@@ -108,7 +108,7 @@ def test_sm80_epilogues(epilogue: Epilogue) -> None:
 
 def test_stream_k_in_parts() -> None:
     if arch() != "sm_90a":
-        pytest.skip("stream-K exists on sm_90a alone")
+        pytest.skip("stream-K exists only on sm_90a")
     gemm = Gemm.random(DYNAMIC, 64, 128, 4096)
     for splits in (1, 2, 4):
         gemm.check(run(gemm, SM90_TILES[-1], splits=splits))

@@ -18,7 +18,7 @@ from tests.gpu.support.launching import launch_cutlass
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, assert_w8a16_near, full_range
 
 if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("wgmma exists on sm_90a alone", allow_module_level=True)
+    pytest.skip("wgmma exists only on sm_90a", allow_module_level=True)
 
 LARGE = MENU[-1]
 WHOLE = Epilogue(col_scale="per_channel", bias=True)
