@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 if __package__ in (None, ""):
-    sys.path[0] = str(FOLDER.parent)  # not this folder, whose modules belong to the package
+    sys.path[0] = str(FOLDER.parent)  # not this folder: its modules belong to the package
 
 SUBJECTS = {
     "layers": "gemm linear peers schemes codebook experts crossover zero_points triton epilogue capture "

@@ -5,8 +5,8 @@
     python benchmarks/demo.py --schemes codebook4+4_int8            # any codebook that qcut.Codebook can name
 
 Perplexity is measured on the first windows of the text. The ranges of static schemes, the hybrid plan and the fit of
-codebooks come from later windows. Every variant starts from the same float model. Variants whose layers have the same
-schemes compute the same: they are timed once.
+codebooks come from later windows. Every variant starts from the same float model. Variants with the same schemes in all
+layers compute the same: they are timed once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def int8_first(layer: LayerSize, scheme: str) -> float:
     """Cost model of a plan that keeps as many layers as possible on the int8 path, whatever their size.
 
     The cost of a layer is its multiplications, doubled without int8 tensor cores: the ratio of layers that fill a GPU.
-    The time of layers as small as the embedded checkpoint's is launches and traffic alone; by time
+    The time of layers as small as the embedded checkpoint's is only launches and traffic; by time
     (`--objective time`), all of them would stay in float.
     """
     return layer.out_features * layer.in_features * RELATIVE_COST[scheme]
@@ -437,7 +437,7 @@ def print_table(rows: list[Result], gpu: bool) -> None:
     for row in rows:
         if row.scheme in SCHEMES:
             print(f"{row.scheme:14} {SCHEMES[row.scheme]}")
-    print("\nrows whose layers have the same schemes compute the same, and are timed once")
+    print("\nrows with the same schemes in all layers compute the same, and are timed once")
     print(f"peak MB is {PEAK_LABEL[gpu]}")
 
 

@@ -265,7 +265,7 @@ def list_of(allowed: Iterable[str] = (), separator: str = ",") -> Callable[[str]
 def script(
     *options: Callable[[argparse.ArgumentParser], None], gpu: bool = False, time_budget: float = 90.0
 ) -> Callable[[Callable[[argparse.Namespace], int]], Callable[..., int]]:
-    """Make a function of its options the ``main`` of a benchmark, whose help is the module's docstring.
+    """Make a function of its options the ``main`` of a benchmark; the help is the module's docstring.
 
     The function runs without gradients and returns the exit status. A `QcutError` is printed and gives 1, a
     `argparse.ArgumentTypeError` is an error of the command line.

@@ -14,7 +14,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The compiler of torch.compile starts a process for each core, in each of the tests' own processes.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Tests state which kernel runs; none of them wants the one that serves while a better one is built.
+# Tests state which kernel runs; none of them needs the one that serves while a better one is built.
 os.environ.setdefault("QCUT_BUILD", "wait")
 
 import torch

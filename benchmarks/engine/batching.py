@@ -89,7 +89,7 @@ def byte_tokenizer(vocabulary: int) -> Any:
 def constrained(
     model: Any, answers: list[Answer], prompts: list[list[int]], options: argparse.Namespace, context: int
 ) -> tuple[float, float]:
-    """Seconds of the load without and with a schema, in an engine whose texts end with a token that no answer has."""
+    """Seconds of the load without and with a schema, in an engine with an end token that no answer has."""
     clients, new = options.clients, options.new
     vocabulary = CASES[options.case].vocabulary
     found = {token for answer in answers for token in answer.tokens}

@@ -158,7 +158,7 @@ def breakdown(graph: Graph, roles: Sequence[Role]) -> tuple[float, list[Entry]]:
 
 
 class _Timed:
-    """A `StepGraph` whose launches all start at the same position of the sequences."""
+    """A `StepGraph` with all launches starting at the same position of the sequences."""
 
     def __init__(self, graph: StepGraph, before: Callable[[], object]) -> None:
         self.nodes: Sequence[Node] = graph.nodes

@@ -1,8 +1,8 @@
 """Tokens per second of `qcut.Engine` by context and cache: keys and values in float, int8 and 4 bits.
 
-A model of known shape with random weights reads a prompt that fills the context but for the new tokens; a step is
+A model of known shape with random weights reads a prompt that fills the context except the new tokens; a step is
 timed as in ``engine/steps.py``, by generating many tokens less one, from the same cache each time. The result is
-checked first: logits of a step beside those of the float cache.
+checked first: logits of a step against those of the float cache.
 """
 
 from __future__ import annotations

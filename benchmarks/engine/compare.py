@@ -239,7 +239,7 @@ class Comparison:
                 timing = decode_us(runner, [prompt], new, self.rounds)
             except CheckError as error:
                 self._wrong(columns, error)
-            except Exception as error:  # torch.compile's failures are of many types, and cost one row alone
+            except Exception as error:  # torch.compile's failures are of many types, and cost only one row
                 first = (str(error).strip() or "no message").splitlines()[0]
                 self._missing(columns, f"{type(error).__name__}: {first[:200]}")
                 self.failures += variant.startswith("qcut")

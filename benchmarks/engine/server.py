@@ -1,8 +1,8 @@
 """The server under load: HTTP clients in another process, against the scheduler without HTTP in this one.
 
 The load is that of engine/batching.py: prompts of many lengths, each client's next one when its last is answered; here
-every answer is a stream, whose pieces are timed as they come. The tokenizer is made for the purpose, a word for each
-token, so that the tokens of every answer can be told from its text.
+every answer is a stream; its pieces are timed as they come. The tokenizer is made for the purpose, a word for each
+token, so that the text of every answer shows its tokens.
 """
 
 from __future__ import annotations

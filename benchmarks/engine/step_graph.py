@@ -1,4 +1,4 @@
-"""A CUDA graph whose kernels can be skipped, with the addresses among each kernel's arguments."""
+"""A CUDA graph with kernels that can be skipped, with the addresses among each kernel's arguments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StepGraph:
             chosen: the nodes that run.
             before: queues what each round starts with.
             launches: of a round, one behind the other.
-            rounds: of which the median counts; one more runs first.
+            rounds: their median counts; one more runs first.
         """
         for index, node in enumerate(self.nodes):
             self._call("cuGraphNodeSetEnabled", self._executable, node.handle, int(index in chosen))

@@ -39,7 +39,7 @@ SETTLE_S, SAMPLED_S = 0.1, 0.1
 KEY = ("case", "what", "batch")
 """Rows that a call does not measure stay."""
 CONTEXTS_OF = (1, 8)
-"""Sequences whose steps are timed in a short and a long context."""
+"""Numbers of sequences; their steps are timed in a short and a long context."""
 IN_CONTEXT = "decode in a context of "
 """Prefix of these rows' ``what``, before the number of tokens."""
 CHECKED = 64
@@ -251,7 +251,7 @@ def layers_of(model: Any) -> nn.ModuleList:
 
 
 def read_bytes(model: Any, batch: int = 1) -> int:
-    """Bytes of weights that one step reads: all weights except embeddings, of which a step reads single rows.
+    """Bytes of weights that one step reads: all weights except embeddings, since a step reads only single rows of them.
 
     Of a codebook's norms, which a layer keeps twice, a step reads those that are packed for kernels. Of experts, each
     as likely as any other, it reads those that a batch reaches.

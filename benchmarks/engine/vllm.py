@@ -121,7 +121,7 @@ METHODS = ("fp16", *STORED, *KERNELS, *ONLINE, "qcut-w8a8", "qcut-w8a16", "qcut-
 BATCHES, PROMPT, CONTEXT = (1, 8, 64), 2048, 128
 ROUNDS, NEW = 3, 128
 STEPS = 16
-"""Steps whose kernels are counted."""
+"""Number of steps to count kernels of."""
 SHORTEST_US = 1.0
 """Of a kernel that gets a row, in a step or a prompt."""
 NAME = 120
@@ -368,7 +368,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
 
 
 def prompts_of(vocabulary: int) -> list[list[int]]:
-    """The prompts whose answers are compared."""
+    """The prompts; their answers are compared."""
     return [[(31 * i + 17 * j * j + 5) % vocabulary for i in range(8 + j)] for j in range(PROMPTS)]
 
 

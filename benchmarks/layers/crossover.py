@@ -48,7 +48,7 @@ SETTLE_TOKENS = 1024
 ROUNDS, MIN_ROUNDS = 15, 3
 NOISE, LONG_PROMPT = 0.97, 0.95
 FLOAT_TOKENS = ("w8a16", "codebook4")
-"""Schemes whose products read 16-bit tokens."""
+"""Schemes with products that read 16-bit tokens."""
 
 
 def to_reach(scheme: str, m: int) -> float:

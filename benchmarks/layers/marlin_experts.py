@@ -1,6 +1,6 @@
 """Experts by vLLM's Marlin kernels, for comparison: 4-bit integers in groups of columns, tokens of 16 bits.
 
-Weights are random bits: only the time is of interest. Written for vLLM 0.26, whose ``_moe_C`` holds the kernels.
+Weights are random bits: only the time is of interest. Written for vLLM 0.26, which has the kernels in ``_moe_C``.
 """
 
 from __future__ import annotations

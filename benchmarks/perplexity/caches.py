@@ -3,8 +3,8 @@
     python benchmarks perplexity caches --models-dir DIR --text FILE
 
 The model is float16 (float32 without a GPU) and reads each window through `qcut.Engine`, with every cache that it has,
-and with 4-bit keys rounded to the nearest code. Beside these, transformers' own attention reads rows that the same 4
-bits hold without their rotation. A change is against the same path with keys and values as they are; its error is the
+and with 4-bit keys rounded to the nearest code. Next to these, transformers' own attention reads rows that the same 4
+bits hold without rotation. A change is against the same path with keys and values as they are; its error is the
 standard error over windows of the paired difference.
 """
 

@@ -1,4 +1,4 @@
-"""Perplexity of mixtures whose experts are fitted to few tokens, by what stands for tokens that an expert did not see.
+"""Perplexity of mixtures with experts fitted to few tokens, by what stands for tokens that an expert did not see.
 
     python benchmarks perplexity experts --models-dir DIR --models qwen3moe-12m --text FILE
 

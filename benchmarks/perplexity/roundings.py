@@ -107,8 +107,8 @@ def int4(weight: Tensor, *, symmetric: bool) -> Rounded:
 def q4_0(weight: Tensor) -> Rounded:
     """GGUF's Q4_0: blocks of 32 columns, ``w = d * (q - 8)``, d in float16 and q of 4 bits.
 
-    ``d = m / -8`` with m the weight of largest magnitude, whose q is 0; q is the nearest of ``w / d + 8``, 15 at most,
-    before d is rounded. Source: llama.cpp's ``quantize_row_q4_0_ref``, and the package gguf.
+    ``d = m / -8`` with m the weight of largest magnitude, which has q = 0; q is the nearest of ``w / d + 8``, 15 at
+    most, before d is rounded. Source: llama.cpp's ``quantize_row_q4_0_ref``, and the package gguf.
     """
     blocks = weight.unflatten(1, (-1, 32))
     d = blocks.gather(2, blocks.abs().argmax(2, keepdim=True)) / -8

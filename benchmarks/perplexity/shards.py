@@ -1,4 +1,4 @@
-"""Answers of a Llama whose int8 tokens are quantized in tensor-parallel shards, against those of whole tokens.
+"""Answers of a Llama with int8 tokens quantized in tensor-parallel shards, against those of whole tokens.
 
     python benchmarks perplexity shards --model DIR [--parts 2]
 

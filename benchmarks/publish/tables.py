@@ -523,7 +523,7 @@ _BLOCK = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.
 
 
 def filled(page: str, rows: Rows) -> str:
-    """Return a page whose marked blocks are filled from the rows.
+    """Return a page with its marked blocks filled from the rows.
 
     Raises:
         KeyError: `MEASURED` lacks the name of a block.

@@ -203,7 +203,7 @@ class MixtureLaw:
 
     Attributes:
         launch_us: of a mixture without weights.
-        sort_us: more for two tokens and more, whose routes are sorted and their results added.
+        sort_us: more for two tokens and more, for sorting routes and adding results.
         us_per_byte: for each byte of the experts that have routes.
         us_per_weight: for each weight and each of its expert's routes beyond one of `ROUTE_STEPS`, up to the next.
         residuals: of the rows of the fit, predicted over measured less one.

@@ -71,7 +71,7 @@ CHECKED = (
 )
 """The summaries: a title, a part of the models' names, and whether it is about steps or about prompts."""
 LARGE = "llama-3-70b"
-"""The shape of `engine/vllm.py` whose steps on several GPUs have a breakdown."""
+"""The shape of `engine/vllm.py` that has a breakdown of its steps on several GPUs."""
 SPLIT_CHECKED = (("Steps inside vLLM", "step"), ("Prompts inside vLLM", "prompt"))
 
 
@@ -82,7 +82,7 @@ def _primitives(folder: Path) -> Primitives:
 
 
 def _cases(primitives: Primitives, schemes: Sequence[str] = SHOWN) -> Iterator[tuple[Shape, str]]:
-    """Shapes and schemes whose layers were measured."""
+    """Shapes and schemes with measured layers."""
     for shape in (*LLAMAS, *MIXTURES):
         for scheme in schemes:
             if predicted(primitives, shape, scheme):

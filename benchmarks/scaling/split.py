@@ -20,7 +20,7 @@ from benchmarks.scaling.laws import FLOAT, Curve, ProductLaw, all_reduce_curves,
 from benchmarks.scaling.model import Shape
 
 BASE = SHAPE
-"""The shape whose rows on one GPU predict the others."""
+"""The shape that predicts the others from its rows on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Terms:
 
     Attributes:
         laws: scheme → tokens → law of products.
-        attention_us: of `BASE` on the one GPU whose kernels were read, by what and batch; the mean over methods.
+        attention_us: of `BASE` on the one GPU with profiled kernels, by what and batch; the mean over methods.
         all_reduce: GPUs → microseconds by bytes.
     """
 
@@ -44,7 +44,7 @@ class Terms:
         Args:
             rows: of all results.
             products: those of products.
-            gpu: the name of the GPUs whose products they are.
+            gpu: the name of the GPUs that computed the products.
         """
         found: dict[tuple[str, int], list[float]] = {}
         for (_, kind), cells in kernel_ms(rows).items():

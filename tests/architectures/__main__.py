@@ -1,6 +1,6 @@
 """``python -m tests.architectures``: builds the kernels for all architectures and prints what they are.
 
-Ends with 1 if one of them has a fault. ``--raw`` leaves out CUTLASS's, each of which takes about a minute.
+Ends with 1 if one of them has a fault. ``--raw`` leaves out CUTLASS's; each takes about a minute.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ TRY_WAIT = "SYNCS.PHASECHK.TRANS64.TRYWAIT"
 EXPECT_TX = "SYNCS.ARRIVE.TRANS64"
 """``mbarrier.arrive.expect_tx``; an arrival that expects nothing has a suffix."""
 BULK = ("UBLKCP", "STAS")
-"""Copies whose bytes a barrier counts: ``cp.async.bulk``, ``st.async``."""
+"""Copies with bytes that a barrier counts: ``cp.async.bulk``, ``st.async``."""
 WAIT = "ACQBULK"
 """``griddepcontrol.wait``."""
 

@@ -1,4 +1,4 @@
-"""Kernels whose binaries were found sound, by digest: a suite builds only those that have changed since.
+"""Kernels with binaries that were found sound, by digest: a suite builds only those that have changed since.
 
 A binary is a function of texts, headers, flags and pinned compilers. The digest covers all of them, and the rules by
 which binaries are read. ``make architectures`` builds every kernel, whatever the record has.

@@ -1,4 +1,4 @@
-"""Attention's variants on the CPU: each is held to float64, and a wrong one is told."""
+"""Attention's variants on the CPU: each is held to float64, and a wrong one is reported."""
 
 from __future__ import annotations
 

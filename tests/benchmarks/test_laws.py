@@ -1,4 +1,4 @@
-"""The model of scale: its laws on made-up rows, its sums, its memory beside qcut's layers, and its checks."""
+"""The model of scale: its laws on made-up rows, its sums, its memory against that of qcut's layers, and its checks."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_one_layer_of_float_weights_at_a_time() -> None:
     for door, one in found.items():
         assert one.model < 0.6 * in_float
         assert 0.8 * one.model < one.anonymous < one.model + 3 * one.float_layer, (door, one)
-    # The float model beside the quantized one would take more than that, and so would all of GPTQ's tensors.
+    # The float model next to the quantized one would take more than that, and so would all of GPTQ's tensors.
     assert in_float > 3 * found[QUANTIZING].float_layer
     assert in_layers // 2 > 3 * found[FOREIGN].float_layer
     # Its pages are mapped, and are the system's to drop.

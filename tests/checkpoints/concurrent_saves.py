@@ -26,7 +26,7 @@ KINDS = ("qcut", "turboquant", "calibration")
 
 
 class Net(nn.Module):
-    """Three layers and a parameter, whose values are one number."""
+    """Three layers and a parameter; all values are one number."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ class Counted(nn.Linear):
 
 
 class Masked(nn.Linear):
-    """A linear layer with a buffer beside its weight."""
+    """A linear layer with a buffer next to its weight."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)

@@ -109,7 +109,7 @@ def test_next_writer_removes_only_leftovers_of_dead_ones(tmp_path: Path) -> None
         (tmp_path / name).touch()
     with replacing(tmp_path / "a[1]") as (slow,):
         slow.write(b"slow")
-        write_text(tmp_path / "a[1]", "fast")  # leaves the file in progress alone
+        write_text(tmp_path / "a[1]", "fast")  # does not touch the file in progress
         assert len(names(tmp_path)) == 1 + len(others) + 1
     assert (tmp_path / "a[1]").read_text() == "slow"
     assert set(names(tmp_path)) == {"a[1]", *others}

@@ -1,4 +1,4 @@
-"""Tensors beside an index that names them: which files a save, a killed save and an abandoned one leave."""
+"""Tensors next to an index that names them: which files a save, a killed save and an abandoned one leave."""
 
 from __future__ import annotations
 

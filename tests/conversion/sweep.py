@@ -2,7 +2,7 @@
 
 ``python -m tests.conversion.sweep [--only NAME …] [--schemes w8a8 codebook4]`` prints what came of each class: served,
 with the numbers of layers quantized and left and the error of the output; not run, where no batch that is known here
-runs in float, and the saved state is compared alone; refused, with qcut's reason; not built, where the common small
+runs in float, and only the saved state is compared; refused, with qcut's reason; not built, where the common small
 sizes make no model; or failed. A failure ends the run with status 1.
 """
 
@@ -58,7 +58,7 @@ def attempt(name: str, schemes: list[str]) -> tuple[str, str]:
     """What came of one class, and the details."""
     try:
         model: Any = tiny_model(name)
-    except Exception as error:  # not built from its configuration alone: no case for qcut
+    except Exception as error:  # not built only from its configuration: no case for qcut
         return "not built", _first_line(error)
     batch = inputs_of(model)
     details = []

@@ -25,7 +25,7 @@ E, HIDDEN, INNER, TOKENS = 5, 64, 32, 48
 
 
 class Mixture(nn.Module):
-    """A dense layer, and experts of which each token takes two."""
+    """A dense layer, and experts; each token takes two."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def test_codes_of_experts_are_tuned(kind: str) -> None:
     new, old = quantized.get_submodule(STACK), before.get_submodule(STACK)
     kept = [torch.equal(a, b) for a, b in zip(_weights(new), _weights(old), strict=True)]
     assert not any(kept[: NEVER[0]])
-    assert all(kept[e] for e in NEVER) or kind == "GptOss"  # whose router has a bias, which is tuned
+    assert all(kept[e] for e in NEVER) or kind == "GptOss"  # its router has a bias, which is tuned
     ids = mixture_batches()[0]
     with torch.no_grad():
         far = [_divergence(m(ids).logits, model(ids).logits) for m in (quantized, before)]

@@ -70,7 +70,7 @@ def test_pairs_of_gpt2_llama_and_plain_models() -> None:
     plain = pairs_of(tiny_lm())
     assert plain["blocks.0.ln1"] == ("blocks.0.q", "blocks.0.v")
     assert plain["blocks.1.ln2"] == ("blocks.1.up",)
-    # The last norm feeds the classifier, whose weight is the embedding's.
+    # The last norm feeds the classifier, which has the embedding's weight.
     assert "norm" not in plain
 
 
@@ -270,7 +270,7 @@ def test_uncalibrated_layers_of_a_norm_are_scaled_too() -> None:
 
 
 class Routed(nn.Module):
-    """A norm whose output goes where the second input says."""
+    """A norm; the second input decides where its output goes."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ EXPERTS_NAME = "model.layers.0.mlp.experts"
 
 
 def with_outliers(kind: str = "Qwen3Moe") -> Any:
-    """A mixture whose norms before experts give some channels that are 32 times larger, which the weights make up."""
+    """A mixture with norms before experts that make some channels 32 times larger; the weights make up for it."""
     model = tiny_mixture(kind)
     with torch.no_grad():
         for block in model.model.layers:

@@ -164,7 +164,7 @@ def test_model_prefers_whole_waves_and_grows_with_work():
     for tile in (*SM90_MENU, wide, square):
         cycles = [tile_cycles(tile, 16, m, 4096, 4096, H200) for m in (64, 512, 4096, 32768)]
         assert cycles == sorted(cycles)
-        # Never faster than the products alone.
+        # Never faster than only the products.
         assert cycles[-1] > 32768 * 4096 * 4096 / (132 * 4096)
 
 

@@ -45,7 +45,7 @@ TOKENS = (1, 3, 8, 16, 24, 32, 64, 128, 512, 2048)
 
 
 def choices(gpu: Target) -> Iterator[tuple[str, str]]:
-    """Kind and text of every choice of a grid, by models alone."""
+    """Kind and text of every choice of a grid, only by models."""
     for x, int8, head, queries, batch, kv_heads, context in itertools.product(
         (DType.F16, DType.BF16), (False, True), (64, 128), (1, 4, 12), (1, 4, 32), (1, 8, 32), (100, 2048, 8192, 65536)
     ):

@@ -54,7 +54,7 @@ def stream(tokens: str) -> LaunchSpec:
 
 
 def routings() -> list[KernelSource]:
-    """Kernels whose results a kernel two launches later may read before it waits."""
+    """Kernels with results that a kernel two launches later may read before it waits."""
     routers = (RouteTokens(F16, "softmax", 4, by_score, ARCH) for by_score in (False, True))
     sorts = (SortRoutes.for_routes(routes, ARCH) for routes in (8, 300))
     return [desc.emit() for desc in (*routers, linear_route(False), *sorts, SumRoutes(F16, ARCH))]

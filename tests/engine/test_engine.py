@@ -179,7 +179,7 @@ def test_stop_tokens_end_one_sequence_and_leave_the_others() -> None:
     assert (got[1].tokens, got[1].reason) == (free[1], "length")
     for i in range(2):
         assert [token for j, token in heard if j == i] == got[i].tokens
-    # What has ended has kept its place: both go on as if they had been alone.
+    # What has ended has kept its place: both go on as if they were the only ones.
     logits = engine.decode([g.tokens[-1] for g in got])
     for row, prompt, g in zip(logits, prompts, got, strict=True):
         want = last_logits(model, prompt + g.tokens)
@@ -332,7 +332,7 @@ def test_sizes_are_checked() -> None:
     ):
         with pytest.raises(errors.ConfigError, match=message):
             Engine(model, **options)
-    long = small("phi3_long")  # whose frequencies change past that
+    long = small("phi3_long")  # its frequencies change past that
     with pytest.raises(errors.ConfigError, match="context is 49; allowed for Phi3ForCausalLM: 1 to 48"):
         Engine(long, context=49)
     config = LlamaConfig(**sizes(max_position_embeddings=100_000, num_hidden_layers=1))

@@ -107,7 +107,7 @@ def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, cap
     replayed.prefill([[1, 2, 3]])
     assert replayed.runner.graphs.count == 1
     plans.forget_plans()
-    replayed.decode([4])  # steps alone, too
+    replayed.decode([4])  # only steps, too
     assert replayed.runner.graphs.count == 1
 
 

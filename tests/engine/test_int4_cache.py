@@ -16,7 +16,7 @@ from tests.support.decoders import VOCABULARY, prompts_of, sizes, small
 
 
 def model_of(kind: str) -> Any:
-    """A model whose heads have 32 columns."""
+    """A model with heads of 32 columns."""
     torch.manual_seed(0)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**sizes(head_dim=32))).eval()

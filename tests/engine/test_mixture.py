@@ -274,7 +274,7 @@ def test_clamped_gates_are_computed_by_kernels(
     _, calls = counted_steps(model, batch)
     wanted = Counter((*activated, *rotated) * layers)
     names = ("silu_mul", "activate_rotated", "rotate_routes", "add_norm_rotated")
-    attention = layers if rotated == ("add_norm_rotated",) and batch > 1 else 0  # whose norms rotate, too
+    attention = layers if rotated == ("add_norm_rotated",) and batch > 1 else 0  # its norms rotate, too
     wanted["add_norm_rotated"] += attention
     assert {name: calls[name] for name in names} == {name: wanted[name] for name in names}
 

@@ -1,4 +1,4 @@
-"""What a request asks for beside its prompt, and that no request ends another."""
+"""Options of a request next to its prompt, and that no request ends another."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_cancelled_prompt_stops_in_prefill() -> None:
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "codebook4_g32", "codebook4_g32_int8"])
 def test_seeds_give_the_same_tokens_under_load(scheme: str | None) -> None:
-    """Prompts that are read in one piece each; see docs/exactness.md for what a seed promises beside that."""
+    """Prompts that are read in one piece each; see docs/exactness.md for what else a seed promises."""
     model = small("llama")
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)

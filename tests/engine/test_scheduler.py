@@ -1,4 +1,4 @@
-"""Continuous batching: a sequence's tokens are those that it would have alone, whoever comes and goes beside it."""
+"""Continuous batching: a sequence's tokens do not depend on which other sequences come and go."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_prefix_cache_finds_prefixes_by_tokens() -> None:
         finished(scheduler)
         assert request.result() == alone(model, [*common, *end], 4)
         assert scheduler.load.reused_tokens == 40 * i
-    # A chat goes on: its whole beginning is there, but for the last new token, which nobody has read.
+    # A chat goes on: its whole beginning is there, except the last new token, which nobody has read.
     before = scheduler.load.reused_tokens
     longer = [*request.prompt, *request.tokens, 1, 2]
     again = scheduler.submit(longer, 4)

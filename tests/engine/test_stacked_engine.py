@@ -1,4 +1,4 @@
-"""Engines whose projections are stacked: Hugging Face's tokens, the model beside them, and its checkpoints."""
+"""Engines with stacked projections: Hugging Face's tokens, the model next to them, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXACT = ("w8a8", "w8a8_rotated", "codebook4+4_g64_int8")
 
 
 def model_of(scheme: str | None = None, **changes: Any) -> Any:
-    """A small model whose keys and values have 64 rows, so that codebooks too can be stacked."""
+    """A small model with 64 rows in keys and values, so that codebooks too can be stacked."""
     return copy.deepcopy(quantized(scheme, **changes))
 
 
@@ -265,7 +265,7 @@ def test_kernels_that_make_tokens_rotate_them(scheme: str, stack: bool, monkeypa
     model = copy.deepcopy(quantized(scheme)).half()
     within = steps(Engine(model, batch=2, stack=stack))
     layers = len(decoder_of(model).blocks)
-    of_attention = not scheme.endswith("_int8")  # whose scale would be of all heads
+    of_attention = not scheme.endswith("_int8")  # its scale would be of all heads
     readers = (3 if stack else 6) + of_attention  # qkv, gate and up, down, and the output projection
     assert made.count(2) == 2 * layers * readers
     monkeypatch.setattr(codebook.CodebookLinear, "rotation_of", lambda layer, like, **_: None)

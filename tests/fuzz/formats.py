@@ -74,7 +74,7 @@ class Format:
         agrees: whether what was read is what the broken files say, by an independent reader; None where the format has
             digests, and nothing but the right result will do.
         mend: write over the broken file by qcut's means, and show that the new one holds; after the rest.
-        folder_is_enough: an error may name the folder alone, where transformers does not say which file it means.
+        folder_is_enough: an error may name only the folder, if transformers does not say which file it means.
     """
 
     name: str
@@ -163,7 +163,7 @@ def read_checkpoint(folder: Path) -> Read:
 
 
 def build_with_tokenizer(folder: Path) -> None:
-    """A checkpoint with the tokenizer that people put beside it, for the commands."""
+    """A checkpoint with the tokenizer that people put next to it, for the commands."""
     build_checkpoint(folder)
     _tokenizer(folder)
 
@@ -339,7 +339,7 @@ CHECKPOINTS = {
     ),
     K_QUANTS: Checkpoint(build_k_quants),
 }
-"""By reader in `qcut.checkpoints.detect.READERS`, each of which has to be here, a mixture, NVFP4, and K-quants."""
+"""By reader in `qcut.checkpoints.detect.READERS`, all of them, a mixture, NVFP4, and K-quants."""
 
 
 def checkpoint_formats() -> Iterator[Format]:
@@ -625,7 +625,7 @@ def read_kernel(folder: Path) -> Read:
 
 
 def kernel_agrees(folder: Path, state: State) -> bool:
-    """An entry whose digest is right is believed: the cache defends against disks, and by its owner, against users."""
+    """An entry with a right digest is believed: the cache defends against disks, and by its owner, against users."""
     (path,) = (folder / "kernels").glob("*.qcut")
     data = path.read_bytes()
     magic, digest, body = (

@@ -33,7 +33,7 @@ TIME_LIMIT_S = 10.0
 STUCK_S = 40.0
 """A process that has not heeded `TIME_LIMIT_S` after this long is in a call that cannot be interrupted."""
 MEMORY_CONSTANT = 64 << 20
-"""What a case may take beside twice the bytes of its folder."""
+"""What a case may take in addition to twice the bytes of its folder."""
 ADDRESS_SPACE = 1 << 30
 """More of it than at the start, a process gets none."""
 

@@ -216,7 +216,7 @@ def _bytes(rng: Random, data: bytes) -> tuple[str, bytes]:
 
 
 def parse(text: str) -> Any:
-    """A JSON document whose objects are `Pairs`."""
+    """A JSON document with `Pairs` as objects."""
     return json.loads(text, object_pairs_hook=Pairs)
 
 
@@ -473,7 +473,7 @@ def _binary(rng: Random, data: bytes) -> tuple[str, bytes]:
 
 
 def _entry(rng: Random, data: bytes) -> tuple[str, bytes]:
-    """An entry of the kernel cache whose content is broken and whose digest fits that content."""
+    """An entry of the kernel cache with broken content, and a digest that fits this content."""
     start = data.index(b"\n") + 1
     body = data[start + 32 :]
     (length,) = struct.unpack_from("<Q", body)

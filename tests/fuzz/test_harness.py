@@ -25,7 +25,7 @@ JSON = b'{"format": "x", "values": [1, 2.5, null, {"a": "b"}], "name": "y"}'
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, broken: Callable[[Path], Any], count: int = 3, **more: Any) -> list[str]:
-    """Results of cases of a format whose reader does something else as soon as the file is not the right one."""
+    """Results of cases of a format with a reader that does something else as soon as the file is not the right one."""
 
     def build(folder: Path) -> None:
         (folder / "file.json").write_bytes(JSON)

@@ -40,7 +40,7 @@ BUILD_THEIR_OWN = {
     "test_gemm",
     "test_models",
 }
-"""Files whose tests wait for CUTLASS kernels of their own."""
+"""Files with tests that wait for CUTLASS kernels of their own."""
 
 
 @pytest.hookimpl(trylast=True)

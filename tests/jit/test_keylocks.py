@@ -32,7 +32,7 @@ def lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def holder() -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of `KEY` until it is told to end."""
+    """A process that holds the lock of `KEY` until a test ends it."""
     script = (
         "import sys\nfrom qcut.jit import keylocks\nkeylocks.BEAT_S = 0.1\n"
         f"with keylocks.locked({KEY!r}):\n  print('held', flush=True)\n  sys.stdin.readline()\n"

@@ -76,7 +76,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def host_so(library: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    # Linked to the stand-in by a name of its own: beside a real driver the usual one may mean that.
+    # Linked to the stand-in by a name of its own: with a real driver the usual one may mean that.
     path = tmp_path_factory.mktemp("host") / "host.so"
     return compile_c(HOST_TEXT, path, "-DLAUNCH=fake_cuLaunchKernelEx", libraries=(str(library),)).read_bytes()
 

@@ -148,7 +148,7 @@ def test_any_damage_is_refused(folder: Path) -> None:
 
 
 def test_the_users_own_pack_is_in_the_cache(folder: Path) -> None:
-    """Of the user alone: one that others may write is left alone."""
+    """Only of the user: one that others may write is not used."""
     own = folder / "cache" / packs.CACHE_FOLDER
     own.mkdir(parents=True)
     path = own / f"{ARCH}.qpack"

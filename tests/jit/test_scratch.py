@@ -110,7 +110,7 @@ def test_no_more_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def refused(folder: Path, options: str) -> str:
-    """What a build says whose TMPDIR is a small file system, mounted with options; skips where nothing is mounted."""
+    """What a build reports with a small file system as TMPDIR, mounted with options; skips where nothing is mounted."""
     folder.mkdir()
     mount = ("unshare", "--mount", "--map-root-user", "sh", "-c", f'mount -t tmpfs -o {options} tmpfs {folder} && "$@"')
     if not shutil.which("unshare") or subprocess.run([*mount, "sh", "true"], capture_output=True).returncode:

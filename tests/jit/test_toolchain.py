@@ -1,4 +1,4 @@
-"""Finding compilers and headers: the order, what is rejected, and what the user is told to install."""
+"""Finding compilers and headers: the order, what is rejected, and what the message names to install."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nvcc_is_found_without_its_host_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvcc asks g++ before it says where it lives: what is missing is g++ alone."""
+    """nvcc calls g++ before it says where it lives: only g++ is missing."""
     ends = 'echo "nvcc fatal : Failed to preprocess host compiler properties."; exit 1'
     nvcc = fake_nvcc(bare / "toolkit", "13.0.88")
     nvcc.write_text(nvcc.read_text().replace("--dryrun)", f'--dryrun) test "$2" = -ccbin || {{ {ends}; }}; '))

@@ -33,7 +33,7 @@ from tests.support.zoo import tiny_hf, tiny_lm, token_batches
 builder = import_module("qcut.jit.build")
 
 VERSIONS = 3
-"""A writer writes version 1, 2, 3, 1, …: a lost write, one that came too late and a mixture are told apart."""
+"""A writer writes version 1, 2, 3, 1, …: a lost write, one that came too late and a mixture can be distinguished."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ SCHEMES = (
 )
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 CURVATURE = 1.2
-"""Above the second derivative of every activation: 0.8 for gelu's, 0.5 for silu's, 0 beside the bend of relu's."""
+"""Above the second derivative of every activation: 0.8 for gelu's, 0.5 for silu's, 0 next to the bend of relu's."""
 ACTIVATE = {
     "none": lambda z: z,
     "relu": torch.relu,

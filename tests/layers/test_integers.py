@@ -52,7 +52,7 @@ def sqnr(bits: int) -> float:
 def test_error_against_float() -> None:
     eight, sixteen = sqnr(8), sqnr(16)
     assert 28 < eight < 60
-    # int16 tokens leave the error of int8 weights alone.
+    # int16 tokens leave only the error of int8 weights.
     assert sixteen > eight + 3
     float_model, chain = made(16)
     layers = [module for module in float_model if isinstance(module, nn.Linear)]
@@ -145,7 +145,7 @@ def test_what_exceeds_64_bits_is_refused_at_construction() -> None:
     with pytest.raises(QuantizationError, match="65536"):
         qcut.IntegerLinear(65_537, 1)
     qcut.IntegerLinear(65_536, 1, device="meta")
-    # Rows of weights next to nothing, without a bias beside them, are no matter.
+    # Rows of weights near 0, without a bias to go with them, do no harm.
     small = nn.Linear(4, 2, bias=False)
     with torch.no_grad():
         small.weight.mul_(1e-30)
@@ -229,7 +229,7 @@ class CalledAnotherWay(nn.Sequential):
 
 
 class Twice(dict[str, nn.Module]):
-    """Modules of which a Sequential computes the last one twice."""
+    """Modules of a Sequential that computes the last one twice."""
 
     def values(self) -> Any:
         return [*super().values(), list(super().values())[-1]]

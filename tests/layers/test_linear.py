@@ -231,7 +231,7 @@ def test_buffers_set_one_by_one():
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 def test_inductor_compiles_a_chain():
-    """Layers and views alone, for which nothing is to be compiled in C++; the GPU's tests have other functions too."""
+    """Only layers and views, for which nothing is to be compiled in C++; the GPU's tests have other functions too."""
     first, second = (quantized(scheme, 32, 32, activation="silu")[1] for scheme in ("w8a8", "w8a8_static"))
     chain = nn.Sequential(first, nn.Unflatten(1, (4, 8)), nn.Flatten(), second)
     x = torch.randn(32, 3).t()

@@ -124,7 +124,7 @@ def test_gradients_pass_the_rotation_back():
 
 
 def test_verifying_knows_rotated_steps():
-    signs = torch.randint(0, 2, (256, 192)) * 2.0 - 1  # whose rotated rows have larger extremes
+    signs = torch.randint(0, 2, (256, 192)) * 2.0 - 1  # rotated, its rows have larger extremes
     model = nn.Sequential(nn.Linear(192, 256))
     with torch.no_grad():
         model[0].weight.copy_(signs)

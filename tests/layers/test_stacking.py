@@ -1,4 +1,4 @@
-"""Siblings as one product: the same results, no second copy of a weight, and what must be left alone."""
+"""Siblings as one product: the same results, no second copy of a weight, and what must stay as it is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLOAT = (
     *("codebook4", "codebook3_g64", "codebook2+2_g32_qr", "codebook4+2", "int4", "nvfp4"),
 )
 ROWS = (128, 64, 80)
-"""Of the siblings: blocks of 64, but for the last."""
+"""Of the siblings: blocks of 64, except the last."""
 K = 160
 
 
@@ -42,7 +42,7 @@ def siblings_of(scheme: Any, *, bias: bool = True, **options: Any) -> nn.ModuleL
 
 
 def stack(model: nn.Module, siblings: Iterable[nn.Module] | None = None) -> Any:
-    """The siblings' stack, all modules of a list being siblings unless told otherwise."""
+    """The siblings' stack, all modules of a list being siblings unless given otherwise."""
     with torch.no_grad():
         return Stacker(model).stack(list(model.children() if siblings is None else siblings))
 

@@ -15,7 +15,7 @@ from qcut.models.modules import tensor_key
 
 
 class Wrapper(Tensor):
-    """A tensor whose values lie in another, as those of ``DTensor`` do; it has no memory."""
+    """A tensor with its values in another, as those of ``DTensor``; it has no memory."""
 
     held: Tensor
 

@@ -38,7 +38,7 @@ CANNOT = {
     "LongcatFlashForCausalLM": "LongcatFlashTopkRouter reads its weight itself",
     "Llama4ForCausalLM": "a subclass with its own forward",
 }
-"""Models whose routers no quantized layer can replace."""
+"""Models with routers that no quantized layer can replace."""
 
 
 def stays(model: nn.Module) -> dict[str, str]:
@@ -85,7 +85,7 @@ def test_dense_models_lose_no_layer(name: str) -> None:
 
 
 def test_parameters_of_attention_are_no_experts() -> None:
-    """Their first size is that of layers beside them by chance."""
+    """Their first size is by chance that of layers next to them."""
     for name in ("XLNetLMHeadModel", "FunnelForMaskedLM", "MambaForCausalLM", "RecurrentGemmaForCausalLM"):
         assert stays(tiny_model(name)) == {}
 

@@ -30,7 +30,7 @@ VALUES = [value(code) for code in range(127)]
 
 
 def nearest(weight: Fraction) -> int:
-    """The code of the nearest value; of two as near that of the even code, whose fraction is even."""
+    """The code of the nearest value; of two as near the even code, which has an even fraction."""
     magnitude = abs(weight)
     distances = [abs(magnitude - v) for v in VALUES]
     least = min(distances)

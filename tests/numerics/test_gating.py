@@ -1,4 +1,5 @@
-"""What experts compute between their products: against float64, found by calling, told from what is nearly the same."""
+"""What experts compute between their products: against float64, found by calling, distinguished from what is nearly the
+same."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def test_a_book_is_sixteen_values():
 
 
 def one_token(scheme: str = "codebook4+4", k: int = 256, n: int = 70, dtype: torch.dtype = torch.float16) -> Any:
-    """A layer, one token, and the arguments of codebook_gemv and of its last ones alone."""
+    """A layer, one token, and the arguments of codebook_gemv and only the last of these."""
     torch.manual_seed(n)
     layer = CodebookLinear.from_float(torch.nn.Linear(k, n), scheme)
     book = list(pack_book(layer.codebook, torch.float16 if layer.int8 else dtype))

@@ -114,7 +114,7 @@ CODEBOOKS = (
 
 
 def codebook_table(scheme: str, dtype: torch.dtype, columns: int = 128) -> tuple[Embedding, CodebookLinear]:
-    """Of 70 tokens, and the layer that it reads; one row is zeros, whose zeros keep their signs."""
+    """Of 70 tokens, and the layer that it reads; one row is zeros that keep their signs."""
     torch.manual_seed(0)
     tokens = nn.Embedding(70, columns, dtype=dtype)
     with torch.no_grad():

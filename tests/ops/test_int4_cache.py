@@ -73,7 +73,7 @@ def test_attention_reads_the_rounded_keys_and_values(kinds: str) -> None:
 
 
 def guide() -> Tensor:
-    """Of queries most of which lie along a column, and of keys with a mean."""
+    """Of queries that mostly lie along a column, and of keys with a mean."""
     moments = torch.eye(HEAD) + 50 * torch.diag((torch.arange(HEAD) == 3).float())
     main = int4.rotate(int4.rotate(moments).t())
     return int4.guide_of(main.expand(KV_HEADS, HEAD, HEAD), torch.linspace(-1, 1, KV_HEADS * HEAD).view(KV_HEADS, HEAD))
@@ -117,7 +117,7 @@ def test_a_step_is_its_two_operators(kinds: str) -> None:
     got = OPS.append_attention(q, k, v, None, None, slots, slots, *one, 0.1)
     assert torch.equal(q, untouched)
     OPS.append_kv(q, k, v, None, None, slots, slots, *other)
-    assert torch.equal(q, untouched) == (kinds != "int4")  # queries are turned with keys alone
+    assert torch.equal(q, untouched) == (kinds != "int4")  # queries are rotated only with keys
     assert torch.equal(got, OPS.decode_attention(q, *other, slots, 0.1))
     assert all(map(torch.equal, one, other))
 

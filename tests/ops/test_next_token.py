@@ -85,7 +85,7 @@ def one(text: list[int], chosen: list[int], drafts: list[int], *, width: int = 5
 
 
 def drafts_of(text: list[int], **options: Any) -> list[int]:
-    """What is drafted after a text, the last token of which is chosen."""
+    """What is drafted after a text with a chosen last token."""
     width, context = options.pop("width", 5), options.pop("context", 64)
     got = run(one(text[:-1], text[-1:], [], width=width), context, **options)
     tokens = [row[0] for row in got.tokens]

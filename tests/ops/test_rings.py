@@ -15,7 +15,7 @@ from qcut.engine.kv_cache.ring_cache import Ring
 
 OPS = torch.ops.qcut
 PLACES, ROWS, WINDOW, HEAD, SEQUENCES = 50, 16, 9, 32, 3
-"""A sequence may have 50 tokens, of which a ring holds 16."""
+"""A sequence may have 50 tokens; a ring holds 16 of them."""
 
 
 def caches(dtype: torch.dtype, kind: KVDtype) -> tuple[KVCache, KVCache]:
@@ -48,7 +48,7 @@ def int32(*values: int) -> Tensor:
 def test_chunks_and_steps_are_those_without(
     dtype: torch.dtype, kind: KVDtype, softcap: float, sinks: tuple[float, ...] | None
 ) -> None:
-    """Chunks of 8, as many as a ring of 16 has room for beside a window of 9, padded; then steps, past a full end."""
+    """Chunks of 8, as many as a ring of 16 has room for next to a window of 9, padded; then steps, past a full end."""
     whole, rung = caches(dtype, kind)
     logits = None if sinks is None else torch.tensor(sinks)
     starts = [0, 0, 0]

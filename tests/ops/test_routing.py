@@ -27,7 +27,7 @@ CALLS: tuple[tuple[str, int, dict[str, Any]], ...] = (
 
 
 def routed(m: int = 6, k: int = 3) -> tuple[Tensor, Tensor]:
-    """Weights and experts, some of which lie outside 0 to 4."""
+    """Weights and experts; some experts lie outside 0 to 4."""
     return torch.rand(m, k), torch.randint(-1, 7, (m, k), dtype=torch.int32)
 
 

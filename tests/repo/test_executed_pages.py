@@ -1,4 +1,4 @@
-"""Pages of which the site shows the results: what `docs/snippets.py` writes into them."""
+"""Pages that are shown with results: what `docs/snippets.py` writes into them."""
 
 from __future__ import annotations
 

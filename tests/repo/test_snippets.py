@@ -25,7 +25,7 @@ from tests.support.zoo import small_demo
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 RECIPES = [page for page in PAGES if page.startswith("docs/recipes/")]
 BY_THEMSELVES = ("docs/server.md", *RECIPES)
-"""Pages of which commands and snippets run together."""
+"""Pages with commands and snippets that run together."""
 PATIENCE_S = 120
 
 ELSEWHERE = {

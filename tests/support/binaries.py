@@ -31,7 +31,7 @@ def build(*sources: KernelSource) -> list[jit.Binary]:
 def in_turns(sources: Callable[[str], list[KernelSource]], arch: str) -> list[KernelSource]:
     """The share of sm_80, or of sm_90a, where each kernel is to be compiled for either of the two.
 
-    Kernels take turns in their order. A kernel that exists on one of the two alone is in its share.
+    Kernels take turns in their order. A kernel that exists only on one of the two is in its share.
 
     Args:
         sources: kernels of an architecture.

@@ -134,7 +134,7 @@ _SINCE = {
     # Versions before hold the parts of a mixture by other names, which qcut refuses.
     **dict.fromkeys(("granitemoe", "hunyuan_v1_moe"), "5.13"),
 }
-"""By type, the version of transformers whose models `small` can make and the engine serves."""
+"""By type, the version of transformers that has models which `small` can make and the engine serves."""
 KINDS = tuple(_KINDS)
 """What `small` makes."""
 MIXTURES = tuple(kind for kind in KINDS if any("experts" in key for key in _KINDS[kind][1]))

@@ -42,7 +42,7 @@ def run_tests(python: Path, arguments: Sequence[str]) -> int:
         return 0
     below = Path(sysconfig.get_path("purelib"))
     settings = {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins of the packages beneath, whose other modules are not found
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins of the packages beneath need modules that are not found
         "LD_LIBRARY_PATH": str(below / "nvidia" / "cu13" / "lib"),  # NVRTC, which is looked for in one environment
     }
     options = ["-p", "xdist", "--numprocesses", "auto", "--quiet", "-p", "no:cacheprovider"]

@@ -83,7 +83,8 @@ def mounted(folder: Path, options: str) -> Iterator[None]:
 
 
 STEPS = ("open", "fsync", "replace", "unlink", "mkdir", "rmdir", "ftruncate", "write")
-"""Functions of ``os`` whose calls are steps. `open` stands for `os.open`; files of Python reach the disk by `fsync`."""
+"""Functions of ``os`` with calls that are steps. `open` stands for `os.open`; files of Python reach the disk by
+`fsync`."""
 
 
 def deaths(act: Callable[[], object]) -> Iterator[int]:

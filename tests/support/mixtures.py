@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts whose routes are known."""
+"""Tiny mixtures of experts with known routes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Job:
         dtype: of the model.
         distributed: arguments of ``DistributedConfig`` in place of ``tp_plan="auto"``.
         foreign: load another library's checkpoint.
-        probed: call each layer alone, too: one that takes and gives what Llama's do.
+        probed: call each layer by itself, too: one that takes and gives what Llama's do.
         refused: also try what models in parts refuse.
     """
 

@@ -40,6 +40,6 @@ def tiles_of(experts: Tensor, count: int, size: int) -> RouteTiles:
 
 
 def in_tiles(experts: Tensor, count: int) -> Tensor:
-    """bool ``[rows * per_row]``: routes whose expert exists."""
+    """bool ``[rows * per_row]``: routes with an expert that exists."""
     flat = experts.flatten()
     return (flat >= 0) & (flat < count)

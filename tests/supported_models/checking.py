@@ -50,7 +50,7 @@ class Finding:
         loading: whether ``from_pretrained`` with a `qcut.QcutConfig` computes what `qcut.quantize` gives, bit by bit.
         generates: whether ``generate`` runs.
         engine: whether `qcut.Engine` serves it, with the tokens of greedy ``generate``.
-        notes: why a claim did not hold, and why linear layers stay in float, but for a classifier.
+        notes: why a claim did not hold, and why linear layers except a classifier stay in float.
     """
 
     kind: str
@@ -87,7 +87,7 @@ def _with_gain(model: Any) -> None:
     layers, _ = linear_layers(model)
     for name, module in layers.items():
         if name.endswith(".q"):
-            continue  # T5 scales its attention by these weights alone
+            continue  # T5 scales its attention only by these weights
         weight = weight_of(module).detach()
         inputs = weight_nk(module).shape[1]
         weight.mul_(1 / (weight.std() * inputs**0.5).clamp_min(1e-3))

@@ -64,7 +64,7 @@ def versions() -> tuple[str, str]:
 
 
 def cells(found: Finding) -> list[str]:
-    """A row, but for the numbers of its notes."""
+    """A row, except the numbers of its notes."""
     cosines = (found.cosines.get(scheme) for scheme in ("w8a8", "codebook4"))
     return [
         found.kind,

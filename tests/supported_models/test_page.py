@@ -18,9 +18,9 @@ from tests.supported_models.page import CLASSES, PAGE, cells, page, rows, versio
 COSINES = {"w8a8": 0.99, "codebook4": 0.9}
 """Least cosines of the page's random models."""
 LESS = {"BlipForConditionalGeneration": {"w8a8": 0.99, "codebook4": 0.88}}
-"""Of models whose class leaves parameters as memory, which are drawn at random for the page."""
+"""Of models with a class that leaves parameters as memory; these are drawn at random for the page."""
 NUMBERS = slice(5, 7)
-"""Cells with cosines, whose last digits depend on the processor."""
+"""Cells with cosines; their last digits depend on the processor."""
 
 
 def test_page_is_of_pinned_versions() -> None:

@@ -170,7 +170,7 @@ def test_counters_are_enough_for_all_tokens(launches: Launches, batch: int) -> N
 
 
 def test_tokens_without_a_kernel_are_launched_apart(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of float32, of more than 8, of heads whose new rows shared memory does not hold, and of a wheel's kernels."""
+    """Of float32, of more than 8, of heads with new rows that shared memory does not hold, and of a wheel's kernels."""
     attention_cuda.append_attention(tokens_of_each(step(torch.float32), 2)._replace(absmax=torch.zeros(6)))
     attention_cuda.append_attention(tokens_of_each(step(), 9))
     wide = tokens_of_each(step(head=256, queries=8), 8)

@@ -147,7 +147,7 @@ def test_kernels_that_make_int8_rows_rotate_them(
 
 
 def plain_norms(x: Tensor, **options: Any) -> list[tuple[Callable[..., Any], Any]]:
-    """Norms of rows of 192 columns that are written as they are, beside rotated and quantized ones."""
+    """Norms of rows of 192 columns that are written as they are, next to rotated and quantized ones."""
     weight, signs = torch.randn(192).half(), operands("hadamard", 64, 192, [1], HALF)
     given = (x, x + 1, weight, None, False, 1e-6)
     turned = [AddNormRotatedOp(*given, signs, 64, [1], to, **options) for to in (HALF, torch.int8)]

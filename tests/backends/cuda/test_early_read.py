@@ -227,7 +227,7 @@ def test_layers_promise() -> None:
 
 
 def test_callers_of_operators_promise_nothing() -> None:
-    """torch takes the first overload whose arguments match, which must be the one without the promise."""
+    """torch takes the first overload with matching arguments; this must be the one without the promise."""
     layer = Linear.from_float(torch.nn.Linear(64, 32))
     called: list[Any] = []
 

@@ -238,7 +238,7 @@ def test_capture_takes_fallback_where_build_fails(
     cache: PlanCache[plans.LaunchPlan] = PlanCache()
     assert cache.make("key", lambda: spec.load(0)).name == "quick"
     assert cache.get("key") is None
-    compilers.fails = True  # as the background has told
+    compilers.fails = True  # as the background has reported
     assert cache.make("key", lambda: spec.load(0)).name == "quick"
     assert cache.get("key") is not None
 

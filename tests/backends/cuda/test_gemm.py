@@ -46,7 +46,7 @@ TORCH = {DType.S8: torch.int8, DType.F16: torch.float16, DType.F32: torch.float3
 
 
 class NumpyKernel:
-    """A launch plan whose kernel is numpy on the addresses it is given; it checks what the problem promises."""
+    """A launch plan with numpy as its kernel, on the addresses it is given; it checks what the problem promises."""
 
     def __init__(self, product: Product, choice: Choice | None, launches: list[Any]) -> None:
         self.problem, self.sizes = product.problem, (product.rows, product.n, product.k)

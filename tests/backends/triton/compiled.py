@@ -89,7 +89,7 @@ def build(kernel: Any, tokens: str, backend: str, arch: str, tile: Any, bits: in
 
 
 def products_from_registers(ptx: str) -> int:
-    """The number of ``wgmma`` whose first operand lies in registers."""
+    """The number of ``wgmma`` with their first operand in registers."""
     return len(_FROM_REGISTERS.findall(ptx))
 
 
@@ -130,7 +130,7 @@ def loops(family: str, tokens: str, m: str) -> None:
         kernel, tiles = codebook_kernels.product, codebook.tiles_of(int(m))
     else:
         kernel, tiles = int8_kernels.product, int8.tiles_of(int(m), tokens == "i8")
-    # Parts of K change what follows the loop alone.
+    # Parts of K change only what follows the loop.
     for tile in dict.fromkeys(tile._replace(parts=1) for tile in tiles):
         ptx = build(kernel, tokens, "cuda", "90", tile, 4, SPARSE=False).asm["ptx"]
         print(products_from_registers(ptx), early_steps(ptx), tile)

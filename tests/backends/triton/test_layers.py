@@ -20,7 +20,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def quantized(scheme: str, n: int, k: int, **options) -> qcut.Linear:
-    """A layer whose weights hold a zero row and an outlier."""
+    """A layer with a zero row and an outlier in its weights."""
     linear = nn.Linear(k, n)
     with torch.no_grad():
         linear.weight[0] = 0

@@ -81,7 +81,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def assert_serves(model: Any, expected: Any, folder: Path, tokens: Tokens | None = None) -> None:
-    """Check a model's logits beside those in float64, and that it computes the same bits after `qcut.save`.
+    """Check a model's logits against those in float64, and that it computes the same bits after `qcut.save`.
 
     A token in the middle of two values of e4m3 goes to either, by the rounding of what is before it, and layers behind
     it follow: of quantized tokens only the distance of all logits is bounded.
@@ -133,7 +133,7 @@ def write(folder: Path, config: dict[str, Any], pack: Callable[[str, Tensor], Pa
         changes: of the model's sizes.
 
     Returns:
-        The float model whose weights are those that the tensors stand for, in float64.
+        The float model with the weights that the tensors stand for, in float64.
     """
     model = llama(**changes)
     tensors = {name: p.detach().half() for name, p in model.state_dict().items()}
@@ -216,7 +216,7 @@ def write_mixture(
         pack: of the name of a layer, in the files, and its float weight; None leaves it in float.
 
     Returns:
-        The float model whose weights are those that the tensors stand for, in float64.
+        The float model with the weights that the tensors stand for, in float64.
     """
     model = mixture(family)
     fused = {f"{name}.{key}" for name in expert_modules(model) for key in ("gate_up_proj", "down_proj")}

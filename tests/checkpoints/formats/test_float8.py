@@ -91,7 +91,7 @@ SCHEMES: dict[str, tuple[str, samples.Tokens]] = {
     "modelopt, caches": ("fp8_static", samples.static_tokens),
     "modelopt, rows": ("fp8_dynamic", samples.dynamic_tokens),
 }
-"""Of cases whose tokens are quantized, the scheme and what the writer makes of tokens; of others fp8."""
+"""For cases with quantized tokens, the scheme and what the writer makes of tokens; for others fp8."""
 
 
 @pytest.mark.parametrize("case", CASES)

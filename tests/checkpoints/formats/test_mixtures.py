@@ -76,7 +76,7 @@ def in_bfloat16(factor: float) -> Pack:
 
 
 def assert_weights(model: Any, expected: Any, scheme: str) -> None:
-    """Stacks of a scheme, whose weights are exactly those expected."""
+    """Stacks of a scheme have exactly the expected weights."""
     modules = samples.expert_modules(expected)
     assert modules
     for name, module in modules.items():

@@ -217,7 +217,7 @@ def test_quantizing_gives_what_was_planned_and_measured(tmp_path: Path) -> None:
     with torch.no_grad():
         error = (quantized(inputs()[0]) - want).square().sum() / want.square().sum()
     assert float(error) == pytest.approx(made.measured, rel=1e-3)
-    # The bits are those of the file, but for biases and codebooks, which all rows share.
+    # The bits are those of the file, except biases and codebooks, which all rows share.
     qcut.save(quantized, tmp_path / "model", progress=False)
     stored = {layer.name: layer.nbytes for layer in contents(tmp_path / "model").layers}
     shared = {"codebook2": 16, "codebook3": 32, "codebook4": 64, "w8a16": 0}

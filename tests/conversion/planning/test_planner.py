@@ -24,7 +24,7 @@ from tests.support.zoo import inject_outliers, same, snapshot, tiny_lm, token_ba
 
 
 def outlier_lm() -> nn.Module:
-    """A model whose first block's ``up`` int8 activations do not survive well."""
+    """A model with a first block's ``up`` that int8 activations do not survive well."""
     model = tiny_lm()
     inject_outliers(model.blocks[0].ln2, [model.blocks[0].up])
     return model
@@ -100,7 +100,7 @@ def test_smoothing_first_brings_layers_back_to_int8() -> None:
 def test_objectives_and_custom_cost() -> None:
     model, batches = tiny_lm(), token_batches()
     memory = plan(model, batches, budget=1.0, objective="memory", progress=False)
-    # All int8 schemes store the weight alike; static stores more beside it, w8a16 and w8a8 nothing.
+    # All int8 schemes store the weight alike; static stores more next to it, w8a16 and w8a8 nothing.
     assert "w8a8_static" not in memory.schemes.values()
     assert memory.cost == sum(m.weight_bytes for m in linears_of(memory).values())
     flat = plan(model, batches, budget=1.0, cost=lambda layer, scheme: 1.0, progress=False)
@@ -255,7 +255,7 @@ def test_costs() -> None:
     prompt, decode = TimeCost(tokens=4096), TimeCost(tokens=1)
     static_us, dynamic, w8a16, fp16 = (prompt(big, s) for s in ("w8a8_static", "w8a8", "w8a16", "fp16"))
     assert static_us < dynamic < w8a16 < fp16
-    # The H200 measured 710 us for float16, and 311 us for the int8 product alone.
+    # The H200 measured 710 us for float16, and 311 us for only the int8 product.
     assert 600 < fp16 < 800
     assert 311 < dynamic < 400
     assert decode(big, "w8a16") == pytest.approx(decode(big, "w8a8"), rel=0.02)

@@ -224,7 +224,7 @@ def w8a16_sources(arch: str) -> Iterator[KernelSource]:
 
 
 def with_units(problem: GemmProblem) -> GemmProblem:
-    """A product with e4m3 weights whose units have scales."""
+    """A product with e4m3 weights that have scales of units."""
     return replace(problem, b=DType.E4M3, epilogue=replace(problem.epilogue, col_scale="per_unit"))
 
 

@@ -26,14 +26,14 @@ class Row:
         emit: a description, or (problem, tile, arch) → text.
         sources: kernels of an architecture (sm_80, sm_90a) to build: each type, each option, and those with the fewest
             registers to spare.
-        constraints: of which each needs a case in ``refusals``.
+        constraints: each needs a case in ``refusals``.
         refusals: by a constraint's name, or by words of the message where there are no constraints: cases that must be
             refused so. A tuple is the arguments of ``emit``, a mapping is what differs from ``legal``.
         legal: a description, or (problem, tile, arch), that the emitter takes.
         implied: names of constraints that no case breaks without breaking an earlier one.
         instructions: patterns that begin an instruction of the binary each; with ``!``, that begin none.
         spill: bytes that a kernel may spill.
-        texts: more kernels whose text is compared, where building takes too long.
+        texts: more kernels, to compare only their text, if building takes too long.
     """
 
     emit: Callable[..., KernelSource]

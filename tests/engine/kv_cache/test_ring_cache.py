@@ -39,7 +39,7 @@ def engines(model: Any, batch: int = 1, kv_cache: KVDtype = "auto") -> tuple[Eng
 
 
 def one_ring(rows: int, written: int = 0, beginning: int = 0) -> KVCache:
-    """A cache of one layer with a window of 4, whose only sequence is a token's number at each of its rows."""
+    """A cache of one layer with a window of 4; its only sequence is a token's number at each of its rows."""
     cache = KVCache(1, 1, 1, 65, 8, dtype=torch.float32, device=torch.device("cpu"), rings=[Ring(4, rows)])
     for token in range(written):
         cache.layer(0)[0][0, 0, token % rows] = beginning + token
@@ -189,7 +189,7 @@ def test_copied_rings_equal_the_source(written: int) -> None:
 
 
 def test_prefix_matches_only_with_its_window() -> None:
-    """Of 40 tokens, 16 of which are kept, and a window of 4: beginnings of 27 tokens and more."""
+    """Of 40 tokens, with 16 kept, and a window of 4: beginnings of 27 tokens and more."""
     ids, kept = torch.arange(40), one_ring(16)
     prefixes = PrefixCache(kept, 1, 64)
     prefixes.insert(ids, one_ring(16, 40), 0)

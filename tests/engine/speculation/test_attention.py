@@ -36,7 +36,7 @@ class Calls(TorchDispatchMode):
 
 
 def repeating(*lengths: int) -> list[list[int]]:
-    """Prompts whose tokens have stood before, so that there are drafts from the first step on."""
+    """Prompts with repeated tokens, so that there are drafts from the first step on."""
     return [(2 * prompt)[: len(prompt) + 4] for prompt in prompts_of(VOCABULARY, *lengths)]
 
 

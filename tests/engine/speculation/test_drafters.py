@@ -105,7 +105,7 @@ def test_draft_models_of_other_sizes_are_refused(changes: dict[str, Any], text: 
 
 
 class Words:
-    """A tokenizer of so many words, one of which is another one's."""
+    """A tokenizer of so many words; one of them is another tokenizer's."""
 
     eos_token_id = None
 

@@ -42,7 +42,7 @@ def phrases(*lengths: int, words: int = 9, seed: int = 0) -> list[list[int]]:
 
 
 def chain(words: int, vocabulary: int = VOCABULARY, sharpness: float = 40.0, **changes: Any) -> Any:
-    """A model whose next token depends on the last one only, and is mostly the next of a circle of so many tokens."""
+    """A model: the next token depends only on the last one, and is mostly the next of a circle of so many tokens."""
     model = small("llama", vocab_size=vocabulary, **changes)
     tokens = torch.arange(vocabulary)
     after = tokens // words * words + (tokens + 1) % words
@@ -368,7 +368,7 @@ def test_requests_without_drafts_take_plain_steps() -> None:
     finished(scheduler)
     assert request.result() == by_plain_steps(model, prompt, 40)
     assert (scheduler.load.drafted_tokens, scheduler.load.steps) == (0, 39)
-    # Next to another, whose drafts make steps wider.
+    # Next to another request with drafts that make steps wider.
     requests = [scheduler.submit(prompt, 40, speculate=each) for each in (False, True)]
     finished(scheduler)
     assert all(each.result() == by_plain_steps(model, prompt, 40) for each in requests)

@@ -37,7 +37,7 @@ def test_float32_tokens_are_the_cpus(graphs: bool, kv_cache: Any) -> None:
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "w8a8_rotated", "w8a16", "int16x8", "codebook4", "codebook4_int8"])
 def test_graphs_are_the_launches(scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if scheme == "int16x8":  # whose kernels of nvcc's no other test shares
+    if scheme == "int16x8":  # no other test shares its kernels of nvcc's
         monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
     model = llama(scheme)
     prompts = prompts_of(VOCABULARY, 20, 3)
@@ -162,7 +162,7 @@ def test_llama2c_files_generate_the_cpus_text(tmp_path: Path, capfd: pytest.Capt
     want = text(*files, "cpu")
     assert len(set(want.split())) > 5
     assert text(*files, "cuda") == want
-    for name in llama2c.SAMPLES[1:]:  # where llama2.c's own file lies beside the project
+    for name in llama2c.SAMPLES[1:]:  # if llama2.c's own file lies next to the project
         sample = llama2c.sample(name, tmp_path)
         assert text(sample.model, sample.tokens, "cuda") == sample.text.read_text()
 

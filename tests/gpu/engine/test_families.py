@@ -28,7 +28,7 @@ SIZES["gpt_oss"] |= {"head_dim": 64, "hidden_size": 192}
 
 
 def model_of(kind: str, scheme: str | None, dtype: torch.dtype, device: str = DEVICE) -> Any:
-    changes = {} if kind == "phi3_long" else WIDE | SIZES.get(kind, {})  # whose frequencies are listed for heads of 8
+    changes = {} if kind == "phi3_long" else WIDE | SIZES.get(kind, {})  # its frequencies are listed for heads of 8
     model = small(kind, **changes).to(device, dtype)
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)

@@ -65,7 +65,7 @@ def test_a_right_draft_model_leaves_few_steps() -> None:
     [("w8a8", torch.float32), ("codebook4", torch.float16), ("codebook4_int8", torch.float16)],
 )
 def test_schedules_leave_most_tokens_as_they_are(scheme: str, dtype: torch.dtype) -> None:
-    """Wider steps have other kernels, whose results may differ by a rounding, and by a step of int8 tokens after it."""
+    """Wider steps have other kernels: results may differ by a rounding, and by a step of int8 tokens after it."""
     model = llama(scheme, dtype, "cuda")
     want = [one.tokens for one in Engine(model, batch=3).generate(REPEATED, 24)]
     with Scheduler(Engine(model, batch=4, speculate=qcut.Lookup())) as scheduler:

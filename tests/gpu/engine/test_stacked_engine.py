@@ -1,4 +1,4 @@
-"""Engines whose projections are stacked on the GPU, beside engines whose projections are not."""
+"""Engines with stacked projections on the GPU, against engines without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.support.oracles import DEVICE, assert_same
 from tests.support.decoders import VOCABULARY, prompts_of
 
 EXACT = ("w8a8", "codebook4_int8")
-"""Schemes whose products are of integers, and do not depend on the order of sums."""
+"""Schemes with products of integers, which do not depend on the order of sums."""
 
 
 def steps(engine: Engine) -> list[Tensor]:

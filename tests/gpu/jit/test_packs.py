@@ -1,4 +1,4 @@
-"""Models on the kernels of a pack alone: no compiler in reach, an empty cache, and the same bits."""
+"""Models only on the kernels of a pack: no compiler in reach, an empty cache, and the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers whose first call of all is captured by a CUDA graph."""
+"""Layers with a first call of all that a CUDA graph captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers whose prompts CUTLASS's mixed kernels serve: which kernel a call takes, and what it computes."""
+"""Layers with prompts that CUTLASS's mixed kernels serve: which kernel a call takes, and what it computes."""
 
 from __future__ import annotations
 

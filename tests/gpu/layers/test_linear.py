@@ -27,7 +27,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 CASES = [
     *(("w8a8", size, dtype) for size in SIZES for dtype in (HALF, BRAIN)),
     *(("w8a8_static", size, HALF) for size in SIZES),
-    # The rest of the dtypes at the odd size, whose kernels build in a second.
+    # The rest of the dtypes at the odd size: its kernels build in a second.
     *(
         (scheme, (37, 33), dtype)
         for scheme, dtype in (("w8a8", SINGLE), ("w8a8_static", BRAIN), ("w8a8_static", SINGLE))

@@ -191,7 +191,7 @@ def test_shapes(n: int, k: int) -> None:
 
 
 def test_offsets_of_zero_change_nothing() -> None:
-    """Few tokens, whose float32 sums the offsets enter: bitwise the layer without them."""
+    """Few tokens: offsets enter their float32 sums, bitwise as the layer without offsets."""
     layer = made(136, 512, 128)
     assert layer.offsets is not None
     layer.offsets.zero_()

@@ -22,7 +22,7 @@ SMALL, MIDDLE, LONG, ALIGNED = (37, 33), (1283, 201), (9731, 65), (1280, 273)
 
 
 class Int16(Layer):
-    """A layer whose tokens become int16."""
+    """A layer with tokens that become int16."""
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = OPS.int16x8_linear(x, *self.projection)
@@ -41,7 +41,7 @@ class Int16(Layer):
 
 
 class Static(Int16):
-    """A layer whose tokens have one calibrated scale."""
+    """A layer with one calibrated scale for tokens."""
 
     range_scale = int16.static_scale(-3.0, 2.5)
 

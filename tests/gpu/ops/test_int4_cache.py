@@ -165,7 +165,7 @@ def bound(q: Tensor, cache: Cache, places: Tensor, scale: float, sinks: Tensor |
     seen = (torch.arange(k.shape[2]) <= places[:, None])[:, None]
     mine = q.double()[:, :, None]
     scores = ((mine @ k.transpose(2, 3))[:, :, 0] * scale).masked_fill(~seen, -torch.inf)
-    if sinks is not None:  # of a magnitude of at most 9, whose terms err by less than exponentials
+    if sinks is not None:  # of a magnitude of at most 9: their terms err by less than exponentials
         scores = torch.cat((scores, sinks.double()[:, None].expand(batch, heads, 1)), 2)
     weights = scores.softmax(-1)[:, :, None, : k.shape[2]]
     terms = (held * steps_of(cache.key_scales, group))[..., None].expand_as(k) if cache.has_rotated_keys else k.abs()
@@ -208,7 +208,7 @@ def test_a_step_is_within_the_bound_and_the_same_every_time(shape: Shape, guided
     assert_same(absmax, got.float().abs().amax((1, 2)))
     again = on_gpu(given)
     assert_same(OPS.append_attention(*again, scale, None, None, guide, sinks=there), got)
-    # Bitwise the two operators, whose rows are the CPU's.
+    # Bitwise the two operators; their rows are the CPU's.
     apart = on_gpu(given)
     OPS.append_kv(*apart, 1, False, guide)
     for one, other in zip(device[7:], apart[7:], strict=True):
@@ -285,4 +285,4 @@ def test_int8_rows_beside_4_bit_ones_are_as_they_are_alone() -> None:
     q8, scales = quantize_per_token_ref(rows[1].reshape(-1, shape.head), shape.head)
     assert torch.equal(device[7][:, :, 0].cpu().reshape(q8.shape), q8)
     assert torch.equal(device[9][:, :, 0].cpu().flatten(), scales)
-    assert_same(device[0].cpu(), rows[0])  # queries are turned with keys alone
+    assert_same(device[0].cpu(), rows[0])  # queries are rotated only with keys

@@ -185,7 +185,7 @@ def test_tiles_without_expert_or_route(scheme: str, size: int) -> None:
 @HOPPER
 @pytest.mark.parametrize(("scheme", "size"), [("w8a8", 128), ("w8a8", 256), ("w8a16", 128)])
 def test_short_tiles(scheme: str, size: int) -> None:
-    """Tiles whose routes fill up to one half take products of half as many tokens."""
+    """Tiles with routes in up to one half take products of half as many tokens."""
     stack = stack_of(scheme, 2, 130, 320)
     for first, second in ((size // 2, size // 2 + 1), (size, 1), (size + 1, size + size // 2), (2 * size - 1, 0)):
         chosen = torch.tensor([0] * first + [1] * second, dtype=torch.int32)[:, None]

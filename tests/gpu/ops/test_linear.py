@@ -64,7 +64,7 @@ class Layer:
         return y
 
     def oracle(self, x: Tensor) -> Tensor:
-        """On the CPU but for smooth activations, whose bits are the device's."""
+        """On the CPU, except smooth activations: their bits are the device's."""
         if self.activation in ("none", "relu"):
             given = (t.cpu() if isinstance(t, Tensor) else t for t in self.projection)
             return numerics.w8a8_linear_ref(x.cpu(), *given).to(x.device)
@@ -193,7 +193,7 @@ def test_parameters_start_anywhere() -> None:
 
 
 def step(first: Layer, second: Layer, x: Tensor) -> Tensor:
-    """Of two layers, the second told by the first what it needs to quantize."""
+    """Of two layers; the first gives the second what it needs to quantize."""
     y, absmax = first.int8(x)
     z: Tensor = OPS.noted_linear(y, absmax, *second.projection)
     return z

@@ -123,7 +123,7 @@ def test_steps_are_those_without(dtype: torch.dtype, kind: KVDtype, head: int, q
 def test_parts_of_a_window_are_those_without(
     dtype: torch.dtype, kind: KVDtype, head: int, queries: int, batch: int
 ) -> None:
-    """In a cluster, in a workspace, and alone, by the number of sequences."""
+    """In a cluster, in a workspace, and without either, by the number of sequences."""
     torch.manual_seed(batch)
     rows = 1280
     positions = torch.randint(PLACES // 3, PLACES, (batch,), dtype=torch.int32, device=DEVICE)

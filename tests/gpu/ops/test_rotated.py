@@ -1,4 +1,4 @@
-"""Norms and activations that rotate their rows on the GPU, beside the same two kernels one after the other."""
+"""Norms and activations that rotate their rows on the GPU, against the same two kernels one after the other."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_int8_norms_write_plain_rows_beside(dtype: torch.dtype, m: int) -> None:
                 for got, expected in zip(op(*given, columns, memory[1:-1]), want, strict=True):
                     assert_same(got, expected)
                 assert_same(memory[1:-1], y)
-                assert bool((memory[:: m + 1] == 9.0).all()), "rows beside are not written"
+                assert bool((memory[:: m + 1] == 9.0).all()), "rows next to them are not written"
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8, 10])

@@ -75,7 +75,7 @@ def test_choice_of_logits_is_the_cpus(dtype: torch.dtype, scores: str, e: int, k
 
 @pytest.mark.parametrize(("e", "k", "groups", "top_groups"), GROUPS)
 def test_groups_and_ties_are_the_cpus(e: int, k: int, groups: int, top_groups: int) -> None:
-    """Scores of few values, of which sums are exact."""
+    """Scores of few values, with exact sums."""
     bias = torch.randint(-2, 3, (e,)).float()
     for m in ROWS:
         logits = torch.randint(-3, 4, (m, e)).float()
@@ -135,7 +135,7 @@ def routed_tokens(x: Tensor, weight: Tensor, *args: Any, **options: Any) -> tupl
 
 
 def small_integers(m: int, e: int, h: int) -> tuple[Tensor, Tensor]:
-    """Tokens and weights whose logits are exact in whatever order they are summed, with many ties."""
+    """Tokens and weights with logits that are exact in any order of sums, and many ties."""
     return torch.randint(-1, 2, (m, h)).float(), torch.randint(-1, 2, (e, h)).float()
 
 
@@ -363,7 +363,7 @@ def test_routes_write_nothing_else(slots: int) -> None:
 @pytest.mark.parametrize("tokens", linear_route.TOKENS)
 @pytest.mark.parametrize(("e", "h"), [(60, 2048), (200, 1000), (3, 16), (1024, 200)])
 def test_routers_write_nothing_else(tokens: int, e: int, h: int) -> None:
-    """Experts of several groups of a thread too, whose weights are loaded after the first."""
+    """Experts of several groups of a thread too: their weights are loaded after the first."""
     if not architecture(arch()).clusters:
         pytest.skip("needs thread-block clusters")
     for early in (False, True):

@@ -1,4 +1,4 @@
-"""A small Llama whose sizes every kernel of the engine takes."""
+"""A small Llama with sizes that every kernel of the engine takes."""
 
 from __future__ import annotations
 

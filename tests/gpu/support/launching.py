@@ -40,7 +40,7 @@ def launch(source: KernelSource, grid: tuple[int, int, int], *args: Tensor | int
 
 
 class Guarded:
-    """Memory for a ``[rows, stride]`` output whose every byte is the sentinel, with guards on both sides."""
+    """Memory for a ``[rows, stride]`` output with the sentinel in every byte, and guards on both sides."""
 
     def __init__(self, rows: int, stride: int, dtype: torch.dtype) -> None:
         self._bytes = rows * stride * dtype.itemsize
@@ -70,7 +70,7 @@ def strided(x: Tensor, stride: int, offset: int = 0) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: Layout, stride: int, offset: int = 0) -> Tensor:
-    """A matrix on the GPU whose contiguous runs, rows or columns, are ``stride`` elements apart, as `strided`."""
+    """A matrix on the GPU with contiguous runs, rows or columns, ``stride`` elements apart, as `strided`."""
     return strided(x if layout == "row" else x.t(), stride, offset)
 
 
@@ -158,7 +158,7 @@ def launch_cutlass(
 
 @contextmanager
 def left_to_python() -> Iterator[None]:
-    """A block whose operators are served by Python; the C++ operators, if there are any, pass calls on."""
+    """A block with operators served by Python; the C++ operators, if there are any, pass calls on."""
     library = native.library()
     if library is None:
         yield

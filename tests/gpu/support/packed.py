@@ -1,4 +1,4 @@
-"""What small models of every scheme answer, in a process that builds its kernels, and in one that has a pack alone.
+"""What small models of every scheme answer, in a process that builds its kernels, and in one that has only a pack.
 
 Both choose from the ahead-of-time kernels, so that their answers are the same bits.
 """

@@ -1,4 +1,4 @@
-"""A memory pool whose allocations lie where a test expects them."""
+"""A memory pool with allocations where a test expects them."""
 
 from __future__ import annotations
 

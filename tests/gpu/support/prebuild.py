@@ -20,7 +20,7 @@ from tests.gpu.support.problems import gpu_test_calls
 
 
 def stacked_layers() -> list[LinearLayer]:
-    """The int8 layers of `tests.gpu.layers.test_stacking`, alone and stacked, at numbers of tokens for CUTLASS."""
+    """The int8 layers of `tests.gpu.layers.test_stacking`, single and stacked, at numbers of tokens for CUTLASS."""
     options = product((torch.float16, torch.float32), map(m_bucket, (9, 130)), (*ROWS, sum(ROWS)), (False, True))
     return [LinearLayer("w8a8", dtype, rows, n, K, bias, "none", True) for dtype, rows, n, bias in options]
 

@@ -1,4 +1,4 @@
-"""Small folders of float models, and comparisons, for the tests beside this file."""
+"""Small folders of float models, and comparisons, for the tests next to this file."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_the_proof_of_loading(kind: str, embeddings: str | None, tmp_path: Path)
 
 
 class Asking(LlamaForCausalLM):
-    """Computes something else where a weight wants no gradient: a question that code reading does not find."""
+    """Computes something else if a weight needs no gradient: a question that code reading does not find."""
 
     def forward(self, input_ids: Tensor, **options: Any) -> Any:
         out = super().forward(input_ids, **options)

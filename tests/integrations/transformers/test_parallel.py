@@ -34,7 +34,7 @@ SCHEMES = (
     *("codebook2+3_g16", "codebook4_pairs_g16", "int4_g16"),
 )
 ROUND_TOKENS = ("w8a8", "codebook4_g16_int8")
-"""Schemes whose tokens become int8 with a scale of their own: parts round otherwise than the whole."""
+"""Schemes with tokens that become int8, with a scale each: parts round otherwise than the whole."""
 FITTED = "codebook3_g32_qr"
 STORED = ("w8a8_static", "codebook2+3_g16")
 Results = dict[str, list[dict[str, Any]]]
@@ -266,7 +266,7 @@ def test_checkpoints_give_the_parts_that_quantizing_gives(name: str, results: Re
 @pytest.mark.parametrize("scheme", ["codebook4_g16", "codebook2+3_g16", "int4_g16"])
 @cuts
 def test_shard_of_columns_has_its_own_seed(scheme: str, jobs: dict[str, Job], results: Results) -> None:
-    """Groups do not know each other: quantizing a process's columns alone gives the process's part."""
+    """Groups do not know each other: quantizing only a process's columns gives the process's part."""
     plain = opened(Path(jobs[scheme].folder))
     for rank, one in enumerate(results[scheme]):
         for name in filter(is_rowwise, one["layers"]):
@@ -299,7 +299,7 @@ def test_sums_are_in_the_dtype_of_the_model(results: Results, jobs: dict[str, Jo
 @pytest.mark.parametrize("name", ["some layers", "tied", "tables", "tied tables", "phi3"])
 @cuts
 def test_other_models(name: str, jobs: dict[str, Job], results: Results) -> None:
-    """Float layers beside quantized ones, tables and classifiers, results that are gathered."""
+    """Float layers next to quantized ones, tables and classifiers, results that are gathered."""
     model = _whole(jobs[name])
     logits, tokens = answers(model)
     error = (logits - _plain_logits(jobs[name].folder)).abs().max()

@@ -216,7 +216,7 @@ def test_dequantizing_gives_the_class_its_own_modules_back(tmp_path: Path) -> No
 
 
 class Kept(LlamaForCausalLM):
-    """A Llama of which transformers keeps a parameter in float32."""
+    """A Llama with a parameter that transformers keeps in float32."""
 
     _keep_in_fp32_modules_strict = ("input_layernorm",)
 

@@ -46,7 +46,7 @@ def test_assisted_generation(made: tuple[Any, Path]) -> None:
 
 
 def test_padding_on_the_left(made: tuple[Any, Path]) -> None:
-    """A short row beside a long one; its padding must not be seen."""
+    """A short row next to a long one; its padding must not be seen."""
     model, _ = made
     short = IDS[:, -5:]
     padded = torch.cat([torch.zeros(1, 7, dtype=torch.long), short], 1)

@@ -82,7 +82,7 @@ def test_a_method_that_fails_leaves_the_others(
     assert "FAILED qcut-w9: no scheme w9" in said
     assert "FAILED vllm gptq4: its linear layers are of UnquantizedLinearMethod" in said
     assert [row["method"] for row in read_rows(tmp_path / "bench_vllm.csv")] == ["fp16"]
-    kernel = "gemm"  # an older kernel's row does not stay beside it
+    kernel = "gemm"  # an older kernel's row does not stay next to it
     assert vllm.main(["--methods", "fp16", "--out", str(tmp_path)]) == 0
     (row,) = read_rows(tmp_path / "vllm_kernels.csv")
     assert [row[key] for key in ("method", "what", "batch", "kernel", "count", "us")] == [

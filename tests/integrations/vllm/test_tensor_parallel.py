@@ -137,7 +137,7 @@ def test_row_parallel_shards_sum_to_the_layer(results: Results) -> None:
             own = part_scheme(whole.scheme, columns.start, k)
             made = qcut.Linear.from_float(part, own, row_absmax=absmax, **_options(scheme))
             made.bias = None if rank else made.bias
-            # The rotation qr turns back in float32 products, whose order depends on their size.
+            # The rotation qr turns back in float32 products; their order depends on their size.
             torch.testing.assert_close(
                 made.dequantized_weight(), whole.dequantized_weight()[:, columns], rtol=0, atol=1e-5
             )

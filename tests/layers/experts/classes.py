@@ -41,7 +41,7 @@ def mixture_classes() -> tuple[str, ...]:
             container = "Experts" in name and base in ("nn.ModuleDict", "nn.ModuleList")
             if name not in names and (container or any(map(_of_experts, _PARAMETER.findall(body)))):
                 names.append(name)
-        # Experts whose matrices are in a part of theirs, which is not called by itself.
+        # Experts with matrices in a part of theirs, which is not called by itself.
         inside = {inner: name for name, _, body in _CLASS.findall(text) for inner in names if f"= {inner}(" in body}
         found += [
             f"{path.parent.name}.{path.stem}:{inside[name] if 'Experts' in inside.get(name, '') else name}"

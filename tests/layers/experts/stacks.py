@@ -20,7 +20,7 @@ from tests.layers.test_linear import SCHEMES as INTEGERS
 SCHEMES = (*INTEGERS, *FLOAT8, *CODEBOOKS, *INT8, "codebook4_rows_qr_int8", "codebook4_g64")
 """Of 16 to 2 bits."""
 EXACT = ("w8a8", "w8a8_static", "codebook4_int8", "int4_int8")
-"""Products are of integers: a token's result is the same whatever tokens are beside it."""
+"""Products are of integers: a token's result does not depend on the other tokens."""
 
 
 def layers_of(

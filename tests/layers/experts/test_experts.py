@@ -29,7 +29,7 @@ def tokens(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def one_route(experts: Experts, e: int, x: Tensor) -> Tensor:
-    """What an expert gives for one token alone."""
+    """What an expert gives for a single token."""
     y: Tensor = layer_of(experts.down, e)(experts.gating(layer_of(experts.up, e)(x[None])))
     return (y if experts.post_expert_norm is None else experts.post_expert_norm(y))[0]
 

@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 
 CLASSES = mixture_classes()
 OF_MODULES = ("NllbMoeExperts", "SwitchTransformersExperts")
-"""Containers of modules, whose linear layers are quantized one by one."""
+"""Containers of modules; their linear layers are quantized one by one."""
 FORMS = {
     "Llama4TextExperts": DenseExperts,
     "DbrxExperts": BatchedExperts,

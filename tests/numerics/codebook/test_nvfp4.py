@@ -197,7 +197,7 @@ def test_passes_that_do_not_go_together() -> None:
 
 
 def test_scales_are_products_and_quotients_of_float32() -> None:
-    """Also of a scale whose inverse is not exact: two roundings, to float64 and to float32, are one."""
+    """Also of a scale with an inverse that is not exact: two roundings, to float64 and to float32, are one."""
     norms = torch.arange(127, dtype=torch.uint8).view(E4M3).view(1, -1)
     whole = torch.rand(4096, generator=torch.Generator().manual_seed(1)).add_(1)
     whole *= torch.exp2(torch.arange(4096).remainder(200).sub(100).float())

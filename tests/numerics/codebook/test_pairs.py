@@ -56,7 +56,7 @@ def test_the_best_under_a_metric():
     left = (wanted[:, None] - scale[:, None, None] * BOOK).double()
     errors = torch.einsum("rca,rab,rcb->rc", left, metric.double(), left)
     found = errors.gather(1, pairs.best(wanted, scale, given, BOOK)[:, None])[:, 0]
-    # float32 may take the second best of two that are equal but for rounding.
+    # float32 may take the second best of two that are equal except for rounding.
     assert (found <= errors.amin(1) * (1 + 1e-4) + 1e-6).all()
 
 

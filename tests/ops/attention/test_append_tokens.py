@@ -21,7 +21,7 @@ NAMES = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "k
 
 
 def step(dtype: torch.dtype, rows: int, kind: KVDtype = "auto", ring: Ring | None = None) -> dict[str, Any]:
-    """Arguments of some tokens of three sequences, whose caches hold tokens before these."""
+    """Arguments of some tokens of three sequences; their caches hold tokens before these."""
     generator = torch.Generator().manual_seed(rows)
 
     def random(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A browser without a head, and a server whose answers tests write."""
+"""A browser without a head, and a server with answers that tests write."""
 
 from __future__ import annotations
 

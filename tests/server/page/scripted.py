@@ -1,4 +1,4 @@
-"""A server of the page whose answers a test writes, and a browser's tab."""
+"""A server of the page with answers that a test writes, and a browser's tab."""
 
 from __future__ import annotations
 

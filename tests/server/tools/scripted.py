@@ -1,4 +1,4 @@
-"""A server whose answers a test writes: the model runs, and the texts of its tokens are those of a script."""
+"""A server with answers that a test writes: the model runs, and the texts of its tokens are those of a script."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HERMES = (
 
 
 def with_special_tokens(tokenizer: Any, markers: Sequence[str], template: str) -> Any:
-    """A tokenizer whose last tokens are markers instead, with a chat template."""
+    """A tokenizer with markers as its last tokens, and a chat template."""
     data = json.loads(tokenizer.backend_tokenizer.to_str())
     model, count = data["model"], len(markers)
     ids = dict(zip(markers, range(len(model["vocab"]) - count, len(model["vocab"])), strict=True))
@@ -43,7 +43,7 @@ def with_special_tokens(tokenizer: Any, markers: Sequence[str], template: str) -
 
 
 class Script(qcut.Scheduler):
-    """A scheduler that gives out a script instead of the model's texts.
+    """A scheduler that returns a script instead of the model's texts.
 
     Attributes:
         pieces: the text of each token.

@@ -26,7 +26,7 @@ DRAWN = {"temperature": 1.0, "seed": 3}
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "special"])
 def caller(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A server of a chat template with tools, whose markers are text or special tokens."""
+    """A server of a chat template with tools; its markers are text or special tokens."""
     with calling(PLAIN, request.param, strict=True) as found:
         yield found
 

@@ -35,7 +35,7 @@ def bare(items: list[Any]) -> list[dict[str, Any]]:
 
 
 def streamed(served: Served, **body: Any) -> tuple[list[str], Any]:
-    """The kinds of events, and the response at the end, whose items the deltas must add up to."""
+    """The kinds of events, and the response at the end; the deltas must add up to its items."""
     lines = asked(served, stream=True, **body).splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

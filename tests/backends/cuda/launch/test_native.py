@@ -138,7 +138,7 @@ def operator(op: str, overload: str = "default") -> Any:
 
 
 def compare(python: list[Record], native: list[Record], driver: Driver, out: tuple[Tensor, Tensor]) -> None:
-    """The same launches, but for the addresses of scratch memory and result; those in the same relation."""
+    """The same launches, except the addresses of scratch memory and result; those in the same relation."""
     assert len(python) == len(native)
     bases = []
     for records in (python, native):

@@ -49,7 +49,7 @@ def by_python(library: _native.Library, call: Callable[[], Any]) -> Any:
 
 
 def by_cpp(library: _native.Library, call: Callable[[], Any], operators: int = 1) -> Any:
-    """The call's result, of which C++ must have computed so many operators."""
+    """The call's result; C++ must have computed so many operators of it."""
     before = library.hits
     result = call()
     assert library.hits - before == operators, "Python served the call"

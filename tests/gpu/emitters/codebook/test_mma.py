@@ -170,7 +170,7 @@ def check_float(
         exact = exact + gemm.args["residual"].double()
         bound += 2.0**-23 * exact.abs()
     error = (got.double() - exact).abs()
-    # D is rounded from a value within `bound` of the exact one, whose spacing may be twice as wide.
+    # D is rounded from a value within `bound` of the exact one; its spacing may be twice as wide.
     allowed = bound + half_ulp(exact.abs() + bound, got.dtype)
     worst = (error - allowed).argmax()
     assert bool((error <= allowed).all()), f"error {error.flatten()[worst]} over bound {allowed.flatten()[worst]}"

@@ -131,7 +131,7 @@ class Case:
             weight = torch.zeros(n, geometry.k, dtype=torch.int8)
         left = x if dtype is torch.int8 else torch.zeros(m, geometry.k, dtype=torch.int8)
         gemm = Gemm.of(problem.epilogue, left, weight, seed)
-        if dtype is not torch.int8:  # the epilogue's arguments alone
+        if dtype is not torch.int8:  # only the epilogue's arguments
             gemm.args["col_scale"] = (torch.rand(n, generator=gen) + 0.5) / geometry.k**0.5
         return cls(problem, x, n, units, packed, values, gemm)
 
@@ -182,7 +182,7 @@ class Case:
         return results[0]
 
     def check(self, got: Tensor) -> None:
-        """Bitwise for int8 tokens (but for smooth activations), else within `exact`'s bound."""
+        """Bitwise for int8 tokens (except smooth activations), else within `exact`'s bound."""
         if self.problem.x is DType.S8:
             self.gemm.check(got)
             return

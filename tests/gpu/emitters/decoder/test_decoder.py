@@ -156,7 +156,7 @@ def test_attention_at_the_edges_of_steps(length: int) -> None:
 @pytest.mark.parametrize(("x", "cache", "head", "queries"), MMA_HEADS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
 def test_attention_on_tensor_cores(x: DType, cache: DType, head: int, queries: int, parts: int) -> None:
-    """Sequences of several lengths, of which short ones leave parts without keys; through clusters and without."""
+    """Sequences of several lengths; short ones leave parts without keys; through clusters and without."""
     for cluster in {1, *([parts] if parts in CLUSTERED else [])}:
         desc = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster)
         lengths = (1, 500, 20, 129)

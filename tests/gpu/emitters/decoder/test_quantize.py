@@ -109,7 +109,7 @@ def test_per_token_chosen_layout(m: int, k: int, x: DType) -> None:
 
 @pytest.mark.parametrize("x", FLOATS, ids=lambda x: x.value)
 def test_quotients_next_to_ties(x: DType) -> None:
-    """Rows whose quotients are halves and their neighbours: a reciprocal alone rounds some of them wrongly."""
+    """Rows with quotients that are halves and their neighbours: only a reciprocal rounds some of them wrongly."""
     absmax = torch.linspace(1.0, 2.0, 512).to(TORCH_DTYPE[x]).float()[:, None]
     half = (torch.arange(127) + 0.5) * (absmax / 127)
     data = torch.cat([absmax, half, torch.nextafter(half, torch.tensor(0.0)), -half], 1).to(TORCH_DTYPE[x])
@@ -180,7 +180,7 @@ def test_float8_unaligned(vectors: int, x: DType) -> None:
 
 
 def test_float8_values_next_to_ties() -> None:
-    """Every e4m3, the middles between neighbours and the floats next to them, of rows whose scale is 1."""
+    """Every e4m3, the middles between neighbours and the floats next to them, of rows with scale 1."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     middles = (values[1:] + values[:-1]) / 2
     near = [torch.nextafter(middles, middles.new_tensor(limit)) for limit in (0.0, 448.0)]

@@ -1,4 +1,4 @@
-"""Products whose M is read on the device: bitwise those of M known on the host."""
+"""Products with M read on the device: bitwise those of M known on the host."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def run(gemm: Gemm, a: Tensor, b: Tensor, tile: TileConfig, extra: int = 0, **al
 
 
 def small_integers(m: int, n: int, k: int, epilogue: Epilogue) -> tuple[Gemm, Tensor, Tensor]:
-    """A GEMM of integers whose sums are all exact: below 2**13, which 14 bits hold."""
+    """A GEMM of integers with all sums exact: below 2**13, which 14 bits hold."""
     low = torch.Generator().manual_seed(m)
     a, b = (torch.randint(-8, 9, (rows, k), generator=low).to(torch.int8) for rows in (m, n))
     return Gemm.of(epilogue, a, b), a.float().to(E4M3), b.float().to(E4M3)

@@ -66,7 +66,7 @@ def run(
 
 
 def small_integers(m: int, n: int, k: int, epilogue: Epilogue) -> Gemm:
-    """A GEMM whose every partial sum is an integer below 2**24: float32 accumulation is exact in any order."""
+    """A GEMM with every partial sum an integer below 2**24: float32 accumulation is exact in any order."""
     assert 8 * 128 * k < 2**24
     a = torch.randint(-8, 9, (m, k), generator=torch.Generator().manual_seed(m)).to(torch.int8)
     return Gemm.of(epilogue, a, full_range(n, k, seed=n))

@@ -99,7 +99,7 @@ EPILOGUES = (
     Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.RELU),
 )
 SHAPES = ((1280, 10), (448, 112))
-"""(N, units) of layers whose tiles `for_shape` chooses."""
+"""(N, units) of layers; `for_shape` chooses their tiles."""
 
 
 def has_tile(tile: Tile) -> bool:
@@ -264,7 +264,7 @@ class Product:
         seed: int = 0,
         book: tuple[float, float] | Tensor = BOOKS["symmetric"],
     ) -> Product:
-        """Norms of every size: a row of zeros, one with the largest float16 beside ``2**-20`` of it, subnormal ones."""
+        """Norms of every size: a row of zeros, one with the largest float16 and ``2**-20`` of it, subnormal ones."""
         generator = torch.Generator().manual_seed(seed)
         k, bits, out = 128 * units, problem.bits, TORCH_DTYPE[problem.epilogue.out]
         geometry = Geometry(k, 128 // problem.slots, "none")
@@ -298,7 +298,7 @@ class Product:
         return self.units.shape[1]
 
     def row(self, m: int) -> Product:
-        """The product of one token alone."""
+        """The product of a single token."""
         by_token = ("row_scale", "residual")
         args = {name: v[m : m + 1] if name in by_token else v for name, v in self.args.items()}
         return replace(self, x=self.x[m : m + 1], args=args)
@@ -519,7 +519,7 @@ def test_tiles_that_other_gpus_take() -> None:
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
 @pytest.mark.parametrize("tile", EACH, ids=lambda t: t.name)
 def test_identity_tokens_give_the_weights(tile: Tile, x: DType, slots: int, in_pairs: bool) -> None:
-    """Every column at its place: token i is column i alone, and D the weights, rounded as the family rounds them."""
+    """Every column at its place: token i is only column i, and D the weights, rounded as the family rounds them."""
     require(tile)
     product = Product.random(problem_of(x, slots=slots, in_pairs=in_pairs), 16, 130, 2)
     product.args = {name: torch.ones_like(v) for name, v in product.args.items()}

@@ -24,7 +24,7 @@ KINDS: tuple[Tokens, ...] = ("none", "given", "rows", "floats")
 
 
 def problem_of(tokens: Tokens, x: DType = DType.F16, aligned: bool = True, absmax: bool = False) -> W8A8Problem:
-    """The problem whose results are of x's type."""
+    """The problem with results of x's type."""
     return W8A8Problem(tokens, x, replace(PLAIN, out=x), aligned, absmax)
 
 

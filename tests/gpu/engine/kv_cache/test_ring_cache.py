@@ -1,4 +1,4 @@
-"""Engines whose layers with windows keep rings, on the GPU: bitwise those that keep every token."""
+"""Engines with rings in layers with windows, on the GPU: bitwise those that keep every token."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_every_form_is_near_the_cpu(dtype: torch.dtype, batch: int, context: int
 def test_windows_softcaps_and_sinks_are_the_cpus(
     dtype: torch.dtype, batch: int, context: int, window: int, softcap: float, head: int, sunk: bool
 ) -> None:
-    """Alone and in a step, whose new row lies in the window, before it and behind it."""
+    """By itself and in a step, with the new row in the window, before it and behind it."""
     generator = torch.Generator().manual_seed(context)
     q = torch.randn(batch, 4, head, generator=generator).to(dtype)
     k, v = torch.randn(2, batch, 2, head, generator=generator).to(dtype)

@@ -12,7 +12,7 @@ from tests.support.oracles import normal
 
 
 def metric(k: int, seed: int = 1) -> Tensor:
-    """A symmetric matrix whose directions differ by two orders of magnitude."""
+    """A symmetric matrix with directions that differ by two orders of magnitude."""
     basis, _ = torch.linalg.qr(normal(k, k, seed=seed).double())
     return ((basis * torch.logspace(0, -2, k, dtype=torch.float64)) @ basis.t()).float()
 

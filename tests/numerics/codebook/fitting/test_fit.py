@@ -15,7 +15,7 @@ from tests.support.oracles import normal
 
 
 def correlated(k: int, seed: int = 1) -> Tensor:
-    """The second moment of inputs whose directions differ in variance by three orders of magnitude."""
+    """The second moment of inputs with directions that differ in variance by three orders of magnitude."""
     basis, _ = torch.linalg.qr(normal(k, k, seed=seed).double())
     spectrum = torch.logspace(0, -3, k, dtype=torch.float64)
     return ((basis * spectrum) @ basis.t()).float()

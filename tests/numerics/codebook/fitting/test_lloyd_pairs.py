@@ -27,7 +27,7 @@ def test_lloyd_iteration_does_not_improve_the_pairs():
 
 
 def test_pairs_err_less_than_single_values():
-    # On a grid, whose cells are small beside those of the codebook, independent of the method's own integrals.
+    # On a grid with cells that are small against those of the codebook, independent of the method's own integrals.
     x = (torch.arange(1600, dtype=torch.float64) + 0.5) * (7 / 1600)
     weight = torch.exp(-x * x / 2)
     weight /= weight.sum()
